@@ -1,8 +1,7 @@
-"""The asyncio shell round the pure core: it starts replicas through shims, restarts
-them, and leaves nothing behind.
+"""The asyncio shell of the pure core: start, watch, restart and end replicas via shims.
 
-``Supervisor`` is loaded when first used, so that the shim and the launcher, which live
-in this package too, stay small.
+``Supervisor`` is imported on first use: the shim and the launcher live in this package,
+too, and must stay small.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Lines for people on the supervisor's stderr, which must never hold up its event loop.
+"""Write human-readable lines to stderr from a thread, never blocking the event loop.
 
-A terminal that is stopped (Ctrl-S, the scroll mode of tmux), a paused pager or a
-journal that stalls takes no more, for as long as it likes. So a thread of its own
-writes, from a queue; what does not fit is left out, counted, and said once there is
-room. It is all in the events.
+A stopped terminal (Ctrl-S, the scroll mode of tmux), a paused pager or a stalled
+journal can block a writer for any length of time. So a thread writes, from a bounded
+queue. Lines that do not fit are dropped and counted, and the count is printed once
+there is room. The events have all of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _LINES = 1000
 
 
 class Console:
-    """:param descriptor: where lines go; its mode is left alone, as others share it."""
+    """Line output to a descriptor.
+
+    :param descriptor: where lines go; its mode stays as it is, as other processes share
+        it.
+    """
 
     def __init__(self, descriptor: int = 2) -> None:
         self._descriptor = descriptor
@@ -34,12 +38,11 @@ class Console:
         self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
-        """One line (or several, of which the others are indented), with the time of
-        day. Never waits."""
+        """Print a line with the time of day; indents its further lines. Never waits."""
         self.write(f"{time.strftime('%H:%M:%S')} replicas: {hanging(text)}")
 
     def write(self, text: str) -> None:
-        """Lines of printable characters. Never waits."""
+        """Print text as lines of printable characters. Never waits."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="console", daemon=True)
             self._thread.start()
@@ -53,15 +56,13 @@ class Console:
             self._dropped -= dropped
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is written, but no longer than that. False: something is
-        left."""
+        """Wait up to ``timeout_s`` until all is written; False: something is left."""
         with self._queue.all_tasks_done:
             return self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s)
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Have it show what loggers say, unless this process has set up something else
-        for that."""
+        """Show log records here, unless this process has set up logging otherwise."""
         root = logging.getLogger()
         handler = _Handler(self) if not root.handlers else None
         if handler is not None:
@@ -83,19 +84,21 @@ class Console:
                 self._queue.task_done()
 
     def _put(self, data: bytes) -> None:
-        """Not by :data:`sys.stderr`: a thread that hangs in it would have the
-        interpreter fail at its end."""
+        """Write without :data:`sys.stderr`.
+
+        A thread that hangs in it makes the interpreter fail at its end.
+        """
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]
-            except BlockingIOError:  # somebody else has made it so
+            except BlockingIOError:  # another process that shares it made it non-blocking
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll()
 
 
 class _Handler(logging.Handler):
-    """Warnings and worse, with the time as all other lines."""
+    """Warnings and errors, in the form of all other lines."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -104,5 +107,5 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._console.say(self.format(record))
-        except Exception:  # noqa: BLE001  # what every handler does: a message that cannot be formatted ends nothing
+        except Exception:  # noqa: BLE001  # as every handler: an unformattable message must not raise
             self.handleError(record)

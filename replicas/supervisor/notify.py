@@ -1,24 +1,27 @@
-"""sd_notify: telling systemd (or whoever listens at ``NOTIFY_SOCKET``) how the
-supervisor fares.
+"""sd_notify: report the supervisor's state to systemd, or to another listener.
 
 Theory of operation
 ===================
 
-The protocol is one datagram of ``NAME=value`` lines for each message, to the Unix
-socket that ``NOTIFY_SOCKET`` names (``@`` first: an abstract one); see sd_notify(3).
-:class:`Notifier` speaks it and never waits: a datagram that the receiver's full buffer
-does not take is sent again with the next one. Without ``NOTIFY_SOCKET`` nothing is
-sent.
+The protocol is one datagram of ``NAME=value`` lines per message, sent to the Unix
+socket that ``NOTIFY_SOCKET`` names (a leading ``@`` means an abstract one); see
+sd_notify(3). :class:`Notifier` speaks it and never waits: fields that the receiver's
+full buffer does not take are sent with the next message. Without ``NOTIFY_SOCKET``
+nothing is sent.
 
-:class:`Watcher` is the supervisor's task that has something to say: ``READY=1`` when
-the control port answers and the replicas are being started (whether they are ready is
-what ``STATUS`` and ``/readyz`` tell: a start must not fail because a model loads for
-longer than systemd waits), ``STATUS`` at each change, ``STOPPING=1`` once it drains,
-with ``EXTEND_TIMEOUT_USEC`` as long as the drain goes on, as its own deadlines bound
-it. ``WATCHDOG=1`` is sent at a third of the watchdog's time, but only when the control
-loop has come round since: one that hangs is killed by systemd, and the shims then end
-what it ran. Around a reload on SIGHUP come ``RELOADING=1`` with ``MONOTONIC_USEC`` and
-``READY=1``.
+:class:`Watcher` is the supervisor's reporting task. It sends
+
+* ``READY=1`` when the control port answers and the replicas are being started. Whether
+  they are ready is in ``STATUS`` and ``/readyz``: a start must not fail because a model
+  loads for longer than systemd waits.
+* ``STATUS`` at each change.
+* ``STOPPING=1`` once the run drains, and ``EXTEND_TIMEOUT_USEC`` as long as the drain
+  goes on; its own deadlines bound it.
+* ``WATCHDOG=1`` at a third of the watchdog's time, but only if the control loop has run
+  since the last one: systemd kills a hung supervisor, and the shims then end their
+  processes.
+
+Around a reload on SIGHUP come ``RELOADING=1`` with ``MONOTONIC_USEC``, and ``READY=1``.
 """
 
 from __future__ import annotations
@@ -44,14 +47,14 @@ _EXTENSION_S = 15.0
 _WATCHDOG_SHARE = 3
 _USEC = 1_000_000
 _LINE_CHARACTERS = 900
-"""Of each value: systemd ignores a datagram above 4096 bytes."""
+"""Limit of each value: systemd ignores a datagram above 4096 bytes."""
 
 
 class Notifier:
-    """The sending end.
+    """Sender of sd_notify messages.
 
-    :param address: of the receiver's datagram socket; empty: nobody listens.
-    :param watchdog_s: within which a ``WATCHDOG=1`` is wanted; None: no watchdog.
+    :param address: the receiver's datagram socket; empty: there is no receiver.
+    :param watchdog_s: longest time between two ``WATCHDOG=1``; None: no watchdog.
     """
 
     def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
@@ -65,8 +68,10 @@ class Notifier:
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> Notifier:
-        """The one that the environment names, whose variables are removed: replicas are
-        not to speak for us."""
+        """Make it from ``environ``, without whose variables replicas cannot notify.
+
+        The variables are removed.
+        """
         address = environ.pop("NOTIFY_SOCKET", "")
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         ours = not pid or pid == str(os.getpid())
@@ -75,13 +80,13 @@ class Notifier:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody listens."""
+        """Whether there is a receiver."""
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
-        """Send these fields, and those that could not be sent before; never waits.
+        """Send these fields and those not sent before; never waits.
 
-        :return: whether they have left.
+        :return: whether they were sent.
         """
         if self._socket is None:
             return False
@@ -102,8 +107,7 @@ class Notifier:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Say that the config is being read again, and at the end of the block that it
-        was: also when it was refused."""
+        """Report a reload around the block; a refused config makes no difference."""
         self.send(RELOADING="1", MONOTONIC_USEC=str(time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000))
         try:
             yield
@@ -119,18 +123,18 @@ class Notifier:
 
 
 class Watched(Protocol):
-    """What is told of: the supervisor."""
+    """The supervisor, as :class:`Watcher` sees it."""
 
     def status(self) -> RunStatus: ...
 
     @property
     def looked_at(self) -> float:
-        """When the control loop came round last, by any clock."""
+        """When the control loop last ran, on any clock."""
         ...
 
 
 class Watcher:
-    """Tells systemd of a supervisor, from :meth:`run`'s begin until it is cancelled."""
+    """Reports a supervisor's state to systemd while :meth:`run` runs."""
 
     def __init__(self, notifier: Notifier, watched: Watched) -> None:
         self._notifier = notifier
@@ -141,8 +145,7 @@ class Watcher:
         self._loop_at: float | None = None
 
     async def run(self) -> None:
-        """Say that we are ready, then look every second, or as often as the watchdog
-        needs."""
+        """Send ``READY=1``, then look every second, or more often for the watchdog."""
         if not self._notifier.wanted:
             return
         watchdog_s = self._notifier.watchdog_s
@@ -153,13 +156,13 @@ class Watcher:
             self.look(time.monotonic())
 
     def stopping(self) -> None:
-        """Say that the supervisor is ending, unless that was said."""
+        """Send ``STOPPING=1``, unless it was sent."""
         if not self._stopping:
             self._stopping = True
             self._notifier.send(STOPPING="1")
 
     def look(self, now: float, **fields: str) -> None:
-        """Send what there is to say at ``now``, and ``fields``."""
+        """Send what has changed by ``now``, and ``fields``."""
         status = self._watched.status()
         line = status_line(status)
         if line != self._status:
@@ -175,8 +178,7 @@ class Watcher:
             self._notifier.send(**fields)
 
     def _is_alive(self, now: float) -> bool:
-        """Whether a WATCHDOG=1 is due, and true: the control loop has come round since
-        the last one."""
+        """Whether ``WATCHDOG=1`` is due and the control loop has run since the last."""
         watchdog_s = self._notifier.watchdog_s
         came_round = self._watched.looked_at
         due = watchdog_s is not None and now - self._alive_at >= watchdog_s / _WATCHDOG_SHARE * 0.9
@@ -187,8 +189,7 @@ class Watcher:
 
 
 def status_line(status: RunStatus) -> str:
-    """One line for ``systemctl status``: ``rollout 3/4, trainer 1/1 ready; policy at
-    version 17``."""
+    """Text of ``STATUS``: ``rollout 3/4, trainer 1/1 ready; policy at version 17``."""
     groups = ", ".join(
         f"{group.name} {sum(one.state in ('ready', 'finished') for one in group.replicas)}/{len(group.replicas)}"
         for group in status.groups

@@ -1,9 +1,9 @@
-"""Supervise one run in this process until it is over, as its operator asks by signals.
+"""Supervise one run in this process, and act on its operator's signals.
 
-Signals: TERM and INT drain, a second one of them kills what is left at once; USR1 is
-the notice of a preemption: drain, and exit with 75; HUP reads the config file again. A
-start is given up at the first of these. A terminal that goes away sends HUP too: then,
-too, it drains, unless it was started by nohup.
+TERM and INT drain the run; a second one kills what is left at once. USR1 is the notice
+of a preemption: drain, and exit with 75. HUP reads the config file again; but if the
+terminal is gone it drains, unless the process was started by nohup. A drain or
+preemption during the start gives up the start.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _FILES = 1 << 16
 
 
 def supervise(config: Config) -> int:
-    """Run ``config`` to its end in this process, with lines for people on stderr.
+    """Run ``config`` to its end in this process, with human-readable lines on stderr.
 
     :return: one of :mod:`replicas.control.exit_codes`: ``DONE``, ``FAILED``, ``USAGE``,
         ``SUPERVISED`` or ``PREEMPTED``.
-    :raises replicas.errors.UsageError: it cannot be started so; a BadConfig if its plan
-        does not fit the machine.
+    :raises replicas.errors.UsageError: the run cannot be started so; a BadConfig if its
+        plan does not fit the machine.
     """
     inherited.put_in_order()
     _allow_files()
@@ -61,8 +61,10 @@ def supervise(config: Config) -> int:
 
 
 def _allow_files() -> None:
-    """Each replica takes some descriptors here, and the soft limit is often 1024. What
-    is started inherits the limit."""
+    """Raise the soft limit of open files: each replica needs some, and 1024 is common.
+
+    Child processes inherit the limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _FILES)), hard))
 
@@ -93,8 +95,7 @@ async def _supervise(config: Config, console: Console) -> int:
 
 
 class _Terminal:
-    """The terminal that this process was started on, if it was, and is to end with
-    it."""
+    """The terminal of this process, if the run is to end with it."""
 
     def __init__(self) -> None:
         stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
@@ -103,8 +104,10 @@ class _Terminal:
 
     @property
     def gone(self) -> bool:
-        """Whether there was one, and it is no more. Standard error says little: it may
-        be a pipe, as into ``tee``."""
+        """Whether the terminal existed and is gone.
+
+        Standard error alone says little: it may be a pipe, as into ``tee``.
+        """
         return (self._controls and not _has_controlling_terminal()) or (self._shown and not os.isatty(2))
 
 
@@ -117,7 +120,7 @@ def _has_controlling_terminal() -> bool:
 
 
 class _Operator:
-    """What the signals of an operator do."""
+    """Acts on the operator's signals."""
 
     def __init__(self, supervisor: Supervisor, notifier: Notifier, watcher: Watcher, console: Console) -> None:
         self.started = asyncio.Event()
@@ -133,8 +136,7 @@ class _Operator:
         self._reload_again = False
         self._reloading: asyncio.Task[None] | None = None
         self._changing: set[asyncio.Task[None]] = set()
-        """Reloads whose config is in use, and that are not at the end of what it
-        changes."""
+        """Reloads whose config is in use, but whose changes are not carried out yet."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextmanager
@@ -157,26 +159,25 @@ class _Operator:
             yield
         finally:
             # The run is over: nothing may replace its exit code. (A handler of the
-            # loop's own could not be taken away without a moment in which the signal
-            # kills.)
+            # loop could not be removed without a moment in which the signal kills.)
             for signum in signals:
                 signal.signal(signum, signal.SIG_IGN)
 
     async def finish(self) -> None:
-        """Wait for what was asked for and spawned; reloads are given up."""
+        """Wait for the spawned tasks; cancel reloads."""
         for task in (self._reloading, *self._changing):
             if task is not None:
                 task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)  # each has told of its own error
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # each has reported its own error
 
     async def entered(self, stack: AsyncExitStack) -> bool:
-        """Start; False: that was given up, and nothing of it is left."""
+        """Start the supervisor; False: the start was given up and undone."""
         entered = False
         self._starting = asyncio.current_task()
         try:
             await stack.enter_async_context(self._supervisor)
             entered = True
-            await asyncio.sleep(0)  # a cancellation that came a moment too late is taken here, and not by what follows
+            await asyncio.sleep(0)  # a cancellation that came too late is raised here, not in the code below
         except asyncio.CancelledError:
             if not self._ending or self._starting is None:
                 raise
@@ -194,7 +195,7 @@ class _Operator:
         return PREEMPTED if self._preempted else DONE
 
     def _give_up(self, name: str) -> bool:
-        """Whether there was a start to give up: nothing runs before its end."""
+        """Cancel the start; False: no start is under way."""
         if self._starting is None:
             return False
         self._say(f"{name}: giving up the start")
@@ -255,8 +256,10 @@ class _Operator:
             rest.add_done_callback(self._changing.discard)
 
     async def _change(self, name: str, accepted: asyncio.Task[bool], work: asyncio.Task[Reloaded]) -> None:
-        """What a new config changes may take long, or never come to an end: another one
-        may be read meanwhile."""
+        """Wait for the changes of a reload.
+
+        They may take long or never end; meanwhile another config may be read.
+        """
         try:
             await work
             await accepted
@@ -267,8 +270,7 @@ class _Operator:
             work.cancel()
 
     async def _accepted(self, name: str, after: int) -> bool:
-        """Wait until the new config is in use: what it changes may take long after
-        that."""
+        """Wait until the new config is in use; its changes may take long after that."""
         async for record in self._supervisor.events(after):
             event = record.event
             if isinstance(event, Reloaded):
@@ -285,8 +287,7 @@ class _Operator:
         return task
 
     async def _reporting(self, work: Coroutine[object, object, object]) -> None:
-        """Nobody waits for this work before the end of the run: its error must not wait
-        for that."""
+        """Report the work's error at once: nothing awaits it before the run's end."""
         try:
             await work
         except errors.ReplicasError as error:

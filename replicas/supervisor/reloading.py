@@ -1,16 +1,15 @@
-"""Another config for a run that lives: validated first, then only what differs is
-touched.
+"""Reload the config of a running run: validate it first, then change only what differs.
 
-What is wrong with a config, or cannot change while the run lives, refuses all of it.
-New groups start; those that are gone drain; those whose processes would be started
-differently restart, rolling; sizes change; all other settings apply from now on. These
-steps go on side by side: one that fails does not stop the others.
+A config that is invalid, or changes what cannot change while the run lives, is refused
+as a whole. New groups start; removed groups drain; groups whose processes would be
+started differently restart, rolling; sizes change; all other settings apply from now
+on. These steps run side by side: one that fails does not stop the others.
 
-Configs are taken one after the other, but what one changes may take long, or never come
-to an end (replicas that do not become ready). So the next one does not wait for that:
-it takes the place of the rolling restarts of those groups that it restarts or removes,
-and the reload that had begun them says so. Removals go on; a group that comes back
-waits for its own.
+Configs are accepted one after the other, but the changes of one may take long, or never
+end (replicas that do not become ready). So the next reload does not wait for them: it
+cancels the rolling restarts of the groups that it restarts or removes, and the reload
+that began those raises an error that says so. Removals go on; a group that is added
+again waits for its own removal.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _CHANGED = Cause("reload", "its config has changed")
 
 
 class Site(Protocol):
-    """Where a config is in use: the supervisor."""
+    """The supervisor, as :class:`Reloading` sees it."""
 
     config: Config
 
@@ -54,7 +53,7 @@ class Site(Protocol):
 
 
 class Reloading:
-    """Reloads of one run, one after the other."""
+    """Reloads of one run, accepted one after the other."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -62,7 +61,7 @@ class Reloading:
         self._rolls: dict[str, asyncio.Task[None]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
-        """Of groups that have not come to their new size yet."""
+        """New sizes of groups that have not been scaled to them yet."""
 
     async def reload(self, config: Config | Path | str | Mapping[str, Any] | None) -> Reloaded:
         """See :meth:`replicas.Supervisor.reload`."""
@@ -104,14 +103,13 @@ class Reloading:
         return found
 
     def _as_scaled(self, new: Config, found: ConfigDiff) -> Config:
-        """The new plan with the sizes that groups have by now, unless it changes
-        them."""
+        """The new plan, with present sizes for groups whose size it does not change."""
         groups = self._site.fleet.groups
         kept = new.groups.keys() - found.resized.keys() - self._sizes.keys()
         return with_sizes(new, {name: group.size for name, group in groups.items() if name in kept})
 
     def _begin(self, new: Config, found: ConfigDiff) -> Reloaded:
-        """What happens at once."""
+        """Put the config in use and take the steps that need no waiting."""
         site = self._site
         fleet = site.fleet
         for name in (*found.restarted, *found.removed):
@@ -134,24 +132,23 @@ class Reloading:
         return reloaded
 
     async def _carry_out(self, found: ConfigDiff) -> None:
-        """What takes its time."""
+        """Remove, restart and scale groups side by side; raise the first failure."""
         steps: list[Coroutine[Any, Any, None]] = [self._remove(name) for name in found.removed]
         for name in dict.fromkeys((*found.resized, *found.restarted)):
-            steps.append(self._change(name, again=name in found.restarted))
+            steps.append(self._restart_and_scale(name, again=name in found.restarted))
         ended = await asyncio.gather(*steps, return_exceptions=True)
         failures = [one for one in ended if isinstance(one, BaseException)]
         if failures:
             raise failures[0]
 
     async def _remove(self, name: str) -> None:
-        """It goes on to its end, whoever still waits for it."""
+        """Drain and forget the group, to the end even when the caller is cancelled."""
         task = self._removals[name] = asyncio.create_task(self._site.fleet.remove(name))
         task.add_done_callback(lambda _: self._removals.pop(name))
         await asyncio.shield(task)
 
-    async def _change(self, name: str, *, again: bool) -> None:
-        """Restart what there is, then come to the new size: nothing new is started
-        twice."""
+    async def _restart_and_scale(self, name: str, *, again: bool) -> None:
+        """Restart the present replicas, then scale: none is started twice."""
         fleet = self._site.fleet
         group = fleet.groups[name]
         if again:
@@ -161,8 +158,11 @@ class Reloading:
             await fleet.scale(name, size)
 
     async def _roll(self, group: Group) -> None:
-        """:raises replicas.errors.WorldError: a replica failed, the run ended, or a
-        newer reload is about this group, too."""
+        """Restart the group's replicas, rolling.
+
+        :raises replicas.errors.WorldError: a replica failed, the run ended, or a newer
+            reload restarts or removes this group, too.
+        """
         fleet, name = self._site.fleet, group.config.name
         chosen = [one for one in fleet.targets(name) if one.life.state != "finished" and not one.unwanted]
         task = self._rolls[name] = asyncio.create_task(fleet.roll(group, chosen, _CHANGED))

@@ -1,21 +1,20 @@
-"""The supervisor of a run: groups of replicas, the coordinator between them, and one
-place to ask for their state.
+"""The supervisor of a run: groups of replicas, their coordinator, commands and status.
 
 Theory of operation
 ===================
 
-One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events
-and the coordinator (store, sessions, control port) and the control socket, and gives
-the groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`, which starts, watches
-and ends them. All commands come here, from an embedding program, the control port, the
+One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events,
+the coordinator (store, sessions, control port) and the control socket, and gives the
+groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`, which starts, watches and
+ends them. All commands arrive here: from an embedding program, the control port, the
 socket or a signal.
 
-What happens goes through one place (:meth:`Supervisor.emit`) to the file of events,
-those who follow it, and the counters. What must not be forgotten is written down
-(:meth:`Supervisor.save`) before it happens; a supervisor that finds the state of a dead
-one goes on from it. At the end the replicas go first, then the events close, and the
-coordinator and its port go last, so that ranks can say goodbye. torch is never imported
-here.
+Every event goes through :meth:`Supervisor.emit` to the event file, to its followers and
+into the counters. State that must survive a kill is written (:meth:`Supervisor.save`)
+before it takes effect; a supervisor that finds the state of a dead one resumes from it.
+At the end the replicas end first, then the events close, and the coordinator and its
+port close last, so that ranks can leave in order. torch is never imported in this
+process.
 """
 
 from __future__ import annotations
@@ -78,14 +77,15 @@ _STUCK_LOOP_S = 10.0
 _REFUSALS_INTERVAL_S = 10.0
 
 
-async def _to_its_end(
+async def _finish_in_thread(
     work: Callable[[], T], *, given_up: Callable[[], None] = lambda: None, undo: Callable[[], None] = lambda: None
 ) -> T:
-    """``work`` in a thread. A cancellation ends when the thread does: it must not go on
-    behind what is undone meanwhile.
+    """Run ``work`` in a thread; a cancellation waits until the thread has ended.
 
-    :param given_up: called at a cancellation; :param undo: then called if the work was
-        done all the same.
+    Otherwise the thread would go on while the caller undoes what it did.
+
+    :param given_up: called at a cancellation.
+    :param undo: called after it, if the work was done nevertheless.
     """
     task = asyncio.ensure_future(anyio.to_thread.run_sync(work))
     try:
@@ -109,13 +109,13 @@ class Supervisor:
             code = await supervisor.run_until_done()
 
     Leaving the block drains what still runs. Runs on asyncio (anyio on the asyncio
-    backend included), best in the main thread; takes no torch into this process.
+    backend included), best in the main thread; does not import torch.
 
     :param config: a :class:`~replicas.config.structs.Config`, the path of its TOML
         file, or a mapping of the same shape (its relative folders are relative to the
         current one).
-    :param report: called with one line for people at each step of a replica. Default:
-        the logger ``replicas.supervisor``.
+    :param report: called with one human-readable line at each step of a replica.
+        Default: the logger ``replicas.supervisor``.
     :raises replicas.errors.BadConfig: with every problem of the config.
     :raises replicas.errors.UsageError: ``/proc`` is not the one of this process's pid
         namespace.
@@ -177,19 +177,20 @@ class Supervisor:
     # ------------------------------------------------------------ from start to end
 
     async def __aenter__(self) -> Self:
-        """Take the run, open its ports, end what a dead supervisor left, start the
-        replicas (without waiting for any).
+        """Take the run, open its ports, end leftovers, and start the replicas.
+
+        No replica is waited for.
 
         :raises replicas.supervisor.state.state.AlreadySupervised: another supervisor
-            has it.
+            has the run.
         :raises replicas.errors.BadConfig: the plan does not fit this machine.
         :raises replicas.errors.ReplicasError: a port is in use, the store does not
-            start, the state folder is no good.
+            start, or the state folder cannot be used.
         """
         inherited.open_streams()
         config = self.config
         self.resources.plan(config, await self.check_plan(config))
-        await _to_its_end(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
+        await _finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
         async with AsyncExitStack() as stack:
             stack.callback(self._release)
             self._events = self.state.open_events(config.run.events_max_nbytes)
@@ -198,13 +199,13 @@ class Supervisor:
             # to another control group.
             containment = await stack.enter_async_context(self._make_containment())
             self._containment = containment
-            coordinator = self._coordinator = self._make_coordinator()  # it opens the decision log: not before the lock
+            coordinator = self._coordinator = self._make_coordinator()  # opens the decision log, so not before the lock
             await stack.enter_async_context(coordinator)
             coordinator.subscribe(self._on_channel_event)
             routes = control_routes(self, commands=self, streams=self)
             await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
             helpers = [pid for pid in (coordinator.store_pid, containment.janitor_pid) if pid is not None]
-            for leftover in await _to_its_end(lambda: self.state.sweep(helpers)):
+            for leftover in await _finish_in_thread(lambda: self.state.sweep(helpers)):
                 self._events.emit(leftover)
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
             saved = self.state.saved
@@ -224,13 +225,13 @@ class Supervisor:
                 await self.fleet.drain(reason="over")
             self._count_refused()
             self.emit(RunEnded(exit_code=self.exit_code, reason=self.fleet.ended_by))
-            self._events.close()  # whoever follows comes to an end, and the control port with them
+            self._events.close()  # ends its followers, and with them the control port's streams
         finally:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
             self.coordinator.keep_decisions = self._preempted
-            # Without the block's own error: it must come out as it is, and not in the
-            # task group's ExceptionGroup.
+            # Without the block's own error, which must be raised as it is and not in
+            # the task group's ExceptionGroup.
             await self._stack.__aexit__(None, None, None)
 
     def _token(self) -> str:
@@ -247,15 +248,15 @@ class Supervisor:
 
     @staticmethod
     async def check_plan(config: Config) -> Machine:
-        """The machine, on which the plan fits.
+        """Look up this machine, and check that the plan fits it.
 
-        :raises replicas.errors.BadConfig: it does not.
+        :raises replicas.errors.BadConfig: it does not fit.
         """
         found = await anyio.to_thread.run_sync(machine_for, config)
         refuse_unfit(config, found)
         return found
 
-    # -------------------------------------------------------- what an embedder asks for
+    # ------------------------------------------------------------ commands
 
     async def run_until_done(self) -> int:
         """Wait until the run is over or drained, and end what still runs.
@@ -268,18 +269,18 @@ class Supervisor:
 
     @property
     def exit_code(self) -> int:
-        """What the run ends with, as far as it is known."""
+        """The exit code of the run, as far as it is known."""
         code = self._fleet.exit_code if self._fleet is not None else None
         return PREEMPTED if self._preempted else code or DONE
 
     async def wait_ready(self, group: str | None = None, timeout: float | None = None) -> None:
-        """Wait until every replica of ``group`` (of all groups by default) is ready or
-        has finished.
+        """Wait until all replicas of ``group`` are ready or have finished.
 
+        :param group: default: all groups.
         :param timeout: seconds; the default waits as long as the groups' start timeouts
             let it.
-        :raises TimeoutError: not in time. :raises replicas.errors.WorldError: a replica
-            failed, or the run ended.
+        :raises TimeoutError: not ready in time.
+        :raises replicas.errors.WorldError: a replica failed, or the run ended.
         """
         fleet = self.fleet
         timeout_s = arguments.patience("wait_ready: timeout", timeout)
@@ -288,12 +289,13 @@ class Supervisor:
             await fleet.wait_ready(groups)
 
     async def scale(self, group: str, replicas: int) -> None:
-        """Have ``replicas`` replicas of ``group``: start more (without waiting), or
-        drain the highest and wait for that.
+        """Scale ``group`` to ``replicas``: start more, or drain the highest.
+
+        New replicas are not waited for; the end of drained ones is.
 
         :raises replicas.errors.UsageError: no such group, a negative number, or the run
             is being drained.
-        :raises replicas.errors.BadConfig: so many do not fit this machine.
+        :raises replicas.errors.BadConfig: so many replicas do not fit this machine.
         """
         fleet = self.fleet
         fleet.group(group)
@@ -305,9 +307,9 @@ class Supervisor:
         await fleet.scale(group, replicas)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
-        """End a replica (``group/index``) or all of a ``group``, when they have
-        finished their sync, and start their next generation. Spends no budget. Waits
-        until that is being started.
+        """Restart a replica (``group/index``) or all of a ``group`` after their sync.
+
+        Spends no budget. Waits until the next generations are being started.
 
         :param rolling: only ``max_unavailable`` replicas at a time; waits until all are
             ready.
@@ -320,21 +322,21 @@ class Supervisor:
         await self.fleet.restart(target, rolling=arguments.flag("restart: rolling", rolling))
 
     async def drain(self, target: str | None = None, *, hurry: bool = False) -> None:
-        """End replicas when they have finished their sync, and wait until no process of
-        them is left.
+        """End replicas after their sync, and wait until no process of them is left.
 
         :param target: a group, or a replica (``group/index``), which then rests until
-            it is restarted. Default: the whole run, those that depend on others first;
-            it is over then.
+            it is restarted. Default: the whole run, dependent groups first; the run is
+            then over.
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
         :raises replicas.errors.UsageError: no such group or replica.
         """
         await self.fleet.drain(target, hurry=arguments.flag("drain: hurry", hurry))
 
     async def preempt(self) -> None:
-        """The machine is about to be taken away: drain the run, which ends with exit
-        code 75. Its budgets, sizes and version numbers are kept for the next
-        supervisor; nothing of a budget is spent. A run that is over stays what it is.
+        """Drain the run because its machine is about to be taken away; exit code 75.
+
+        Budgets, sizes and version numbers are kept for the next supervisor, and no
+        budget is spent. Does nothing when the run is over.
         """
         fleet = self.fleet
         if fleet.over.is_set():
@@ -343,43 +345,46 @@ class Supervisor:
         await fleet.drain(reason="preempted")
 
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
-        """What made replicas fail is mended: those that have failed, or wait after a
-        failure, start at once, and their groups have a full restart budget.
+        """Start replicas that failed or are in backoff at once, with a full budget.
+
+        For use when the cause of the failures is mended.
 
         :return: names of the replicas that start.
         """
         return self.fleet.reset_failed(target)
 
     async def reload(self, config: Config | Path | str | Mapping[str, Any] | None = None) -> Reloaded:
-        """Put another config in the place of the present one: it is validated first,
-        and a bad one changes nothing. New groups start, those that are gone drain, and
-        those whose processes would be started differently restart, rolling; all others
-        are left alone.
+        """Replace the config: it is validated first, and a bad one changes nothing.
+
+        New groups start, removed groups drain, and groups whose processes would be
+        started differently restart, rolling; all others are left alone.
 
         :param config: default: the file of the present one, read again.
-        :raises replicas.errors.BadConfig: it is no good, or changes what cannot change
+        :raises replicas.errors.BadConfig: it is invalid, or changes what cannot change
             while the run lives.
         """
         return await self._reloading.reload(config)
 
     async def stacks(self, target: str | None = None) -> dict[str, str]:
-        """What the ranks of a group, of a replica (``group/index``), or of all are
-        doing, by ``group/replica/rank``."""
+        """Stacks of the ranks of a group, of a replica (``group/index``), or of all.
+
+        :return: texts by ``group/replica/rank``.
+        """
         found: dict[str, str] = {}
         for one in await asyncio.gather(*(replica.stacks() for replica in self.fleet.targets(target))):
             found |= one
         return found
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Everything that happens, as numbered
-        :class:`~replicas.telemetry.events.Record`, until the run is over.
+        """Follow all events until the run is over.
 
-        :param after: begin behind the record with this number, as far back as the file
-            of events goes; 0: with the oldest. Default: from now on.
+        :param after: begin after the :class:`~replicas.telemetry.events.Record` with
+            this number, as far back as the file of events goes; 0: with the oldest.
+            Default: from now on.
         """
         return self._events.follow(None if after is None else arguments.integer("events: after", after, least=0))
 
-    # ------------------------------------------------------------ what it tells
+    # ------------------------------------------------------------ state
 
     @property
     def last_event(self) -> int:
@@ -398,20 +403,20 @@ class Supervisor:
 
     @property
     def coordinator(self) -> Coordinator:
-        """The run's coordinator, once the supervisor has been entered."""
+        """The run's coordinator, while the supervisor is entered."""
         if self._coordinator is None:
             raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
         return self._coordinator
 
     @property
     def fleet(self) -> Fleet:
-        """The groups of the run, once the supervisor has been entered."""
+        """The groups of the run, while the supervisor is entered."""
         if self._fleet is None:
             raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
         return self._fleet
 
     def status(self) -> RunStatus:
-        """The state of everything, now. Its counters are those of the events."""
+        """The state of the run now; its counters are those of the events."""
         coordinator, fleet = self.coordinator, self.fleet
         store = coordinator.store_status()
         self._count_refused(time.monotonic())
@@ -435,7 +440,7 @@ class Supervisor:
 
     @property
     def looked_at(self) -> float:
-        """When the control loop came round last, in seconds of the loop's clock."""
+        """When the control loop last ran, in seconds of the loop's clock."""
         return self.fleet.looked_at
 
     def metrics_text(self) -> bytes:
@@ -443,10 +448,10 @@ class Supervisor:
         return self.metrics.render()
 
     def live(self) -> bool:
-        """Whether the supervisor itself works."""
+        """Whether the store is up, and the event loop lags by less than 10 s."""
         return self.coordinator.store_up and self.coordinator.loop_lag_s < _STUCK_LOOP_S
 
-    # -------------------------------------- what the fleet stands on (FleetEnvironment)
+    # ------------------------------------------------------------ FleetEnvironment
 
     @property
     def overseer(self) -> Overseer:
@@ -473,8 +478,10 @@ class Supervisor:
             self._report(text)
 
     def emit(self, event: Event) -> None:
-        """Everything that happens goes through here: to the file, to those who follow,
-        and into the counters."""
+        """Pass an event to the event file, its followers and the counters.
+
+        All events of the run go through here.
+        """
         self._events.emit(event)
         if text := self._failures.text(event):
             self._report(text)
@@ -482,7 +489,7 @@ class Supervisor:
             self._fleet.look()
 
     def save(self) -> None:
-        """Write down what must not be forgotten when this process is killed."""
+        """Write the state that must survive when this process is killed."""
         fleet, wall = self.fleet, time.time()
         self.state.run_state.save(
             Saved(
@@ -499,8 +506,7 @@ class Supervisor:
         )
 
     def _helper_records(self) -> tuple[ProcessRecord, ...]:
-        """Of the processes of the run that are nobody's replica. What is known already
-        is not looked up again."""
+        """Records of the store and the janitor; looks up new processes only."""
         janitor = self._containment.janitor_pid if self._containment is not None else None
         known, self._helpers = self._helpers, {}
         for pid in (self.coordinator.store_pid, janitor):
@@ -508,7 +514,7 @@ class Supervisor:
                 continue
             try:
                 found = known.get(pid) or process_record(pid)
-            except OSError as error:  # such as: no descriptor is left to this process
+            except OSError as error:  # e.g. this process has no descriptor left
                 log.warning("process %d of the run cannot be looked up, and is not in the saved state: %s", pid, error)
                 continue
             if found is not None:
@@ -525,9 +531,10 @@ class Supervisor:
             self.fleet.idle(event.group, event.replica)
 
     def _count_refused(self, now: float | None = None) -> None:
-        """What was turned away at the control port since the last look, as few events:
-        a flood there is none here, and who may look at pages cannot push older events
-        out of the file.
+        """Emit the refused connections since the last look, as few events.
+
+        A flood of connections, by anybody who may read pages, must not push older
+        events out of the file.
         """
         for reason, count in self._refusals.since(self.coordinator.refused(), now):
             self.emit(ConnectionsRefused(reason=reason, count=count))

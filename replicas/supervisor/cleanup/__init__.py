@@ -1,1 +1,1 @@
-"""Nothing outlives its run: control groups, the janitor, leftovers."""
+"""Clean up after the processes of a run: control groups, the janitor, leftovers."""

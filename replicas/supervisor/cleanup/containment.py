@@ -1,10 +1,10 @@
-"""How the processes of a run are held together: a control group for each node of each
-generation, and a janitor.
+"""Contain the processes of a run: control groups, and a janitor.
 
-:class:`Containment` starts shims for the supervisor. Before a shim starts anything, its
-group is made and the janitor knows of it, so that nothing of it is lost, whoever is
-killed next. Neither is a must: where control groups cannot be made, and while a janitor
-that was killed is replaced, processes are found by descent and by their mark.
+:class:`Containment` starts shims for the supervisor, each in a control group for its
+node and generation. Before a shim starts anything, its group exists and the janitor
+knows of it, so that none of its processes is lost, whichever process is killed next.
+Neither is required: where control groups cannot be made, and while a killed janitor is
+replaced, processes are found by descent and by their mark.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _END_S = 5.0
 
 
 class JanitorHandle:
-    """The supervisor's side of the janitor: started again when it dies, and told all it
-    must know. Event loop's thread only.
+    """The supervisor's side of the janitor. For the event loop's thread only.
+
+    A janitor that dies is replaced, and the new one is told everything again.
 
     :param lock: descriptor of the run's lock.
     :param cgroup: the run's control group, if it has one.
@@ -67,11 +68,11 @@ class JanitorHandle:
 
     @property
     def pid(self) -> int | None:
-        """Of the present one."""
+        """Pid of the present janitor."""
         return None if self._popen is None else self._popen.pid
 
     def start(self) -> None:
-        """Start one, and tell it of everything.
+        """Start a janitor, and tell it of the control group and all shims.
 
         :raises OSError: it cannot be started.
         """
@@ -106,7 +107,7 @@ class JanitorHandle:
             self._tell(message)
 
     def watch(self, spec: NodeSpec, pid: int) -> None:
-        """There is a shim, which has not started anything yet."""
+        """Tell the janitor of a shim that has not started anything yet."""
         message: orders.Message = {
             "type": "watch",
             "nonce": spec.nonce,
@@ -118,13 +119,12 @@ class JanitorHandle:
         self._tell(message)
 
     def forget(self, nonce: str) -> None:
-        """Nothing that was started under this shim is left."""
+        """Tell the janitor that nothing started under this shim is left."""
         if self._watched.pop(nonce, None) is not None:
             self._tell({"type": "forget", "nonce": nonce})
 
     async def aclose(self) -> None:
-        """End it. While shims are left it stays behind instead, and ends what they
-        leave."""
+        """End the janitor; while shims are left, it stays and cleans up after them."""
         self._closing = True
         if self._again is not None:
             self._again.cancel()
@@ -145,7 +145,7 @@ class JanitorHandle:
 
     def _tell(self, message: orders.Message) -> None:
         if self._control is not None and not orders.send(self._control, message):
-            send_signal(self._pidfd, signal.SIGKILL)  # it does not read: another one is told everything
+            send_signal(self._pidfd, signal.SIGKILL)  # it does not read: the next janitor is told everything
 
     def _on_exit(self) -> None:
         popen = self._popen
@@ -173,7 +173,7 @@ class JanitorHandle:
         assert self._popen is not None
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._popen.returncode = self._popen.returncode or 0  # nobody waits for it any more
+        self._popen.returncode = self._popen.returncode or 0  # it is not waited for any more
         self._popen = None
 
     def _hang_up(self) -> None:
@@ -183,9 +183,9 @@ class JanitorHandle:
 
 
 class Containment:
-    """See the module's header. Event loop's thread only.
+    """Starts shims in control groups, and has the janitor watch them.
 
-    Use it with ``async with``.
+    Use it with ``async with``, in the event loop's thread only.
 
     :param resources: limits of a group, by its name.
     :param lock: descriptor of the run's lock, which the janitor and the shims keep open
@@ -221,14 +221,14 @@ class Containment:
 
     @property
     def cgroup(self) -> Path | None:
-        """The run's control group."""
+        """The run's control group; None: there is none."""
         return None if self._cgroups is None else self._cgroups.path
 
     async def __aenter__(self) -> Self:
         """Make the run's control group, and start the janitor.
 
-        :raises replicas.errors.WorldError: the janitor cannot be started, or limits
-            that are wanted cannot be set.
+        :raises replicas.errors.WorldError: the janitor cannot be started, or limits of
+            the config cannot be set.
         """
         try:
             self._cgroups = RunCgroups.make(self._run, find_own(), limited=bool(self._limits))
@@ -257,9 +257,9 @@ class Containment:
             )
 
     def place(self, spec: NodeSpec) -> NodeSpec:
-        """The spec with a control group of its own.
+        """The spec with a control group of its own, where there are control groups.
 
-        :raises OSError: it cannot be made, or the limits of its group cannot be set.
+        :raises OSError: the limits of its group cannot be set.
         """
         limits = self._resources(spec.group)
         limited = limits.memory_nbytes is not None or limits.max_processes is not None
@@ -282,7 +282,7 @@ class Containment:
     def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int | None = None) -> Node:
         """Start a shim (a :data:`replicas.supervisor.fleet.environment.ShimStarter`).
 
-        :raises OSError: it, or its control group, cannot be made.
+        :raises OSError: the shim, or its control group, cannot be made.
         """
         placed = self.place(spec)
 
@@ -305,8 +305,10 @@ class Containment:
         return node
 
     async def __aexit__(self, *_: object) -> None:
-        """End the janitor and remove the run's control group. What still runs is left
-        to the janitor."""
+        """End the janitor, and remove the run's control group.
+
+        Processes that still run are left to the janitor.
+        """
         if self._janitor is not None:
             with anyio.CancelScope(shield=True):
                 await self._janitor.aclose()

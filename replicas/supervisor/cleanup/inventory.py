@@ -1,8 +1,8 @@
-"""Inventory of the processes of a node, with their listening TCP ports and use of GPUs.
+"""Inventory of a node's processes, with their listening TCP ports and use of GPUs.
 
-The shim takes stock (:class:`Stocktaking`) soon after the start, once a minute, and
-before it ends its processes, and tells the supervisor: a rank that is killed leaves
-nobody to ask. Standard library only.
+The shim takes it (:class:`Stocktaking`) soon after the start, once a minute, and before
+it ends its processes, and reports it to the supervisor: a killed rank cannot be asked
+any more. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Listener(NamedTuple):
-    """A listening TCP socket. ``inode`` tells it from another one on the same port."""
+    """A listening TCP socket; ``inode`` tells two on the same port apart."""
 
     address: str
     port: int
@@ -36,8 +36,11 @@ class Listener(NamedTuple):
 
 
 class Belongings(NamedTuple):
-    """``gpu``: some process had a GPU open. ``processes``: pid and start time of
-    each."""
+    """What processes hold.
+
+    :ivar gpu: some process had a GPU open.
+    :ivar processes: pid and start time of each.
+    """
 
     ports: tuple[Listener, ...] = ()
     gpu: bool = False
@@ -56,8 +59,7 @@ class Belongings(NamedTuple):
 
 
 def take(pids: Iterable[int]) -> Belongings:
-    """What these processes have now; of one that ends meanwhile, what was still
-    seen."""
+    """The inventory of these processes; of one that ends meanwhile, as far as seen."""
     inodes: set[int] = set()
     gpu = False
     processes: list[tuple[int, int]] = []
@@ -79,7 +81,7 @@ def take(pids: Iterable[int]) -> Belongings:
 
 
 class Stocktaking:
-    """Takes stock when it is due. ``pids``: gives the processes."""
+    """Takes the inventory when it is due. ``pids``: returns the processes."""
 
     def __init__(self, pids: Callable[[], Iterable[int]], now: float) -> None:
         self._pids = pids
@@ -92,16 +94,19 @@ class Stocktaking:
         return [self._look_at]
 
     def on_time(self, now: float) -> Belongings | None:
-        """What they have, when it is time to look and something has changed."""
+        """The inventory, if it is due and has changed."""
         return self.now(now) if now >= self._look_at else None
 
     def now(self, now: float) -> Belongings | None:
-        """What they have, when that has changed."""
+        """The inventory now, if it has changed."""
         self._look_at = now + _INTERVAL_S
         return self._note(take(self._pids()))
 
     def last_time(self, now: float) -> Belongings | None:
-        """What they have and had, some being gone already, when that has changed."""
+        """The inventory joined with the last one, if that has changed.
+
+        Some of the processes may be gone already.
+        """
         self._look_at = now + _INTERVAL_S
         found, old = take(self._pids()), self._last
         return self._note(
@@ -125,7 +130,7 @@ def _union(one: tuple[T, ...], other: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def _descriptors(pid: int) -> list[str]:
-    """What its descriptors refer to; of somebody else's process nothing."""
+    """Targets of the process's descriptors; of another user's process, none."""
     targets: list[str] = []
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
@@ -138,7 +143,7 @@ def _descriptors(pid: int) -> list[str]:
 
 
 def listeners() -> Iterator[Listener]:
-    """Every TCP socket that listens in this network namespace."""
+    """All TCP sockets that listen in this network namespace."""
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:
             lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
@@ -152,7 +157,7 @@ def listeners() -> Iterator[Listener]:
 
 
 def _address(text: str, family: socket.AddressFamily) -> str:
-    """The kernel writes 32-bit words in its own byte order."""
+    """Decode an address; the kernel writes 32-bit words in its own byte order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     order = "<" if sys.byteorder == "little" else ">"
     return socket.inet_ntop(family, struct.pack(f"{order}{len(words)}I", *words))

@@ -1,24 +1,24 @@
-"""The janitor: one for each run. It ends what supervisor and shims would end, when both
-are dead. Standard library only.
+"""The janitor: clean up a run when the supervisor and a shim are both dead.
 
 Theory of operation
 ===================
 
-A shim ends its processes when the supervisor is gone, and the supervisor sweeps what
-was under a shim that is gone. The janitor is for the case that both were killed: ranks
-then die of their parent-death signal, but not what they had started.
+A shim ends its processes when the supervisor is gone, and the supervisor sweeps what a
+dead shim has left. The janitor, one for each run, covers the death of both: ranks then
+die of their parent-death signal, but the processes that they had started do not.
 
 The supervisor starts it (``python -m replicas.supervisor.cleanup.janitor``) and tells
-it of each shim before that has started anything, and of its end. The janitor does
-nothing until the supervisor is gone, which it sees by a pidfd or by the end of the
-control socket. Then each shim has ``SHIMS_S`` to end by itself; whatever was started
-under one that is gone is killed, by its control group or by its mark, and the run's
-control groups and its Unix socket are removed. It holds the run's lock meanwhile: the
-next supervisor waits for it. One that was killed itself is replaced by the supervisor
-(:class:`Janitor`).
+it of each shim before that has started anything, and of the shim's end. The janitor
+does nothing until the supervisor is gone, which it sees by a pidfd or by the end of the
+control socket. Then each shim has ``SHIMS_S`` to end by itself. All processes that were
+started under a shim that is gone are killed, by its control group or by its mark; then
+the run's control groups and its Unix socket are removed. The janitor holds the run's
+lock meanwhile, so that the next supervisor waits for it. The supervisor replaces a
+janitor that was killed
+(:class:`~replicas.supervisor.cleanup.containment.JanitorHandle`).
 
-It ignores SIGTERM and SIGINT: what ends a whole session or process tree must not end it
-first.
+The janitor ignores SIGTERM, SIGINT and SIGHUP: a signal that ends a whole session or
+process tree must not end it first. Standard library only.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from replicas.supervisor.shim.notes import note
 __all__ = ["SHIMS_S", "WatchedShim", "clean_up", "main", "remove_socket"]
 
 SHIMS_S = 3.5
-"""How long shims may take to end by themselves when the supervisor is gone (they need
-up to 3 s)."""
+"""How long shims may take to end after the supervisor (they need up to 3 s)."""
 _SWEEP_S = 5.0
 
 
@@ -72,8 +71,10 @@ class WatchedShim:
 
 
 def _listen(control: socket.socket, parent: int) -> tuple[dict[str, WatchedShim], Path | None, bool]:
-    """Take notes until the supervisor is gone. Returns the shims, the run's control
-    group, and whether to clean up."""
+    """Keep a record of the shims until the supervisor is gone.
+
+    :return: the shims, the run's control group, and whether to clean up.
+    """
     watched: dict[str, WatchedShim] = {}
     run: Path | None = None
     poll = select.poll()
@@ -111,8 +112,11 @@ def _listen(control: socket.socket, parent: int) -> tuple[dict[str, WatchedShim]
 
 
 def clean_up(watched: Sequence[WatchedShim], run: Path | None, shims_s: float = SHIMS_S) -> bool:
-    """End the shims that do not end by themselves, and what was started under any;
-    False when something survives."""
+    """End the shims that do not end by themselves, and all processes under any shim.
+
+    :param shims_s: time in seconds for a shim to end.
+    :return: False: something survives.
+    """
     deadline = time.monotonic() + shims_s
     left = list(watched)
     swept = True
@@ -137,14 +141,16 @@ def clean_up(watched: Sequence[WatchedShim], run: Path | None, shims_s: float = 
 
 
 def _sweep(shims: list[WatchedShim]) -> bool:
-    """Kill what was started under these shims, until none of it is seen any more."""
+    """Kill what was started under these shims; False: something survives."""
     groups = [shim.cgroup for shim in shims if shim.cgroup is not None]
     return not Sweep((shim.nonce for shim in shims), groups=groups).run(_SWEEP_S)
 
 
 def remove_socket(path: Path) -> None:
-    """The dead supervisor's, of which nobody has made one of his own. Whatever else is
-    in its place stays."""
+    """Remove the dead supervisor's socket; any other file in its place stays.
+
+    So does a socket that somebody listens on: a new supervisor's.
+    """
     with contextlib.suppress(OSError):  # it is in a folder that is gone, or is not ours: then it stays
         if is_own(path) and not listens(path):
             path.unlink(missing_ok=True)

@@ -1,29 +1,28 @@
-"""What a dead supervisor has left alive: found by what is known of it for certain,
-never by a name, and killed.
+"""Find and kill the living processes of a dead supervisor's run, never by name.
 
 Theory of operation
 ===================
 
-Four things tell that a process belongs to a run whose supervisor is dead:
+A process belongs to a run whose supervisor is dead if one of these is true:
 
-* its pid and start time are in a record of the state file (``record``), or it is below
-  a process of which that is true;
-* it is in a control group that such a record names (``cgroup``);
-* it was started with the mark of such a record in its environment (``mark``), which is
+* ``record``: its pid and start time are in a record of the state file, or it descends
+  from such a process;
+* ``cgroup``: it is in a control group that such a record names;
+* ``mark``: it was started with the mark of such a record in its environment, which is
   random and new for each shim;
-* it was started with any shim's mark and with the id of this very state folder
-  (``identity``): that finds what no record names any more, such as after the loss of
-  the state file. Folders can be copied, ids with them: what was started under a shim
-  that still has its supervisor is that one's to end.
+* ``identity``: it was started with any shim's mark and with the id of this very state
+  folder. That finds processes that no record names any more, such as after the loss of
+  the state file. Folders can be copied with their ids: processes under a shim that
+  still has its supervisor are left to that one.
 
-Records of pids mean something only on the machine, and in the boot and pid namespace,
-in which they were written. A process is signalled through a pidfd, and only when its
-start time still is the one that was found. This process and those above it are never
-touched, whatever their environment says.
+Records of pids are valid only on the machine, and in the boot and pid namespace, in
+which they were written. A process is signalled through a pidfd, and only while its
+start time is the one that was found. This process and its ancestors are never touched,
+whatever their environment says.
 
-While the supervisor of the state file lives, what its records name is no leftover: then
-only the fourth way counts, for marks that it does not name (``replicas doctor`` asks
-so).
+While the supervisor of the state file lives, the processes in its records are no
+leftovers: then only ``identity`` counts, for marks that the records do not name
+(``replicas doctor`` asks so).
 """
 
 from __future__ import annotations
@@ -58,12 +57,13 @@ __all__ = ["find", "lock_holders", "sweep"]
 
 def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> list[LeftoverFound]:
     """The living processes of a dead supervisor's run, each with ``swept`` False.
+
     Blocks for one look through ``/proc``.
 
     :param saved: the state that it left, if there is one.
     :param identity: the id of its state folder; empty: it has none.
-    :param spare: pids of processes that this one has started; whatever it has
-        inherited, they have, too.
+    :param spare: pids of processes that this one has started, as they inherit its
+        environment.
     """
     spared = {os.getpid(), *parents(os.getpid()), *spare}
     if saved is not None and saved.supervisor is not None and saved.of_this_machine() and saved.supervisor.alive():
@@ -79,9 +79,9 @@ def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> 
 def sweep(
     saved: Saved | None, identity: str, timeout_s: float = 5.0, *, spare: Collection[int] = ()
 ) -> list[LeftoverFound]:
-    """Kill what :func:`find` finds until none is seen any more. Blocks.
+    """Kill what :func:`find` finds, until nothing is found any more. Blocks.
 
-    :return: each that was found; ``swept`` False: it was still there after
+    :return: each process that was found; ``swept`` False: it was still there after
         ``timeout_s``.
     """
     seen: dict[tuple[int, int], LeftoverFound] = {}
@@ -97,7 +97,7 @@ def sweep(
                 _kill(one)
         return there
 
-    if look():  # there seldom is anything: one look is enough to find nothing
+    if look():  # usually there is nothing, and one look is enough
         until_quiet(look, timeout_s)
     for record in saved.shims if saved is not None else ():
         if record.cgroup:
@@ -112,8 +112,7 @@ def sweep(
 
 
 def lock_holders(lock: Path) -> list[int]:
-    """Processes that have the lock file open with the lock on it; the kernel says so of
-    each descriptor."""
+    """Processes that hold the lock on this file, by ``/proc/<pid>/fdinfo``."""
     there = lock.stat()
     return [pid for pid in processes() if pid != os.getpid() and _holds(pid, there)]
 
@@ -123,8 +122,7 @@ def _kill(one: LeftoverFound) -> None:
 
 
 def _remove_group(group: Path) -> None:
-    """The control group of a shim, and the run's one above it when that was the
-    last."""
+    """Remove a shim's control group, and the run's above it if that was the last."""
     with contextlib.suppress(OSError):  # it is gone, or something is left in it
         cgroups.remove(group)
         group.parent.rmdir()
@@ -155,8 +153,10 @@ def _by_group(records: tuple[ShimRecord, ...]) -> Iterator[_Candidate]:
 def _by_environment(
     records: dict[str, ShimRecord], identity: str, *, but: set[str] | frozenset[str] = frozenset()
 ) -> Iterator[_Candidate]:
-    """By the marks of records, and by the id of the state folder with a mark that is
-    nobody else's, and not in ``but``."""
+    """By the marks of records, and by the folder's id where no record has the mark.
+
+    The latter spares shims' marks with a living supervisor; ``but``: marks to skip.
+    """
     entry = f"{environ.STATE_ID}={identity}".encode()
     found = [(pid, entries, nonce) for pid in processes() if (nonce := _mark(entries := _environment(pid)))]
     supervised = {nonce for pid, _, nonce in found if _has_supervisor(pid)}
@@ -169,7 +169,7 @@ def _by_environment(
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The entries of its environment; none: it has ended, or is somebody else's."""
+    """Entries of its environment; empty: it has ended, or is another user's."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -182,8 +182,7 @@ def _mark(entries: list[bytes]) -> str:
 
 
 def _has_supervisor(pid: int) -> bool:
-    """Whether it is a shim that is still the child of the supervisor that started
-    it."""
+    """Whether it is a shim and still the child of the supervisor that started it."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -217,7 +216,7 @@ def _holds(pid: int, lock: os.stat_result) -> bool:
     try:
         descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
-        return False  # it has ended, or is somebody else's
+        return False  # it has ended, or is another user's
     for path in descriptors:
         try:
             there = path.stat()

@@ -1,8 +1,8 @@
 """Ports and GPU memory that a dead generation still holds.
 
-A port is held by a process that got the listening socket handed over, GPU memory by the
-driver, which frees it late. :func:`wait_clear` waits for both, but not for ever: in the
-end the holder is named, and the next generation starts nevertheless.
+A port is held by a process that inherited or received the listening socket, GPU memory
+by the driver, which frees it late. :func:`wait_clear` waits for both, up to a limit:
+then the holder is reported, and the next generation starts nevertheless.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from replicas.supervisor.cleanup.inventory import Belongings, listeners
 __all__ = ["CLEAR_S", "StillHeld", "held", "wait_clear"]
 
 CLEAR_S = 10.0
-"""How long the next generation waits for what the old one had."""
+"""How long the next generation waits for the resources of the old one."""
 _LOOK_INTERVAL_S = 0.1
 _SMI_TIMEOUT_S = 5.0
 
 
 class StillHeld(NamedTuple):
-    """``what``: such as ``port 127.0.0.1:8000``. ``holder``: such as ``process 1234
-    (python serve.py)``."""
+    """A resource that is still held.
+
+    :ivar what: such as ``port 127.0.0.1:8000``.
+    :ivar holder: such as ``process 1234 (python serve.py)``.
+    """
 
     what: str
     holder: str
@@ -43,9 +46,9 @@ async def wait_clear(
     *,
     timeout_s: float = CLEAR_S,
 ) -> list[StillHeld]:
-    """Wait until nothing of what an old generation had is held any more.
+    """Wait until nothing that an old generation had is held any more.
 
-    :param told: called once for each thing that is waited for.
+    :param told: called once for each resource that is still held.
     :param pause: waits for some seconds; False: give up.
     :return: what is still held after ``timeout_s``.
     """
@@ -67,15 +70,17 @@ async def wait_clear(
 def _looked(old: Sequence[Belongings]) -> list[StillHeld]:
     try:
         return held(old)
-    except OSError as error:  # such as: no descriptor is left to this process
+    except OSError as error:  # e.g. this process has no descriptor left
         return [
             StillHeld("what the old generation had", f"unknown: it cannot be looked for ({error.strerror or error})")
         ]
 
 
 def held(old: Sequence[Belongings]) -> list[StillHeld]:
-    """What is held of that, and by whom. Blocks: some milliseconds, with a GPU up to 5
-    s for nvidia-smi."""
+    """Resources of old generations that are still held, and their holders.
+
+    Blocks: some milliseconds, with a GPU up to 5 s for nvidia-smi.
+    """
     return [found for one in old for found in (*_ports(one), *_gpu(one))]
 
 
@@ -96,7 +101,7 @@ def _gpu(old: Belongings) -> list[StillHeld]:
     try:
         lines = gpu_processes("pid,gpu_uuid,used_memory", _SMI_TIMEOUT_S)
     except (OSError, subprocess.CalledProcessError):
-        return []  # the driver does not tell
+        return []  # no nvidia-smi, or it fails
     except subprocess.TimeoutExpired:
         return [StillHeld("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")]
     pids = {pid for pid, _ in old.processes}
@@ -108,18 +113,18 @@ def _gpu(old: Belongings) -> list[StillHeld]:
     return found
 
 
-# ------------------------------------------------------------ who it is
+# ------------------------------------------------------------ holders
 
 
 def _holder(target: str) -> str:
-    """The process that has a descriptor for this; several: the first."""
+    """The first process found with a descriptor for ``target``."""
     for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # names are enough
         try:
             with os.scandir(f"/proc/{pid}/fd") as entries:
                 if any(_refers(entry, target) for entry in entries):
                     return _name(int(pid))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue  # it has ended, or is somebody else's
+            continue  # it has ended, or is another user's
     return "a process that cannot be looked into (another user's, or in another container)"
 
 

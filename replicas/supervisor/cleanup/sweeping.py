@@ -1,25 +1,25 @@
-"""SIGKILL for what was started under shims that are dead, until nothing of it is left.
-Standard library only.
+"""SIGKILL the processes of dead shims until none is left. Standard library only.
 
 Theory of operation
 ===================
 
-A shim ends its own tree. When it was killed, the supervisor sweeps what it leaves; when
-both were, the janitor does. What belongs to a shim is found in three ways: by its
-control group, by the mark in the environment, and by pid and start time as the shim
-last told them. The last one alone finds a process that is dying: the kernel takes its
-memory, and the environment with it, before its devices are closed and its parent is
-told.
+A shim ends its own tree. If it was killed, the supervisor sweeps what it leaves; if
+both were, the janitor does. Processes of a shim are found in three ways: by its control
+group, by the mark in their environment, and by pid and start time as the shim last
+reported them. Only the last way finds a process that is dying: the kernel frees its
+memory, and the environment with it, before it closes the devices and notifies the
+parent.
 
-Two kinds of helpers outlive the others for a moment, as they clean up behind them:
+Two kinds of helpers outlive the other processes for a moment, as they clean up after
+them:
 
 * a log pump, which ends by itself when it has read what the others wrote;
 * Python's resource trackers, which unlink the named shared memory and semaphores of a
-  program when it is dead. They have ``TRACKERS_S`` after the last of the others, and
-  ``TRACKERS_MAX_S`` in all (:class:`Grace`, of the shim, too).
+  dead program. They have ``TRACKERS_S`` after the last of the others, and
+  ``TRACKERS_MAX_S`` in all (:class:`Grace`, which the shim uses, too).
 
 A process may take long to die of SIGKILL (a driver that frees GPU memory, a file server
-that does not answer, a freezer). :meth:`Sweep.run` then names it, and is to be called
+that does not answer, a freezer). :meth:`Sweep.run` then returns it, and is to be called
 again.
 """
 
@@ -37,27 +37,28 @@ from replicas.supervisor.logs.pump import ALONE_S, is_pump
 __all__ = ["TRACKERS_MAX_S", "TRACKERS_S", "UNSEEN", "Grace", "Sweep", "kill_group", "until_quiet"]
 
 TRACKERS_S = 0.5
-"""How long Python's resource trackers outlive the last of the others."""
+"""How long Python's resource trackers outlive the last of the other processes."""
 TRACKERS_MAX_S = 5.0
-"""How long they may live at most from the first SIGKILL on: who forks faster than it is
-killed does not get more."""
+"""How long they may live at most from the first SIGKILL on.
+
+Processes that fork faster than they are killed do not prolong it.
+"""
 UNSEEN = 0
-"""Stands for a process of which no pid is known: its control group is not empty."""
+"""Stands for a process of unknown pid: its control group is not empty."""
 _PUMP_ENDS_S = 0.5
 _QUIET_LOOKS = 2
 _INTERVAL_S = 0.02
 
 
 class Grace:
-    """Which processes are spared, as they are Python's resource trackers."""
+    """Spares Python's resource trackers for a moment."""
 
     def __init__(self) -> None:
         self._until = 0.0
         self._last: float | None = None
 
     def spared(self, there: Iterable[int], now: float) -> frozenset[int]:
-        """Those of ``there``, all that is to be killed now, that are to live for a
-        moment."""
+        """Which of ``there``, all processes to be killed now, are spared."""
         there = frozenset(there)
         trackers = frozenset(pid for pid in there if is_resource_tracker(pid))
         first, self._last = self._last is None, self._last or now + TRACKERS_MAX_S
@@ -67,11 +68,11 @@ class Grace:
 
 
 class Sweep:
-    """One sweep, which may take several :meth:`run`.
+    """One sweep, over one or more calls of :meth:`run`.
 
     :param nonces: marks of the dead shims.
     :param groups: control groups in which they started everything.
-    :param known: start times of processes below them, by pid, as the shims last told
+    :param known: start times of their processes by pid, as the shims last reported
         them.
     """
 
@@ -85,7 +86,7 @@ class Sweep:
         self._grace = Grace()
 
     def run(self, timeout_s: float) -> list[int]:
-        """Kill them until none is seen any more. Blocks.
+        """Kill the processes until none is seen any more. Blocks.
 
         :return: those that are still there after ``timeout_s``: pids, or
             :data:`UNSEEN`.
@@ -93,8 +94,10 @@ class Sweep:
         return sorted(until_quiet(lambda: self._once(time.monotonic()), timeout_s))
 
     def _once(self, now: float) -> set[int]:
-        """One look, and SIGKILL for all that is seen. Returns what is there, but for
-        what has become another user's."""
+        """Look once, and kill all that is seen.
+
+        :return: the processes that are there, except those that became another user's.
+        """
         known = self._known = {pid: start for pid, start in self._known.items() if start_time(pid) == start}
         inside = {group: cgroups.members(group) for group in self._groups}
         grouped = {pid for pids in inside.values() for pid in pids}
@@ -111,7 +114,8 @@ class Sweep:
 
 
 def until_quiet(look: Callable[[], set[int]], timeout_s: float) -> set[int]:
-    """Have ``look`` kill what it sees, until it has seen nothing twice in a row.
+    """Call ``look``, which kills what it sees, until it saw nothing twice in a row.
+
     Blocks.
 
     :param look: one look; returns the pids of what was there.
@@ -124,12 +128,14 @@ def until_quiet(look: Callable[[], set[int]], timeout_s: float) -> set[int]:
         quiet = 0 if left else quiet + 1
         if quiet >= _QUIET_LOOKS or (left and time.monotonic() > deadline):
             return left
-        time.sleep(_INTERVAL_S)  # they are not our children: nothing tells of their end
+        time.sleep(_INTERVAL_S)  # they are not our children: their end is not announced
 
 
 def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None:
-    """SIGKILL for a control group with ``pids`` in it; but for ``spared``: nobody
-    outruns it unless some of it is."""
+    """SIGKILL ``pids`` of a control group, except ``spared``.
+
+    Unless some are spared, the kernel kills the whole group: no fork escapes.
+    """
     if spared.isdisjoint(pids):
         cgroups.kill(group)
         return
@@ -137,8 +143,10 @@ def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None
 
 
 def _removed(group: Path) -> bool:
-    """Whether the group is gone; also when it cannot be removed although nobody is in
-    it (another user's is in it)."""
+    """Whether the group is gone, or cannot be removed though it has no process.
+
+    Another user's group is in it then.
+    """
     try:
         return cgroups.remove(group)
     except OSError:

@@ -1,1 +1,1 @@
-"""The replicas of a run, in the supervisor's process: started, watched, restarted."""
+"""The replicas of a run, in the supervisor: start, watch, restart and end them."""

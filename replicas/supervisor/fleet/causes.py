@@ -1,4 +1,4 @@
-"""Why a generation of a replica ended, from what its nodes report. Pure."""
+"""Determine from its nodes' reports why a replica's generation ended. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ __all__ = ["Cause", "dropped", "exited", "verdict"]
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a generation ends. ``reason`` is the bounded label of the restart, ``text``
-    one line for people."""
+    """Why a generation ends.
+
+    :ivar reason: bounded label of the restart.
+    :ivar text: one human-readable line.
+    """
 
     reason: RestartReason
     text: str
@@ -28,8 +31,7 @@ class Cause:
 _OUTCOMES: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost", "stopped")
 
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that come from outside: the program's last line of output says nothing about
-them."""
+"""Signals from outside: the program's last line of output does not explain them."""
 
 
 def _words(rank: RankExit) -> str:
@@ -41,11 +43,10 @@ def _words(rank: RankExit) -> str:
 
 
 def verdict(reports: list[ExitReport]) -> Cause | None:
-    """Why a generation ended by itself, from its nodes' reports; None when all ended
-    well.
+    """Why a generation ended by itself, from its nodes' reports; None: all ended well.
 
-    Of several failures the one that came first counts; ranks that torchrun stopped
-    because of it do not.
+    The first of several failures counts; ranks that torchrun stopped because of it do
+    not.
     """
     if all(report.outcome == "ok" for report in reports):
         return None
@@ -75,7 +76,7 @@ def exited(group: str, replica: int, generation: int, reports: list[ExitReport],
 
 
 def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLinesDropped:
-    """The event for lines that got lost on their way to a log."""
+    """The event for lines that were lost on their way to a log."""
     where: Literal["file", "tee"] = "tee" if loss.where == "tee" else "file"
     return LogLinesDropped(
         group=group, replica=replica, generation=generation, count=loss.lines, where=where, reason=loss.reason
@@ -83,7 +84,6 @@ def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLine
 
 
 def _rank_end(one: RankExit, *, first: bool) -> RankEnd:
-    """Each node shows the log of the first of its ranks; of these, that of the very
-    first is wanted."""
+    """The end of one rank; only the first rank's log lines and error are kept."""
     end = RankEnd(rank=one.rank, code=one.code, pid=one.pid, text=one.text)
     return msgspec.structs.replace(end, lines=one.lines, error=one.error) if first else end

@@ -1,24 +1,27 @@
-"""All replicas of a run: who starts when, who ends with whom, and when the run is over.
+"""All groups of a run: when replicas start, which end together, when the run is over.
 
 Theory of operation
 ===================
 
-Each replica has a task of its own (:mod:`replicas.supervisor.fleet.replica`) and asks
-the crew what concerns others: may I start, may I start again, I have failed. A monitor
-looks at all of them four times a second, and at once when something has changed: a
-transition, or an event of the coordinator. It decides when the run is over: the groups
-of ``stop_when`` finished, or all groups did (exit code 0); or what failed for good
-takes the run with it (1). That is up to its group: ``on_failure``, and ``min_ready``,
-of which fewer are left; and a group that the end of the run waits for, and of which
-nobody is left, ends it in any case. A group that is scaled to none rests, and has not
-finished.
+Each replica has its own task (:mod:`replicas.supervisor.fleet.replica`), which calls
+the fleet where others are concerned: before it starts, before it restarts, and when it
+fails. A monitor looks at all replicas four times a second, and at once after a change:
+a transition, or an event of the coordinator. The monitor also decides when the run is
+over:
 
-Groups start when what they depend on is there. With ``strategy = "group"`` a replica
-that fails takes the others of its group with it; they come back together, when the last
-of them is gone. What people ask for is in :mod:`replicas.supervisor.fleet.fleet`.
+* with exit code 0 when the groups of ``stop_when``, or all groups, have finished;
+* with exit code 1 when a group's failures end the run: its ``on_failure`` says so, or
+  fewer than ``min_ready`` of its replicas are left. A group that the end of the run
+  waits for ends it in any case when none of its replicas is left.
 
-The clock is the loop's, and the world is behind :class:`FleetEnvironment`, so that a
-whole crew can live in virtual time.
+A group that is scaled to 0 rests; it has not finished.
+
+Groups start when their dependencies are met. With ``strategy = "group"`` a failed
+replica ends the others of its group; they start again together, when the last of them
+is gone. Commands are in :mod:`replicas.supervisor.fleet.fleet`.
+
+The clock is the loop's, and all else is behind :class:`FleetEnvironment`, so that a
+whole fleet can run in virtual time.
 """
 
 from __future__ import annotations
@@ -53,13 +56,12 @@ __all__ = ["FleetCore", "FleetEnvironment"]
 
 TICK_S = 0.25
 _PAUSE_S = 1.0
-"""A look at the replicas that comes this much late: this process was paused, which is
-nobody's fault."""
+"""A monitor that comes this late was paused with its process: no replica's fault."""
 _SETTLE_S = 0.75
 
 
 class FleetEnvironment(Protocol):
-    """What a crew stands on: the supervisor, or a fake."""
+    """The supervisor, or a fake, as the fleet sees it."""
 
     @property
     def state(self) -> StateDir: ...
@@ -72,18 +74,19 @@ class FleetEnvironment(Protocol):
     def told(self, transition: Transition, resume_in_s: float) -> None: ...
     def say(self, text: str) -> None: ...
     def save(self) -> None:
-        """Write down what must not be forgotten: now, before what follows happens."""
+        """Save the state that must survive a kill now, before what follows."""
         ...
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None: ...
 
 
 class FleetCore:
-    """The groups of a run, from :meth:`start` on. Made on the event loop.
+    """The groups of a run, from :meth:`start` on. Create it on the event loop.
 
-    :param saved: what a dead supervisor knew of its groups; :param wall: the time of
-        day, in seconds.
-    :param start_shim: for tests. :param rng: source of the jitter of restarts.
+    :param saved: a dead supervisor's state of its groups.
+    :param wall: the time of day, in seconds.
+    :param start_shim: for tests.
+    :param rng: source of the jitter of restarts.
     """
 
     def __init__(
@@ -108,8 +111,10 @@ class FleetCore:
             for name, group in config.groups.items()
         }
         self.removed = {name: group.once_removed for name, group in known.items() if name not in config.groups}
-        """Generations that groups of earlier configs have used up: one of the same name
-        goes on from there."""
+        """Generations used by groups of earlier configs.
+
+        A new group of the same name continues from there.
+        """
         self.use(config)
         self.exit_code: int | None = None
         self.ended_by = ""
@@ -117,7 +122,7 @@ class FleetCore:
         self.over = asyncio.Event()
         self.draining = False
         self.looked_at = 0.0
-        """When the monitor came round last, on the loop's clock."""
+        """When the monitor last ran, on the loop's clock."""
         self._drained = False
         self._unsaved = False
         self._hurry_s: float | None = None
@@ -125,7 +130,7 @@ class FleetCore:
         self._watchers: set[asyncio.Event] = set()
 
     def use(self, config: Config) -> None:
-        """The settings of the run that are not those of a group."""
+        """Take the settings of the run that belong to no group."""
         self.config = config
         self._channel_groups = frozenset(
             party.group for channel in config.channels.values() for party in _parties(channel)
@@ -134,14 +139,14 @@ class FleetCore:
     # ------------------------------------------------------------ start
 
     def start(self) -> None:
-        """Begin; nothing is waited for."""
+        """Start all groups; waits for nothing."""
         for name, group in self.groups.items():
             self.resize(name)
             self.fill(group)
         self._ground.spawn(self._monitor)
 
     def fill(self, group: Group) -> None:
-        """Add the replicas that are wanted and not there."""
+        """Add the wanted replicas that are missing."""
         for index in range(group.size):
             if index not in group.replicas:
                 self._add(group, index)
@@ -160,7 +165,7 @@ class FleetCore:
         self._ground.spawn(replica.run)
 
     def resize(self, name: str) -> None:
-        """Tell the coordinator how large the group is."""
+        """Report the group's shape to the coordinator."""
         group = self.groups[name]
         health = group.config.health
         shape = GroupShape(group.size, group.config.world_size, health.heartbeat_timeout_s)
@@ -177,8 +182,8 @@ class FleetCore:
             now = self._loop.time()
             late_s, self.looked_at = now - self.looked_at - TICK_S, now
             if late_s > _PAUSE_S:
-                # The coordinator reads what has arrived before it judges anybody, and
-                # so do we.
+                # Let messages that have arrived be handled before judging any replica,
+                # as the coordinator does.
                 for replica in self.all():
                     replica.forgive(late_s)
                 await anyio.sleep(_SETTLE_S)
@@ -193,16 +198,16 @@ class FleetCore:
                 watcher.set()
 
     def look(self) -> None:
-        """Something has changed."""
+        """Wake the monitor: something has changed."""
         self._dirty.set()
 
     def _judge(self) -> None:
-        """Is the run over?"""
+        """Decide whether the run is over."""
         if self.exit_code is not None or self.draining:
             return
         failures = [group.failure for group in self.groups.values() if group.failure]
         named = [name for name in self.config.run.stop_when if name in self.groups]
-        wanted = named or [name for name, group in self.groups.items() if group.size]  # one scaled to none only rests
+        wanted = named or [name for name, group in self.groups.items() if group.size]  # a group scaled to 0 only rests
         if failures:
             self._finish(FAILED, failures[0])
         elif wanted and all(self.groups[name].over for name in wanted):
@@ -221,7 +226,7 @@ class FleetCore:
         return [replica for group in self.groups.values() for replica in group.replicas.values()]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that the monitor would see."""
+        """Wait for ``condition``, which is checked after each look of the monitor."""
         watcher = asyncio.Event()
         self._watchers.add(watcher)
         try:
@@ -232,7 +237,10 @@ class FleetCore:
             self._watchers.discard(watcher)
 
     async def wait_ready(self, groups: Iterable[Group]) -> None:
-        """:raises replicas.errors.WorldError: a replica failed, or the run ended."""
+        """Wait until these groups are ready.
+
+        :raises replicas.errors.WorldError: a replica failed, or the run ended.
+        """
         chosen = list(groups)
 
         def settled() -> bool:
@@ -246,23 +254,21 @@ class FleetCore:
 
         await self.until(settled)
 
-    # ------------------------------------------------------------ what it tells
+    # ------------------------------------------------------------ state
 
     def saved(self, wall: float) -> dict[str, SavedGroup]:
-        """What must not be forgotten of the groups; ``wall``: the time of day, in
-        seconds."""
+        """The groups' state to save; ``wall``: the time of day, in seconds."""
         now = self._loop.time()
         return self.removed | {name: group.saved(now, wall) for name, group in self.groups.items()}
 
     def shims(self) -> tuple[ShimRecord, ...]:
-        """The shims that were, or are about to be, started, and are not known to be
-        gone."""
+        """Shims started, or about to be, and not known to be gone."""
         return tuple(record for replica in self.all() for record in replica.shims)
 
     def statuses(self, now: float) -> tuple[GroupStatus, ...]:
         return tuple(group.status(now) for group in self.groups.values())
 
-    # ------------------------------------------- what a replica asks for (replica.Host)
+    # ------------------------------------------------------------ Host, for replicas
 
     @property
     def run(self) -> str:
@@ -336,7 +342,7 @@ class FleetCore:
         if replica is not None and transition.after in SETTLED and not replica.stuck:
             self._ground.resources.release(transition.group, transition.replica)
         if transition.restart_reason is not None:
-            self.save()  # spent before anybody hears of it: one that is killed here has at most spent too much
+            self.save()  # spent before it is reported: a kill here can only spend too much
         self._unsaved = True
         self._ground.emit(transition)
         self._ground.told(transition, replica.resume_in_s if replica is not None else 0.0)
@@ -356,13 +362,13 @@ class FleetCore:
         self._ground.say(text)
 
     def member_lost(self, group: str, replica: int, rank: int, reason: str) -> None:
-        """The coordinator has lost a member."""
+        """Handle the coordinator's loss of a member."""
         one = self._replica(group, replica)
         if one is not None:
             one.member_lost(rank, reason)
 
     def idle(self, group: str, replica: int) -> None:
-        """A draining replica has finished its sync on a channel."""
+        """Handle the end of a draining replica's sync on a channel."""
         one = self._replica(group, replica)
         if one is not None:
             one.idle()

@@ -1,4 +1,4 @@
-"""How the main process of a node ended, in one report. Standard library only."""
+"""Build the exit report of a node's main process. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def exit_report(
 ) -> ExitReport:
     """The exit report of a node whose main process is gone.
 
-    :param told: what the launcher came to report.
-    :param last_lines: gives the last lines of ``torchrun``, or of a rank (``rank 0``).
+    :param told: the launcher's own report, if there is one.
+    :param last_lines: returns the last lines of ``torchrun``, or of a rank (``rank
+        0``).
     :param stopping: its end was asked for.
-    :param first_death: says what crashed before one of the given processes ended;
-        empty: nothing.
+    :param first_death: describes the crash that came before one of the given processes
+        ended; empty: none.
     """
     code = main.code
     assert code is not None
@@ -56,7 +57,7 @@ def _explained(
     last_lines: Callable[[str], tuple[str, ...]],
     first_death: Callable[[Iterable[int]], str],
 ) -> tuple[RankExit, ...]:
-    """With last words, and the first one with what died before it."""
+    """Add last words, and to the first rank the crash that came before its end."""
     found = _with_last_words(ranks, last_lines)
     if not found or found[0].code < 0:
         return found
@@ -64,8 +65,11 @@ def _explained(
 
 
 def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tuple[str, ...]]) -> tuple[RankExit, ...]:
-    """With the words of each rank of which nothing better is known, and all last lines
-    of the first, each thing once."""
+    """Add a text to ranks without one, and the last lines to the first rank.
+
+    A rank's error is left out where the lines contain it, and of all but the first
+    rank.
+    """
     result = []
     for number, rank in enumerate(ranks):
         lines = last_lines(f"rank {rank.rank}")
@@ -81,7 +85,7 @@ def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tu
 
 
 def _fatal(lines: tuple[str, ...]) -> str:
-    """What Python's faulthandler says before it shows the stacks."""
+    """The line that Python's faulthandler prints before the stacks; empty: none."""
     return next((line for line in reversed(lines) if line.startswith("Fatal Python error: ")), "")
 
 
@@ -90,9 +94,11 @@ _WARNING = re.compile(r".*:\d+: \w*Warning: .*")
 
 
 def _exception(lines: tuple[str, ...]) -> str:
-    """The exception at the end of the last traceback: the first line behind its last
-    frame that is indented no more. Each may begin with the name of a process
-    (``(EngineCore pid=7)``); other processes may have written in between.
+    """The exception at the end of the last traceback; empty: none.
+
+    It is the first unindented line after the traceback's last frame. Lines may begin
+    with the name of a process (``(EngineCore pid=7)``), and other processes may have
+    written in between.
     """
     frames = [(at, found) for at, line in enumerate(lines) if (found := _FRAME.fullmatch(line))]
     if not frames:
@@ -103,8 +109,7 @@ def _exception(lines: tuple[str, ...]) -> str:
 
 
 def _last(lines: tuple[str, ...] | list[str]) -> str:
-    """The last line that is no warning of Python's: those come at the end, when other
-    things are over."""
+    """The last line that is no Python warning: those come at exit, after the cause."""
     words = [
         line.strip()
         for before, line in itertools.pairwise(("", *lines))

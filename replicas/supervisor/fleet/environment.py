@@ -1,5 +1,7 @@
-"""What a replica needs of the world around it, as protocols: supervisor, coordinator
-and shims, or fakes of them."""
+"""Protocols of the supervisor, coordinator and shims as a replica sees them.
+
+Tests implement them with fakes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ __all__ = ["Host", "Overseer", "Readiness", "ShimHandle", "ShimStarter"]
 
 
 class Readiness(Protocol):
-    """What the coordinator knows of one generation of a replica."""
+    """The coordinator's view of one generation of a replica."""
 
     @property
     def ready(self) -> bool: ...
@@ -39,7 +41,7 @@ class Readiness(Protocol):
 
 
 class Overseer(Protocol):
-    """The part of the coordinator that a replica needs."""
+    """The coordinator as a replica sees it."""
 
     def readiness(self, group: str, replica: int, generation: int) -> Readiness: ...
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None: ...
@@ -50,7 +52,7 @@ class Overseer(Protocol):
 
 
 class Host(Protocol):
-    """The part of the supervisor that a replica needs."""
+    """The supervisor as a replica sees it."""
 
     @property
     def run(self) -> str: ...
@@ -63,49 +65,44 @@ class Host(Protocol):
     def environment(self) -> Mapping[str, str]: ...
     def size(self, group: str) -> int: ...
     def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
-        """Environment of one node of a replica that says what part of the machine is
-        its own."""
+        """Environment of one node of a replica with its share of the machine."""
         ...
 
     def waits_for(self, group: str, replica: int) -> str:
-        """What keeps a replica from its first start, in words; empty: nothing, and what
-        it needs is now its own."""
+        """What a replica's first start waits for; empty: its share is now taken."""
         ...
 
     def may_resume(self, group: str, replica: int) -> bool:
-        """Whether a replica whose delay is over may start again: a group that restarts
-        as a whole waits for the last.
+        """Whether a replica whose delay is over may start again.
 
-        A reload may have changed what it needs of the machine, which is then its own
-        first.
+        A group that restarts as a whole waits for its last replica. If a reload changed
+        the replica's share of the machine, the share is taken first.
         """
         ...
 
     def fell(self, group: str, replica: int, text: str) -> None:
-        """A replica ends badly: others of its group may have to end too."""
+        """Handle a failing replica: others of its group may have to end, too."""
         ...
 
     def progressed(self, group: str, replica: int) -> bool | None:
-        """Whether it came to a new step or version in this generation; None: it has
-        none to come to."""
+        """Whether this generation made a new step or version; None: on no channel."""
         ...
 
     def on_channel(self, group: str) -> bool: ...
     def save(self) -> None:
-        """Write down what must not be forgotten, such as the shims that are about to be
-        started."""
+        """Save the state, such as the shims that are about to be started."""
         ...
 
     def emit(self, event: Event) -> None: ...
     def say(self, text: str) -> None:
-        """Tell people, in one line."""
+        """Print one human-readable line."""
         ...
 
     def moved(self, transition: Transition, words: str) -> None: ...
 
 
 class ShimHandle(Protocol):
-    """One shim, as :class:`replicas.supervisor.fleet.node.Node` is one."""
+    """One shim; :class:`replicas.supervisor.fleet.node.Node` implements it."""
 
     pid: int
     main_pid: int | None
@@ -114,11 +111,11 @@ class ShimHandle(Protocol):
     gone: asyncio.Event
     belongings: Belongings
     losses: list[LogLoss]
-    """Lines of its logs that were lost; whoever tells of them takes them out."""
+    """Lost log lines that are not reported yet; the reader takes them out."""
 
     @property
     def remains(self) -> Remains | None:
-        """What SIGKILL has not ended yet."""
+        """Processes that SIGKILL has not ended yet."""
         ...
 
     @property
@@ -134,5 +131,4 @@ class ShimHandle(Protocol):
 
 
 ShimStarter = Callable[[NodeSpec, Callable[[], None], int], ShimHandle]
-"""Called with the spec, what to call at each change, and the descriptor of the run's
-lock."""
+"""Called with the spec, a callback for each change, and the run lock's descriptor."""

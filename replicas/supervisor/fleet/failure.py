@@ -1,9 +1,8 @@
-"""The failure report: what people read when a replica has failed, and when lines of its
-logs are lost.
+"""Text of failure reports: last lines of failed ranks, and losses of log lines.
 
-It is the one place where the last lines of a failed rank appear; the traceback that
-torchelastic wrote is added where the log does not have it. That lines are dropped is
-said once for each replica, place and reason; the events count them.
+Only these reports show the last lines of a failed rank; the traceback that torchelastic
+wrote is added where the log lacks it. Dropped lines are reported once for each replica,
+place and reason; the events count them.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ _MANY = 1000
 
 
 class FailureReports:
-    """Turns events into text for people; remembers what it has said."""
+    """Turns events into report texts; remembers which losses it has reported."""
 
     def __init__(self) -> None:
         self._said: set[tuple[str, int, str, str]] = set()
 
     def text(self, event: Event) -> str:
-        """What to say about this event, in one or more lines; empty: nothing."""
+        """The report of this event, in one or more lines; empty: none."""
         match event:
             case ReplicaExited(outcome="failed"):
                 return _last_words(event)

@@ -1,9 +1,9 @@
-"""What can be asked of a run's replicas: scale, restart, drain, reset.
+"""Commands on the replicas of a run: scale, restart, drain, reset.
 
-Ending goes in reverse start order, one level of ``depends_on`` after the other.
-Commands that take long (a drain, a rolling restart) are tasks of whoever asked: nothing
-else waits for them, so that any number of them, and the status, go on side by side.
-Whoever waits does so for what the monitor sees
+Replicas end in reverse start order, one level of ``depends_on`` after the other. A long
+command (a drain, a rolling restart) runs in its caller's task and nothing else waits
+for it, so that any number of commands and the status go on side by side. Callers wait
+for conditions that the monitor sees
 (:meth:`~replicas.supervisor.fleet.core.FleetCore.until`).
 """
 
@@ -33,11 +33,16 @@ DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "r
 
 
 class Fleet(FleetCore):
-    """The groups of a run, from :meth:`start` to :meth:`drain`. Made on the event
-    loop."""
+    """The groups of a run, from :meth:`start` to :meth:`drain`.
+
+    Create it on the event loop.
+    """
 
     def group(self, name: str) -> Group:
-        """:raises replicas.errors.UsageError: there is none of this name."""
+        """The group of this name.
+
+        :raises replicas.errors.UsageError: there is none.
+        """
         group = self.groups.get(name) if isinstance(name, str) else None
         if group is None:
             raise errors.UsageError(
@@ -46,7 +51,7 @@ class Fleet(FleetCore):
         return group
 
     def targets(self, target: str | None) -> list[Replica]:
-        """The replicas that ``group`` or ``group/index`` means; None: all.
+        """The replicas that ``group`` or ``group/index`` names; None: all.
 
         :raises replicas.errors.UsageError: there is no such group or replica.
         """
@@ -69,10 +74,9 @@ class Fleet(FleetCore):
             raise errors.UsageError("the run is being drained")
 
     async def scale(self, name: str, replicas: int, *, reason: DrainReason = "scaled") -> None:
-        """Start more, without waiting; or drain the highest ones, and wait for their
-        end.
+        """Start more replicas without waiting, or drain the highest and wait.
 
-        Whoever waits may be cancelled: what was begun goes on.
+        The caller may be cancelled: what was begun goes on.
         """
         group = self.group(name)
         before, group.size, group.configured = group.size, replicas, group.config.replicas
@@ -88,14 +92,14 @@ class Fleet(FleetCore):
 
         async def finish() -> None:
             try:
-                await self._gone(group, leaving, reason)
+                await self._await_end(group, leaving, reason)
             finally:
                 ended.set()
 
         self._ground.spawn(finish)
         await ended.wait()
 
-    async def _gone(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
+    async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
         """Wait for the end of replicas that were stopped for good."""
         began = self._loop.time()
         for replica in leaving:
@@ -113,7 +117,7 @@ class Fleet(FleetCore):
                 self.removed[name] = group.saved(self._loop.time(), 0.0).once_removed
                 del self.groups[name]
             elif not self.draining:
-                self.fill(group)  # it may have been made larger again meanwhile
+                self.fill(group)  # it may have been scaled up again meanwhile
         self.look()
 
     async def remove(self, name: str) -> None:
@@ -121,14 +125,16 @@ class Fleet(FleetCore):
         await self.scale(name, 0, reason="reloaded")
 
     def adopt(self, config: GroupConfig) -> None:
-        """Begin with a new group."""
+        """Start a new group."""
         group = self.groups[config.name] = Group(config, saved=self.removed.pop(config.name, None), rng=self._rng)
         self.resize(config.name)
         self.fill(group)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
-        """End the replicas and start their next generation; wait until that is being
-        started (rolling: is good), or they are stopped meanwhile.
+        """End the replicas and start their next generation.
+
+        Waits until that is being started (rolling: until all are ready or finished), or
+        the replicas are stopped meanwhile.
         """
         replicas = self.targets(target)
         self.refuse_while_draining()
@@ -143,7 +149,7 @@ class Fleet(FleetCore):
             return
         before = [(replica, replica.life.generation) for replica in replicas]
         if "/" not in target:
-            group.rules.resumed()  # all of them begin anew: none waits for an incident that is over by that
+            group.rules.resumed()  # all restart: none waits for an earlier failure of the group
         for replica in replicas:
             replica.restart()
         await self.until(
@@ -156,9 +162,9 @@ class Fleet(FleetCore):
         )
 
     async def roll(self, group: Group, replicas: Iterable[Replica], cause: Cause) -> None:
-        """Restart these replicas of a group, never more than ``max_unavailable`` of it
-        away by our doing. One that is stopped meanwhile is left as it is, and not
-        waited for.
+        """Restart these replicas, with at most ``max_unavailable`` of the group away.
+
+        A replica that is stopped meanwhile is left as it is, and not waited for.
 
         :raises replicas.errors.WorldError: one failed, or the run ended; the others are
             left as they are.
@@ -188,9 +194,10 @@ class Fleet(FleetCore):
         await self.until(lambda: not due() and is_good([one.life.state for one in chosen if not one.unwanted]))
 
     def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
-        """Start failed replicas, and those that wait after a failure, at once. Their
-        groups have a full budget again, as have those of which nothing has failed but
-        something is spent.
+        """Start failed replicas, and those in backoff, at once.
+
+        Their groups have a full budget again, as have groups that have spent some of it
+        without a failed replica.
         """
         chosen = self.targets(target)
         self.refuse_while_draining()
@@ -212,9 +219,10 @@ class Fleet(FleetCore):
         return names
 
     async def drain(self, target: str | None = None, *, hurry: bool = False, reason: DrainReason = "requested") -> None:
-        """End replicas, and wait until no process of them is left; all of the run
-        (those that depend on others first), or the target's, which then rest until
-        somebody restarts them.
+        """End replicas, and wait until no process of them is left.
+
+        The whole run ends with dependent groups first. Replicas of a target then rest
+        until they are restarted.
 
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
         """

@@ -1,4 +1,4 @@
-"""A group: its replicas, and what outlives each of them."""
+"""A group of replicas, and the state that outlives each of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["Group"]
 
 
 class Group:
-    """A group's replicas, by index, and what outlives each of them.
+    """A group's replicas by index, and the state that outlives them.
 
-    :param saved: what a dead supervisor knew of the group.
-    :param now: in seconds of the loop's clock; :param wall: of the time of day.
+    :param saved: a dead supervisor's state of the group.
+    :param now: seconds of the loop's clock.
+    :param wall: seconds of the time of day.
     :param rng: source of the jitter of restarts.
     """
 
@@ -38,8 +39,7 @@ class Group:
         self.replicas: dict[int, Replica] = {}
         self.rules = Restarts(config.restart, rng=rng)
         self._retired: dict[int, SavedReplica] = {}
-        """Replicas that are not there (any more): what a later one of the same index
-        must know."""
+        """State of replicas that are not there (any more), for a later one by index."""
         if saved is not None:
             self._restore(saved, now, wall)
 
@@ -52,8 +52,7 @@ class Group:
         self.rules.restore(spent=spent, cycles=cycles, now=now)
 
     def saved(self, now: float, wall: float) -> SavedGroup:
-        """What must not be forgotten when this process is killed. ``now`` and ``wall``
-        as for the constructor."""
+        """The state that must survive a kill. ``now``, ``wall``: see the class."""
         cycles = self.rules.cycles
         known = {**self._retired, **{index: _kept(replica) for index, replica in self.replicas.items()}}
         halted = {index for index, replica in self.replicas.items() if replica.halted}
@@ -76,18 +75,18 @@ class Group:
         )
 
     def use(self, config: GroupConfig) -> None:
-        """A reload brings another config. Replicas that run keep their processes."""
+        """Take a reloaded config; running replicas keep their processes."""
         self.config = config
         self.rules.use(config.restart)
         for replica in self.replicas.values():
             replica.group = config
 
     def generation(self, index: int) -> int:
-        """Generations that earlier replicas of this index have used up."""
+        """Number of generations that earlier replicas of this index have used."""
         return self._retired[index].generation if index in self._retired else 0
 
     def enter(self, replica: Replica) -> None:
-        """A replica begins; it goes on where an earlier one of its index stopped."""
+        """Add a replica, which continues where an earlier one of its index stopped."""
         self.replicas[replica.index] = replica
         before = self._retired.pop(replica.index, None)
         if before is not None:
@@ -97,7 +96,7 @@ class Group:
                 replica.halt()
 
     def retire(self, replica: Replica) -> None:
-        """Keep what must not be forgotten with a replica that is scaled away."""
+        """Remove a replica that is scaled away, and keep its state."""
         del self.replicas[replica.index]
         self._retired[replica.index] = _kept(replica)
         self.rules.forget(replica.index)
@@ -114,24 +113,25 @@ class Group:
 
     @property
     def states(self) -> dict[int, ReplicaState]:
-        """The state of each replica."""
+        """State of each replica, by index."""
         return {index: replica.life.state for index, replica in sorted(self.replicas.items())}
 
     @property
     def staying(self) -> list[ReplicaState]:
-        """The states of those that are not being scaled away."""
+        """States of the replicas that are not being scaled away."""
         return [replica.life.state for replica in self.replicas.values() if not replica.leaving]
 
     @property
     def finished(self) -> bool:
-        """Whether it is done: enough of them have finished, and the others have failed.
-        One that was merely stopped by hand has not.
+        """Whether enough replicas have finished, and the others have failed.
+
+        A replica that was stopped by hand has not finished.
         """
         return is_done(self.staying, self.config.min_ready)
 
     @property
     def over(self) -> bool:
-        """Whether nothing happens in it any more, good or bad."""
+        """Whether all replicas have finished or failed."""
         return is_over(self.staying)
 
     @property
@@ -140,25 +140,24 @@ class Group:
 
     @property
     def failed(self) -> Replica | None:
-        """One that has failed, if there is one."""
+        """A replica that has failed, if there is one."""
         return next((one for one in self.replicas.values() if one.life.state == "failed"), None)
 
     @property
     def failure(self) -> str:
-        """Why the run cannot go on without what has failed here; empty: it can, or
-        nothing has."""
+        """Why the run cannot go on after the failures here; empty: it can."""
         if self.failed is None or not (self.config.on_failure == "run" or is_lost(self.staying, self.config.min_ready)):
             return ""
         return self.words_of_failure()
 
     @property
     def hopeless(self) -> bool:
-        """Whether it cannot become ready before somebody resets what has failed."""
+        """Whether it cannot become ready before failed replicas are reset."""
         states = list(self.states.values())
         return is_lost(states, enough(self.config.min_ready, len(states)))
 
     def words_of_failure(self) -> str:
-        """What has failed here, and why."""
+        """Describe which replica has failed, and why."""
         assert self.failed is not None
         left = len(self.staying) - self.staying.count("failed")
         kept = f" ({left} of {len(self.staying)} replicas are left)" if self.config.on_failure != "run" else ""
@@ -166,7 +165,7 @@ class Group:
 
     @property
     def falling(self) -> bool:
-        """Whether some of them are being ended."""
+        """Whether some replicas are being ended."""
         return any(replica.falling for replica in self.replicas.values())
 
     def status(self, now: float) -> GroupStatus:

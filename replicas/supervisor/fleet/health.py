@@ -1,5 +1,4 @@
-"""Whether a running generation of a replica is well: what the coordinator knows of it,
-against the timeouts of its group.
+"""Judge a generation's health: the coordinator's view of it against its timeouts.
 
 The clock is the caller's. A :class:`Health` lives as long as one generation.
 """
@@ -26,7 +25,7 @@ class Sick(NamedTuple):
 class Health:
     """The health of one generation.
 
-    :ivar view: what the coordinator last said.
+    :ivar view: the coordinator's last view of it.
     :ivar was_ready: it has been ready.
     """
 
@@ -44,16 +43,15 @@ class Health:
         self._unready_at = now
 
     def member_left(self) -> None:
-        """A rank has left in good order: it needs no more of us, and is not expected
-        back."""
+        """Note that a rank has left in order, and is not expected back."""
         self._left = True
 
     def forgive(self, pause_s: float) -> None:
-        """Nobody looked for so long."""
+        """Extend the deadlines by a pause of this process."""
         self._unready_at += pause_s
 
     def judge(self, config: HealthConfig, *, ready: bool, starting_s: float, now: float) -> Sick | None:
-        """What is wrong with it, by its last :attr:`view`."""
+        """What is wrong with it by its last :attr:`view`; None: nothing."""
         view = self.view
         if not ready and not self.was_ready and starting_s > config.start_timeout_s:
             why = f": {view.reason}" if view is not None and view.reason else ""
@@ -75,6 +73,8 @@ class Health:
         return None
 
     def _overdue(self, view: Readiness, ready: bool) -> bool:
-        """Whether it was ready, and must become so again: not when ranks have left,
-        unless others wait for them."""
+        """Whether it was ready and must become so again.
+
+        Not when ranks have left, unless others wait for them.
+        """
         return not ready and self.was_ready and (not self._left or view.stranded)

@@ -1,8 +1,7 @@
-"""What holds up a replica: a process that takes long to die, or what its old generation
-had and somebody still holds.
+"""Report what holds up a replica: dying processes, and resources that are still held.
 
-Each thing is told once, as a :class:`~replicas.telemetry.events.HeldUp`; the status
-shows it as long as it lasts.
+Each obstacle is reported once, as a :class:`~replicas.telemetry.events.HeldUp`; the
+status shows it as long as it lasts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["HoldUps"]
 
 
 class HoldUps:
-    """Of one generation.
+    """Obstacles of one generation.
 
     :param who: group, index and generation of the replica.
     """
@@ -34,14 +33,14 @@ class HoldUps:
 
     @property
     def text(self) -> str:
-        """What holds it up now; empty: nothing."""
+        """What holds the replica up now; empty: nothing."""
         if self._remains is None:
             return self._waits
         names = ", ".join(_named(*one) for one in self._remains.processes)
         return f"held up by {names}: not dead {max(0.0, time.time() - self._remains.since):.0f} s after SIGKILL"
 
     def remain(self, remains: Remains | None, *, gave_up: bool = False) -> bool:
-        """Processes that SIGKILL has not ended. True: there is one more than before."""
+        """Note processes that SIGKILL has not ended; True: there is a new one."""
         self._remains = remains
         if remains is None:
             return False
@@ -52,8 +51,10 @@ class HoldUps:
         return bool(new)
 
     async def until_clear(self, old: Sequence[Belongings], pause: Callable[[float], Awaitable[bool]]) -> None:
-        """Wait for what the generation before had, as long as that may take. ``pause``:
-        as of :func:`wait_clear`."""
+        """Wait for the last generation's resources, up to a limit.
+
+        :param pause: as of :func:`wait_clear`.
+        """
 
         def told(held: StillHeld) -> None:
             self._waits = f"waits for {held.what}, held by {held.holder}"

@@ -1,5 +1,4 @@
-"""Lines for people: what happened to a replica, in one line that names the log to look
-at."""
+"""Describe a replica's transition in one line, with its log folder after a failure."""
 
 from __future__ import annotations
 
@@ -11,10 +10,9 @@ __all__ = ["line"]
 
 
 def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
-    """One line about this step; empty for steps that tell nothing new.
+    """One line about this transition; empty: it tells nothing new.
 
-    :param resume_in_s: seconds until the next generation, for a replica that waits for
-        it.
+    :param resume_in_s: seconds until the next generation, for a replica in backoff.
     :param logs: folder of the run's logs.
     """
     name = f"{transition.group}/{transition.replica}"

@@ -1,5 +1,4 @@
-"""What this machine has to give: GPUs, CPUs, memory. Looked up without torch and
-without a context on a GPU."""
+"""Find this machine's GPUs, CPUs and memory without torch and without a GPU context."""
 
 from __future__ import annotations
 
@@ -25,12 +24,14 @@ _NO_GPUS = ("", "-1", "NoDevFiles")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """``gpus``: what ``CUDA_VISIBLE_DEVICES`` calls them; ``gpus_from``: who says so,
-    or why there are none.
+    """What this machine has for a run.
 
-    ``limits_refused``: why no limit of memory and processes can be set for a replica,
-    and what helps; empty: it can. ``gpu_order``: the ``CUDA_DEVICE_ORDER`` that these
-    names need; empty: the one that is set already.
+    :ivar gpus: names for ``CUDA_VISIBLE_DEVICES``.
+    :ivar gpus_from: source of the names, or why there are none.
+    :ivar gpu_order: the ``CUDA_DEVICE_ORDER`` that the names need; empty: the present
+        one.
+    :ivar limits_refused: why memory and processes of a replica cannot be limited, with
+        the remedy; empty: they can.
     """
 
     gpus: tuple[str, ...] = ()
@@ -42,11 +43,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Machine:
-    """This machine, as far as this process may use it: its CPU set, its cgroups and
-    ``CUDA_VISIBLE_DEVICES`` bound it.
+    """This machine, within the bounds of this process.
 
-    :param gpus: whether to look for GPUs, which may take the driver a second, and us 20
-        when it hangs.
+    Its CPU set, its cgroups and ``CUDA_VISIBLE_DEVICES`` bound it.
+
+    :param gpus: look for GPUs, which may take a second, and 20 s if the driver hangs.
     """
     names, gpus_from, order = _gpus(os.environ if environ is None else environ) if gpus else ((), "", "")
     return Machine(
@@ -65,23 +66,22 @@ def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str, str]:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` lists (indices or UUIDs, taken as they
-    are); None when it is not set."""
+    """The GPUs in ``CUDA_VISIBLE_DEVICES`` (indices or UUIDs); None: it is not set."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
     gpus: list[str] = []
     for word in text.split(","):
-        if word.strip() in _NO_GPUS:  # CUDA too looks no further
+        if word.strip() in _NO_GPUS:  # CUDA stops here, too
             break
         gpus.append(word.strip())
     return tuple(dict.fromkeys(gpus))
 
 
 def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
-    """Indices in the order of the PCI bus, which is NVML's."""
+    """GPU indices in the order of the PCI bus, which is NVML's."""
     try:
-        ctypes.CDLL(nvml.LIBRARY)  # loading it asks the driver nothing
+        ctypes.CDLL(nvml.LIBRARY)  # loading it does not call the driver
     except OSError as error:
         return (), f"no NVIDIA driver: {error}", ""
     count, why = nvml_count([sys.executable, "-I", "-S", nvml.__file__], _NVML_S)
@@ -91,10 +91,10 @@ def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
 
 
 def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
-    """The number that ``command`` prints (:mod:`replicas.linux.nvml`); or None, and
-    why. Blocks no longer than that.
+    """The number that ``command`` prints (:mod:`replicas.linux.nvml`), or None and why.
 
-    One that hangs in the driver may outlive SIGKILL for a while: it is not waited for.
+    Blocks no longer than ``timeout_s``: a process that hangs in the driver may outlive
+    SIGKILL, and is not waited for.
     """
     null = subprocess.DEVNULL
     asked = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
@@ -128,8 +128,7 @@ def _memory_nbytes() -> int:
 
 
 def _cgroup_texts(name: str) -> Iterator[str]:
-    """Contents of this file of our cgroup (version 2) and of those above it, as far as
-    they have it."""
+    """Contents of this file in our cgroup (version 2) and in its ancestors."""
     found = _own_cgroup()
     for place in () if found is None else (found[1], *found[1].parents):
         if found is not None and place.is_relative_to(found[0]):
@@ -140,8 +139,7 @@ def _cgroup_texts(name: str) -> Iterator[str]:
 
 
 def _own_cgroup() -> tuple[Path, Path] | None:
-    """Where cgroup v2 is mounted, and this process's own folder in it; None when it is
-    not mounted."""
+    """Mount point of cgroup v2 and this process's folder in it; None: not mounted."""
     mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
     root = next((Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"), None)
     lines = Path("/proc/self/cgroup").read_text().splitlines()

@@ -1,5 +1,4 @@
-"""The supervisor's side of one shim: what it was told, what it says, and what to do
-when it dies."""
+"""The supervisor's side of one shim: orders, messages, the sweep after its death."""
 
 from __future__ import annotations
 
@@ -37,16 +36,17 @@ log = logging.getLogger("replicas.supervisor")
 _PING_INTERVAL_S = 1.0
 _PAUSE_S = 1.0
 _SWEEP_S = 2.0
-"""How long a sweep may take before it is told what is left; from then on there is a
-look now and then."""
+"""Duration of the first sweep; what is left then is reported, and looked at again."""
 _MAX_SWEEP_INTERVAL_S = 1.0
 
 
 def rank_environment(
     group: GroupConfig, replica: int, generation: int, *, replicas: int, shared: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of a replica's processes: ours without any torchrun's or outer
-    run's, the group's, the identity.
+    """The environment of a replica's processes.
+
+    This process's, without the variables of any torchrun or outer run; then the
+    group's, the run's, and the replica's identity.
 
     :param shared: what all replicas of the run get (endpoint, token file, run name).
     """
@@ -65,8 +65,9 @@ def rank_environment(
 
 
 class Node:
-    """One shim, from its start until nothing of its node is left. Use it in the event
-    loop's thread only.
+    """One shim, from its start until nothing of its node is left.
+
+    For the event loop's thread only.
 
     :param spec: what the shim is to run.
     :param changed: called after each step: started, rendezvous known, main process
@@ -89,18 +90,19 @@ class Node:
         self.gone = asyncio.Event()
         """Set when nothing of its node is left."""
         self.belongings = Belongings()
-        """What its processes had when the shim last said so."""
+        """Inventory of its processes, as last reported by the shim."""
         self.last_stacks: dict[str, str] = {}
-        """By ``group/replica/rank``: what it was doing when its stacks were last
-        saved."""
+        """Stacks by ``group/replica/rank``, as last saved."""
         self.losses: list[LogLoss] = []
-        """Lines of its logs that are lost; whoever tells of them takes them out."""
+        """Lost log lines that are not reported yet; the reader takes them out."""
         self._asking: asyncio.Future[dict[str, str]] | None = None
         self._changed = changed
         self._finishing = False
         self._said_gone = False
-        """The shim's own word that nothing is left: where SIGCHLD is ignored its exit
-        code is lost, and reads 0."""
+        """The shim reported that nothing is left.
+
+        Its exit code does not tell: where SIGCHLD is ignored it is lost, and reads 0.
+        """
         self._sweeper: asyncio.Task[None] | None = None
         self._remains: Remains | None = None
         self._asked_at: float | None = None
@@ -119,7 +121,7 @@ class Node:
         try:
             if born is not None:
                 born(self.pid)
-            if nbytes > orders.MAX_NBYTES:  # it would arrive cut off
+            if nbytes > orders.MAX_NBYTES:  # it would be truncated
                 raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
             orders.send(ours, spec.message())
         except OSError as error:
@@ -131,12 +133,11 @@ class Node:
 
     @staticmethod
     def nonce() -> str:
-        """A fresh mark for a shim."""
+        """Make a mark for a shim."""
         return secrets.token_hex(16)
 
     def _discard(self) -> None:
-        """It could not be told what to do: it has started nothing, and must not wait
-        for ever."""
+        """Kill a shim that could not be given its spec: it has started nothing."""
         self._finishing = True
         self._close_control()
         self._loop.remove_reader(self._pidfd)
@@ -168,8 +169,7 @@ class Node:
             )
 
     def _log(self) -> IO[bytes]:
-        """The shim's own log; a disk that takes no new file does not keep it from
-        starting."""
+        """Open the shim's log; ``/dev/null`` if the disk takes no new file."""
         path = Path(self.spec.log_dir) / f"shim-{self.spec.node}.log"
         try:
             log = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, make_folder=True)
@@ -181,25 +181,26 @@ class Node:
     # ------------------------------------------------------------ orders
 
     def meet(self, host: str, port: int) -> None:
-        """Tell a node other than 0 where node 0 is."""
+        """Send the rendezvous of node 0 to another node."""
         self._order({"type": "rendezvous", "host": host, "port": port})
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
         """SIGTERM now, SIGKILL after ``timeout_s``; a later call can only shorten that.
 
-        :param stacks: first have every rank's stacks saved to its log, which takes up
+        :param stacks: first save the stacks of all ranks to their logs, which takes up
             to 3 s.
         """
         self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks})
 
     @property
     def cgroup(self) -> str:
-        """Path of its control group; empty: it has none."""
+        """Path of its control group; empty: none."""
         return self.spec.cgroup
 
     async def stacks(self, timeout_s: float = 5.0) -> dict[str, str]:
-        """What each rank is doing, by ``group/replica/rank``: its stacks, which are
-        saved to its log too. Of none, when the shim ends before.
+        """Stacks of its ranks by ``group/replica/rank``, also saved to their logs.
+
+        Empty when the shim ends first.
 
         :raises TimeoutError: the shim does not answer.
         """
@@ -214,27 +215,28 @@ class Node:
                 return await asyncio.shield(asked)
         except TimeoutError:
             if self._asking is asked:
-                self._asking = None  # the order, or the answer, is lost: the next one asks again
+                self._asking = None  # the order or the answer is lost: the next call asks again
             raise
 
     def kill(self) -> None:
-        """Kill the shim itself; what was under it is then swept by its mark."""
+        """Kill the shim; the processes under it are then swept by its mark."""
         if not self._finishing:
             send_signal(self._pidfd, signal.SIGKILL)
 
     @property
     def remains(self) -> Remains | None:
-        """What SIGKILL has not ended yet; None: nothing, or it is not known: the shim
-        is silent."""
+        """Processes that SIGKILL has not ended yet.
+
+        None: there are none, or the shim is silent and it is not known.
+        """
         heard = self._finishing or time.monotonic() - self._answered_at < REMAINS_INTERVAL_S + _PAUSE_S
         return self._remains if heard else None
 
     def silent_s(self, now: float) -> float:
-        """How long a ping has been unanswered; call it at least every second: it sends
-        the pings.
+        """Seconds since an unanswered ping. Call it every second: it sends the pings.
 
-        A frozen shim would neither report the end of its ranks nor end them. The time
-        in which this process did not run itself does not count.
+        A frozen shim neither reports the end of its ranks nor ends them. Time in which
+        this process itself did not run does not count.
         """
         pause_s = now - self._looked_at
         self._looked_at = now
@@ -248,25 +250,27 @@ class Node:
         return 0.0
 
     def abandon(self) -> None:
-        """Leave the shim to itself: it ends its node within some seconds. For a
-        supervisor that is being torn down."""
+        """Leave the shim, which then ends its node within some seconds.
+
+        For a supervisor that is being torn down.
+        """
         self._close_control()
         if self._sweeper is not None:
-            self._sweeper.cancel()  # the janitor goes on
+            self._sweeper.cancel()  # the janitor takes over
         if not self._finishing:
             self._finishing = True
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
-            self._popen.returncode = 0  # nobody waits for it any more; the kernel hands it on when we end
+            self._popen.returncode = 0  # not waited for any more; reparented when this process ends
 
     def _order(self, message: orders.Message) -> None:
         if self._control is not None:
             orders.send(self._control, message)
 
-    # ------------------------------------------------------------ what comes back
+    # ------------------------------------------------------------ messages
 
     def _on_message(self) -> bool:
-        """Take one message; False: there is none."""
+        """Receive one message; False: there is none."""
         assert self._control is not None
         try:
             message = orders.receive(self._control)
@@ -336,8 +340,8 @@ class Node:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         while self._control is not None and self._on_message():
-            pass  # what it said before it died
-        self._close_control()  # a child of it may have its end still: there would be no end of the stream
+            pass  # messages from before its death
+        self._close_control()  # a child may still have the shim's end open, so end-of-stream may never come
         self._answer({})
         code = self._popen.wait()
         self._finishing = True
@@ -355,20 +359,19 @@ class Node:
         self._sweeper = self._loop.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        """Kill what the shim has left, however long that takes, and say what is still
-        there."""
+        """Kill what the shim has left, however long it takes, and report the rest."""
         groups = [Path(self.spec.cgroup)] if self.spec.cgroup else []
         sweep = Sweep([self.spec.nonce], groups=groups, known=dict(self.belongings.processes))
         began, timeout_s, interval_s = time.time(), _SWEEP_S, 0.05
         while True:
             try:
                 left = await anyio.to_thread.run_sync(sweep.run, timeout_s)
-            except OSError as error:  # such as: no descriptor is left to this process
+            except OSError as error:  # e.g. this process has no descriptor left
                 log.error("what is left of %s/%s cannot be swept yet: %s", self.spec.group, self.spec.replica, error)
                 left = [UNSEEN]
             if not left:
                 break
-            named = tuple((pid, command_line(pid)) for pid in left if not is_pump(pid))  # which has its time
+            named = tuple((pid, command_line(pid)) for pid in left if not is_pump(pid))  # pumps end by themselves
             self._remains = Remains(since=began, processes=named) if named else None
             self._changed()
             await asyncio.sleep(interval_s)
@@ -385,7 +388,7 @@ class Node:
         self._changed()
 
     def _saved_report(self) -> ExitReport | None:
-        """What the shim wrote down, should its message have been lost."""
+        """The shim's exit report on disk, in case its message was lost."""
         try:
             message = orders.decode(private.read(Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"))
             return ExitReport.of(message["report"])

@@ -1,21 +1,21 @@
-"""Which groups weigh most of those that may run at the same time. Pure.
+"""Find the heaviest set of groups that may run at the same time. Pure.
 
 Theory of operation
 ===================
 
-Two groups never run at once when the start of one comes after the end of the other.
-That is a partial order, and what is looked for is its heaviest *antichain*. By
-Dilworth's theorem it is left by a minimum cut, in the network
+Two groups never run at the same time if one starts after the other has ended. That is a
+partial order, and the set is its heaviest *antichain*. By Dilworth's theorem a minimum
+cut yields it, in the network with these edges:
 
-* source -> end of g, as wide as g weighs;
-* start of g -> sink, as wide as g weighs;
-* from each moment to those that come after it, without a bound.
+* source -> end of g, with the weight of g as capacity;
+* start of g -> sink, with the weight of g as capacity;
+* each moment -> each later moment, with unbounded capacity.
 
-A cut parts the moments into a near side and a far side, and nothing on the near side
-has anything after it on the far side. It costs the weight of all groups less that of
-the groups whose start is far and whose end is near: those have no order between them.
-So the cheapest cut leaves the heaviest of such sets, in polynomial time; trying all
-sets takes twice as long for each group more.
+A cut splits the moments into a near side and a far side, and no moment on the near side
+has a later one on the far side. It costs the weight of all groups less that of the
+groups whose start is far and whose end is near: those have no order between them. So
+the cheapest cut leaves the heaviest such set, in polynomial time; trying all sets would
+double the time with each group.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def peak(names: Iterable[str], weights: Mapping[str, int], after: Mapping[Moment
     """The heaviest set of groups of which none starts after the end of another.
 
     :param weights: of the groups, each above 0.
-    :param after: what comes directly after a moment; of all groups, also those that
-        weigh nothing. Without circles.
+    :param after: the moments directly after each moment, of all groups, including those
+        without weight. Acyclic.
     """
     names = list(names)
     rest: dict[_Node, dict[_Node, int]] = {"source": {}, "sink": {}}
@@ -57,8 +57,7 @@ def peak(names: Iterable[str], weights: Mapping[str, int], after: Mapping[Moment
 
 
 def _reached(rest: Mapping[_Node, Mapping[_Node, int]]) -> dict[_Node, _Node]:
-    """What can be reached from the source, each with where one came from, by the
-    shortest way."""
+    """Moments that the source reaches, each with its predecessor on a shortest path."""
     came: dict[_Node, _Node] = {"source": "source"}
     todo = deque[_Node](["source"])
     while todo and "sink" not in came:
@@ -71,7 +70,7 @@ def _reached(rest: Mapping[_Node, Mapping[_Node, int]]) -> dict[_Node, _Node]:
 
 
 def _push(rest: Mapping[_Node, dict[_Node, int]], came: Mapping[_Node, _Node]) -> None:
-    """As much as fits through the way to the sink."""
+    """Send as much flow as fits along the path to the sink."""
     way: list[tuple[_Node, _Node]] = []
     node: _Node = "sink"
     while node != "source":

@@ -1,21 +1,27 @@
-"""One replica: it is started, watched, ended and started again.
+"""One replica: start its generations, watch them, end them, and restart.
 
 Theory of operation
 ===================
 
-:class:`Replica` is the shell round :mod:`replicas.core.lives.lifecycle`. One task
-(:meth:`Replica.run`) follows the state: it waits in ``pending`` for what this one
-needs, lives through one *generation* in ``starting``, ``ready`` and ``draining``, waits
-in ``backoff``, and rests in ``finished`` or ``failed`` until someone asks for more.
+:class:`Replica` is the shell of :mod:`replicas.core.lives.lifecycle`. One task
+(:meth:`Replica.run`) follows the state: it waits in ``pending`` for dependencies and
+resources, runs one *generation* through ``starting``, ``ready`` and ``draining``, waits
+in ``backoff``, and rests in ``finished`` or ``failed`` until a request.
 
 A generation is one shim for each node (:mod:`replicas.supervisor.fleet.node`). It ends
-in this order: a *cause* (a main process ended, a timeout, a request) → if somebody
-asked for it, the replica is *draining*: it finishes its sync, within ``drain_timeout``
-→ every node is told to stop → every main process is gone, and the coordinator is told
-that the members are lost → every process is gone → the lifecycle takes its end event.
+in this order:
+
+1. There is a *cause*: a main process ended, a timeout, a request.
+2. If it was requested, the replica is *draining*: it finishes its sync, within
+   ``drain_timeout``.
+3. Every node is told to stop.
+4. Every main process is gone, and the coordinator is told that the members are lost.
+5. Every process is gone.
+6. The lifecycle takes the end event.
+
 The next generation starts only after that, however long it takes: a process that does
-not die of SIGKILL is named, and killed again and again. Only the end of the run leaves
-it behind.
+not die of SIGKILL is reported, and killed again and again. Only the end of the run
+leaves it behind.
 
 Everything here runs on the event loop; requests (:meth:`stop`, :meth:`halt`,
 :meth:`restart`, :meth:`check`) change the state at once and never wait. The clock is
@@ -49,14 +55,15 @@ REQUESTED = Cause("requested", "restart requested")
 
 
 class Replica:
-    """One replica of a group. Made on the event loop.
+    """One replica of a group. Create it on the event loop.
 
-    :param group: the group's config; a reload may put another one in its place.
-    :param index: which replica of the group, from 0.
+    :param group: the group's config; a reload may replace it.
+    :param index: number of the replica in its group, from 0.
     :param restarts: the group's restart rules, shared by its replicas.
-    :param generation: generations of this replica that an earlier object has used up.
-    :param starts: gives the turns in which replicas start. :param start_shim: for
-        tests.
+    :param generation: number of generations that an earlier object of this replica
+        used.
+    :param starts: limits how many replicas start at once.
+    :param start_shim: for tests.
     """
 
     def __init__(
@@ -77,8 +84,10 @@ class Replica:
         self.life.generation = generation
         self.last_exit = ""
         self.over = asyncio.Event()
-        """Set when :meth:`run` has returned: it was asked to stop for good and no
-        process of it is left."""
+        """Set when :meth:`run` has returned.
+
+        The replica was stopped for good, and no process of it is left.
+        """
         self._host = host
         self._restarts = restarts
         self._starts = starts or Starts()
@@ -107,18 +116,17 @@ class Replica:
 
     @property
     def shims(self) -> list[ShimRecord]:
-        """How the shims of the present generation are found by another supervisor."""
+        """Records by which another supervisor finds this generation's shims."""
         return self._generation.records
 
     @property
     def falling(self) -> bool:
-        """Whether its generation is at its end, and something of it may be left."""
+        """Whether its generation is ending, and something of it may be left."""
         return self.life.alive and (self.life.state == "draining" or self._cause is not None)
 
     @property
     def stuck(self) -> bool:
-        """Whether processes of its last generation were left behind: what they have is
-        not free."""
+        """Whether its last generation left processes behind, which keep resources."""
         return self.life.settled and not self._generation.gone
 
     @property
@@ -128,40 +136,42 @@ class Replica:
 
     @property
     def halted(self) -> bool:
-        """Whether it was stopped, or is being stopped, by hand, and rests until it is
-        asked to start again."""
+        """Whether it was, or is being, stopped by hand until the next restart."""
         return self._ending == "halt" or (self.life.state == "drained" and not self.leaving)
 
     @property
     def fails_with_group(self) -> bool:
-        """Whether it ends because another one of its group has failed."""
+        """Whether it ends because another replica of its group has failed."""
         return self._ending == "fail"
 
     @property
     def unwanted(self) -> bool:
-        """Whether it was stopped, or is being stopped, by hand or for good."""
+        """Whether it was, or is being, stopped by hand or for good."""
         return self.halted or bool(self._ending)
 
     @property
     def resting(self) -> bool:
-        """Whether it stays as it is until somebody asks."""
+        """Whether it stays as it is until a request."""
         return self.life.settled and not self._ending
 
     # ------------------------------------------------------------ requests
 
     def stop(self, hurry_s: float | None = None, *, run_over: bool = False) -> None:
-        """Ask for its end, for good.
+        """Stop the replica for good.
 
-        :param hurry_s: do not let it finish anything: SIGTERM now, SIGKILL after so
-            long. A later call can only hurry.
-        :param run_over: with the whole run: what does not die in time is left behind.
+        :param hurry_s: skip the sync: SIGTERM now, SIGKILL after this time. A later
+            call can only shorten it. None: finish the sync first.
+        :param run_over: the whole run ends: processes that do not die in time are left
+            behind.
         """
         self._run_over |= run_over
         self._end_on_request("leave", hurry_s)
 
     def halt(self, hurry_s: float | None = None) -> None:
-        """Ask for its end, until somebody asks for a restart. One that is done stays
-        so. ``hurry_s`` as in :meth:`stop`."""
+        """Stop the replica until a restart; a settled one stays as it is.
+
+        :param hurry_s: as in :meth:`stop`.
+        """
         self._end_on_request("halt", hurry_s)
 
     def _end_on_request(self, how: Literal["halt", "leave"], hurry_s: float | None) -> None:
@@ -180,8 +190,9 @@ class Replica:
         self.poke()
 
     def fail(self, reason: str) -> None:
-        """End it with its group, which has failed; it rests until somebody resets or
-        restarts it. One that is settled stays as it is.
+        """End the replica because its group has failed.
+
+        It rests until a reset or restart. A settled one stays as it is.
         """
         if self.life.settled or self._ending:
             return
@@ -197,9 +208,9 @@ class Replica:
             self._ending = ""
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
-        """Ask for a new generation; it spends no budget.
+        """Start a new generation; spends no budget.
 
-        :param drain: let it finish its sync first.
+        :param drain: let the present one finish its sync first.
         :raises replicas.errors.UsageError: the replica is being stopped for good.
         """
         if self._ending == "leave":
@@ -217,8 +228,10 @@ class Replica:
         self.poke()
 
     def reset(self) -> bool:
-        """What made it fail is mended: start again now. False: it has neither failed
-        nor waits after a failure."""
+        """Start again now; False: it has neither failed nor is in backoff.
+
+        For use when the cause of its failure is mended.
+        """
         if self._ending or self.life.state not in ("failed", "backoff"):
             return False
         self._apply(ReplicaEvent.RESET)
@@ -226,12 +239,11 @@ class Replica:
         return True
 
     def poke(self) -> None:
-        """Have the task look at the world again."""
+        """Wake the task, which then looks at the state again."""
         self._poke.set()
 
     def forgive(self, pause_s: float) -> None:
-        """This process did not run for ``pause_s``: none of the replica's timeouts is
-        shortened by that."""
+        """Extend all timeouts by ``pause_s``, in which this process did not run."""
         self._health.forgive(pause_s)
         self.life.forgive(pause_s)
         if self._drain_by is not None:
@@ -240,7 +252,7 @@ class Replica:
     # ------------------------------------------------------------ while it runs
 
     def check(self, now: float) -> None:
-        """Take the replica's health, from the coordinator and the clock."""
+        """Update the replica's health, from the coordinator and the clock."""
         if self.life.state in ("pending", "backoff"):
             self.poke()
         elif self.life.state == "draining":
@@ -248,7 +260,7 @@ class Replica:
         generation = self._generation
         failing = any(report.outcome != "ok" for report in generation.reports)
         if self.life.state not in ("starting", "ready") or failing or generation.ended:
-            return  # it ends, or has not begun: it waits for its turn, or for what the generation before had
+            return  # it ends, or still waits for its turn or for resources of the last generation
         if frozen := self._generation.silent(now, self.group.health.heartbeat_timeout_s):
             self._end_frozen(frozen)
             return
@@ -263,14 +275,17 @@ class Replica:
         starting_s = self.life.starting_s(now)
         sick = self._health.judge(self.group.health, ready=ready, starting_s=starting_s, now=now)
         if sick is not None:
-            self._end(sick.event, sick.cause)
+            self._end_unhealthy(sick.event, sick.cause)
 
     def _end_frozen(self, frozen: list[int]) -> None:
-        """A shim does not answer: nobody looks after its processes. They are swept by
-        their mark once it is killed."""
+        """End the generation and kill the shims that do not answer.
+
+        Nothing looks after their processes, which are swept by mark when the shims are
+        dead.
+        """
         timeout_s = self.group.health.heartbeat_timeout_s
         names = ", ".join(map(str, frozen))
-        self._end(
+        self._end_unhealthy(
             ReplicaEvent.HEARTBEAT_TIMEOUT,
             Cause("lost", f"the shim of node {names} did not answer for {timeout_s:g} s"),
         )
@@ -284,11 +299,10 @@ class Replica:
         return self._health.view
 
     def member_lost(self, rank: int, reason: str) -> None:
-        """The coordinator has lost a member of this replica: ``lease``, ``overflow``,
-        ``left`` and others.
+        """Handle the loss of a member: ``lease``, ``overflow``, ``left`` and others.
 
-        One that *left* needs no more of us. One that is silent, or does not read, is
-        frozen. Whatever else ended it will be seen in its process.
+        A member that *left* is done. One that is silent, or does not read, is frozen.
+        Any other end will be seen in its process.
         """
         if reason == "left":
             self._health.member_left()
@@ -296,20 +310,19 @@ class Replica:
             health = self.group.health
             silent = f"sent no heartbeat for {health.heartbeat_timeout_s:g} s"
             text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
-            self._end(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
+            self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
 
     @property
     def progressed(self) -> bool | None:
-        """Whether it came to a new step or version in this generation; None: it has
-        none to come to."""
+        """Whether this generation made a new step or version; None: on no channel."""
         if not self._host.on_channel(self.group.name):
             return None
         return self._host.overseer.progress(self.group.name, self.index) != self._mark
 
     # ------------------------------------------------------------ ending a generation
 
-    def _end(self, event: ReplicaEvent, cause: Cause) -> None:
-        """It is sick."""
+    def _end_unhealthy(self, event: ReplicaEvent, cause: Cause) -> None:
+        """End an unhealthy generation."""
         self._cause = cause
         self._apply(event, reason=cause.text)
         self._end_processes(self.group.stop_timeout_s, stacks=True)
@@ -317,7 +330,7 @@ class Replica:
         self.poke()
 
     def _drain(self) -> None:
-        """Let it finish its sync before it is told to stop."""
+        """Let the replica finish its sync before it is told to stop."""
         if self._host.on_channel(self.group.name):
             self._host.overseer.set_draining(self.group.name, self.index, self.life.generation)
             self._drain_by = self._now() + self.group.drain_timeout_s
@@ -328,7 +341,7 @@ class Replica:
             self._end_processes(self.group.stop_timeout_s)
 
     def idle(self) -> None:
-        """The coordinator says that a sync of it is over."""
+        """Handle the end of a sync, as reported by the coordinator."""
         self._check_drain(self._now())
 
     def _check_drain(self, now: float) -> None:
@@ -341,11 +354,13 @@ class Replica:
             self._end_processes(self.group.stop_timeout_s)
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank
-        has shown what it does."""
+        """SIGTERM now, SIGKILL after ``timeout_s``.
+
+        :param stacks: first save every rank's stacks.
+        """
         self._drain_by, self._busy_with = None, ""
         self._generation.stop(timeout_s, stacks=stacks)
-        self.poke()  # there is a time now by which it must be gone, and a shim that is frozen says nothing
+        self.poke()  # the task must watch the new deadline: a frozen shim would not wake it
 
     def _apply(self, event: ReplicaEvent, *, reason: str = "", restart_reason: RestartReason | None = None) -> None:
         transition = self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason)
@@ -354,12 +369,14 @@ class Replica:
     # ------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Live until :meth:`stop` and the end of the last process. Cancelled, it leaves
-        its shims to end by themselves."""
+        """Run until :meth:`stop` and the end of the last process.
+
+        When cancelled, it leaves its shims to end by themselves.
+        """
         try:
             while not (self._ending == "leave" and self.life.settled):
                 if self.life.state == "starting":
-                    await self._live()
+                    await self._run_generation()
                 elif not self._start_if_due():
                     waits = self.life.state == "backoff" and self._resume_at > self._now()
                     await self._poked(self._resume_at if waits else None)
@@ -368,7 +385,7 @@ class Replica:
             self.over.set()
 
     def _start_if_due(self) -> bool:
-        """Whether the next generation begins now."""
+        """Start the next generation if it is due; returns whether it was."""
         state, name = self.life.state, self.group.name
         if state == "pending":
             self._waits_for = self._host.waits_for(name, self.index)
@@ -391,8 +408,8 @@ class Replica:
             return
         self._poke.clear()
 
-    async def _live(self) -> None:
-        """One generation, to its end."""
+    async def _run_generation(self) -> None:
+        """Run one generation to its end."""
         self._cause = self._drain_by = None
         self._health = Health()
         self._mark = self._host.overseer.progress(self.group.name, self.index)
@@ -425,11 +442,11 @@ class Replica:
 
     @property
     def _wanted(self) -> bool:
-        """Whether nothing has come in between."""
+        """Whether neither a cause nor a request ends the generation."""
         return self._cause is None and not self._ending
 
     def _with_hold_ups(self, reason: str = "") -> str:
-        """Why it ends, and what holds that up."""
+        """Why the generation ends, and what holds that up."""
         reason = reason or (self._cause.text if self._cause else "stop requested" if self._ending else "")
         return "; ".join(filter(None, (reason, self._hold_ups.text)))
 
@@ -438,8 +455,10 @@ class Replica:
         return self._wanted
 
     def _follow(self) -> None:
-        """Act on what the nodes have said: introduce them, end all when one failed,
-        tell the coordinator."""
+        """Act on the nodes' messages: share the rendezvous, end all when one failed.
+
+        Also reports lost log lines, and the end of the members to the coordinator.
+        """
         generation = self._generation
         generation.introduce()
         for loss in generation.take_losses():
@@ -459,8 +478,10 @@ class Replica:
 
     @property
     def _may_say_goodbye(self) -> bool:
-        """Whether ranks that are children of the main process may still be ending, as
-        they were asked to: not lost."""
+        """Whether ranks may still be leaving in order, as requested: not lost.
+
+        Ranks that are children of the main process may outlive it.
+        """
         asked = bool(self._ending) or (self._cause is not None and self._cause.reason in FREE_REASONS)
         generation = self._generation
         return asked and not generation.gone and generation.remains is None
@@ -483,7 +504,7 @@ class Replica:
             self._host.emit(exited(name, index, generation, reports, reason=self.last_exit))
 
     def _generation_ended(self) -> None:
-        """Every process is gone: what now?"""
+        """Take the next state: the generation has ended, or was left behind."""
         self._drain_by = None
         cause, generation = self._cause, self._generation
         generation.abandon()
@@ -509,17 +530,19 @@ class Replica:
         self._rest_if_settled()
 
     def _judge_end(self, cause: Cause | None) -> RestartVerdict:
-        """What the rules of the group say; of a restart that was asked for they only
-        know whether it waits for others."""
+        """The verdict of the group's restart rules.
+
+        Of a requested restart they decide only whether it waits for others.
+        """
         now = self._now()
         if cause is not None and cause.reason in FREE_REASONS:
             return RestartVerdict(self._restarts.resume_in_s(now) if cause.reason == "group" else 0.0)
         progressed = self._host.progressed(self.group.name, self.index)
-        ok, ran_s = cause is None, self._ran_s  # and not how long the last process of it took to die
+        ok, ran_s = cause is None, self._ran_s  # without the time that its last process took to die
         return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)
 
     async def stacks(self) -> dict[str, str]:
-        """The stacks of its ranks, by name."""
+        """Stacks of its ranks, by ``group/replica/rank``."""
         return await self._generation.stacks()
 
     @property

@@ -1,18 +1,17 @@
-"""What each replica gets of the machine: its GPUs, its threads; and whether a plan fits
-at all.
+"""Assign GPUs and CPU threads to replicas, and check that a plan fits the machine.
 
 Theory of operation
 ===================
 
-A *plan* is what a config asks for. :func:`problems` holds it against a
-:class:`~replicas.supervisor.fleet.machine.Machine`: groups may run at the same time
+A *plan* is what a config asks for. :func:`problems` compares it with a
+:class:`~replicas.supervisor.fleet.machine.Machine`. Groups may run at the same time
 unless one starts after the other has finished (``depends_on = ["other:finished"]``,
-directly or through others), so what counts is the greatest sum over groups that may. A
-plan that does not fit is refused by ``replicas check``, at the start, and by a reload;
-a scale by the supervisor.
+directly or through others), so the greatest sum over such groups counts. A plan
+that does not fit is refused by ``replicas check``, at the start, and by a reload; a
+scale by the supervisor.
 
-:class:`Resources` is the ledger of the GPUs. A replica takes all of its GPUs before it
-starts, or waits in ``pending``; it keeps them over restarts, and gives them back when
+:class:`Resources` is the ledger of the GPUs. A replica takes all its GPUs before it
+starts, or waits in ``pending``; it keeps them across restarts, and releases them when
 it has settled (finished, failed, or scaled away) and no process of it is left. In a run
 in which any group asks for GPUs, a group that does not ask sees none: so no GPU has two
 owners. Every rank of a node sees all GPUs of its node, in order: rank ``LOCAL_RANK``
@@ -34,16 +33,18 @@ _GIB = 1 << 30
 
 
 def machine_for(config: Config) -> Machine:
-    """What this machine has of what the config asks for. Blocks, up to some seconds
-    where it asks for GPUs."""
+    """Look up this machine, with GPUs only if the config asks for some.
+
+    Blocks, for up to some seconds where it asks for GPUs.
+    """
     return look(gpus=any(group.resources.gpus for group in config.groups.values()))
 
 
 def check_plan(config: Config) -> list[str]:
-    """For ``replicas check``: notes on a plan that fits this machine. Blocks, as
-    :func:`machine_for` does.
+    """Check a plan for ``replicas check``. Blocks, as :func:`machine_for` does.
 
-    :raises replicas.errors.BadConfig: it does not fit.
+    :return: notes on the plan.
+    :raises replicas.errors.BadConfig: it does not fit this machine.
     """
     machine = machine_for(config)
     refuse_unfit(config, machine)
@@ -75,7 +76,7 @@ def problems(config: Config, machine: Machine) -> list[str]:
 
 
 def notes(config: Config, machine: Machine) -> list[str]:
-    """What is allowed and yet worth a word."""
+    """Remarks on a plan that fits, such as more CPU threads than CPUs."""
     threads = {
         group.name: group.replicas * group.world_size * group.resources.cpu_threads
         for group in config.groups.values()
@@ -126,8 +127,7 @@ def _waits(config: Config) -> bool:
 
 
 def _steps(config: Config) -> dict[Moment, list[Moment]]:
-    """What comes after what: the end of a group after its start, its start after what
-    it depends on."""
+    """The moments directly after each: own end after start, start after its needs."""
     after: dict[Moment, list[Moment]] = {}
     for name, group in config.groups.items():
         after.setdefault(("start", name), []).append(("end", name))
@@ -143,8 +143,7 @@ def gpus_of(group: GroupConfig) -> int:
 
 
 class Resources:
-    """The ledger of a run's GPUs, and what each replica's environment says of its
-    share. See the module's header."""
+    """The ledger of a run's GPUs, and the environment of each replica's share."""
 
     def __init__(self) -> None:
         self.machine = Machine()
@@ -152,8 +151,7 @@ class Resources:
         self._managed = False
 
     def plan(self, config: Config, machine: Machine) -> None:
-        """Take a config that fits; what replicas hold stays theirs until they give it
-        back."""
+        """Take a config that fits; replicas keep what they hold until its release."""
         self.machine = machine
         self._managed = any(group.resources.gpus for group in config.groups.values())
 
@@ -167,9 +165,9 @@ class Resources:
         return self._held.get((group, index), ())
 
     def take(self, group: GroupConfig, index: int) -> str:
-        """Give the replica its GPUs, all or none; safe to ask again.
+        """Give the replica its GPUs, all or none; safe to call again.
 
-        :return: what it lacks, in words; empty: they are its own now.
+        :return: what it lacks, in words; empty: it has its GPUs now.
         """
         need = gpus_of(group)
         if len(self.held(group.name, index)) == need:
@@ -182,12 +180,11 @@ class Resources:
         return ""
 
     def release(self, group: str, index: int) -> None:
-        """The replica has settled and no process of it is left: others may have its
-        GPUs."""
+        """Free the GPUs of a replica that has settled and has no process left."""
         self._held.pop((group, index), None)
 
     def environment(self, group: GroupConfig, index: int, node: int = 0) -> dict[str, str]:
-        """What the processes of one node of a replica get, over all else."""
+        """Variables for the processes of one node, which override all others."""
         variables: dict[str, str] = {}
         if self._managed:
             share = (group.resources.gpus or 0) * group.nproc_per_node

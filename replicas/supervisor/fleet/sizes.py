@@ -1,5 +1,4 @@
-"""How many replicas groups have, where that is not what the config says: they were
-scaled. Pure."""
+"""Group sizes that differ from the config, because groups were scaled. Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 def fitting(
     saved: Mapping[str, SavedGroup], config: Config, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, SavedGroup]:
-    """What a dead supervisor knew of its groups. Sizes that do not fit (any more) are
-    given up for those of the config."""
+    """A dead supervisor's groups; sizes that do not fit (any more) are the config's."""
     sizes = {
         name: saved[name].size
         for name, group in config.groups.items()

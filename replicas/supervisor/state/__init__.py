@@ -1,1 +1,1 @@
-"""The state folder of a run."""
+"""The state folder of a run: lock, identity, saved state."""

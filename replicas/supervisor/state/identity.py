@@ -1,9 +1,8 @@
-"""What a state folder is known by: a random id in it, which the processes of its runs
-have in their environment.
+"""A state folder's identity: a random id, in the environment of its runs' processes.
 
-A path is no identity. Two containers that share their processes have the same paths,
-and a folder that was removed and made again is another one, whatever its name. Standard
-library only.
+A path is no identity: two containers that share their processes have the same paths,
+and a folder that was removed and made again is a different one under the same name.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ _FORM = re.compile(rb"[0-9a-f]{32}")
 
 
 def identity_of(folder: Path) -> str:
-    """The id of this state folder; empty: it has none.
+    """The id of this state folder; empty: none.
 
-    :raises OSError: the file cannot be read, or is somebody else's.
+    :raises OSError: the file cannot be read, or is another user's.
     """
     try:
         found = private.read(folder / ID_FILE).strip()
@@ -33,8 +32,7 @@ def identity_of(folder: Path) -> str:
 
 
 def give_identity(folder: Path) -> str:
-    """The id of this state folder, which gets one if it has none. For whoever holds the
-    run's lock.
+    """The id of this state folder, created if missing. Hold the run's lock.
 
     :raises OSError: the file cannot be read or written.
     """

@@ -1,25 +1,25 @@
-"""What a run must not forget when its supervisor is killed: ``<state_dir>/state.json``.
+"""The state of a run that survives its supervisor: ``<state_dir>/state.json``.
 
 Theory of operation
 ===================
 
 The file is replaced as a whole (a new one is written beside it and renamed), always
-*before* what it allows happens: a restart is in it as spent before the generation
-starts, the mark of a shim before the shim is started. A supervisor that is killed at
-any moment therefore leaves a file that allows at most what was allowed, and names at
-least what is alive.
+*before* what it allows happens: a restart is saved as spent before the generation
+starts, the mark of a shim before the shim is started. So a supervisor that is killed at
+any moment leaves a file that allows at most what was allowed, and names at least what
+is alive.
 
-It is there while a run is under way. One that ended in order leaves none, so that the
-next start begins afresh; a start that finds one goes on where the dead supervisor
+The file exists while a run is under way. A run that ends in order removes it, so that
+the next start begins afresh. A start that finds one resumes where the dead supervisor
 stopped: sizes, generations, budgets (by the time of day, as no monotonic clock outlives
 its machine), and the counters up to an event whose successors are in ``events.jsonl``.
 Versions are in the decision log, which has its own file and rules
 (:mod:`replicas.coordinator.decisions`).
 
-A file of another schema, or one that is torn, is set aside (``state.json.bad``), said,
-and never fatal. Nor is a disk that takes no new one: that is counted and said once. The
-file is not synced: it outlives any death of the process, and there is nothing to sweep
-and no budget to guard after the death of the machine.
+A file of another schema, or a torn one, is moved to ``state.json.bad`` and reported; it
+is never fatal. Nor is a disk that takes no new file: that is counted, and reported
+once. The file is not synced: it outlives any death of the process, and after the death
+of the machine there is nothing to sweep and no budget to guard.
 """
 
 from __future__ import annotations
@@ -53,27 +53,29 @@ __all__ = [
 log = logging.getLogger("replicas.supervisor")
 
 SCHEMA = 1
-"""Raise it when a field changes its meaning, or a bound of a histogram in the tally."""
+"""Raise it when a field changes its meaning, or a histogram of the tally its bounds."""
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """A process of the machine and boot that :attr:`Saved.machine` names.
-    ``start_time``: in clock ticks since boot."""
+    """A process on the machine and boot that :attr:`Saved.machine` names.
+
+    :ivar start_time: in clock ticks since boot.
+    """
 
     pid: int
     start_time: int
 
     def alive(self) -> bool:
-        """Whether that very process lives, if it was one of this machine."""
+        """Whether this very process lives, if its record is of this machine."""
         return start_time(self.pid) == self.start_time
 
 
 class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One shim that was, or was about to be, started. ``process`` None: it had not been
-    started yet.
+    """One shim that was started, or was about to be.
 
-    ``nonce``: the mark in the environment of all that it starts. ``cgroup``: path of
-    its control group, if it has one.
+    :ivar nonce: the mark in the environment of all its processes.
+    :ivar process: None: it had not been started yet.
+    :ivar cgroup: path of its control group; empty: none.
     """
 
     nonce: str
@@ -93,11 +95,12 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """``generation``: the last one that was, or was about to be, started. ``restarts``:
-    by reason.
+    """The saved state of a replica.
 
-    ``cycles``: restarts in a row without progress.
-    ``halted``: it was stopped by hand, and rests until somebody restarts it.
+    :ivar generation: the last one that was started, or was about to be.
+    :ivar restarts: by reason.
+    :ivar cycles: restarts in a row without progress.
+    :ivar halted: it was stopped by hand, and rests until it is restarted.
     """
 
     generation: int = 0
@@ -108,10 +111,12 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """``size``: replicas that are wanted; ``configured``: what the config said then: it
-    wins once it says something else.
+    """The saved state of a group.
 
-    ``spent``: the restarts in the budget's window.
+    :ivar size: wanted replicas.
+    :ivar configured: the config's number at that time; a config with another number
+        overrides ``size``.
+    :ivar spent: the restarts in the budget's window.
     """
 
     size: int
@@ -121,20 +126,22 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def once_removed(self) -> SavedGroup:
-        """What must be known of it once it is removed: nothing of its logs may be mixed
-        with a later one's."""
+        """What to keep after the group is removed: the generations of its replicas.
+
+        Logs of a later group of this name must not be mixed with its logs.
+        """
         used = {index: SavedReplica(generation=one.generation) for index, one in self.replicas.items()}
         return SavedGroup(size=0, replicas=used)
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """One state of a run.
+    """One saved state of a run.
 
-    :param machine: boot and pid namespace in which the process records mean something
+    :param machine: boot and pid namespace in which the process records are valid
         (:func:`machine`).
-    :param supervisor: who wrote it.
+    :param supervisor: the process that wrote it.
     :param seq: number of the last event that ``tally`` has counted.
-    :param helpers: processes of the run that are nobody's replica, such as the store.
+    :param helpers: processes of the run that belong to no replica, such as the store.
     """
 
     schema: int = SCHEMA
@@ -149,7 +156,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     helpers: tuple[ProcessRecord, ...] = ()
 
     def of_this_machine(self) -> bool:
-        """Whether its process records can mean processes that are seen from here."""
+        """Whether its process records may name processes that are visible from here."""
         return self.machine == machine()
 
 
@@ -158,7 +165,7 @@ class _Head(msgspec.Struct):
 
 
 class RunState:
-    """The file, for the supervisor that holds the run's lock.
+    """The state file, for the supervisor that holds the run's lock.
 
     :param path: ``<state_dir>/state.json``.
     """
@@ -166,21 +173,26 @@ class RunState:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.set_aside: tuple[Path, str] | None = None
-        """Where a file that could not be used went, and why, after :meth:`load`."""
+        """Where :meth:`load` moved a file that could not be used, and why."""
         self.failures = 0
-        """How often the disk did not take the state."""
+        """How often the state could not be written."""
         self._problem = ""
 
     def peek(self) -> Saved | None:
-        """The state in the file, for somebody who does not have the run: nothing is set
-        aside. None: no good one."""
+        """Read the state without the run's lock; None: no good one.
+
+        An unusable file is not set aside.
+        """
         try:
             return decode(private.read(self.path))
         except (OSError, ValueError):
             return None
 
     def load(self) -> Saved | None:
-        """The state that a dead supervisor left; None when there is none (any more)."""
+        """Read the state that a dead supervisor left; None: there is none (any more).
+
+        An unusable file is set aside.
+        """
         try:
             data = private.read(self.path)
         except FileNotFoundError:
@@ -195,8 +207,7 @@ class RunState:
             return None
 
     def save(self, saved: Saved) -> bool:
-        """Put this state in the place of the last one; False when the disk does not
-        take it, which is no reason to stop."""
+        """Replace the state; False: the disk does not take it, and the run goes on."""
         data = msgspec.json.encode(saved)
         try:
             private.replace(self.path, data)
@@ -213,7 +224,7 @@ class RunState:
         return True
 
     def remove(self) -> None:
-        """The run has ended in order: the next one begins afresh."""
+        """Remove the state of a run that has ended in order: the next begins afresh."""
         private.remove(self.path)
         private.remove(self.path.with_name(f"{self.path.name}.new"))
 
@@ -225,7 +236,10 @@ class RunState:
 
 
 def decode(data: bytes) -> Saved:
-    """:raises ValueError: it is not a state of this version; the text says why."""
+    """Decode a state.
+
+    :raises ValueError: it is not a state of this version; the text says why.
+    """
     try:
         schema = msgspec.json.decode(data, type=_Head).schema
     except MALFORMED as error:
@@ -239,8 +253,7 @@ def decode(data: bytes) -> Saved:
 
 
 def machine() -> str:
-    """What makes a pid mean the same process: the machine's boot and the pid
-    namespace."""
+    """The scope of a pid's meaning: the machine's boot and the pid namespace."""
     return f"{boot_id()}/{namespace('pid')}"
 
 

@@ -1,26 +1,28 @@
-"""The state folder of a run: its lock, the token, the endpoint file, the logs, and what
-a dead supervisor left there.
+"""The state folder of a run: lock, token, endpoint file, logs, state, leftovers.
 
 ::
 
-    <state_dir>/lock            flock'ed by the supervisor and, with it, by every shim; says which supervisor
-    <state_dir>/id              what this folder is known by (:mod:`replicas.supervisor.state.identity`); stays
-    <state_dir>/state.json      what must not be forgotten (:mod:`replicas.supervisor.state.run_state`); removed at the end
-    <state_dir>/events.jsonl    all events (:mod:`replicas.telemetry.event_log`), of earlier runs too, and events.jsonl.1
-    <state_dir>/decisions.jsonl the decision log; removed at the end
-    <state_dir>/token           0600; removed at the end
-    <state_dir>/endpoint.json   where the control port is; removed at the end
+    <state_dir>/lock             flock'ed by the supervisor and its shims; has its pid
+    <state_dir>/id               identity (:mod:`replicas.supervisor.state.identity`);
+                                 stays
+    <state_dir>/state.json       state (:mod:`replicas.supervisor.state.run_state`);
+                                 removed at the end
+    <state_dir>/events.jsonl     all events (:mod:`replicas.telemetry.event_log`), of
+                                 earlier runs too, and events.jsonl.1
+    <state_dir>/decisions.jsonl  the decision log; removed at the end
+    <state_dir>/token            mode 0600; removed at the end
+    <state_dir>/endpoint.json    address of the control port; removed at the end
     <state_dir>/logs/<group>/<replica>/gen-<g>/rank-<r>.log
-    <state_dir>/logs.previous/  the logs of the run before
+    <state_dir>/logs.previous/   the logs of the run before
 
-The folder is the user's alone, and so is all that is made in it
-(:mod:`replicas.linux.private`): what others have put there is neither believed nor
-written to. One that the operator has made may let others look in.
+The folder belongs to the user alone, and so does all that is made in it
+(:mod:`replicas.linux.private`): files that others have put there are neither trusted
+nor written to. A folder that the operator has made may let others read.
 
-The lock is what makes a run belong to one supervisor. One that was killed still has it
-in its shims, which end by themselves within some seconds; what then still has it (a
-frozen shim) is swept like all other leftovers, by record and mark.
-"""  # noqa: W505  # a picture
+The lock gives a run to one supervisor. A killed supervisor's shims still hold it, but
+end by themselves within some seconds; a process that holds it even then (a frozen shim)
+is swept like all other leftovers, by record and mark.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ from replicas.telemetry.events import LeftoverFound, RunEnded, RunStarted, State
 __all__ = ["AlreadySupervised", "StateDir"]
 
 _SETTLE_S = 8.0
-"""How long the processes of a dead supervisor may take to end by themselves."""
+"""How long processes of a dead supervisor may take to end by themselves."""
 _SWEEP_S = 5.0
 _SETTLE_INTERVAL_S = 0.05
 
@@ -61,7 +63,7 @@ class AlreadySupervised(errors.UsageError):
 
 
 class StateDir:
-    """The folder, from :meth:`acquire` to :meth:`release`."""
+    """The state folder, from :meth:`acquire` to :meth:`release`."""
 
     def __init__(self, path: Path, run: str) -> None:
         self.path = path
@@ -73,31 +75,30 @@ class StateDir:
         self.decisions_file = path / "decisions.jsonl"
         self.run_state = RunState(path / "state.json")
         self.saved: Saved | None = None
-        """What a dead supervisor left, once :meth:`acquire` has returned; None: there
-        is nothing to go on from."""
+        """A dead supervisor's state, after :meth:`acquire`; None: nothing to resume."""
         self.identity = ""
-        """The id of the folder, once :meth:`acquire` has returned."""
+        """The id of the folder, after :meth:`acquire`."""
         self.given_up = threading.Event()
-        """Set by whoever no longer wants the run: :meth:`acquire` then waits for
-        nobody."""
+        """Set it to give up the run: :meth:`acquire` then stops waiting."""
         self.leftovers: list[LeftoverFound] = []
-        """Processes of a dead supervisor that kept its lock, and were killed by
-        :meth:`acquire`."""
+        """Processes that kept a dead supervisor's lock; :meth:`acquire` killed them."""
         self._left: Saved | None = None
         self._lock: int | None = None
 
     @property
     def lock(self) -> int:
-        """Descriptor of the held lock; a shim inherits it, so that the run stays taken
-        while one lives."""
+        """Descriptor of the held lock.
+
+        Shims inherit it, so that the run stays taken while one lives.
+        """
         assert self._lock is not None
         return self._lock
 
     def acquire(self) -> None:
-        """Take the run, and read the state that a dead supervisor left. What it left
-        alive stays until :meth:`sweep`, but for what keeps the lock.
+        """Take the run, and read the state that a dead supervisor left.
 
-        Blocks up to about 15 s: while shims of a dead supervisor clean up behind it.
+        Its living processes stay until :meth:`sweep`, except those that keep the lock.
+        Blocks up to about 15 s, while shims of a dead supervisor clean up.
 
         :raises AlreadySupervised: another supervisor runs, or processes of a dead one
             survive SIGKILL.
@@ -135,9 +136,9 @@ class StateDir:
         self._rotate()
 
     def sweep(self, spare: Collection[int] = ()) -> list[LeftoverFound]:
-        """Kill what a dead supervisor left alive. For a start that nothing can stop any
-        more: one that fails kills nobody.
+        """Kill what a dead supervisor left alive.
 
+        Only for a start that nothing can stop any more: a failed start kills nothing.
         Blocks up to 5 s, until nothing of it is left.
 
         :param spare: pids of processes that this supervisor has started.
@@ -148,8 +149,7 @@ class StateDir:
         return found
 
     def _has_ended(self, saved: Saved) -> bool:
-        """Whether the run had ended in order, and its supervisor was killed before it
-        could remove its state."""
+        """Whether the run ended in order and only lacks the removal of its state."""
         since = (record.event for record in read(self.events_file, saved.seq))
         return any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since)
 
@@ -174,15 +174,15 @@ class StateDir:
                     swept = True
                     self._sweep_orphans()
                     deadline = time.monotonic() + _SETTLE_S
-                # nothing announces the end of a flock but taking it
+                # the end of a flock is not announced: try again
                 if self.given_up.wait(_SETTLE_INTERVAL_S):
                     raise errors.WorldError(f'the start of run "{self.run}" was given up') from None
 
     def _sweep_orphans(self) -> None:
-        """Kill what holds the lock of a dead supervisor. We do not have it: another one
-        may take it at this very moment.
+        """Kill the processes that hold a dead supervisor's lock.
 
-        The state is therefore used only if it was written by a supervisor that is dead.
+        This process does not have the lock: another may take it at any moment. So the
+        state is used only if the supervisor that wrote it is dead.
         """
         saved = self.run_state.peek()
         if saved is None or saved.supervisor is None or not saved.of_this_machine() or saved.supervisor.alive():
@@ -204,8 +204,10 @@ class StateDir:
         )
 
     def _rotate(self) -> None:
-        """A start that came to nothing has no logs: those of the run before stay what
-        they are."""
+        """Move the last run's logs to ``logs.previous``.
+
+        A start that failed has left no logs: ``logs.previous`` then stays.
+        """
         if self.logs.exists() and any(self.logs.iterdir()):
             previous = self.path / "logs.previous"
             private.remove_tree(previous)
@@ -214,13 +216,17 @@ class StateDir:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was under way when its last supervisor ended. Budgets are
-        lost when its state was of no use."""
+        """Whether the run was under way when its last supervisor ended.
+
+        Also true if the state was unusable: its budgets are then lost.
+        """
         return self.saved is not None or self.run_state.set_aside is not None
 
     def open_events(self, max_nbytes: int) -> EventLog:
-        """The run's events, going on behind those of a dead supervisor. Its first ones
-        say what :meth:`acquire` found."""
+        """Open the run's events, behind those of a dead supervisor.
+
+        The first ones report what :meth:`acquire` found.
+        """
         saved = self.saved
         events = EventLog(
             self.events_file,
@@ -237,8 +243,7 @@ class StateDir:
         return events
 
     def write(self, *, endpoint: str, token: str, socket: Path | None = None) -> None:
-        """Publish where the control port and the control socket are, and the token
-        (mode 0600).
+        """Write the token (mode 0600), and the addresses of control port and socket.
 
         :raises replicas.errors.WorldError: the disk does not take it.
         """
@@ -258,12 +263,13 @@ class StateDir:
         private.replace(self.endpoint_file, content)
 
     def release(self, *, ended: bool = False) -> None:
-        """Remove the token and the endpoint file and let the run go. The logs and the
-        events stay.
+        """Remove the token and the endpoint file, and release the lock.
 
-        :param ended: the run has ended in order, and the next start begins afresh. Else
-            (it could not be started, or was preempted) the next supervisor goes on from
-            the state that is there.
+        Logs and events stay.
+
+        :param ended: the run has ended in order, and the next start begins afresh.
+            Otherwise (it could not be started, or was preempted) the next supervisor
+            resumes from the state.
         """
         if self._lock is None:
             return
@@ -282,11 +288,12 @@ class StateDir:
 
 
 class _Owner(NamedTuple):
-    """Which supervisor the lock file names. ``pid``: ``unknown`` when it has just been
-    taken and not yet been signed, or is held by a shim that was abandoned.
+    """The supervisor that the lock file names.
 
-    :param machine: boot and pid namespace in which the pid means something; empty: an
-        older release did not say.
+    :ivar pid: ``unknown``: the lock has just been taken and is not signed yet, or an
+        abandoned shim holds it.
+    :ivar machine: boot and pid namespace in which the pid is valid; empty: an older
+        release did not write it.
     """
 
     pid: str = "unknown"
@@ -310,11 +317,13 @@ class _Owner(NamedTuple):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is on another machine, or in another container: a folder may be
-        shared, with its locks."""
+        """Whether it is on another machine or in another container.
+
+        A folder may be shared, with its locks.
+        """
         return bool(self.machine) and self.machine != machine()
 
     @property
     def alive(self) -> bool:
-        """Whether that very process is there, as far as can be seen from here."""
+        """Whether this very process lives, as far as can be seen from here."""
         return bool(self.start) and not self.elsewhere and start_time(int(self.pid)) == int(self.start)
