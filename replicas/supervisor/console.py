@@ -47,7 +47,7 @@ class Console:
             self._thread = threading.Thread(target=self._run, name="console", daemon=True)
             self._thread.start()
         dropped = self._dropped
-        note = f"({dropped} lines before this one are left out: nobody took them)\n" if dropped else ""
+        note = f"({dropped} lines before this one were dropped: the output was blocked)\n" if dropped else ""
         try:
             self._queue.put_nowait(f"{note}{lines(text)}\n".encode())
         except queue.Full:

@@ -292,6 +292,6 @@ class _Operator:
             await work
         except errors.ReplicasError as error:
             self._say(str(error))
-        except Exception:  # noqa: BLE001  # a bug in what a signal asked for must be seen, and must not end the run
+        except Exception:  # noqa: BLE001  # a bug in a signal's work must be seen, and must not end the run
             self._console.write(traceback.format_exc())
             self._say("this is a bug; please report it with the lines above")

@@ -531,10 +531,10 @@ class Supervisor:
             self.fleet.idle(event.group, event.replica)
 
     def _count_refused(self, now: float | None = None) -> None:
-        """Emit the refused connections since the last look, as few events.
+        """Emit the refused connections since the last look, one event per reason.
 
-        A flood of connections, by anybody who may read pages, must not push older
-        events out of the file.
+        At most every 10 s from :meth:`status`: neither a flood of connections nor one
+        of page requests can push older events out of the file.
         """
         for reason, count in self._refusals.since(self.coordinator.refused(), now):
             self.emit(ConnectionsRefused(reason=reason, count=count))

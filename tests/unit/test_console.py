@@ -54,7 +54,7 @@ def test_who_does_not_read_holds_nobody_up_and_hears_what_is_missing() -> None:
             os.read(reader, 1 << 16)
     console.say("last")
     note, last = lines_of(reader, "last")
-    assert note == "(500 lines before this one are left out: nobody took them)"
+    assert note == "(500 lines before this one were dropped: the output was blocked)"
     assert last.endswith(" replicas: last")
     assert console.flush(10.0)
 

@@ -159,7 +159,7 @@ class JanitorHandle:
         steady = time.monotonic() - self._began > _STEADY_S
         self._deaths = 1 if steady else self._deaths + 1
         delay_s = AGAIN.after(self._deaths - 1)
-        log.warning("the janitor ended with code %d; another one starts in %.2g s", code, delay_s)
+        log.warning("the janitor ended with code %d; a new one starts in %.2g s", code, delay_s)
         self._again = self._loop.call_later(delay_s, self._start_again)
 
     def _start_again(self) -> None:

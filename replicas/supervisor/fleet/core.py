@@ -202,7 +202,6 @@ class FleetCore:
         self._dirty.set()
 
     def _judge(self) -> None:
-        """Decide whether the run is over."""
         if self.exit_code is not None or self.draining:
             return
         failures = [group.failure for group in self.groups.values() if group.failure]

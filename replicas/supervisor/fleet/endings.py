@@ -25,8 +25,7 @@ def exit_report(
     """The exit report of a node whose main process is gone.
 
     :param told: the launcher's own report, if there is one.
-    :param last_lines: returns the last lines of ``torchrun``, or of a rank (``rank
-        0``).
+    :param last_lines: returns the last lines of the log ``torchrun``, or ``rank 0``.
     :param stopping: its end was asked for.
     :param first_death: describes the crash that came before one of the given processes
         ended; empty: none.
@@ -67,8 +66,7 @@ def _explained(
 def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tuple[str, ...]]) -> tuple[RankExit, ...]:
     """Add a text to ranks without one, and the last lines to the first rank.
 
-    A rank's error is left out where the lines contain it, and of all but the first
-    rank.
+    Only the first rank keeps its error, unless the lines contain it.
     """
     result = []
     for number, rank in enumerate(ranks):

@@ -34,8 +34,10 @@ class Group:
     ) -> None:
         self.config = config
         self.size = self.configured = config.replicas
-        """``configured``: the config's number when the size was last set: a reload sets
-        it only after a rolling restart."""
+        """The wanted size; ``configured``: the config's number when it was last set.
+
+        A reload sets both only after its rolling restart.
+        """
         self.replicas: dict[int, Replica] = {}
         self.rules = Restarts(config.restart, rng=rng)
         self._retired: dict[int, SavedReplica] = {}

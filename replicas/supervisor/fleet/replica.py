@@ -322,7 +322,6 @@ class Replica:
     # ------------------------------------------------------------ ending a generation
 
     def _end_unhealthy(self, event: ReplicaEvent, cause: Cause) -> None:
-        """End an unhealthy generation."""
         self._cause = cause
         self._apply(event, reason=cause.text)
         self._end_processes(self.group.stop_timeout_s, stacks=True)
@@ -409,7 +408,6 @@ class Replica:
         self._poke.clear()
 
     async def _run_generation(self) -> None:
-        """Run one generation to its end."""
         self._cause = self._drain_by = None
         self._health = Health()
         self._mark = self._host.overseer.progress(self.group.name, self.index)
