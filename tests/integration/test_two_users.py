@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -46,9 +47,10 @@ LISTENERS: dict[tuple[str, str], str] = {
 ARGUMENTS: dict[str, str] = {
     "supervisor": r"-m replicas\.supervisor \S+/run\.toml",
     "store": r"-P -m replicas\.coordinator\.store_process --bind 127\.0\.0\.1 --port \d+ --control \d+ --parent \d+",
-    "janitor": r"-P -m replicas\.supervisor\.janitor --control \d+ --parent \d+ --lock \d+ --socket \S+/control\.sock",
-    "shim": r"-P -m replicas\.supervisor\.shim --control \d+ --parent \d+ --lock \d+( --tee \d+)?",
-    "launcher": r"-P -m replicas\.supervisor\.launcher --control \d+ --parent \d+",
+    "janitor": r"-P -m replicas\.supervisor\.cleanup\.janitor --control \d+ --parent \d+ --lock \d+"
+    r" --socket \S+/control\.sock",
+    "shim": r"-P -m replicas\.supervisor\.shim\.shim --control \d+ --parent \d+ --lock \d+( --tee \d+)?",
+    "launcher": r"-P -m replicas\.supervisor\.shim\.launcher --control \d+ --parent \d+",
     "forkserver": r"-P -m replicas\.sidecar\.forkserver --listener \d+ --ready \d+",
     "sidecar": r"-P -m replicas\.sidecar\.forkserver --listener \d+ --ready \d+",
     "pump": r"replicas log pump of [a-z]+/\d+",
@@ -133,7 +135,7 @@ def control_group(delegated: bool) -> Iterator[str]:
         return
     if root is None:
         pytest.skip("this machine has no control groups of version 2")
-    folder = root / "replicas-two-users"
+    folder = root / f"replicas-two-users-{os.getpid()}"  # several workers may run these tests
     folder.mkdir()
     (folder / "victim").mkdir()
     try:

@@ -18,9 +18,9 @@ _KINDS = (
     ("pump", r"^replicas log pump of "),
     ("supervisor", r"-m replicas\.supervisor( |$)"),
     ("store", r"-m replicas\.coordinator\.store_process "),
-    ("janitor", r"-m replicas\.supervisor\.janitor "),
-    ("shim", r"-m replicas\.supervisor\.shim "),
-    ("launcher", r"-m replicas\.supervisor\.launcher "),
+    ("janitor", r"-m replicas\.supervisor\.cleanup\.janitor "),
+    ("shim", r"-m replicas\.supervisor\.shim\.shim "),
+    ("launcher", r"-m replicas\.supervisor\.shim\.launcher "),
     ("forkserver", r"-m replicas\.sidecar\.forkserver "),
 )
 
