@@ -96,7 +96,8 @@ def test_the_parts_of_a_torchrun_replica_one_after_the_other(tmp_path: Path) -> 
     (tmp_path / "rank.py").write_text(DAEMONIZES)
     text = f'[groups.a]\nnproc_per_node = 2\ncommand = ["rank.py"]\n{RESTART}\n[channels.c]\npeers = ["a"]\n'
     with running(tmp_path, text) as run:
-        daemons = [*up(run, "a/0"), *eventually(lambda: run.log("a/0", rank=1).read_text(), "rank 1").split()]
+        log = run.log("a/0", rank=1)
+        daemons = [*up(run, "a/0"), *eventually(lambda: log.exists() and log.read_text(), "rank 1").split()]
         launcher = main_pid(run, 0)
         forkserver = run.find("sidecar.forkserver")
         ranks = [pid for pid, line in run.processes().items() if "rank.py" in line]

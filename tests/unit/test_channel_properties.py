@@ -236,7 +236,7 @@ class Channel(RuleBasedStateMachine):
         reach everybody."""
         self.frozen.clear()
         self.world.bad_pairs.clear()
-        for sim in self.world.members.values():
+        for sim in (*self.world.members.values(), *self.away):
             sim.loads = True
             sim.look()
         self.come_back(len(self.away))
