@@ -152,7 +152,7 @@ def _check_types(spec: NodeSpec) -> None:
     fields = [(getattr(spec, name), _TYPES.get(kind, object)) for name, kind in NodeSpec.__annotations__.items()]
     for value, expected in [*fields, *((text, str) for text in texts)]:
         if not isinstance(value, expected):
-            raise TypeError(f"{value!r} is not of type {expected}"[:200])
+            raise TypeError(f"a {type(value).__name__} is not of type {expected}")  # the value may be a secret
 
 
 class LogLoss(NamedTuple):
