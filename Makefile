@@ -68,12 +68,12 @@ $(BIN)/promtool: | $(BIN)/python
 demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas, one of them killed on the way
 	@$(BIN)/python examples/grpo/demo.py $(ARGS)
 
-test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and a minute of chaos: some 5 minutes
+test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and a minute of chaos: some 7 minutes
 	@$(UNIT_TESTS)
 	@$(PYTEST) $(SIDE_BY_SIDE) $(SLICE:%=tests/integration/test_%.py)
 	@CHAOS_WORLD=exec CHAOS_SECONDS=15 $(PYTEST) tests/chaos/test_chaos.py tests/chaos/test_supervisor.py
 
-test-all: $(VENV)/.dev ## run all tests: some 20 minutes
+test-all: $(VENV)/.dev ## run all tests: some 30 minutes
 	@$(UNIT_TESTS)
 	@FRAMES=1000 $(PYTEST) $(SIDE_BY_SIDE) --timeout 600 tests/integration tests/gpu
 	@$(PYTEST) tests/chaos
