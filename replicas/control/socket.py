@@ -33,7 +33,7 @@ from typing import Self
 from starlette.routing import BaseRoute
 
 from replicas import errors
-from replicas.coordinator.connection_guard import Guard, HttpProtocol
+from replicas.coordinator.connection_guard import HttpProtocol
 from replicas.coordinator.server import Server
 from replicas.linux.sockets import is_own, listens, peer_uid, reachable
 
@@ -59,7 +59,7 @@ class _OwnUserOnly(HttpProtocol):
         super().connection_made(transport)
         self._own = peer_uid(transport.get_extra_info("socket")) in (os.geteuid(), 0)
         if self._own:
-            self.accepted()
+            self.guard.accepted(transport)
 
     def data_received(self, data: bytes) -> None:
         if self._own:
@@ -80,7 +80,7 @@ class ControlSocket:
     def __init__(self, path: Path, routes: Sequence[BaseRoute], refused: Callable[[str], None]) -> None:
         self.path = path
         self._routes = routes
-        self._guard = Guard(refused)
+        self._refused = refused
         self._server: Server | None = None
         self._inode: tuple[int, int] | None = None
 
@@ -90,7 +90,7 @@ class ControlSocket:
         :raises replicas.errors.WorldError: the socket cannot be created there.
         """
         listener = self._listen()
-        self._server = Server(listener, self._routes, self._guard, http=_OwnUserOnly)
+        self._server = Server(listener, self._routes, self._refused, http=_OwnUserOnly)
         try:
             await self._server.start()
         except BaseException:

@@ -56,12 +56,12 @@ __all__ = [
     "GuardConfig",
     "HttpProtocol",
     "SessionProtocol",
-    "connection_of",
     "is_stranger",
+    "session_of",
     "welcome",
 ]
 
-_SCOPE_KEY = "replicas.connection"
+_KEY = "replicas.connection"
 _NO_MESSAGE = b"\xc1"
 """A byte that MessagePack never uses; it replaces the content of a text frame."""
 _RTT = struct.Struct("<68xI")
@@ -136,20 +136,11 @@ class Charged(Generator[Any, Any, None]):
 
 
 class GuardConfig(uvicorn.Config):
-    """uvicorn's config; ``http`` is :class:`HttpProtocol` or a subclass."""
+    """uvicorn's config, with the guard of its connections."""
 
     def __init__(self, app: Any, guard: Guard, **options: Any) -> None:
-        super().__init__(app, **{"http": HttpProtocol, "ws": SessionProtocol, **options})
+        super().__init__(app, ws=SessionProtocol, **options)
         self.guard = guard
-
-
-def _read_little(transport: asyncio.Transport) -> None:
-    """Lower the read size: asyncio's 256 KiB would be ten thousand messages at once.
-
-    Only asyncio's own loop has this setting.
-    """
-    if hasattr(transport, "max_size"):
-        transport.max_size = READ_NBYTES
 
 
 class HttpProtocol(H11Protocol):
@@ -161,7 +152,7 @@ class HttpProtocol(H11Protocol):
     def __init__(self, config: GuardConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.guard = config.guard
-        self.app_state = {**self.app_state, _SCOPE_KEY: self}  # becomes "state" in the scope of each request
+        self.app_state = {**self.app_state, _KEY: self}  # becomes "state" in the scope of each request
         self.logger = _quiet
         self._stalled: asyncio.TimerHandle | None = None
 
@@ -171,22 +162,18 @@ class HttpProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._goes_on()
-        self.app_state.pop(_SCOPE_KEY, None)
+        self.app_state.pop(_KEY, None)
         self.guard.left(self.transport)
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._goes_on()
-        self.app_state.pop(_SCOPE_KEY, None)
+        self.app_state.pop(_KEY, None)
         super().handle_websocket_upgrade(event)
 
     def send_400_response(self, msg: str) -> None:
         self.guard.refused("malformed")
         super().send_400_response(msg)
-
-    def accepted(self) -> None:
-        """The sender is authorized: not a stranger any more."""
-        self.guard.accepted(self.transport)
 
     # ----------------------------------------------------- peers that do not read
 
@@ -224,6 +211,7 @@ class SessionProtocol(WebSocketsSansIOProtocol):
     def __init__(self, config: GuardConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.guard = config.guard
+        self.app_state = {**self.app_state, _KEY: self}
         self.logger = self.conn.logger = _quiet
         self.close_timeout = CLOSE_TIMEOUT_S
         self.pace = RateLimit(self.loop.time())
@@ -234,17 +222,15 @@ class SessionProtocol(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        _read_little(self.transport)
+        if hasattr(self.transport, "max_size"):  # of asyncio's own loop: 256 KiB, ten thousand messages at once
+            self.transport.max_size = READ_NBYTES
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._resting is not None:
             self._resting.cancel()
+        self.app_state.pop(_KEY, None)
         self.guard.left(self.transport)
         super().connection_lost(exc)
-
-    def accepted(self) -> None:
-        """The Hello was accepted: not a stranger any more."""
-        self.guard.accepted(self.transport)
 
     # ------------------------------------------------------------ incoming
 
@@ -255,12 +241,9 @@ class SessionProtocol(WebSocketsSansIOProtocol):
             self.on_bytes()
         rest_s = self.pace.charge(time.perf_counter() - began, self.loop.time())
         if rest_s and not self.transport.is_closing():
-            self._rest(rest_s)
-
-    def _rest(self, seconds: float) -> None:
-        self.transport.pause_reading()
-        if self._resting is None:
-            self._resting = self.loop.call_later(seconds, self._rested)
+            self.transport.pause_reading()
+            if self._resting is None:
+                self._resting = self.loop.call_later(rest_s, self._rested)
 
     def _rested(self) -> None:
         self._resting = None
@@ -333,7 +316,6 @@ class SessionProtocol(WebSocketsSansIOProtocol):
     # ------------------------------------------------------------ the end
 
     async def run_asgi(self) -> None:
-        cast("dict[str, Any]", self.scope)[_SCOPE_KEY] = self
         try:
             await super().run_asgi()
         finally:
@@ -345,20 +327,24 @@ def _nothing() -> None:
     """Default callback: does nothing."""
 
 
+def _connection(scope: Any) -> HttpProtocol | SessionProtocol | None:
+    """The connection of a request or WebSocket; None: of another server."""
+    found: HttpProtocol | SessionProtocol | None = scope.get("state", {}).get(_KEY)
+    return found
+
+
 def welcome(scope: Any) -> None:
-    """Mark the request's connection as authorized; other transports are ignored."""
-    connection = scope.get("state", {}).get(_SCOPE_KEY)
-    if isinstance(connection, HttpProtocol):
-        connection.accepted()
+    """The sender is authorized: not a stranger any more. Other servers are ignored."""
+    if (connection := _connection(scope)) is not None:
+        connection.guard.accepted(connection.transport)
 
 
 def is_stranger(scope: Any) -> bool:
     """Whether the request or WebSocket of this scope belongs to a known stranger."""
-    connection = scope.get(_SCOPE_KEY) or scope.get("state", {}).get(_SCOPE_KEY)
-    known = isinstance(connection, HttpProtocol | SessionProtocol)
-    return known and connection.guard.is_stranger(connection.transport)
+    connection = _connection(scope)
+    return connection is not None and connection.guard.is_stranger(connection.transport)
 
 
-def connection_of(scope: Any) -> SessionProtocol:
+def session_of(scope: Any) -> SessionProtocol:
     """The connection behind a WebSocket of this server."""
-    return cast("SessionProtocol", scope[_SCOPE_KEY])
+    return cast("SessionProtocol", _connection(scope))

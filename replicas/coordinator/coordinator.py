@@ -16,7 +16,6 @@ from replicas.common import own_loop
 from replicas.config.file import channels_from
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.allowed_hosts import AllowedHosts
-from replicas.coordinator.connection_guard import Guard
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
@@ -135,7 +134,7 @@ class Coordinator:
             routes = [session_route(self.engine, self.token), *self._routes]
             hosts = AllowedHosts(self._host, listener.getsockname()[0])
             door = Door(listener, self.engine.refused, token=lambda: self.token, hosts=hosts, live=self._live)
-            self._server = Server(listener, routes, Guard(self.engine.refused), door=door)
+            self._server = Server(listener, routes, self.engine.refused, door=door)
             await self._server.start()
         except BaseException:
             listener.close()

@@ -20,7 +20,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -32,7 +32,15 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from replicas import errors
 from replicas.config.values import NAME_ONE
-from replicas.coordinator.connection_guard import Charged, Guard, GuardConfig, HttpProtocol, connection_of, is_stranger
+from replicas.coordinator.connection_guard import (
+    Charged,
+    Guard,
+    GuardConfig,
+    HttpProtocol,
+    is_stranger,
+    session_of,
+    welcome,
+)
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.limits import (
@@ -68,10 +76,7 @@ class _Refusal(Exception):
 
     def __init__(self, reason: str, text: str, code: int, *, final: bool = False) -> None:
         super().__init__(text)
-        self.reason = reason
-        self.text = text
-        self.code = code
-        self.final = final
+        self.reason, self.text, self.code, self.final = reason, text, code, final
 
 
 def session_route(engine: Engine, token: str) -> WebSocketRoute:
@@ -114,13 +119,14 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
         await _close(websocket, refusal.code, refusal.text)
         return
     try:
+        address = websocket.client.host if websocket.client is not None else "127.0.0.1"
         seen_as = (websocket.scope.get("server") or ("", 0))[0]
-        session = engine.open(hello, connection_of(websocket.scope), _own_view(websocket), seen_as)
+        session = engine.open(hello, session_of(websocket.scope), address, seen_as)
     except errors.ReplicasError as exc:
         engine.refused("fenced" if isinstance(exc, errors.Fenced) else "hello")
         await websocket.send_bytes(encode(ServerFrame(0, 0, Refused(WireError.of(exc)))))
         return
-    connection_of(websocket.scope).accepted()
+    welcome(websocket.scope)
     await _converse(engine, session, websocket)
 
 
@@ -129,7 +135,7 @@ async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket
 
     The session writes by itself.
     """
-    over, connection = session.over, connection_of(websocket.scope)
+    over, connection = session.over, session_of(websocket.scope)
     reader = asyncio.create_task(_read(engine, session, websocket, over))
     tasks: set[asyncio.Task[Any]] = {reader, asyncio.create_task(over.wait())}
     try:
@@ -174,8 +180,7 @@ async def _receive(websocket: WebSocket) -> bytes:
     message = await websocket.receive()
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(message.get("code", 1006))
-    data = message.get("bytes")
-    return data if data is not None else b""
+    return message.get("bytes") or b""
 
 
 async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, over: asyncio.Event) -> None:
@@ -185,7 +190,7 @@ async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, ov
         is final, the session is over too.
     """
     loop = asyncio.get_running_loop()
-    pace = connection_of(websocket.scope).pace
+    pace = session_of(websocket.scope).pace
     told = False
     while True:
         try:
@@ -239,11 +244,6 @@ def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
     if not engine.receive(session, frame):
         text = f"message {frame.seq} came after {session.received}"
         raise _Refusal("out_of_order", text, POLICY_VIOLATION)
-
-
-def _own_view(websocket: WebSocket) -> str:
-    """The member's address as seen from this machine."""
-    return websocket.client.host if websocket.client is not None else "127.0.0.1"
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
@@ -302,39 +302,23 @@ class _Entrance:
         app = self._app
         if problem := self._door.hosts.problem(names):
             self._guard.refused("host")
-            app = JSONResponse({"error": problem}, status_code=403) if scope["type"] == "http" else _Denied(problem)
-        await Charged(app(scope, receive, _once(send)), self._pay)
+            app = JSONResponse({"error": problem}, status_code=403)
+
+        async def send_once(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await Charged(app(scope, receive, send_once), self._pay)
 
     def _pay(self, seconds: float) -> None:
         self._door.pace.charge(seconds, asyncio.get_running_loop().time())
 
 
-class _Denied:
-    """ASGI app that refuses a WebSocket."""
-
-    def __init__(self, problem: str) -> None:
-        self._problem = problem
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await WebSocket(scope, receive, send).send_denial_response(
-            JSONResponse({"error": self._problem}, status_code=403)
-        )
-
-
-def _once(send: Any) -> Any:
-    """Wrap ``send`` so that the answer announces ``Connection: close``."""
-
-    async def tell(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-        await send(message)
-
-    return tell
-
-
 class Server:
     """Serves HTTP and sessions on one socket until it is closed.
 
+    :param refused: called with the reason for each connection that is turned away.
     :param http: protocol that reads requests. :param door: accepts the connections;
         None: uvicorn does, and no connection is a stranger.
     """
@@ -343,18 +327,18 @@ class Server:
         self,
         listener: socket.socket,
         routes: Sequence[BaseRoute],
-        guard: Guard,
+        refused: Callable[[str], None],
         *,
         http: type[HttpProtocol] = HttpProtocol,
         door: Door | None = None,
     ) -> None:
         self._listener = listener
-        self._guard = guard
+        self._guard = Guard(refused)
         self._door = door
         app: Any = Starlette(routes=list(routes))
         self._config = GuardConfig(
-            app if door is None else _Entrance(app, guard, door),
-            guard,
+            app if door is None else _Entrance(app, self._guard, door),
+            self._guard,
             http=http,
             backlog=BACKLOG,
             ws_max_size=FRAME_NBYTES,

@@ -23,7 +23,6 @@ from replicas.control.commands import Answer, Restart, Scale
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import connection_guard as guard
 from replicas.coordinator.allowed_hosts import AllowedHosts
-from replicas.coordinator.connection_guard import Guard
 from replicas.coordinator.door import Door
 from replicas.coordinator.server import Server, bind_listener
 from replicas.linux.sockets import peer_uid
@@ -124,7 +123,7 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path, monkeypatc
         raise AssertionError
 
     routes = [Route("/hang", hang), *control_routes(run, commands=run, streams=run, access=access)]
-    server = Server(listener, routes, Guard(run.refused.append), door=door)
+    server = Server(listener, routes, run.refused.append, door=door)
     await server.start()
     try:
         reader, writer = await asyncio.open_connection(*address)
