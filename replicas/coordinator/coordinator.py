@@ -10,35 +10,28 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
+from msgspec import UNSET
 from starlette.routing import BaseRoute
 
+from replicas import errors
 from replicas.common import own_loop
 from replicas.config.file import channels_from
 from replicas.config.structs import ChannelConfig
-from replicas.coordinator.allowed_hosts import AllowedHosts
+from replicas.config.values import Form, Place, address, folder, listen
+from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
-from replicas.coordinator.given import (
-    bind_address,
-    checked_shape,
-    epochs_of,
-    listen_host,
-    live_of,
-    port_of,
-    routes_of,
-    shapes_of,
-    state_folder,
-)
 from replicas.coordinator.limits import REASONS
 from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
-from replicas.coordinator.statuses import channel_status
 from replicas.coordinator.store import StoreWatcher
+from replicas.core.channel import ChannelState
 from replicas.core.effects import Event, StoreChanged
 from replicas.core.members.roster import GroupShape
 from replicas.messages import arguments
-from replicas.status import ChannelStatus, StoreStatus
+from replicas.messages.bounds import RANKS_MAX, shown
+from replicas.status import ChannelStatus, MemberStatus, StoreStatus
 
 __all__ = ["Coordinator"]
 
@@ -92,23 +85,31 @@ class Coordinator:
         routes: Sequence[BaseRoute] = (),
         live: Callable[[], bool] | None = None,
     ) -> None:
-        self._shapes = shapes_of(groups)
+        self._shapes = {
+            arguments.name("groups: a name", name): _shape(f"groups[{shown(name)}]", one)
+            for name, one in _mapping("groups", groups).items()
+        }
         configs = channels_from(channels, {name: shape.replicas for name, shape in self._shapes.items()})
         self.token: str = arguments.token("token", token) if token is not None else secrets.token_urlsafe(24)
         """The token that members must show: for ``join(token=...)``."""
-        self._host, self._port = listen_host(host), port_of("port", port)
-        self._store = StoreWatcher(bind_address(store_bind), port_of("store_port", store_port), self._store_changed)
-        self._routes, self._live = routes_of(routes), live_of(live)
-        folder = state_folder(state_dir)
-        run, epochs = arguments.text("run", run), epochs_of(epochs)
-        self._decisions = DecisionLog(folder / "decisions.jsonl" if folder is not None else None)
+        brackets = "[{}]:0" if isinstance(host, str) and ":" in host else "{}:0"
+        listens = _read("host", listen, brackets.format(host) if isinstance(host, str) else host)
+        self._host, self._port = listens[0], _port("port", port)
+        bind = _read("store_bind", address, store_bind)
+        self._store = StoreWatcher(bind, _port("store_port", store_port), self._store_changed)
+        self._routes = _checked_routes(routes)
+        if live is not None and not callable(live):
+            raise errors.UsageError(f"live must be a function without arguments, not {shown(live)}")
+        self._live = live
+        path = None if state_dir is None else _read("state_dir", folder, state_dir) / "decisions.jsonl"
+        run = arguments.text("run", run)
+        newest = {
+            name: arguments.integer(f"epochs[{shown(name)}]", one, least=0)
+            for name, one in _mapping("epochs", epochs).items()
+        }
+        self._decisions = DecisionLog(path)
         self.engine: Engine = Engine(
-            configs,
-            self._shapes,
-            run=run,
-            decisions=self._decisions,
-            store=self._store,
-            epochs=epochs,
+            configs, self._shapes, run=run, decisions=self._decisions, store=self._store, epochs=newest
         )
         self._book = ReadinessBook()
         self.keep_decisions = False
@@ -218,7 +219,7 @@ class Coordinator:
 
     def set_group(self, group: str, shape: GroupShape) -> None:
         """Change the shape of a group."""
-        shape = self._shapes[arguments.name("group", group)] = checked_shape("shape", shape)
+        shape = self._shapes[arguments.name("group", group)] = _shape("shape", shape)
         for channel in self.engine.channels.values():
             channel.roster.groups[group] = shape
             channel.marks.forget(group, shape.replicas)
@@ -226,7 +227,7 @@ class Coordinator:
     def channel_statuses(self) -> tuple[ChannelStatus, ...]:
         """The state of each channel."""
         now = asyncio.get_running_loop().time()
-        return tuple(channel_status(channel, now) for channel in self.engine.channels.values())
+        return tuple(_channel_status(channel, now) for channel in self.engine.channels.values())
 
     def store_status(self) -> StoreStatus:
         """The state of the store."""
@@ -252,3 +253,79 @@ class Coordinator:
             self.engine.store_lost()
         else:
             self.engine.store_moved()
+
+
+# ------------------------------------------------------------ status
+
+
+def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
+    commits, told = channel.commits, channel.told
+    digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit
+    members = (
+        MemberStatus(
+            name=state.member.name,
+            state=state.standing,
+            note=state.note,
+            role=state.settings.role,
+            host=state.host,
+            loaded=state.loaded,
+            held=tuple(sorted(state.held)),
+            heartbeat_age_s=max(0.0, now - state.last_seen),
+            info=state.hello.info,
+        )
+        for state in sorted(channel.roster, key=lambda state: state.member)
+    )
+    return ChannelStatus(
+        name=channel.config.name,
+        epoch=channel.roster.epoch,
+        committed_version=told.latest,
+        digest=digest,
+        members=tuple(members),
+        syncs=dict(told.syncs),
+        retries=dict(channel.ground.retries),
+        bytes_total=told.nbytes,
+        operations=dict(channel.operations.totals),
+        last_sync=told.last,
+    )
+
+
+# ------------------------------------------------- arguments, as in a config file
+
+
+def _mapping(what: str, value: object) -> Mapping[Any, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise errors.UsageError(f"{what} must be a mapping, not {shown(value)}")
+    return value or {}
+
+
+def _shape(what: str, shape: object) -> GroupShape:
+    """A valid shape; an integer means that many replicas of one rank."""
+    given = shape if isinstance(shape, GroupShape) else GroupShape(replicas=shape)  # type: ignore[arg-type]  # see below
+    return GroupShape(
+        replicas=arguments.integer(f"{what}: replicas", given.replicas, least=0, most=RANKS_MAX),
+        world_size=arguments.integer(f"{what}: world_size", given.world_size, least=1, most=RANKS_MAX),
+        heartbeat_timeout_s=arguments.seconds(f"{what}: heartbeat_timeout_s", given.heartbeat_timeout_s),
+    )
+
+
+def _port(what: str, port: object) -> int:
+    return arguments.integer(what, port, least=0, most=65535)
+
+
+def _read(what: str, read: Form, value: object) -> Any:
+    place = Place(Path.cwd(), (what,))
+    found = read(place, value)
+    if found is UNSET:
+        raise errors.UsageError(place.problems[0][1])
+    return found
+
+
+def _checked_routes(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
+    try:
+        found = list(routes)
+    except TypeError as error:
+        raise errors.UsageError(f"routes must be a sequence, not {shown(routes)}") from error
+    for route in found:
+        if not isinstance(route, BaseRoute):
+            raise errors.UsageError(f"routes: {shown(route)} is no route of Starlette's")
+    return found

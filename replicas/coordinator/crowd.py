@@ -8,30 +8,15 @@ over the queues; the connection to evict is the oldest of the longest queue.
 from __future__ import annotations
 
 import secrets
-import socket
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["LOOPBACK", "SOURCES", "Crowd", "source_of"]
+__all__ = ["SOURCES", "Crowd"]
 
 SOURCES = 64
-LOOPBACK = b"loopback"
-_MAPPED = bytes(10) + b"\xff\xff"
-_SITE = 8
-"""Bytes of an IPv6 address that identify a site, which assigns the others freely."""
 
 One = TypeVar("One", bound=Hashable)
-
-
-def source_of(host: str) -> bytes:
-    """The source of an address. All loopback addresses count as one source."""
-    if ":" not in host:
-        return LOOPBACK if host.startswith("127.") else host.encode()
-    packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
-    if packed.startswith(_MAPPED):
-        return source_of(socket.inet_ntoa(packed[12:]))
-    return LOOPBACK if packed == bytes(15) + b"\1" else packed[:_SITE]
 
 
 class Crowd(Generic[One]):
@@ -73,8 +58,7 @@ class Crowd(Generic[One]):
 
         :raises IndexError: there is none.
         """
-        longest = max(self._queues, key=len)
-        return self._taken(longest)
+        return self._taken(max(self._queues, key=len))
 
     def pop_next(self) -> One:
         """Remove the next connection in round-robin order.

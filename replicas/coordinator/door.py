@@ -40,8 +40,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replicas import errors
-from replicas.coordinator.allowed_hosts import AllowedHosts
-from replicas.coordinator.crowd import Crowd, source_of
+from replicas.coordinator.addresses import AllowedHosts, source_of
+from replicas.coordinator.crowd import Crowd
 from replicas.coordinator.limits import (
     HEAD_NBYTES,
     LOBBY,

@@ -27,8 +27,8 @@ from typing import Protocol
 
 from replicas import errors
 from replicas.config.structs import ChannelConfig
+from replicas.coordinator.addresses import check_reach
 from replicas.coordinator.decisions import DecisionLog
-from replicas.coordinator.reach import check_reach
 from replicas.coordinator.sessions import Connection, Encoded, MemberSession, ProcessWatch
 from replicas.core.channel import ChannelState
 from replicas.core.effects import (

@@ -19,7 +19,7 @@ import tenacity
 from replicas import errors
 from replicas.common import own_code
 from replicas.common.decoding import MALFORMED
-from replicas.coordinator.store_wire import Reply, Request
+from replicas.coordinator.store_process import Reply, Request
 
 __all__ = ["StoreWatcher"]
 
@@ -76,22 +76,13 @@ class StoreWatcher:
     async def _spawn(self, port: int) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "replicas.coordinator.store_process"]
-        options = [
-            "--bind",
-            self._bind,
-            "--port",
-            str(port),
-            "--control",
-            str(theirs.fileno()),
-            "--parent",
-            str(os.getpid()),
-        ]
+        command += ["--bind", self._bind, "--port", f"{port}"]
+        command += ["--control", f"{theirs.fileno()}", "--parent", f"{os.getpid()}"]
         environment = own_code.findable(os.environ)
         environment |= {"RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
-                *options,
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 env=environment,

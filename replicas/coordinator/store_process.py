@@ -41,15 +41,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from replicas.common.decoding import MALFORMED
-from replicas.coordinator.store_wire import Reply, Request
 from replicas.linux import inherited
 from replicas.linux.prctl import die_with_parent
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["main"]
-
+__all__ = ["Reply", "Request", "main"]
 
 SPARE_DESCRIPTORS = 16
 MEMORY_NBYTES = 128 * 2**20
@@ -69,6 +67,24 @@ STRAY_KEYS = ("exception_dump",)
 
 Every later group of the store would abort on them.
 """
+
+
+class Request(msgspec.Struct, frozen=True):
+    """``op``: "stat", "sweep" or "ping"."""
+
+    id: int
+    op: str
+    prefixes: tuple[str, ...] = ()
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """``id``: of the request; 0: of none."""
+
+    id: int
+    keys: int = 0
+    port: int = 0
+    error: str = ""
+    hint: str = ""
 
 
 def listen(bind: str, port: int) -> socket.socket:

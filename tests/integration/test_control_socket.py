@@ -22,7 +22,7 @@ from replicas.control.app import control_routes
 from replicas.control.commands import Answer, Restart, Scale
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import connection_guard as guard
-from replicas.coordinator.allowed_hosts import AllowedHosts
+from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.door import Door
 from replicas.coordinator.server import Server, bind_listener
 from replicas.linux.sockets import peer_uid

@@ -26,7 +26,7 @@ from replicas.control.commands import Scale
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator.store import StoreWatcher
-from replicas.coordinator.store_wire import Reply, Request
+from replicas.coordinator.store_process import Reply, Request
 from replicas.sidecar import meeting
 from replicas.sidecar import wire as sidecar_wire
 from replicas.sidecar.wire import GroupSpec

@@ -18,8 +18,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from replicas.coordinator.store import StoreWatcher
-from replicas.coordinator.store_process import MEMORY_MAX_NBYTES, MEMORY_NBYTES
-from replicas.coordinator.store_wire import Reply, Request
+from replicas.coordinator.store_process import MEMORY_MAX_NBYTES, MEMORY_NBYTES, Reply, Request
 
 pytestmark = pytest.mark.anyio
 

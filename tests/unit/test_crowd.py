@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.coordinator.allowed_hosts import AllowedHosts
-from replicas.coordinator.crowd import LOOPBACK, Crowd, source_of
+from replicas.coordinator.addresses import LOOPBACK, AllowedHosts, source_of
+from replicas.coordinator.crowd import Crowd
 from replicas.coordinator.door import authorization_of, head_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from replicas.coordinator.reach import check_reach
+from replicas.coordinator.addresses import check_reach
 from replicas.errors import Preflight
 from replicas.memory.process import own_process
 from replicas.messages import Hello

@@ -1,0 +1,114 @@
+"""What an address says: where a connection comes from, and what a port may be called.
+
+A browser that loaded a page from some host name sends later requests to the same name,
+and the owner of that name can point it at 127.0.0.1 (DNS rebinding). The page could
+then read everything that a port of the visitor's machine serves without a token. Such a
+request still carries the page's host name. So a port on loopback answers only requests
+that name an IP address, localhost, this machine's host name, or the name in the config.
+A port on any other address is not checked: this process cannot know the names by which
+other machines reach it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+
+from replicas import errors
+from replicas.messages import Hello
+from replicas.messages.identity import ProcessIdentity
+
+__all__ = ["LOOPBACK", "AllowedHosts", "check_reach", "source_of"]
+
+LOOPBACK = b"loopback"
+_MAPPED = bytes(10) + b"\xff\xff"
+_SITE = 8
+"""Bytes of an IPv6 address that identify a site, which assigns the others freely."""
+
+
+def source_of(host: str) -> bytes:
+    """The source of an address. All loopback addresses count as one source."""
+    if ":" not in host:
+        return LOOPBACK if host.startswith("127.") else host.encode()
+    packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+    if packed.startswith(_MAPPED):
+        return source_of(socket.inet_ntoa(packed[12:]))
+    return LOOPBACK if packed == bytes(15) + b"\1" else packed[:_SITE]
+
+
+def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str, store: str) -> None:
+    """Check that the member can reach the store: its process groups would fail later.
+
+    :param here: this process. :param address: the member's address, as seen from here.
+    :param seen_as: the local address that the member connected to.
+    :param store: the address that the store listens on.
+    :raises replicas.errors.Preflight: the member comes from another machine, and the
+        store listens on loopback.
+    """
+    if hello.observe or not _is_loopback(store) or _is_loopback(address):
+        return
+    process = hello.process
+    if (process.boot_id, process.pid_namespace) == (here.boot_id, here.pid_namespace) or _is_ours(address):
+        return
+    name = f"{hello.group}/{hello.replica}/{hello.rank}"
+    raise errors.Preflight(
+        f"{name} joins from {address}, and the store listens on {store}, which only this machine reaches",
+        channel=hello.channel,
+        phase="join",
+        members=(name,),
+        hint=f'set bind = "{seen_as}" in [store] (store_bind= of an embedded Coordinator)',
+    )
+
+
+class AllowedHosts:
+    """The host names that a port answers to.
+
+    :param host: listen host as written in the config.
+    :param address: the address that the socket is bound to.
+    """
+
+    def __init__(self, host: str, address: str) -> None:
+        self._any = not _is_loopback(address)
+        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
+
+    def problem(self, values: Iterable[str]) -> str:
+        """Error text for these values of Host and Origin; empty: allowed."""
+        for name in map(_name, () if self._any else values):
+            if name not in self._names and not name.endswith(".localhost") and _address(name) is None:
+                return (
+                    f"this port is for this machine, and does not answer to the name {name[:100]!r}: "
+                    "speak to it as localhost, or show the run's token"
+                )
+        return ""
+
+
+def _name(value: str) -> str:
+    """The host in ``host:port`` or ``scheme://host:port``."""
+    rest = value.rpartition("://")[2]
+    if rest.startswith("["):
+        return rest[1:].partition("]")[0].lower()
+    return rest.partition(":")[0].lower().rstrip(".")
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _is_loopback(address: str) -> bool:
+    found = _address(address.partition("%")[0])
+    return found is None or found.is_loopback  # the address of a Unix socket is none
+
+
+def _is_ours(address: str) -> bool:
+    """Whether an interface of this machine (or network namespace) has the address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
