@@ -30,8 +30,7 @@ from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.machine import Machine
-from replicas.supervisor.fleet.resources import Resources
-from replicas.supervisor.fleet.sizes import with_sizes
+from replicas.supervisor.fleet.resources import Resources, with_sizes
 from replicas.telemetry.events import Event, Reloaded, ReloadRefused
 
 __all__ = ["Reloading"]
@@ -118,7 +117,7 @@ class Reloading:
         for name in found.removed:
             self._sizes.pop(name, None)
         site.config = new
-        fleet.use(new)
+        fleet.config = new
         for name in fleet.groups.keys() & new.groups.keys():
             fleet.groups[name].use(new.groups[name])
             fleet.resize(name)

@@ -51,13 +51,10 @@ from replicas.messages import arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
 from replicas.supervisor.cleanup.containment import Containment
-from replicas.supervisor.fleet.environment import Overseer
-from replicas.supervisor.fleet.failure import FailureReports
 from replicas.supervisor.fleet.fleet import Fleet
-from replicas.supervisor.fleet.log_lines import line
 from replicas.supervisor.fleet.machine import Machine
-from replicas.supervisor.fleet.resources import Resources, machine_for, refuse_unfit
-from replicas.supervisor.fleet.sizes import fitting, with_sizes
+from replicas.supervisor.fleet.reports import FailureReports, line
+from replicas.supervisor.fleet.resources import Resources, fitting, machine_for, refuse_unfit, with_sizes
 from replicas.supervisor.reloading import Reloading
 from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_record, this_process
 from replicas.supervisor.state.run_state import machine as this_machine
@@ -452,10 +449,6 @@ class Supervisor:
         return self.coordinator.store_up and self.coordinator.loop_lag_s < _STUCK_LOOP_S
 
     # ------------------------------------------------------------ FleetEnvironment
-
-    @property
-    def overseer(self) -> Overseer:
-        return self.coordinator
 
     def environment(self) -> Mapping[str, str]:
         return {

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from replicas.config.structs import Config, Dependency, GroupConfig, RestartConfig, RunConfig
-from replicas.coordinator import GroupShape, Readiness
+from replicas.coordinator import Coordinator, GroupShape, Readiness
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.node import Node
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.supervisor.state.run_state import SavedGroup
@@ -177,8 +178,8 @@ class Yard:
     # ------------------------------------------------------------ the ground
 
     @property
-    def overseer(self) -> Yard:
-        return self
+    def coordinator(self) -> Coordinator:
+        return cast("Coordinator", self)
 
     def environment(self) -> Mapping[str, str]:
         return {}
@@ -207,14 +208,14 @@ class Yard:
     def log_dir(self, group: str, replica: int, generation: int) -> Path:
         return Path("/nowhere")
 
-    def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int) -> SimShim:
+    def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int) -> Node:
         name = f"{spec.group}/{spec.replica}"
         plan = self.lives.get(name) or self.lives.get(spec.group) or [Life()]
         born = self.shims[name]
         assert all(shim.gone.is_set() for shim in born), "two generations of one replica at once"
         shim = SimShim(self, spec, changed, plan[min(len(born), len(plan) - 1)])
         born.append(shim)
-        return shim
+        return cast("Node", shim)
 
     async def end(self) -> None:
         for task in self._tasks:

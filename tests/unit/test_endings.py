@@ -14,8 +14,8 @@ from replicas.control.public import without_output
 from replicas.linux.processes import Child
 from replicas.supervisor.fleet.causes import exited, verdict
 from replicas.supervisor.fleet.endings import exit_report
-from replicas.supervisor.fleet.failure import FailureReports
 from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.fleet.reports import FailureReports
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.shim.shim import Shim

@@ -11,9 +11,10 @@ import pytest
 from replicas.config.structs import HealthConfig
 from replicas.errors import UsageError
 from replicas.supervisor.fleet.causes import Cause
-from replicas.supervisor.fleet.core import FleetCore
+from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.node import Node
 from replicas.supervisor.shim.orders import NodeSpec
-from tests.support.fleets import DONE, Life, SimShim, Yard, fleet, group_of
+from tests.support.fleets import DONE, Life, Yard, fleet, group_of
 from tests.support.virtual import virtually
 
 Story = Callable[[], Coroutine[Any, Any, None]]
@@ -149,7 +150,7 @@ async def test_one_whose_start_fails_takes_its_group_with_it() -> None:
     group = group_of("a", replicas=2, restart={"strategy": "group"})
     async with fleet(group, lives={"a/0": [Life(ends_s=2.0, code=1), Life()]}) as (made, yard):
 
-        def start(spec: NodeSpec, changed: Callable[[], None], lock: int) -> SimShim:
+        def start(spec: NodeSpec, changed: Callable[[], None], lock: int) -> Node:
             if (spec.replica, spec.generation) == (1, 2):
                 raise BlockingIOError("no process is left")
             return yard.start(spec, changed, lock)
@@ -164,7 +165,9 @@ async def test_one_whose_start_fails_takes_its_group_with_it() -> None:
 async def test_to_wait_for_ones_turn_is_no_part_of_a_start() -> None:
     group = group_of("a", replicas=5, health=HealthConfig(start_timeout_s=4.0))
     async with fleet(group, lives={"a": [Life(start_s=3.0)]}) as (made, yard):
-        made._starts._free = asyncio.Semaphore(1)
+        turns = asyncio.Semaphore(1)
+        for replica in made.all():
+            replica._turns = turns
         await made.wait_ready(made.groups.values())
         assert made.groups["a"].restarts_by_reason() == {}
         assert yard.now > 10.0
@@ -203,7 +206,7 @@ async def test_a_group_that_is_scaled_to_none_keeps_no_run_going() -> None:
         assert made.exit_code == 0
 
 
-def saved_of(made: FleetCore, yard: Yard) -> dict[str, Any]:
+def saved_of(made: Fleet, yard: Yard) -> dict[str, Any]:
     made.save()
     return dict(yard.saved)
 

@@ -7,15 +7,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from replicas import errors
-from replicas.config.structs import GroupConfig, HealthConfig, LogsConfig, RestartConfig
-from replicas.coordinator import GroupShape, Readiness
+from replicas.config.structs import Config, GroupConfig, HealthConfig, LogsConfig, RestartConfig, RunConfig
+from replicas.coordinator import Coordinator, GroupShape, Readiness
 from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.restarts import Restarts
 from replicas.supervisor.cleanup.inventory import Belongings
+from replicas.supervisor.fleet.node import Node
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.supervisor.state.state import StateDir
@@ -83,9 +85,9 @@ class FakeShim:
 class FakeWorld:
     """Supervisor and coordinator in one."""
 
-    run = "test"
-
     def __init__(self, folder: Path, *, on_channel: bool) -> None:
+        run = RunConfig(name="test", state_dir=folder / "state")
+        self.config = Config(schema_version=1, run=run, groups={}, logs=LogsConfig(keep=7))
         self.state = StateDir(folder / "state", "test")
         self.view = Readiness(False, "nobody joined")
         self.shims: list[FakeShim] = []
@@ -99,8 +101,8 @@ class FakeWorld:
         self._channel = on_channel
 
     @property
-    def overseer(self) -> FakeWorld:
-        return self
+    def coordinator(self) -> Coordinator:
+        return cast("Coordinator", self)
 
     def readiness(self, group: str, replica: int, generation: int) -> Readiness:
         return self.view
@@ -113,10 +115,6 @@ class FakeWorld:
 
     def size(self, group: str) -> int:
         return 1
-
-    @property
-    def logs(self) -> LogsConfig:
-        return LogsConfig(keep=7)
 
     def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
         return {"CUDA_VISIBLE_DEVICES": str(node)}
@@ -156,13 +154,13 @@ class FakeWorld:
     def on_channel(self, group: str) -> bool:
         return self._channel
 
-    def moved(self, transition: Transition, words: str) -> None:
+    def moved(self, transition: Transition) -> None:
         if transition.after == "failed":
             self.failed.set()
 
-    def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int) -> FakeShim:
+    def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int) -> Node:
         self.shims.append(FakeShim(spec, changed, lock))
-        return self.shims[-1]
+        return cast("Node", self.shims[-1])
 
 
 @asynccontextmanager

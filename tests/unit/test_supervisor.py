@@ -16,8 +16,8 @@ from replicas.config.structs import Dependency, GroupConfig
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, Transition
 from replicas.core.lives.ordering import start_levels
 from replicas.supervisor.fleet.causes import Cause, verdict
-from replicas.supervisor.fleet.log_lines import line
 from replicas.supervisor.fleet.node import rank_environment
+from replicas.supervisor.fleet.reports import line
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.commands import resolve_command
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit

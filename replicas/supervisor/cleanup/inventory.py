@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from replicas.linux.processes import start_time
 
-__all__ = ["Belongings", "Listener", "Stocktaking", "listeners", "take"]
+__all__ = ["Belongings", "Listener", "Stocktaking", "descriptors", "listeners", "take"]
 
 _FIRST_S = 5.0
 _INTERVAL_S = 60.0
@@ -68,7 +68,7 @@ def take(pids: Iterable[int]) -> Belongings:
         if start is None:
             continue
         processes.append((pid, start))
-        for target in _descriptors(pid):
+        for target in descriptors(pid):
             if target.startswith("socket:["):
                 inodes.add(int(target[8:-1]))
             elif target.startswith("/dev/nvidia") and target[11:].isdigit():
@@ -129,13 +129,13 @@ def _union(one: tuple[T, ...], other: tuple[T, ...]) -> tuple[T, ...]:
 # ------------------------------------------------------------ from /proc
 
 
-def _descriptors(pid: int) -> list[str]:
+def descriptors(pid: int) -> list[str]:
     """Targets of the process's descriptors; of another user's process, none."""
     targets: list[str] = []
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                with contextlib.suppress(OSError):  # closed meanwhile
                     targets.append(os.readlink(entry.path))  # noqa: PTH115  # hundreds of them
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return targets

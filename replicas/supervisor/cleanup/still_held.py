@@ -1,4 +1,4 @@
-"""Ports and GPU memory that a dead generation still holds.
+"""What holds up a replica: dying processes, and what a dead generation still holds.
 
 A port is held by a process that inherited or received the listening socket, GPU memory
 by the driver, which frees it late. :func:`wait_clear` waits for both, up to a limit:
@@ -11,6 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import anyio.to_thread
@@ -18,14 +19,66 @@ import anyio.to_thread
 from replicas.common.foreign import one_line
 from replicas.linux.processes import command_line
 from replicas.linux.smi import gpu_processes
-from replicas.supervisor.cleanup.inventory import Belongings, listeners
+from replicas.supervisor.cleanup.inventory import Belongings, descriptors, listeners
+from replicas.supervisor.shim.orders import Remains
+from replicas.telemetry.events import Event, HeldUp
 
-__all__ = ["CLEAR_S", "StillHeld", "held", "wait_clear"]
+__all__ = ["CLEAR_S", "HoldUps", "StillHeld", "held", "wait_clear"]
 
 CLEAR_S = 10.0
 """How long the next generation waits for the resources of the old one."""
 _LOOK_INTERVAL_S = 0.1
 _SMI_TIMEOUT_S = 5.0
+
+
+class HoldUps:
+    """Obstacles of one generation.
+
+    Each is reported once, as a :class:`~replicas.telemetry.events.HeldUp`; the status
+    shows it as long as it lasts.
+    """
+
+    def __init__(self, emit: Callable[[Event], None], group: str, replica: int, generation: int) -> None:
+        self._emit = emit
+        self._event = partial(HeldUp, group=group, replica=replica, generation=generation)
+        self._known: set[tuple[int, str]] = set()
+        self._remains: Remains | None = None
+        self._waits = ""
+
+    @property
+    def text(self) -> str:
+        """What holds the replica up now; empty: nothing."""
+        if self._remains is None:
+            return self._waits
+        names = ", ".join(_named(*one) for one in self._remains.processes)
+        return f"held up by {names}: not dead {max(0.0, time.time() - self._remains.since):.0f} s after SIGKILL"
+
+    def remain(self, remains: Remains | None, *, gave_up: bool = False) -> bool:
+        """Note processes that SIGKILL has not ended; True: there is a new one."""
+        self._remains = remains
+        if remains is None:
+            return False
+        new = [one for one in remains.processes if gave_up or one not in self._known]
+        self._known.update(new)
+        for pid, command in new:
+            what, holder = "the end of a process", _named(pid, command)
+            self._emit(self._event(what=what, holder=holder, gave_up=gave_up, pid=pid, since=remains.since))
+        return bool(new)
+
+    async def until_clear(self, old: Sequence[Belongings], pause: Callable[[float], Awaitable[bool]]) -> None:
+        """Wait for the last generation's resources, as :func:`wait_clear` does."""
+
+        def told(held: StillHeld) -> None:
+            self._waits = f"waits for {held.what}, held by {held.holder}"
+            self._emit(self._event(what=held.what, holder=held.holder, gave_up=False))
+
+        for held in await wait_clear(old, told, pause):
+            self._emit(self._event(what=held.what, holder=held.holder, gave_up=True))
+        self._waits = ""
+
+
+def _named(pid: int, command: str) -> str:
+    return f"process {pid} ({command or 'dying'})" if pid else "a process that is not seen from here"
 
 
 class StillHeld(NamedTuple):
@@ -57,7 +110,11 @@ async def wait_clear(
     deadline = time.monotonic() + timeout_s
     known: set[StillHeld] = set()
     while True:
-        found = await anyio.to_thread.run_sync(_looked, old)  # for 5 s at most
+        try:
+            found = await anyio.to_thread.run_sync(held, old)  # for 5 s at most
+        except OSError as error:  # e.g. this process has no descriptor left
+            why = f"unknown: it cannot be looked for ({error.strerror or error})"
+            found = [StillHeld("what the old generation had", why)]
         for one in found:
             if one not in known:
                 known.add(one)
@@ -65,15 +122,6 @@ async def wait_clear(
         left_s = deadline - time.monotonic()
         if not found or left_s <= 0 or not await pause(min(_LOOK_INTERVAL_S, left_s)):
             return found
-
-
-def _looked(old: Sequence[Belongings]) -> list[StillHeld]:
-    try:
-        return held(old)
-    except OSError as error:  # e.g. this process has no descriptor left
-        return [
-            StillHeld("what the old generation had", f"unknown: it cannot be looked for ({error.strerror or error})")
-        ]
 
 
 def held(old: Sequence[Belongings]) -> list[StillHeld]:
@@ -113,26 +161,12 @@ def _gpu(old: Belongings) -> list[StillHeld]:
     return found
 
 
-# ------------------------------------------------------------ holders
-
-
 def _holder(target: str) -> str:
     """The first process found with a descriptor for ``target``."""
     for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # names are enough
-        try:
-            with os.scandir(f"/proc/{pid}/fd") as entries:
-                if any(_refers(entry, target) for entry in entries):
-                    return _name(int(pid))
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue  # it has ended, or is another user's
+        if target in descriptors(int(pid)):
+            return _name(int(pid))
     return "a process that cannot be looked into (another user's, or in another container)"
-
-
-def _refers(entry: os.DirEntry[str], target: str) -> bool:
-    try:
-        return os.readlink(entry.path) == target  # noqa: PTH115  # thousands of them
-    except OSError:
-        return False  # closed meanwhile
 
 
 def _name(pid: int) -> str:

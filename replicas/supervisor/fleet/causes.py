@@ -1,4 +1,7 @@
-"""Determine from its nodes' reports why a replica's generation ended. Pure."""
+"""Why a generation ends: the health that the coordinator sees, and its nodes' reports.
+
+Pure: the clock is the caller's.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,17 @@ from typing import Literal
 
 import msgspec
 
+from replicas.config.structs import HealthConfig
+from replicas.coordinator import Readiness
 from replicas.core.lives.lifecycle import RestartReason
 from replicas.linux.processes import signal_name
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, RankExit
 from replicas.telemetry.events import LogLinesDropped, RankEnd, ReplicaExited
 
-__all__ = ["Cause", "dropped", "exited", "verdict"]
+__all__ = ["Cause", "Health", "dropped", "exited", "verdict"]
+
+_SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals from outside: the program's last line of output does not explain them."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +36,40 @@ class Cause:
     text: str
 
 
-_OUTCOMES: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost", "stopped")
+@dataclass
+class Health:
+    """The health of one generation.
 
-_SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals from outside: the program's last line of output does not explain them."""
+    :ivar view: the coordinator's last view of it.
+    :ivar was_ready: it has been ready.
+    :ivar left: a rank has left in order since it was ready, and is not expected back.
+    :ivar unready_at: when it was last found not ready any more.
+    """
 
+    view: Readiness | None = None
+    was_ready: bool = False
+    left: bool = False
+    unready_at: float = 0.0
 
-def _words(rank: RankExit) -> str:
-    if rank.code < 0:
-        what = f"rank {rank.rank} was killed by {signal_name(-rank.code)}"
-        return what if -rank.code in _SENT or not rank.text else f"{what}: {rank.text}"
-    what = f"rank {rank.rank} exited with code {rank.code}{' after ' if rank.after else ''}{rank.after}"
-    return f"{what}: {rank.text}" if rank.text else what
+    def judge(self, config: HealthConfig, *, ready: bool, starting_s: float, now: float) -> Cause | None:
+        """What is wrong by the last :attr:`view`: a timeout; None: nothing."""
+        view = self.view
+        if not ready and not self.was_ready and starting_s > config.start_timeout_s:
+            why = f": {view.reason}" if view is not None and view.reason else ""
+            return Cause("start_timeout", f"not ready within {config.start_timeout_s:g} s{why}")
+        if view is None:
+            return None
+        if view.heartbeat_age_s is not None and view.heartbeat_age_s > config.heartbeat_timeout_s:
+            return Cause("heartbeat_timeout", f"no heartbeat for {config.heartbeat_timeout_s:g} s")
+        if view.progressed_s is not None and view.progressed_s > config.progress_timeout_s:
+            return Cause("progress_timeout", f"no progress for {config.progress_timeout_s:g} s")
+        if view.partial:
+            return Cause("load_timeout", "it loaded a version only in part")
+        # A rank that has left is waited for only if others wait for it.
+        overdue = not ready and self.was_ready and (not self.left or view.stranded)
+        if overdue and now - self.unready_at > config.load_deadline_s:
+            return Cause("load_timeout", f"not ready again within {config.load_deadline_s:g} s: {view.reason}")
+        return None
 
 
 def verdict(reports: list[ExitReport]) -> Cause | None:
@@ -60,18 +90,31 @@ def verdict(reports: list[ExitReport]) -> Cause | None:
     return Cause("exit" if failed else "lost", text)
 
 
+def _words(rank: RankExit) -> str:
+    what = f"rank {rank.rank} exited with code {rank.code}{' after ' if rank.after else ''}{rank.after}"
+    if rank.code < 0:
+        what = f"rank {rank.rank} was killed by {signal_name(-rank.code)}"
+    return f"{what}: {rank.text}" if rank.text and -rank.code not in _SENT else what
+
+
 def exited(group: str, replica: int, generation: int, reports: list[ExitReport], *, reason: str) -> ReplicaExited:
-    """The event for the end of a generation's programs."""
-    outcomes = {report.outcome for report in reports}
-    worst = [one for one in _OUTCOMES if one in outcomes]
+    """The event for the end of a generation's programs.
+
+    Only the first rank's log lines and error are kept.
+    """
+    outcomes: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost", "stopped")
+    found = {report.outcome for report in reports}
     ranks = sorted((rank for report in reports for rank in report.ranks), key=lambda rank: (rank.at, rank.rank))
+    ends = [RankEnd(rank=one.rank, code=one.code, pid=one.pid, text=one.text) for one in ranks]
+    if ends:
+        ends[0] = msgspec.structs.replace(ends[0], lines=ranks[0].lines, error=ranks[0].error)
     return ReplicaExited(
         group=group,
         replica=replica,
         generation=generation,
-        outcome=worst[0] if worst else "ok",
+        outcome=next((one for one in outcomes if one in found), "ok"),
         reason=reason,
-        ranks=tuple(_rank_end(one, first=number == 0) for number, one in enumerate(ranks)),
+        ranks=tuple(ends),
     )
 
 
@@ -81,9 +124,3 @@ def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLine
     return LogLinesDropped(
         group=group, replica=replica, generation=generation, count=loss.lines, where=where, reason=loss.reason
     )
-
-
-def _rank_end(one: RankExit, *, first: bool) -> RankEnd:
-    """The end of one rank; only the first rank's log lines and error are kept."""
-    end = RankEnd(rank=one.rank, code=one.code, pid=one.pid, text=one.text)
-    return msgspec.structs.replace(end, lines=one.lines, error=one.error) if first else end

@@ -1,42 +1,256 @@
-"""Commands on the replicas of a run: scale, restart, drain, reset.
+"""All groups of a run: when replicas start, which end together, when the run is over.
 
-Replicas end in reverse start order, one level of ``depends_on`` after the other. A long
-command (a drain, a rolling restart) runs in its caller's task and nothing else waits
-for it, so that any number of commands and the status go on side by side. Callers wait
-for conditions that the monitor sees
-(:meth:`~replicas.supervisor.fleet.core.FleetCore.until`).
+Theory of operation
+===================
+
+Each replica has its own task (:mod:`replicas.supervisor.fleet.replica`), which calls
+the fleet where others are concerned: before it starts, before it restarts, and when it
+fails. A monitor looks at all replicas four times a second, and at once after a change:
+a transition, or an event of the coordinator. The monitor also decides when the run is
+over:
+
+* with exit code 0 when the groups of ``stop_when``, or all groups, have finished;
+* with exit code 1 when a group's failures end the run: its ``on_failure`` says so, or
+  fewer than ``min_ready`` of its replicas are left. A group that the end of the run
+  waits for ends it in any case when none of its replicas is left.
+
+A group that is scaled to 0 rests; it has not finished.
+
+Groups start when their dependencies are met, and end in reverse order, one level of
+``depends_on`` after the other. With ``strategy = "group"`` a failed replica ends the
+others of its group; they start again together, when the last of them is gone.
+
+A long command (a drain, a rolling restart) runs in its caller's task, which waits for
+conditions that the monitor sees (:meth:`Fleet.until`); nothing else waits for it, so
+that any number of commands and the status go on side by side.
+
+The clock is the loop's, and all else is behind
+:class:`~replicas.supervisor.fleet.environment.FleetEnvironment`, so that a whole fleet
+can run in virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
+
+import anyio
 
 from replicas import errors
 from replicas.common.foreign import one_line
-from replicas.config.structs import GroupConfig
-from replicas.control.exit_codes import FAILED
-from replicas.core.lives.ordering import is_good, start_levels, within
+from replicas.config.structs import Config, GroupConfig
+from replicas.control.exit_codes import DONE, FAILED
+from replicas.core.lives.lifecycle import SETTLED
+from replicas.core.lives.lifecycle import ReplicaEvent as Step
+from replicas.core.lives.ordering import is_good, start_levels, unmet, within
+from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
+from replicas.status import GroupStatus
 from replicas.supervisor.fleet.causes import Cause
-from replicas.supervisor.fleet.core import FleetCore
+from replicas.supervisor.fleet.environment import FleetEnvironment, ShimStarter
 from replicas.supervisor.fleet.group import Group
-from replicas.supervisor.fleet.replica import REQUESTED, Replica
-from replicas.telemetry.events import Drained, Draining, FailedReset, RestartAsked, Scaled
+from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.fleet.replica import REQUESTED, Replica, new_turns
+from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
+from replicas.telemetry.events import Drained, Draining, FailedReset, RestartAsked, Scaled, Transition
 
 __all__ = ["DrainReason", "Fleet"]
 
+TICK_S = 0.25
+_PAUSE_S = 1.0
+"""A monitor that comes this late was paused with its process: no replica's fault."""
+_SETTLE_S = 0.75
 _DIGITS = 7
 
 DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"]
 
 
-class Fleet(FleetCore):
+class Fleet:
     """The groups of a run, from :meth:`start` to :meth:`drain`.
 
-    Create it on the event loop.
+    Create it on the event loop. It is the ``Host`` of its replicas
+    (:mod:`replicas.supervisor.fleet.environment`).
+
+    :param saved: a dead supervisor's state of its groups.
+    :param wall: the time of day, in seconds.
+    :param start_shim: for tests.
+    :param rng: source of the jitter of restarts.
     """
+
+    def __init__(
+        self,
+        config: Config,
+        ground: FleetEnvironment,
+        *,
+        saved: Mapping[str, SavedGroup] | None = None,
+        wall: float = 0.0,
+        start_shim: ShimStarter = Node,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.config = config
+        self._ground = ground
+        self.state, self.coordinator = ground.state, ground.coordinator
+        self.environment, self.emit, self.say = ground.environment, ground.emit, ground.say
+        self._start_shim = start_shim
+        self._turns = new_turns()
+        self._rng = rng
+        self._loop = asyncio.get_running_loop()
+        now = self._loop.time()
+        known = saved or {}
+        self.groups = {
+            name: Group(group, saved=known.get(name), now=now, wall=wall, rng=rng)
+            for name, group in config.groups.items()
+        }
+        self.removed = {name: group.once_removed for name, group in known.items() if name not in config.groups}
+        """Generations used by groups of earlier configs.
+
+        A new group of the same name continues from there.
+        """
+        self.exit_code: int | None = None
+        self.ended_by = ""
+        """Why the run is over, in words."""
+        self.over = asyncio.Event()
+        self.draining = False
+        self.looked_at = 0.0
+        """When the monitor last ran, on the loop's clock."""
+        self._drained = False
+        self._unsaved = False
+        self._hurry_s: float | None = None
+        self._dirty = asyncio.Event()
+        self._looked = asyncio.Condition()
+
+    # ------------------------------------------------------------ start
+
+    def start(self) -> None:
+        """Start all groups; waits for nothing."""
+        for name, group in self.groups.items():
+            self.resize(name)
+            self._fill(group)
+        self._ground.spawn(self._monitor)
+
+    def adopt(self, config: GroupConfig) -> None:
+        """Start a new group."""
+        group = self.groups[config.name] = Group(config, saved=self.removed.pop(config.name, None), rng=self._rng)
+        self.resize(config.name)
+        self._fill(group)
+
+    def _fill(self, group: Group) -> None:
+        """Add the wanted replicas that are missing."""
+        for index in range(group.size):
+            if index not in group.replicas:
+                replica = Replica(
+                    group.config,
+                    index,
+                    self,
+                    group.rules,
+                    generation=group.generation(index),
+                    turns=self._turns,
+                    start_shim=self._start_shim,
+                )
+                group.enter(replica)
+                self._ground.spawn(replica.run)
+
+    def resize(self, name: str) -> None:
+        """Report the group's shape to the coordinator."""
+        group = self.groups[name]
+        shape = GroupShape(group.size, group.config.world_size, group.config.health.heartbeat_timeout_s)
+        self.coordinator.set_group(name, shape)
+
+    # ------------------------------------------------------------ the monitor
+
+    async def _monitor(self) -> None:
+        self.looked_at = self._loop.time()
+        while True:
+            with anyio.move_on_after(TICK_S):
+                await self._dirty.wait()
+            self._dirty.clear()
+            now = self._loop.time()
+            late_s, self.looked_at = now - self.looked_at - TICK_S, now
+            if late_s > _PAUSE_S:
+                # Let messages that have arrived be handled before judging any replica,
+                # as the coordinator does.
+                for replica in self.all():
+                    replica.forgive(late_s)
+                await anyio.sleep(_SETTLE_S)
+                self.looked_at = self._loop.time()
+                continue
+            for replica in self.all():
+                replica.check(now)
+            self._judge()
+            if self._unsaved:
+                self.save()
+            async with self._looked:
+                self._looked.notify_all()
+
+    def look(self) -> None:
+        """Wake the monitor: something has changed."""
+        self._dirty.set()
+
+    def _judge(self) -> None:
+        if self.exit_code is not None or self.draining:
+            return
+        failures = [group.failure for group in self.groups.values() if group.failure]
+        named = [name for name in self.config.run.stop_when if name in self.groups]
+        wanted = named or [name for name, group in self.groups.items() if group.size]  # a group scaled to 0 only rests
+        if failures:
+            self._finish(FAILED, failures[0])
+        elif wanted and all(self.groups[name].over for name in wanted):
+            short = [self.groups[name] for name in wanted if not self.groups[name].finished]
+            if short and any(group.config.min_ready != 0 for group in short):
+                self._finish(FAILED, next(one.words_of_failure() for one in short if one.config.min_ready != 0))
+            else:
+                self._finish(DONE, f"done: {', '.join(wanted)} finished")
+
+    def _finish(self, code: int, words: str) -> None:
+        self.exit_code, self.ended_by = code, words
+        self.say(words)
+        self.over.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for ``condition``, which is checked after each look of the monitor."""
+        async with self._looked:
+            await self._looked.wait_for(condition)
+
+    async def wait_ready(self, groups: Iterable[Group]) -> None:
+        """Wait until these groups are ready.
+
+        :raises replicas.errors.WorldError: a replica failed, or the run ended.
+        """
+        chosen = list(groups)
+
+        def settled() -> bool:
+            lost = next((one for one in chosen if not one.good and one.hopeless), None)
+            if lost is not None and lost.failed is not None:
+                raise errors.WorldError(f"replica {lost.failed.name} failed: {lost.failed.life.reason}")
+            good = all(one.good for one in chosen)
+            if not good and (self.over.is_set() or self.draining):
+                raise errors.WorldError("the run is over")
+            return good
+
+        await self.until(settled)
+
+    # ------------------------------------------------------------ state
+
+    def save(self) -> None:
+        self._unsaved = False
+        self._ground.save()
+
+    def saved(self, wall: float) -> dict[str, SavedGroup]:
+        """The groups' state to save; ``wall``: the time of day, in seconds."""
+        now = self._loop.time()
+        return self.removed | {name: group.saved(now, wall) for name, group in self.groups.items()}
+
+    def shims(self) -> tuple[ShimRecord, ...]:
+        """Shims started, or about to be, and not known to be gone."""
+        return tuple(record for replica in self.all() for record in replica.shims)
+
+    def statuses(self, now: float) -> tuple[GroupStatus, ...]:
+        return tuple(group.status(now) for group in self.groups.values())
+
+    def all(self) -> list[Replica]:
+        return [replica for group in self.groups.values() for replica in group.replicas.values()]
 
     def group(self, name: str) -> Group:
         """The group of this name.
@@ -68,6 +282,82 @@ class Fleet(FleetCore):
             )
         return [group.replicas[int(index)]]
 
+    # ------------------------------------------------------------ what replicas ask
+
+    def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
+        return self._ground.resources.environment(self.groups[group].config, replica, node)
+
+    def size(self, group: str) -> int:
+        return self.groups[group].size
+
+    def waits_for(self, group: str, replica: int) -> str:
+        one = self.groups[group]
+        if self._held_back(one):
+            return f"the other replicas of {group}"
+        configs = {name: other.config for name, other in self.groups.items()}
+        missing = unmet(one.config, configs, {name: other.staying for name, other in self.groups.items()})
+        return ", ".join(missing) if missing else self._ground.resources.take(one.config, replica)
+
+    def may_resume(self, group: str, replica: int) -> bool:
+        one = self.groups[group]
+        return not self._held_back(one) and not self._ground.resources.take(one.config, replica)
+
+    def _held_back(self, group: Group) -> bool:
+        """Whether the group restarts as a whole, and it is not yet time."""
+        if group.config.restart.strategy != "group":
+            return False
+        return group.falling or group.rules.resume_in_s(self._loop.time()) > 0
+
+    def fell(self, group: str, replica: int, text: str) -> None:
+        one = self.groups[group]
+        if one.config.restart.strategy != "group" or one.config.restart.policy == "never":
+            return
+        cause = Cause("group", f"restarted with {group}/{replica}: {text}")
+        for index, other in one.replicas.items():
+            waits = other.life.state in ("pending", "backoff", "failed")
+            if index != replica and not waits and not other.unwanted:
+                other.restart(cause, drain=False)
+
+    def progressed(self, group: str, replica: int) -> bool | None:
+        one = self.groups[group]
+        if one.config.restart.strategy == "group":
+            found = [other.progressed for other in one.replicas.values()]
+            return None if None in found else any(found)
+        return one.replicas[replica].progressed
+
+    def on_channel(self, group: str) -> bool:
+        channels = self.config.channels.values()
+        return any(role.group == group for one in channels for role in (*one.sources, *one.targets, *one.peers))
+
+    def moved(self, transition: Transition) -> None:
+        group = self.groups.get(transition.group)
+        replica = group.replicas.get(transition.replica) if group is not None else None
+        if replica is not None and transition.after in SETTLED and not replica.stuck:
+            self._ground.resources.release(transition.group, transition.replica)
+        if transition.restart_reason is not None:
+            self.save()  # spent before it is reported: a kill here can only spend too much
+        self._unsaved = True
+        self.emit(transition)
+        self._ground.told(transition, replica.resume_in_s if replica is not None else 0.0)
+        self.look()
+        if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":
+            for other in group.replicas.values() if replica is not None and not replica.fails_with_group else ():
+                other.fail(f"its group failed: replica {transition.group}/{transition.replica}: {transition.reason}")
+
+    # ------------------------------------------------------------ from the coordinator
+
+    def member_lost(self, group: str, replica: int, rank: int, reason: str) -> None:
+        """Handle the coordinator's loss of a member."""
+        if group in self.groups and replica in self.groups[group].replicas:
+            self.groups[group].replicas[replica].member_lost(rank, reason)
+
+    def idle(self, group: str, replica: int) -> None:
+        """Handle the end of a draining replica's sync on a channel."""
+        if group in self.groups and replica in self.groups[group].replicas:
+            self.groups[group].replicas[replica].idle()
+
+    # ------------------------------------------------------------ commands
+
     def refuse_while_draining(self) -> None:
         """:raises replicas.errors.UsageError: the run is being drained."""
         if self.draining:
@@ -82,8 +372,8 @@ class Fleet(FleetCore):
         before, group.size, group.configured = group.size, replicas, group.config.replicas
         self.resize(name)
         if before != replicas:
-            self._ground.emit(Scaled(group=name, before=before, after=replicas))
-        self.fill(group)
+            self.emit(Scaled(group=name, before=before, after=replicas))
+        self._fill(group)
         leaving = [replica for index, replica in group.replicas.items() if index >= replicas]
         self.save()
         for replica in leaving:
@@ -101,34 +391,27 @@ class Fleet(FleetCore):
 
     async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
         """Wait for the end of replicas that were stopped for good."""
-        began = self._loop.time()
+        name, began = group.config.name, self._loop.time()
         for replica in leaving:
-            self._ground.emit(Draining(target=replica.name, reason=reason))
+            self.emit(Draining(target=replica.name, reason=reason))
         for replica in leaving:
             await replica.over.wait()
             if group.replicas.get(replica.index) is replica:
                 group.retire(replica)
                 if not replica.stuck:
-                    self._ground.resources.release(group.config.name, replica.index)
-                self._ground.emit(Drained(target=replica.name, seconds=self._loop.time() - began))
-        name = group.config.name
+                    self._ground.resources.release(name, replica.index)
+                self.emit(Drained(target=replica.name, seconds=self._loop.time() - began))
         if self.groups.get(name) is group:
             if reason == "reloaded" and not group.size:
                 self.removed[name] = group.saved(self._loop.time(), 0.0).once_removed
                 del self.groups[name]
             elif not self.draining:
-                self.fill(group)  # it may have been scaled up again meanwhile
+                self._fill(group)  # it may have been scaled up again meanwhile
         self.look()
 
     async def remove(self, name: str) -> None:
         """Drain the group and forget it."""
         await self.scale(name, 0, reason="reloaded")
-
-    def adopt(self, config: GroupConfig) -> None:
-        """Start a new group."""
-        group = self.groups[config.name] = Group(config, saved=self.removed.pop(config.name, None), rng=self._rng)
-        self.resize(config.name)
-        self.fill(group)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """End the replicas and start their next generation.
@@ -142,7 +425,7 @@ class Fleet(FleetCore):
             raise errors.UsageError(
                 f"group {target} has no replicas", hint=f"start some with: replicas scale {target} N"
             )
-        self._ground.emit(RestartAsked(target=target, rolling=rolling))
+        self.emit(RestartAsked(target=target, rolling=rolling))
         group = self.group(target.partition("/")[0])
         if rolling:
             await self.roll(group, replicas, REQUESTED)
@@ -152,14 +435,11 @@ class Fleet(FleetCore):
             group.rules.resumed()  # all restart: none waits for an earlier failure of the group
         for replica in replicas:
             replica.restart()
-        await self.until(
-            lambda: (
-                self.over.is_set()
-                or all(
-                    one.life.generation > generation or one.over.is_set() or one.resting for one, generation in before
-                )
-            )
-        )
+
+        def begun(one: Replica, generation: int) -> bool:
+            return one.life.generation > generation or one.over.is_set() or one.resting
+
+        await self.until(lambda: self.over.is_set() or all(begun(*one) for one in before))
 
     async def roll(self, group: Group, replicas: Iterable[Replica], cause: Cause) -> None:
         """Restart these replicas, with at most ``max_unavailable`` of the group away.
@@ -177,7 +457,7 @@ class Fleet(FleetCore):
             aside = {index for index, one in group.replicas.items() if one.unwanted and index not in todo}
             states = {index: state for index, state in group.states.items() if index not in aside}
             todo[:] = [index for index in todo if index in states]
-            failed = next((one for one in group.replicas.values() if one.life.state == "failed"), None)
+            failed = group.failed
             if failed is not None and failed.index not in todo:
                 raise errors.WorldError(f"rolling restart: replica {failed.name} failed: {failed.life.reason}")
             if self.draining or self.over.is_set():
@@ -211,10 +491,10 @@ class Fleet(FleetCore):
             self.over.clear()
         self.save()
         if spent or names:
-            self._ground.emit(FailedReset(replicas=names, groups=spent))
+            self.emit(FailedReset(replicas=names, groups=spent))
             full = f"full restart budget for {', '.join(spent)}" if spent else ""
             began = f"starting {', '.join(names)}" if names else ""
-            self._ground.say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
+            self.say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
         self.look()
         return names
 
@@ -231,7 +511,7 @@ class Fleet(FleetCore):
             return
         began = self._loop.time()
         if not self.draining or (hurry and self._hurry_s is None):
-            self._ground.emit(Draining(target="", reason=reason, hurry=hurry))
+            self.emit(Draining(target="", reason=reason, hurry=hurry))
         self.draining = True
         if hurry:
             self._hurry_s = 0.0
@@ -244,18 +524,14 @@ class Fleet(FleetCore):
                 await replica.over.wait()
         if not self._drained:
             self._drained = True
-            self._ground.emit(Drained(target="", seconds=self._loop.time() - began))
+            self.emit(Drained(target="", seconds=self._loop.time() - began))
         self.over.set()
 
     async def _drain_some(self, target: str, *, hurry: bool) -> None:
-        chosen = self.targets(target)
-        began = self._loop.time()
-        self._ground.emit(Draining(target=target, hurry=hurry))
+        chosen, began = self.targets(target), self._loop.time()
+        self.emit(Draining(target=target, hurry=hurry))
         for replica in chosen:
             replica.halt(0.0 if hurry else None)
-        await self.until(
-            lambda: all(
-                one.resting or one.over.is_set() or not one.unwanted for one in chosen
-            )  # or restarted meanwhile
-        )
-        self._ground.emit(Drained(target=target, seconds=self._loop.time() - began))
+        # One may be restarted meanwhile.
+        await self.until(lambda: all(one.resting or one.over.is_set() or not one.unwanted for one in chosen))
+        self.emit(Drained(target=target, seconds=self._loop.time() - began))

@@ -31,6 +31,9 @@ the loop's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+from collections.abc import Callable
 from typing import Literal
 
 from replicas import errors
@@ -38,20 +41,41 @@ from replicas.config.structs import GroupConfig
 from replicas.core.lives.lifecycle import FREE_REASONS, Lifecycle, ReplicaEvent, RestartReason, after_exit
 from replicas.core.lives.restarts import Restarts, RestartVerdict
 from replicas.status import ReplicaStatus
-from replicas.supervisor.fleet.causes import Cause, dropped, exited, verdict
-from replicas.supervisor.fleet.environment import Host, Readiness, ShimStarter
-from replicas.supervisor.fleet.health import Health
-from replicas.supervisor.fleet.hold_ups import HoldUps
+from replicas.supervisor.cleanup.still_held import HoldUps
+from replicas.supervisor.fleet.causes import Cause, Health, dropped, exited, verdict
+from replicas.supervisor.fleet.environment import Host, ShimStarter
 from replicas.supervisor.fleet.node import Node
-from replicas.supervisor.fleet.starts import Starts
 from replicas.supervisor.shim.generation import STUCK_S, Generation
 from replicas.supervisor.shim.orders import ExitReport
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.telemetry.events import StacksSaved
 
-__all__ = ["REQUESTED", "Replica"]
+__all__ = ["REQUESTED", "Replica", "new_turns"]
 
 REQUESTED = Cause("requested", "restart requested")
+TURN_S = 2.0
+_TURNS_FOR_EACH_CORE = 2
+
+
+def new_turns() -> asyncio.Semaphore:
+    """Limit of concurrent starts: supervisor and machine stay responsive.
+
+    Starting a process keeps the event loop for some milliseconds, and the new process
+    keeps a core for more.
+    """
+    return asyncio.Semaphore(_TURNS_FOR_EACH_CORE * len(os.sched_getaffinity(0)))
+
+
+async def _turn(turns: asyncio.Semaphore) -> Callable[[], None]:
+    """Wait for a turn; it ends when the result is called first, or after ``TURN_S``.
+
+    So a start that hangs holds up no other.
+    """
+    await turns.acquire()
+    once = contextlib.ExitStack()
+    once.callback(turns.release)
+    asyncio.get_running_loop().call_later(TURN_S, once.close)
+    return once.close
 
 
 class Replica:
@@ -62,7 +86,7 @@ class Replica:
     :param restarts: the group's restart rules, shared by its replicas.
     :param generation: number of generations that an earlier object of this replica
         used.
-    :param starts: limits how many replicas start at once.
+    :param turns: limits how many replicas start at once (:func:`new_turns`).
     :param start_shim: for tests.
     """
 
@@ -74,7 +98,7 @@ class Replica:
         restarts: Restarts,
         *,
         generation: int = 0,
-        starts: Starts | None = None,
+        turns: asyncio.Semaphore | None = None,
         start_shim: ShimStarter = Node,
     ) -> None:
         self.group = group
@@ -90,7 +114,7 @@ class Replica:
         """
         self._host = host
         self._restarts = restarts
-        self._starts = starts or Starts()
+        self._turns = turns or new_turns()
         self._start_shim = start_shim
         self._generation = Generation(host, start_shim, self.poke)
         self._poke = asyncio.Event()
@@ -102,7 +126,7 @@ class Replica:
         self._busy_with = ""
         self._resume_at = 0.0
         self._waits_for = ""
-        self._hold_ups = HoldUps(host, (group.name, index, generation))
+        self._hold_ups = HoldUps(host.emit, group.name, index, generation)
         self._run_over = False
         self._ran_s = 0.0
 
@@ -244,7 +268,7 @@ class Replica:
 
     def forgive(self, pause_s: float) -> None:
         """Extend all timeouts by ``pause_s``, in which this process did not run."""
-        self._health.forgive(pause_s)
+        self._health.unready_at += pause_s
         self.life.forgive(pause_s)
         if self._drain_by is not None:
             self._drain_by += pause_s
@@ -261,42 +285,26 @@ class Replica:
         failing = any(report.outcome != "ok" for report in generation.reports)
         if self.life.state not in ("starting", "ready") or failing or generation.ended:
             return  # it ends, or still waits for its turn or for resources of the last generation
-        if frozen := self._generation.silent(now, self.group.health.heartbeat_timeout_s):
-            self._end_frozen(frozen)
+        config, health = self.group.health, self._health
+        if frozen := generation.silent(now, config.heartbeat_timeout_s):
+            text = f"the shim of node {', '.join(map(str, frozen))} did not answer for {config.heartbeat_timeout_s:g} s"
+            self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("lost", text))
+            for index in frozen:  # their processes are swept by mark when they are dead
+                generation.nodes[index].kill()
             return
-        view = self._look()
-        ready = view.ready if view is not None else self._generation.started
+        view = None
+        if self._host.on_channel(self.group.name):
+            view = health.view = self._host.coordinator.readiness(self.group.name, self.index, self.life.generation)
+        ready = view.ready if view is not None else generation.started
         if ready and self.life.state == "starting":
-            self._health.became_ready()
+            health.was_ready, health.left = True, False
             self._apply(ReplicaEvent.READY)
         elif not ready and self.life.state == "ready":
-            self._health.became_unready(now)
+            health.unready_at = now
             self._apply(ReplicaEvent.UNREADY, reason=view.reason if view is not None else "")
-        starting_s = self.life.starting_s(now)
-        sick = self._health.judge(self.group.health, ready=ready, starting_s=starting_s, now=now)
+        sick = health.judge(config, ready=ready, starting_s=self.life.starting_s(now), now=now)
         if sick is not None:
-            self._end_unhealthy(sick.event, sick.cause)
-
-    def _end_frozen(self, frozen: list[int]) -> None:
-        """End the generation and kill the shims that do not answer.
-
-        Nothing looks after their processes, which are swept by mark when the shims are
-        dead.
-        """
-        timeout_s = self.group.health.heartbeat_timeout_s
-        names = ", ".join(map(str, frozen))
-        self._end_unhealthy(
-            ReplicaEvent.HEARTBEAT_TIMEOUT,
-            Cause("lost", f"the shim of node {names} did not answer for {timeout_s:g} s"),
-        )
-        for index in frozen:
-            self._generation.nodes[index].kill()
-
-    def _look(self) -> Readiness | None:
-        if not self._host.on_channel(self.group.name):
-            return None
-        self._health.view = self._host.overseer.readiness(self.group.name, self.index, self.life.generation)
-        return self._health.view
+            self._end_unhealthy(ReplicaEvent(sick.reason), sick)
 
     def member_lost(self, rank: int, reason: str) -> None:
         """Handle the loss of a member: ``lease``, ``overflow``, ``left`` and others.
@@ -305,7 +313,7 @@ class Replica:
         Any other end will be seen in its process.
         """
         if reason == "left":
-            self._health.member_left()
+            self._health.left = True
         elif self.life.state in ("starting", "ready") and reason in ("lease", "overflow"):
             health = self.group.health
             silent = f"sent no heartbeat for {health.heartbeat_timeout_s:g} s"
@@ -317,7 +325,7 @@ class Replica:
         """Whether this generation made a new step or version; None: on no channel."""
         if not self._host.on_channel(self.group.name):
             return None
-        return self._host.overseer.progress(self.group.name, self.index) != self._mark
+        return self._host.coordinator.progress(self.group.name, self.index) != self._mark
 
     # ------------------------------------------------------------ ending a generation
 
@@ -331,7 +339,7 @@ class Replica:
     def _drain(self) -> None:
         """Let the replica finish its sync before it is told to stop."""
         if self._host.on_channel(self.group.name):
-            self._host.overseer.set_draining(self.group.name, self.index, self.life.generation)
+            self._host.coordinator.set_draining(self.group.name, self.index, self.life.generation)
             self._drain_by = self._now() + self.group.drain_timeout_s
             self._check_drain(self._now())
             if self._busy_with:
@@ -346,7 +354,7 @@ class Replica:
     def _check_drain(self, now: float) -> None:
         if self._drain_by is None:
             return
-        self._busy_with = self._host.overseer.busy(self.group.name, self.index)
+        self._busy_with = self._host.coordinator.busy(self.group.name, self.index)
         if self._busy_with and now >= self._drain_by:
             self._host.say(f"{self.name}: not over within {self.group.drain_timeout_s:g} s; {self._busy_with}")
         if not self._busy_with or now >= self._drain_by or self._generation.reports:
@@ -363,7 +371,7 @@ class Replica:
 
     def _apply(self, event: ReplicaEvent, *, reason: str = "", restart_reason: RestartReason | None = None) -> None:
         transition = self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason)
-        self._host.moved(transition, self.last_exit)
+        self._host.moved(transition)
 
     # ------------------------------------------------------------ the task
 
@@ -410,13 +418,13 @@ class Replica:
     async def _run_generation(self) -> None:
         self._cause = self._drain_by = None
         self._health = Health()
-        self._mark = self._host.overseer.progress(self.group.name, self.index)
+        self._mark = self._host.coordinator.progress(self.group.name, self.index)
         self.last_exit = ""
         old = self._generation.belongings
         generation = self._generation = Generation(self._host, self._start_shim, self.poke)
-        self._hold_ups = HoldUps(self._host, (self.group.name, self.index, self.life.generation))
+        self._hold_ups = HoldUps(self._host.emit, self.group.name, self.index, self.life.generation)
         await self._hold_ups.until_clear(old, self._pause)
-        turn = await self._starts.turn()
+        turn_over = await _turn(self._turns)
         self.life.launched(self._now())
         try:
             if self._wanted:
@@ -429,12 +437,12 @@ class Replica:
                 await self._poked(generation.look_at)
                 self._follow()
                 if generation.started or generation.reports:
-                    turn.over()
+                    turn_over()
                 generation.press()
                 if self._hold_ups.remain(generation.remains):
                     self._apply(ReplicaEvent.HELD_UP, reason=self._with_hold_ups())
         finally:
-            turn.over()
+            turn_over()
         self._follow()
         self._generation_ended()
 
@@ -472,7 +480,7 @@ class Replica:
             if not generation.told and not self._may_say_goodbye:
                 generation.told = True
                 name = (self.group.name, self.index, self.life.generation)
-                self._host.overseer.replica_ended(*name, self.last_exit or "finished")
+                self._host.coordinator.replica_ended(*name, self.last_exit or "finished")
 
     @property
     def _may_say_goodbye(self) -> bool:

@@ -20,16 +20,22 @@ has those from ``LOCAL_RANK * gpus`` on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import msgspec
 
 from replicas import errors
 from replicas.config.structs import Config, GroupConfig
 from replicas.supervisor.fleet.machine import Machine, look
-from replicas.supervisor.fleet.overlaps import Moment, peak
+from replicas.supervisor.state.run_state import SavedGroup
 
-__all__ = ["Resources", "check_plan", "gpus_of", "machine_for", "notes", "problems", "refuse_unfit"]
+__all__ = ["Resources", "check_plan", "fitting", "machine_for", "notes", "problems", "refuse_unfit", "with_sizes"]
 
 _GIB = 1 << 30
+_Moment = tuple[Literal["start", "end"], str]
+_Node = _Moment | Literal["source", "sink"]
 
 
 def machine_for(config: Config) -> Machine:
@@ -52,10 +58,7 @@ def check_plan(config: Config) -> list[str]:
 
 
 def refuse_unfit(config: Config, machine: Machine) -> None:
-    """Check a plan.
-
-    :raises replicas.errors.BadConfig: it does not fit this machine.
-    """
+    """:raises replicas.errors.BadConfig: the plan does not fit this machine."""
     found = problems(config, machine)
     if found:
         raise errors.BadConfig(found, source=str(config.source or "config"))
@@ -63,7 +66,18 @@ def refuse_unfit(config: Config, machine: Machine) -> None:
 
 def problems(config: Config, machine: Machine) -> list[str]:
     """Why the plan does not fit, one line each; empty: it fits."""
-    found = [*_gpu_problems(config, machine), *_memory_problems(config, machine)]
+    found: list[str] = []
+    total, names = _peak(config, {group.name: group.replicas * _gpus_of(group) for group in config.groups.values()})
+    if total > len(machine.gpus):
+        shares = ", ".join(f"{name}: {_product(config.groups[name])}" for name in names)
+        has = f"this machine has {len(machine.gpus)}" + (f" ({machine.gpus_from})" if machine.gpus_from else "")
+        found.append(f"groups.{names[0]}.resources.gpus: {total} GPUs are asked for at once ({shares}), but {has}")
+    memory = {group.name: group.replicas * (group.resources.memory_nbytes or 0) for group in config.groups.values()}
+    total, names = _peak(config, memory)
+    if total > machine.memory_nbytes:
+        asked = f"{total / _GIB:.1f} GiB at once ({', '.join(names)})"
+        has = f"{machine.memory_nbytes / _GIB:.1f} GiB"
+        found.append(f"groups.{names[0]}.resources.memory: {asked}, but this machine has {has}")
     for group in config.groups.values():
         place = f"groups.{group.name}.resources"
         threads = group.resources.cpu_threads
@@ -78,23 +92,13 @@ def problems(config: Config, machine: Machine) -> list[str]:
 def notes(config: Config, machine: Machine) -> list[str]:
     """Remarks on a plan that fits, such as more CPU threads than CPUs."""
     threads = {
-        group.name: group.replicas * group.world_size * group.resources.cpu_threads
+        group.name: group.replicas * group.world_size * (group.resources.cpu_threads or 0)
         for group in config.groups.values()
-        if group.resources.cpu_threads is not None
     }
     total, names = _peak(config, threads)
     if total <= machine.cpus:
         return []
     return [f"{total} CPU threads at once ({', '.join(names)}) share {machine.cpus} CPUs"]
-
-
-def _gpu_problems(config: Config, machine: Machine) -> list[str]:
-    total, names = _peak(config, {group.name: group.replicas * gpus_of(group) for group in config.groups.values()})
-    if total <= len(machine.gpus):
-        return []
-    shares = ", ".join(f"{name}: {_product(config.groups[name])}" for name in names)
-    has = f"this machine has {len(machine.gpus)}" + (f" ({machine.gpus_from})" if machine.gpus_from else "")
-    return [f"groups.{names[0]}.resources.gpus: {total} GPUs are asked for at once ({shares}), but {has}"]
 
 
 def _product(group: GroupConfig) -> str:
@@ -103,43 +107,101 @@ def _product(group: GroupConfig) -> str:
     return " x ".join(word for part, word in zip(parts, words, strict=True) if part != 1 or word == str(part))
 
 
-def _memory_problems(config: Config, machine: Machine) -> list[str]:
-    memory = {group.name: group.replicas * (group.resources.memory_nbytes or 0) for group in config.groups.values()}
-    total, names = _peak(config, memory)
-    if total <= machine.memory_nbytes:
-        return []
-    asked = f"{total / _GIB:.1f} GiB at once ({', '.join(names)})"
-    return [f"groups.{names[0]}.resources.memory: {asked}, but this machine has {machine.memory_nbytes / _GIB:.1f} GiB"]
+def _gpus_of(group: GroupConfig) -> int:
+    """GPUs of one replica."""
+    return (group.resources.gpus or 0) * group.world_size
+
+
+# ------------------------------------------------------------ sizes after a scale
+
+
+def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
+    """The config with other numbers of replicas."""
+    groups = {
+        name: msgspec.structs.replace(group, replicas=sizes.get(name, group.replicas))
+        for name, group in config.groups.items()
+    }
+    return msgspec.structs.replace(config, groups=groups)
+
+
+def fitting(
+    saved: Mapping[str, SavedGroup], config: Config, machine: Machine, say: Callable[[str], None]
+) -> dict[str, SavedGroup]:
+    """A dead supervisor's groups; sizes that do not fit (any more) are the config's."""
+    sizes = {
+        name: saved[name].size
+        for name, group in config.groups.items()
+        if name in saved and saved[name].configured == group.replicas
+    }
+    found = problems(with_sizes(config, sizes), machine)
+    if not found:
+        return dict(saved)
+    say(f"the groups were scaled to what does not fit here; they have their sizes of the config: {'; '.join(found)}")
+    return {
+        name: msgspec.structs.replace(one, size=one.configured) if name in sizes else one for name, one in saved.items()
+    }
+
+
+# ------------------------------------------------------------ what may run at once
 
 
 def _peak(config: Config, weights: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
-    """The greatest sum of weights of groups that may run at once, and those groups."""
+    """The greatest sum of weights of groups that may run at once, and those groups.
+
+    Two groups never run at the same time if one starts after the other has ended. That
+    is a partial order, and the set is its heaviest *antichain*. By Dilworth's theorem a
+    minimum cut yields it, in the network with these edges:
+
+    * source -> end of g, with the weight of g as capacity;
+    * start of g -> sink, with the weight of g as capacity;
+    * each moment -> each later moment, with unbounded capacity.
+
+    No moment on the near side of the cut has a later one on the far side, so it costs
+    the weight of all groups less that of the groups whose start is far and whose end is
+    near: those have no order between them. The cheapest cut leaves the heaviest such
+    set, in polynomial time; trying all sets would double the time with each group.
+    """
     there = [name for name in config.groups if weights.get(name)]
-    apart = set(there) if not _waits(config) else peak(there, weights, _steps(config))
-    chosen = tuple(name for name in there if name in apart)
+    rest: dict[_Node, dict[_Node, int]] = {"source": {}, "sink": {}}
+    unbounded = sum(weights[name] for name in there) + 1
+
+    def widen(one: _Node, other: _Node, width: int) -> None:
+        rest.setdefault(one, {})[other] = width
+        rest.setdefault(other, {}).setdefault(one, 0)
+
+    for name, group in config.groups.items():
+        widen(("start", name), ("end", name), unbounded)
+        for dependency in group.depends_on:
+            before: _Moment = ("end" if dependency.condition == "finished" else "start", dependency.group)
+            widen(before, ("start", name), unbounded)
+    for name in there:
+        widen("source", ("end", name), weights[name])
+        widen(("start", name), "sink", weights[name])
+    while "sink" in (came := _reached(rest)):
+        way: list[tuple[_Node, _Node]] = []
+        node: _Node = "sink"
+        while node != "source":
+            way.append((came[node], node))
+            node = came[node]
+        width = min(rest[one][other] for one, other in way)
+        for one, other in way:
+            rest[one][other] -= width
+            rest[other][one] += width
+    chosen = tuple(name for name in there if ("end", name) in came and ("start", name) not in came)
     return sum(weights[name] for name in chosen), chosen
 
 
-def _waits(config: Config) -> bool:
-    return any(
-        dependency.condition == "finished" for group in config.groups.values() for dependency in group.depends_on
-    )
-
-
-def _steps(config: Config) -> dict[Moment, list[Moment]]:
-    """The moments directly after each: own end after start, start after its needs."""
-    after: dict[Moment, list[Moment]] = {}
-    for name, group in config.groups.items():
-        after.setdefault(("start", name), []).append(("end", name))
-        for dependency in group.depends_on:
-            before: Moment = ("end" if dependency.condition == "finished" else "start", dependency.group)
-            after.setdefault(before, []).append(("start", name))
-    return after
-
-
-def gpus_of(group: GroupConfig) -> int:
-    """GPUs of one replica."""
-    return (group.resources.gpus or 0) * group.world_size
+def _reached(rest: Mapping[_Node, Mapping[_Node, int]]) -> dict[_Node, _Node]:
+    """Moments that the source reaches, each with its predecessor on a shortest path."""
+    came: dict[_Node, _Node] = {"source": "source"}
+    todo = deque[_Node](["source"])
+    while todo and "sink" not in came:
+        one = todo.popleft()
+        for other, width in rest[one].items():
+            if width and other not in came:
+                came[other] = one
+                todo.append(other)
+    return came
 
 
 class Resources:
@@ -169,7 +231,7 @@ class Resources:
 
         :return: what it lacks, in words; empty: it has its GPUs now.
         """
-        need = gpus_of(group)
+        need = _gpus_of(group)
         if len(self.held(group.name, index)) == need:
             return ""
         self.release(group.name, index)
@@ -188,9 +250,8 @@ class Resources:
         variables: dict[str, str] = {}
         if self._managed:
             share = (group.resources.gpus or 0) * group.nproc_per_node
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(
-                self.held(group.name, index)[node * share : (node + 1) * share]
-            )
+            gpus = self.held(group.name, index)[node * share : (node + 1) * share]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             if self.machine.gpu_order:
                 variables["CUDA_DEVICE_ORDER"] = self.machine.gpu_order
         if group.resources.cpu_threads is not None:

@@ -10,7 +10,8 @@ import msgspec
 
 from replicas.config.structs import GroupConfig
 from replicas.supervisor.cleanup.inventory import Belongings
-from replicas.supervisor.fleet.environment import Host, ShimHandle, ShimStarter
+from replicas.supervisor.fleet.environment import Host, ShimStarter
+from replicas.supervisor.fleet.node import Node
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, Remains
 from replicas.supervisor.shim.specs import node_spec
 from replicas.supervisor.state.run_state import ShimRecord, process_record
@@ -32,7 +33,7 @@ class Generation:
     """
 
     def __init__(self, host: Host, start_shim: ShimStarter, changed: Callable[[], None]) -> None:
-        self.nodes: list[ShimHandle] = []
+        self.nodes: list[Node] = []
         self.records: list[ShimRecord] = []
         """Records by which another supervisor finds the shims."""
         self.noted = False

@@ -37,7 +37,7 @@ def node_spec(host: Host, group: GroupConfig, index: int, generation: int, node:
     shared |= host.share(group.name, index, node)
     env = rank_environment(group, index, generation, replicas=host.size(group.name), shared=shared)
     return NodeSpec(
-        run=host.run,
+        run=host.config.run.name,
         group=group.name,
         replica=index,
         generation=generation,
@@ -53,8 +53,8 @@ def node_spec(host: Host, group: GroupConfig, index: int, generation: int, node:
         nonce=nonce,
         forkserver=forkserver,
         rendezvous_timeout_s=group.health.start_timeout_s,
-        log_max_nbytes=host.logs.max_nbytes,
-        log_keep=host.logs.keep,
-        log_keep_generations=host.logs.keep_generations,
-        tee=wants_tee(host.logs),
+        log_max_nbytes=host.config.logs.max_nbytes,
+        log_keep=host.config.logs.keep,
+        log_keep_generations=host.config.logs.keep_generations,
+        tee=wants_tee(host.config.logs),
     )
