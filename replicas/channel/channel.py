@@ -21,11 +21,11 @@ from replicas.channel.operations.results import OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.session import Session
 from replicas.channel.sidecar_lanes import SidecarLanes
-from replicas.channel.versions.arena_like import arena_like
+from replicas.channel.versions.filling import PublishJob
+from replicas.channel.versions.free_slot import arena_like
 from replicas.channel.versions.leases import Holder
 from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.publish import Publisher
-from replicas.channel.versions.publish_job import PublishJob
 from replicas.channel.versions.receive import Bound, Receiver
 from replicas.channel.versions.transfers import Transfers
 from replicas.channel.versions.update import Update

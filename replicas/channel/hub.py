@@ -3,12 +3,12 @@
 Theory of operation
 ===================
 
-A :class:`Hub` belongs to one channel of this process. It receives every message of the
-session and routes it to the part that handles its type (publishes, receives, transfers,
-lanes, operations, watches); each part registers its handlers. All of this runs on the
-session thread, without locks. The few values that other threads read (``latest``,
-``loaded``, ``epoch``, ``members``, ``over``) are replaced as a whole, never changed in
-place.
+A :class:`Hub` belongs to one channel of this process. It routes every message of the
+session to the :class:`Part` that handles its type (publishes, receives, transfers,
+lanes, operations, watches), and tells all parts what concerns the whole channel. All of
+this runs on the session thread, without locks. The few values that other threads read
+(``latest``, ``loaded``, ``epoch``, ``members``, ``over``) are replaced as a whole,
+never changed in place.
 
 **Two ways to lose the coordinator.** A broken connection alone changes nothing: the
 session resumes after the reconnect. A new coordinator (another term) knows only what
@@ -17,9 +17,6 @@ open (publishes, requests, watches) or ends it (transfers, lanes), and ``Resumed
 concludes the announcement. Messages that were queued for the old coordinator were
 discarded, so changes between the Hello and the Welcome are announced first. In any case
 each operation also has a local timer that fires shortly after its deadline.
-
-:mod:`replicas.channel.versions.holdings` knows which versions are held and which of
-them must be kept.
 """
 
 from __future__ import annotations
@@ -29,39 +26,19 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 
 from replicas import errors
+from replicas import messages as wire
 from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
 from replicas.channel.session import Session
 from replicas.channel.versions.holdings import Holdings
 from replicas.channel.versions.leases import Leases
 from replicas.memory.beacon import find
-from replicas.messages import (
-    Ack,
-    Assigned,
-    ChannelSettings,
-    Commit,
-    Describe,
-    Discard,
-    Dropped,
-    FromCoordinator,
-    FromMember,
-    Hello,
-    Loaded,
-    Locate,
-    Located,
-    Progress,
-    Released,
-    Resumed,
-    View,
-    Welcome,
-    WireError,
-)
 from replicas.messages.bounds import text_of
 from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.client import SidecarDied, SidecarFailed
@@ -78,24 +55,48 @@ DOWN_S = 60.0
 """How long without a session before receives and watches fail early."""
 
 
-class Part(Protocol):
-    """One part of a channel; called on the session thread."""
+class Part:
+    """One part of a channel; called on the session thread. Defaults: nothing to do."""
 
-    def handlers(self) -> dict[type, Callable[[Any], None]]: ...
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """The messages that it handles, by type."""
+        return {}
 
     def new_term(self) -> None:
         """A new coordinator: announce open work again, end work that cannot go on."""
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         """The session is over: end everything with ``error``."""
+        self.new_term()
+
+    def session_down(self, error: errors.ReplicasError) -> None:
+        """There has been no session for :data:`DOWN_S`."""
+
+    def version_held(self) -> None:
+        """Another version has been received."""
+
+    def latest_grown(self) -> None:
+        """There is a newer committed version."""
+
+    def settled(self, version: int, committed: bool) -> None:
+        """``version`` was committed, or discarded."""
+
+    def filled_up_to(self, version: int, nbytes: int) -> None:
+        """The slot of ``version``, which is being packed, has its first ``nbytes``."""
 
 
 class Hub:
-    """See the module's header."""
+    """See the module's header.
 
-    settings: ChannelSettings
+    :ivar gpu: UUID of the GPU current at join (each thread has its own); empty: none.
+    :ivar device: UUID of the GPU that holds the slots (staging "device"), or empty.
+    :ivar down_since: when the session was last lost, an id of that outage; 0: never.
+    """
 
-    def __init__(self, loop: SessionLoop, hello: Hello, forkserver: str | None, name: str) -> None:
+    session: Session
+    settings: wire.ChannelSettings
+
+    def __init__(self, loop: SessionLoop, hello: wire.Hello, forkserver: str | None, name: str) -> None:
         self.loop = loop
         self.name = name
         self.member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
@@ -108,18 +109,12 @@ class Hub:
         self.publishes_made = 0
         self.several_hosts = False
         self.device = ""
-        """UUID of the GPU that holds the slots (staging "device"), or empty."""
         self.over: errors.ReplicasError | None = None
+        self.down_since = 0.0
         self._introduced = hello
-        self._session: Session | None = None
         self._parts: tuple[Part, ...] = ()
         self._handlers: dict[type, Callable[[Any], None]] = {}
-        self._hold_listeners: list[Callable[[], None]] = []
-        self._commit_listeners: list[Callable[[], None]] = []
-        self._settle_listeners: list[Callable[[int, bool], None]] = []
-        self._fill_listeners: list[Callable[[int, int], None]] = []
         self._step = self._step_sent = 0
-        self._down_since = 0.0
         self._down_reason = ""
         self._down_timer: asyncio.TimerHandle | None = None
         self._failures: tuple[Pending[Any], ...] = ()
@@ -127,27 +122,13 @@ class Hub:
     # ------------------------------------------------------------ set-up
 
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
-        self._session = session
+        self.session = session
         self._parts = parts
         self.loop.call(self.loop.users.add, self)
-        self._handlers = {
-            Ack: lambda message: None,
-            View: self._view,
-            Commit: self._commit,
-            Discard: self._discard,
-            Assigned: self._assigned,
-            Describe: self._describe,
-            Locate: self._locate,
-            Released: self._released,
-        }
+        own = (wire.Ack, wire.Assigned, wire.Describe, wire.Discard, wire.Locate, wire.Released)
+        self._handlers = {**dict.fromkeys(own, self._handle), wire.View: self._view, wire.Commit: self._commit}
         for part in parts:
             self._handlers.update(part.handlers())
-
-    @property
-    def session(self) -> Session:
-        if self._session is None:
-            raise errors.InternalError("the channel has no session yet")
-        return self._session
 
     @property
     def arena(self) -> Arena:
@@ -159,17 +140,11 @@ class Hub:
         return self.holdings.latest
 
     @property
-    def last_outage(self) -> float:
-        """When the session was last lost, as an id of that outage; 0: never."""
-        return self._down_since
-
-    @property
     def leader(self) -> bool:
         return self.member.rank == 0
 
     @property
     def gpu(self) -> str:
-        """UUID of the GPU current at join (each thread has its own); empty: none."""
         return next(iter(self._introduced.cuda_devices), "")
 
     # ------------------------------------------------------------ for the parts
@@ -189,7 +164,7 @@ class Hub:
         """Session thread: run ``coroutine`` as a task; an error ends the channel."""
         return self.loop.spawn(self._guarded_task(coroutine), f"{self.name}: {name}")
 
-    def send(self, message: FromMember) -> None:
+    def send(self, message: wire.FromMember) -> None:
         """Session thread: send a message.
 
         :raises replicas.errors.UsageError: it cannot be encoded or is too large; only
@@ -204,7 +179,7 @@ class Hub:
     def no_answer(self, what: str, deadline_s: float) -> errors.ReplicasError:
         """The error of ``what``, which has not ended by its deadline."""
         if not self.session.connected:
-            down_s = time.monotonic() - self._down_since
+            down_s = time.monotonic() - self.down_since
             return self.error(
                 errors.Disconnected,
                 f"{what}: no session with the coordinator at {self.session.endpoint} "
@@ -228,38 +203,22 @@ class Hub:
             found = found or error
         return found
 
-    def on_hold(self, listener: Callable[[], None]) -> None:
-        """Session thread: call ``listener`` whenever a received version became held."""
-        self._hold_listeners.append(listener)
-
-    def on_commit(self, listener: Callable[[], None]) -> None:
-        """Session thread: call ``listener`` whenever ``latest`` has grown."""
-        self._commit_listeners.append(listener)
-
-    def on_settled(self, listener: Callable[[int, bool], None]) -> None:
-        """Session thread: call ``listener(version, committed)`` at commit, discard."""
-        self._settle_listeners.append(listener)
-
-    def on_fill(self, listener: Callable[[int, int], None]) -> None:
-        """Session thread: call ``listener(version, nbytes)`` as a version is packed."""
-        self._fill_listeners.append(listener)
-
     def filled_up_to(self, version: int, nbytes: int) -> None:
-        """Session thread: the slot of ``version`` has its first ``nbytes`` of data."""
-        for listener in self._fill_listeners:
-            listener(version, nbytes)
+        """See :meth:`Part.filled_up_to`."""
+        for part in self._parts:
+            part.filled_up_to(version, nbytes)
 
     def version_held(self) -> None:
-        """Session thread: another version has been received."""
-        for listener in self._hold_listeners:
-            listener()
+        """See :meth:`Part.version_held`."""
+        for part in self._parts:
+            part.version_held()
 
     def _dropped(self, version: int) -> None:
-        self.send(Dropped(version))
+        self.send(wire.Dropped(version))
 
     # ------------------------------------------------------------ the session's handler
 
-    def introduce(self, hello: Hello) -> Hello:
+    def introduce(self, hello: wire.Hello) -> wire.Hello:
         """``hello`` with the current state of this member."""
         known = self.holdings
         self._introduced = msgspec.structs.replace(
@@ -276,25 +235,23 @@ class Hub:
         return self._introduced
 
     def _loaded_version(self) -> int:
-        return self.loaded if hasattr(self, "settings") and self.settings.role in ("target", "both") else 0
+        return self.loaded if self.holdings.opened and self.settings.role in ("target", "both") else 0
 
     def before_heartbeat(self) -> None:
         if self._step != self._step_sent:
             self._step_sent = self._step
-            self.send(Progress(self._step))
+            self.send(wire.Progress(self._step))
 
     def progress(self, step: int) -> None:
         """From any thread; sent with the next heartbeat."""
         self._step = step
 
-    def welcomed(self, welcome: Welcome, resumed: bool) -> None:
+    def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None:
         first = not self.holdings.opened
         if not first and welcome.settings.staging != self.settings.staging:
             now = welcome.settings.staging
-            error = f'the coordinator wants slots of another kind now (staging = "{now}") than this member has'
-            self._end(
-                self.error(errors.Preflight, error, phase="join", hint="restart all replicas with the new config")
-            )
+            text = f'the coordinator wants slots of another kind now (staging = "{now}") than this member has'
+            self._end(self.error(errors.Preflight, text, phase="join", hint="restart all replicas with the new config"))
             return
         self.settings = welcome.settings
         self.epoch = max(self.epoch, welcome.epoch)
@@ -318,19 +275,19 @@ class Hub:
         for part in self._parts:
             part.new_term()
         self.holdings.protect()
-        self.send(Resumed())
+        self.send(wire.Resumed())
 
     def _correct(self) -> None:
         """Announce changes since the Hello: messages since then were discarded."""
         held = {found.version for found in self.holdings.held()}
         for told in self._introduced.held:
             if told.version not in held:
-                self.send(Dropped(told.version))
+                self._dropped(told.version)
         loaded = self._loaded_version()
         if loaded and loaded != self._introduced.loaded:
-            self.send(Loaded(loaded, 0.0))
+            self.send(wire.Loaded(loaded, 0.0))
 
-    def handle(self, message: FromCoordinator) -> None:
+    def handle(self, message: wire.FromCoordinator) -> None:
         handler = self._handlers.get(type(message))
         if handler is None:
             self._broken(errors.InternalError(f"unexpected message {type(message).__name__}", channel=self.name))
@@ -338,7 +295,7 @@ class Hub:
             self._guarded(handler, message)
 
     def disconnected(self, reason: str) -> None:
-        self._down_since = time.monotonic()
+        self.down_since = time.monotonic()
         self._down_reason = reason
         if self.over is None:
             self._down_timer = self.after(DOWN_S, self._down_long)
@@ -360,13 +317,11 @@ class Hub:
     def _down_long(self) -> None:
         self._down_timer = self.after(DOWN_S, self._down_long)
         for part in self._parts:
-            down = getattr(part, "session_down", None)
-            if down is not None:
-                down(self.no_answer("the wait", DOWN_S))
+            part.session_down(self.no_answer("the wait", DOWN_S))
 
     # ------------------------------------------------- messages about the whole channel
 
-    def _view(self, message: View) -> None:
+    def _view(self, message: wire.View) -> None:
         if message.since:
             left = frozenset(message.left)
             self.members = tuple(sorted({*message.members, *(one for one in self.members if one not in left)}))
@@ -376,10 +331,10 @@ class Hub:
 
     def _newest(self, version: int, digest: str) -> None:
         if self.holdings.committed(version, digest):
-            for listener in self._commit_listeners:
-                listener()
+            for part in self._parts:
+                part.latest_grown()
 
-    def _commit(self, message: Commit) -> None:
+    def _commit(self, message: wire.Commit) -> None:
         version, digest = message.version, message.digest
         if digest and version in self.arena.images():
             ours = self.holdings.digest(version)
@@ -390,8 +345,8 @@ class Hub:
             else:
                 self.holdings.note(version, digest=digest)
         self._newest(version, digest)
-        for settle in self._settle_listeners:
-            settle(version, True)
+        for part in self._parts:
+            part.settled(version, True)
 
     async def _compare(self, version: int, digest: str) -> None:
         if not await self.holdings.compare(version, digest):
@@ -400,29 +355,27 @@ class Hub:
     def _wrong(self, version: int) -> None:
         logger.warning("%s: version %d here has another digest than the committed one", self.name, version)
         self.holdings.release(version)
-        self.send(Dropped(version))
+        self._dropped(version)
 
-    def _discard(self, message: Discard) -> None:
-        for settle in self._settle_listeners:
-            settle(message.version, False)
-        self.holdings.release(message.version)
-
-    def _assigned(self, message: Assigned) -> None:
-        self.assign(message.version)
+    def _handle(self, message: wire.FromCoordinator) -> None:
+        match message:
+            case wire.Assigned():
+                self.assign(message.version)
+            case wire.Describe():
+                self.send(self.holdings.describe(message.version))
+            case wire.Discard():
+                for part in self._parts:
+                    part.settled(message.version, False)
+                self.holdings.release(message.version)
+            case wire.Locate():
+                self.send(wire.Located(find(message.beacons)))
+            case wire.Released():
+                self.arena.released(message.version)
 
     def assign(self, version: int) -> None:
         """Session thread: this replica is to load ``version``; 0: nothing to load."""
         self.holdings.assigned = version
         self.holdings.protect()
-
-    def _locate(self, message: Locate) -> None:
-        self.send(Located(find(message.beacons)))
-
-    def _released(self, message: Released) -> None:
-        self.arena.released(message.version)
-
-    def _describe(self, message: Describe) -> None:
-        self.send(self.holdings.describe(message.version))
 
     # ------------------------------------------------------------ bugs
 
@@ -458,12 +411,12 @@ class Hub:
         self.loop.spawn(self.session.close("failed", BYE_TIMEOUT_S), f"{self.name}: ends")
 
 
-def as_wire_error(error: BaseException, *, channel: str, phase: str, version: int | None = None) -> WireError:
+def as_wire_error(error: BaseException, *, channel: str, phase: str, version: int | None = None) -> wire.WireError:
     """Any failure here as data; an error of an unknown type counts as a bug."""
     if isinstance(error, errors.ReplicasError):
-        return WireError.of(error)
+        return wire.WireError.of(error)
     if isinstance(error, SidecarFailed):
-        return WireError.of(error.as_error(channel=channel, phase=phase, version=version))
+        return wire.WireError.of(error.as_error(channel=channel, phase=phase, version=version))
     text = text_of(error) or type(error).__name__
     kind: type[errors.ReplicasError]
     if isinstance(error, SidecarDied):
@@ -480,7 +433,7 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
         kind, text = errors.WorldError, f"the GPU has failed, and this process cannot use it any more: {text}"
     else:
         kind, text = errors.InternalError, f"{type(error).__name__}: {text}"
-    return WireError.of(kind(text, channel=channel, phase=phase, version=version))
+    return wire.WireError.of(kind(text, channel=channel, phase=phase, version=version))
 
 
 def _lacks_threads(error: BaseException) -> bool:

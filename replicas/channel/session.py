@@ -43,25 +43,10 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketException
 
 from replicas import errors
+from replicas import messages as wire
 from replicas.channel.loop import SessionLoop
 from replicas.common.backoff import Backoff
 from replicas.linux.sockets import listener_uids, whose
-from replicas.messages import (
-    Bye,
-    FromCoordinator,
-    FromMember,
-    Heartbeat,
-    Hello,
-    MemberFrame,
-    Refused,
-    ServerFrame,
-    View,
-    Welcome,
-    decode_server_frame,
-    encode,
-    encode_body,
-    encode_frame,
-)
 from replicas.messages.bounds import most_nbytes, text_of
 
 __all__ = ["MALFORMED_MAX", "Session", "SessionHandler"]
@@ -92,7 +77,7 @@ ACK_AFTER = 64
 """Messages received since the last send that trigger an ack before a heartbeat."""
 
 _T = TypeVar("_T")
-_HEARTBEAT = encode_body(Heartbeat())
+_HEARTBEAT = wire.encode_body(wire.Heartbeat())
 _TRANSIENT = (OSError, TimeoutError, WebSocketException)
 _unreached = wait_random_exponential(multiplier=0.05, max=DIAL_PAUSE_S)
 _fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
@@ -101,14 +86,14 @@ _fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
 class SessionHandler(Protocol):
     """Callbacks of a session to its channel. On the session thread; must not block."""
 
-    def introduce(self, hello: Hello) -> Hello:
+    def introduce(self, hello: wire.Hello) -> wire.Hello:
         """``hello`` with the current state of this member."""
 
     def before_heartbeat(self) -> None: ...
 
-    def welcomed(self, welcome: Welcome, resumed: bool) -> None: ...
+    def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None: ...
 
-    def handle(self, message: FromCoordinator) -> None: ...
+    def handle(self, message: wire.FromCoordinator) -> None: ...
 
     def disconnected(self, reason: str) -> None: ...
 
@@ -167,7 +152,7 @@ class Session:
         loop: SessionLoop,
         endpoint: str,
         token: str,
-        hello: Hello,
+        hello: wire.Hello,
         handler: SessionHandler,
         *,
         token_owners: frozenset[int] | None = None,
@@ -222,7 +207,7 @@ class Session:
             ) from None
         self._task = self._loop.spawn(self._run(websocket), f"session {self._hello.channel}")
 
-    def send(self, body: FromMember) -> None:
+    def send(self, body: wire.FromMember) -> None:
         """Queue a numbered message, to be sent (again) when connected; never blocks.
 
         :raises replicas.errors.UsageError: it cannot be encoded, or is too large;
@@ -235,10 +220,10 @@ class Session:
         self._outbox.append((self._numbered, encoded))
         self._wake.set()
 
-    def _encoded(self, body: FromMember) -> bytes:
+    def _encoded(self, body: wire.FromMember) -> bytes:
         kind = type(body).__name__
         try:
-            encoded = encode_body(body)
+            encoded = wire.encode_body(body)
         except Exception as error:
             text = f"a {kind} cannot be sent: {text_of(error)}"
             raise errors.UsageError(text, channel=self._hello.channel) from error
@@ -253,7 +238,7 @@ class Session:
             self._closing = True
             return
         if self.connected:
-            self.send(Bye(reason))
+            self.send(wire.Bye(reason))
         self._closing = True
         if self.connected:
             self._flushed.clear()
@@ -397,11 +382,11 @@ class Session:
     async def _shake_hands(self, websocket: _Connection) -> None:
         known = self._handler.introduce(self._hello)
         hello = msgspec.structs.replace(known, resume_term=self.term, received=self._received)
-        await websocket.send(encode(MemberFrame(0, self._received, hello)))
+        await websocket.send(wire.encode(wire.MemberFrame(0, self._received, hello)))
         body = self._decode(await websocket.recv()).body
-        if isinstance(body, Refused):
+        if isinstance(body, wire.Refused):
             raise _Over(body.error.exception())
-        if not isinstance(body, Welcome):
+        if not isinstance(body, wire.Welcome):
             raise InvalidHandshake(f"the coordinator answered {type(body).__name__} in place of Welcome")
         resumed = self.term != 0 and body.term == self.term
         if resumed:
@@ -436,14 +421,14 @@ class Session:
         while True:
             frame = self._decode(await websocket.recv())
             self._forget(frame.ack)
-            if isinstance(frame.body, Refused):
+            if isinstance(frame.body, wire.Refused):
                 raise _Over(frame.body.error.exception())
             if frame.seq == 0 or frame.seq <= self._received:
                 continue
             if frame.seq != self._received + 1:
                 raise WebSocketException(f"message {frame.seq} came after {self._received}")
             self._received = frame.seq
-            if isinstance(frame.body, View) and frame.body.heartbeat_interval_s:
+            if isinstance(frame.body, wire.View) and frame.body.heartbeat_interval_s:
                 self._interval_s = frame.body.heartbeat_interval_s
             self._unacked += 1
             if self._unacked >= ACK_AFTER:
@@ -471,7 +456,7 @@ class Session:
 
     async def _put(self, websocket: _Connection, number: int, body: bytes) -> None:
         self._unacked = 0
-        await websocket.send(encode_frame(number, self._received, body))
+        await websocket.send(wire.encode_frame(number, self._received, body))
 
     async def _listen(self, websocket: _Connection) -> None:
         """Raise TimeoutError when no byte has arrived for too long."""
@@ -497,9 +482,9 @@ class Session:
         while self._outbox and self._outbox[0][0] <= acked:
             self._outbox.popleft()
 
-    def _decode(self, data: str | bytes) -> ServerFrame:
+    def _decode(self, data: str | bytes) -> wire.ServerFrame:
         try:
-            frame = decode_server_frame(data if isinstance(data, bytes) else data.encode())
+            frame = wire.decode_server_frame(data if isinstance(data, bytes) else data.encode())
         except msgspec.DecodeError as error:
             self._malformed += 1
             if self._malformed < MALFORMED_MAX:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from replicas import errors
-from replicas.channel.hub import Hub, as_wire_error
+from replicas.channel.hub import Hub, Part, as_wire_error
 from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
 from replicas.sidecar.rank_side.client import GroupSpec, Moved, Sidecar, SidecarDied, SidecarFailed
 
@@ -60,7 +60,7 @@ class SidecarLane:
         return self.sidecar is None or await self.sidecar.wait_dead(DEATH_TIMEOUT_S)
 
 
-class SidecarLanes:
+class SidecarLanes(Part):
     """The lanes of one channel in this process."""
 
     def __init__(self, hub: Hub) -> None:
@@ -69,7 +69,7 @@ class SidecarLanes:
         self._ending: set[asyncio.Task[None]] = set()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {LaneAhead: self._ahead, LaneForm: self._form_asked, LaneDrop: self._drop_asked}
+        return {LaneAhead: self._ahead, LaneForm: self._form_asked, LaneDrop: self._drop}
 
     def get(self, name: str) -> SidecarLane:
         """The lane called ``name``, formed.
@@ -89,7 +89,8 @@ class SidecarLanes:
 
     def prepare(self) -> None:
         """Connect to the forkserver (or start our own) before it is needed."""
-        self._hub.spawn(self._prepare(), "forkserver")
+        if self._hub.over is None:
+            self._hub.spawn(self._prepare(), "forkserver")
 
     async def _prepare(self) -> None:
         try:
@@ -99,10 +100,7 @@ class SidecarLanes:
 
     def new_term(self) -> None:
         for name in list(self._lanes):
-            self._drop(name)
-
-    def fail_all(self, error: errors.ReplicasError) -> None:
-        self.new_term()
+            self._drop(LaneDrop(name))
 
     async def all_gone(self) -> None:
         """Wait until every dropped sidecar is dead (bounded)."""
@@ -125,33 +123,28 @@ class SidecarLanes:
                 self._hub.loop.inherited.add(lane.sidecar)
                 lane.sidecar.on_exit = partial(self._hub.call, self._exited, lane)
                 lane.sidecar.on_moved = partial(self._hub.call, self._moved, lane)
-                await lane.sidecar.build(
-                    GroupSpec(
-                        prefix=message.prefix,
-                        store_host=message.store_host,
-                        store_port=message.store_port,
-                        rank=message.rank,
-                        size=message.size,
-                        backend=message.backend,
-                        address=message.addresses[message.rank],
-                        timeout_s=message.deadline_s,
-                        names=message.names,
-                        addresses=message.addresses,
-                        probe=message.probe,
-                        secret=message.secret,
-                        device=self._hub.gpu if message.backend == "nccl" else self._hub.device,
-                    )
+                spec = GroupSpec(
+                    prefix=message.prefix,
+                    store_host=message.store_host,
+                    store_port=message.store_port,
+                    rank=message.rank,
+                    size=message.size,
+                    backend=message.backend,
+                    address=message.addresses[message.rank],
+                    timeout_s=message.deadline_s,
+                    names=message.names,
+                    addresses=message.addresses,
+                    probe=message.probe,
+                    secret=message.secret,
+                    device=self._hub.gpu if message.backend == "nccl" else self._hub.device,
                 )
+                await lane.sidecar.build(spec)
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             self.failed(lane, error, phase="form")
             return
         if not lane.ended:
             self._hub.send(LaneFormed(lane.name, time.monotonic() - started))
-        self._hub.after(PREFORK_DELAY_S, self._prefork)
-
-    def _prefork(self) -> None:
-        if self._hub.over is None:
-            self.prepare()
+        self._hub.after(PREFORK_DELAY_S, self.prepare)
 
     async def _fork(self) -> Sidecar:
         """Fork a sidecar; if the forkserver turns out to be dead, from a new one."""
@@ -181,15 +174,12 @@ class SidecarLanes:
             lane.told_at = now
             self._hub.send(LaneMoved(lane.name, moved.sent, moved.received, moved.still_s, moved.rtt_s, moved.held_up))
 
-    def _drop_asked(self, message: LaneDrop) -> None:
-        self._drop(message.lane)
-
-    def _drop(self, name: str) -> None:
-        lane = self._lanes.pop(name, None)
+    def _drop(self, message: LaneDrop) -> None:
+        lane = self._lanes.pop(message.lane, None)
         if lane is None:
             return
         lane.end()
-        task = self._hub.spawn(self._bury(lane), f"lane {name} ends")
+        task = self._hub.spawn(self._bury(lane), f"lane {lane.name} ends")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from replicas.channel import Channel, Pending, Update
-from replicas.channel.versions.publish_job import PublishJob
+from replicas.channel.versions.filling import PublishJob
 from tests.support.channels import channel_world, wait_until
 from tests.support.proxy import Proxy
 

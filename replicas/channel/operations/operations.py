@@ -44,7 +44,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replicas import errors
-from replicas.channel.hub import GRACE_S, Hub, as_wire_error
+from replicas import messages as wire
+from replicas.channel.hub import GRACE_S, Hub, Part, as_wire_error
 from replicas.channel.operations.operation_job import Attempt, Job
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import Scratch, write_segments
@@ -52,16 +53,6 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.channel.unknown import Unknown
 from replicas.core.versions.manifest import segment_layout
-from replicas.messages import (
-    OperationDone,
-    OperationEnd,
-    OperationFailed,
-    OperationGo,
-    OperationPost,
-    OperationSettled,
-    ReceiptData,
-    WireError,
-)
 from replicas.sidecar.rank_side.client import CollectiveSpec, SidecarFailed
 
 __all__ = ["RankOperations"]
@@ -72,7 +63,7 @@ APPLIED = 16
 """How many newest refs a post names as applied; above a member's open operations."""
 
 
-class RankOperations:
+class RankOperations(Part):
     """The operations of one channel in this process."""
 
     def __init__(self, hub: Hub, lanes: SidecarLanes) -> None:
@@ -133,10 +124,14 @@ class RankOperations:
             self._device_scratch.close()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {OperationGo: self._go, OperationEnd: self._ended, OperationSettled: self._unknown.settled}
+        return {
+            wire.OperationGo: self._go,
+            wire.OperationEnd: self._ended,
+            wire.OperationSettled: self._unknown.settled,
+        }
 
     def new_term(self) -> None:
-        unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.last_outage]
+        unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.down_since]
         for job in [job for job in self._jobs.values() if job not in unsent]:
             self._cut_off(job)
         for job in unsent:
@@ -165,13 +160,13 @@ class RankOperations:
         self._jobs[job.post] = job
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
         if not hub.session.connected:
-            job.outage = hub.last_outage
+            job.outage = hub.down_since
         self._send(job)
 
     def _send(self, job: Job) -> None:
         operation = job.operation
         job.unsettled = self._unknown.refs
-        message = OperationPost(
+        message = wire.OperationPost(
             post=job.post,
             kind=operation.kind,
             segments=operation.segments,
@@ -190,7 +185,7 @@ class RankOperations:
 
     # ------------------------------------------------------------ attempts
 
-    def _go(self, go: OperationGo) -> None:
+    def _go(self, go: wire.OperationGo) -> None:
         job = self._jobs.get(go.post)
         earlier = job.attempt if job is not None else None
         if job is None or (earlier is not None and go.attempt <= earlier.go.attempt):
@@ -198,7 +193,7 @@ class RankOperations:
             error = self._hub.error(
                 errors.Gone, text, phase="go", members=[self._hub.member.name], hint="call it again"
             )
-            self._hub.send(OperationFailed(go.operation, WireError.of(error)))
+            self._hub.send(wire.OperationFailed(go.operation, wire.WireError.of(error)))
             return
         member = self._hub.member
         me = [(m.group, m.replica, m.rank) for m in go.participants].index((member.group, member.replica, member.rank))
@@ -220,7 +215,7 @@ class RankOperations:
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             job.spoiled = True
             if not job.over and job.attempt is attempt:
-                self._hub.send(OperationFailed(attempt.go.operation, self._as_wire(error)))
+                self._hub.send(wire.OperationFailed(attempt.go.operation, self._as_wire(error)))
             if lane is not None and not await lane.gone():
                 what = f"memory of a {job.operation.kind} is kept: its sidecar did not die"
                 logger.warning("%s: %s", self._hub.name, what)
@@ -229,7 +224,7 @@ class RankOperations:
             return
         if not job.over and job.attempt is attempt:
             job.said_done = True
-            self._hub.send(OperationDone(attempt.go.operation, seconds))
+            self._hub.send(wire.OperationDone(attempt.go.operation, seconds))
         self._stopped(job, attempt)
 
     def _stopped(self, job: Job, attempt: Attempt) -> None:
@@ -269,14 +264,14 @@ class RankOperations:
             places=go.places,
         )
 
-    def _as_wire(self, error: BaseException) -> WireError:
+    def _as_wire(self, error: BaseException) -> wire.WireError:
         if isinstance(error, SidecarFailed) and not error.over:  # refused before any bytes moved: a retry cannot help
             error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
         return as_wire_error(error, channel=self._hub.name, phase="transfer")
 
     # ------------------------------------------------------------ ends
 
-    def _ended(self, message: OperationEnd) -> None:
+    def _ended(self, message: wire.OperationEnd) -> None:
         job = self._jobs.get(message.post)
         if job is None:
             self._unknown.late_verdict(message.post, message.receipt, message.error)
@@ -290,7 +285,7 @@ class RankOperations:
             return
         self._succeed(job, message.receipt)
 
-    def _succeed(self, job: Job, data: ReceiptData) -> None:
+    def _succeed(self, job: Job, data: wire.ReceiptData) -> None:
         self._forget(job)
         if job.ref:
             self._applied.append(job.ref)
@@ -300,7 +295,7 @@ class RankOperations:
         else:
             self._hub.spawn(self._finish(job, data), f"result of {job.operation.kind}")
 
-    async def _finish(self, job: Job, data: ReceiptData) -> None:
+    async def _finish(self, job: Job, data: wire.ReceiptData) -> None:
         attempt = job.attempt
         outcome: Receipt | errors.ReplicasError = Receipt.of(data)
         try:
@@ -312,7 +307,7 @@ class RankOperations:
         finally:
             self._written(job, outcome)
 
-    def _write(self, job: Job, data: ReceiptData, attempt: Attempt) -> Receipt | errors.ReplicasError:
+    def _write(self, job: Job, data: wire.ReceiptData, attempt: Attempt) -> Receipt | errors.ReplicasError:
         """Write the caller's tensors after a verdict of success. On any thread."""
         try:
             return job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)

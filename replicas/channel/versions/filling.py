@@ -1,29 +1,180 @@
-"""The caller's part of a publish: take a slot and copy the weights into it."""
+"""The caller's part of a publish: its job, a slot, and the copy of the weights."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
 from replicas import errors
 from replicas.channel.hub import Hub
-from replicas.channel.pending import Pending
+from replicas.channel.pending import Pending, Receipt
 from replicas.channel.versions.free_slot import free_slot
 from replicas.channel.versions.leases import Holder
-from replicas.channel.versions.publish_job import PublishJob
-from replicas.channel.versions.under_way import CopiesUnderWay
 from replicas.core.versions.manifest import PartManifest, check_size
+from replicas.messages import Filled, Meta, Packed, PackFailed, PublishBegin, SlotPlace, arguments
 from replicas.weights.copying import Copier
-from replicas.weights.devices.accelerator import device_of
+from replicas.weights.devices.accelerator import accelerator, device_of
 from replicas.weights.devices.device_copies import CopyOptions, DeviceCopies
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
 
-__all__ = ["Filling"]
+__all__ = ["CopiesUnderWay", "Filling", "PublishJob"]
+
+
+@dataclass(eq=False)
+class PublishJob:
+    """One publish of this rank; fields change on the session thread.
+
+    :param given_meta: the user's ``meta``, or a function that makes it after the walk.
+    """
+
+    asked_version: int | None
+    deadline_s: float
+    given_meta: InitVar[Meta | Callable[[], Mapping[str, Any]]]
+    new_manifest: bool
+    channel: InitVar[str]
+    hold: bool = True  # GPU tensors are copied on the caller's stream
+    number: int = 0  # among the replica's publishes; 0 until it has begun
+    version: int = 0  # as the coordinator numbered it; 0 until then
+    late_meta: Callable[[], Mapping[str, Any]] | None = None  # makes ``meta``
+    user_failed: bool = False  # ``late_meta`` raised
+    copies: DeviceCopies | None = None  # on a device, under way or ended
+    copier: Copier | None = None  # on the CPU
+    slot: Slot | None = None
+    manifest: PartManifest | None = None
+    device: str = "cpu"
+    walked: bool = False  # the caller has done its whole part
+    walk_over: bool = False  # the caller has left the call, done or not
+    packed: bool = False  # its slot is filled
+    ready: bool = False  # all that Packed says is known, including ``digest``
+    told: bool = False  # Packed or Filled was sent
+    streaming: bool = False  # the coordinator has it sent while it is being filled
+    failed: PackFailed | None = None  # the failure reported by this rank
+    digest: str = ""
+    digest_s: float = 0.0
+    wait_s: float = 0.0
+    pack_s: float = 0.0
+    hold_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    settling: asyncio.TimerHandle | None = None  # settles it if no verdict follows
+
+    def __post_init__(self, given_meta: Meta | Callable[[], Mapping[str, Any]], channel: str) -> None:
+        self.began = time.monotonic()
+        self.deadline = self.began + self.deadline_s
+        self.meta: Meta = {}
+        if callable(given_meta):
+            self.late_meta = given_meta
+        else:
+            self.meta = given_meta
+        self.pending: Pending[Receipt] = Pending(f"publish on {channel}")
+        self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
+
+    def ask_meta(self) -> None:
+        """Call the user's ``meta`` function after the walk; its exceptions pass.
+
+        :raises replicas.errors.UsageError: its result is not valid.
+        """
+        if self.late_meta is None:
+            return
+        try:
+            found = self.late_meta()
+        except BaseException:
+            self.user_failed = True
+            raise
+        self.meta = arguments.meta("publish: what meta() returned", found)
+
+    @property
+    def announced(self) -> bool:
+        """Whether the coordinator knows its local result: the next one may be told."""
+        return self.told or self.streaming or self.failed is not None
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    def begin_message(self, deadline_s: float) -> PublishBegin:
+        """The announcement, also to a coordinator that did not admit it."""
+        version = self.version or self.asked_version
+        return PublishBegin(self.number, version, deadline_s, self.meta, self.new_manifest, self.version != 0)
+
+    def packed_message(self) -> Packed:
+        return Packed(
+            publish=self.number,
+            manifest_hash=self.manifest.hash if self.manifest is not None else "",
+            nbytes=self.manifest.nbytes if self.manifest is not None else 0,
+            device=self.device,
+            wait_s=self.wait_s,
+            pack_s=self.pack_s,
+            digest=self.digest,
+            place=self.slot.place if self.slot is not None else None,
+            digest_s=self.digest_s,
+            hold_s=self.hold_s,
+            meta=self.meta if self.late_meta is not None else None,
+        )
+
+    def streaming_message(self, manifest: PartManifest, device: str) -> Packed:
+        """The announcement that the bytes filled so far may be sent."""
+        return Packed(self.number, manifest.hash, manifest.nbytes, device, self.wait_s, 0.0, streaming=True)
+
+    def filled_message(self, place: SlotPlace) -> Filled:
+        return Filled(self.number, self.pack_s, self.digest, self.digest_s, place, self.hold_s)
+
+    def receipt(self, epoch: int, staging: str) -> Receipt:
+        """Receipt of a version known to be committed, without a verdict's details."""
+        return Receipt(
+            version=self.version,
+            epoch=epoch,
+            members=(),
+            lost=(),
+            nbytes=self.manifest.nbytes if self.manifest is not None else 0,
+            seconds=time.monotonic() - self.began,
+            phases={"wait": self.wait_s, "pack": self.pack_s, "hold": self.hold_s},
+            staging=staging,
+            digest=self.digest if self.slot is not None and self.slot.image is not None else "",
+        )
+
+    def stop_timers(self) -> None:
+        for timer in (self.timer, self.settling):
+            if timer is not None:
+                timer.cancel()
+        self.timer = self.settling = None
+
+
+class CopiesUnderWay:
+    """Device copies of this process's publishes that have not ended.
+
+    Thread-safe, without a lock that an interrupt could leave taken.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, DeviceCopies] = {}
+
+    def add(self, copies: DeviceCopies) -> None:
+        self._copies[id(copies)] = copies
+
+    def watch(self, copies: DeviceCopies) -> None:
+        """Session thread: forget the copies when they have ended."""
+        copies.ended.add(lambda: self._copies.pop(id(copies), None))
+
+    def fence(self, stream: object = None) -> None:
+        """Make ``stream`` (default: this thread's current one) wait for all copies."""
+        copies = list(self._copies.values())
+        gpu = accelerator() if copies else None
+        if gpu is not None:
+            with gpu.on_stream(stream):
+                for one in copies:
+                    one.fence()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all have ended, well or not; False: one of them hangs."""
+        until = time.monotonic() + timeout_s
+        return all(one.ended.wait(until - time.monotonic()) for one in list(self._copies.values()))
 
 
 class Filling:
@@ -34,7 +185,6 @@ class Filling:
     :param grown: called there, after ``streaming``, with the number of bytes filled so
         far.
     :ivar last: the manifest of the last committed version.
-    :ivar copies: copies that devices have under way.
     """
 
     def __init__(
@@ -56,9 +206,28 @@ class Filling:
         :raises replicas.errors.ReplicasError: it failed; the slot still belongs to the
             job.
         """
+        begun = partial(self._begun, job)
         if isinstance(feed.weights, WritableSlot):
-            return self._take_written(job, feed, feed.weights)
-        return self._pack(job, feed)
+            return self._take_written(job, feed, feed.weights, begun)
+        manifest = self._packer.plan(feed)
+        if manifest is None and not job.new_manifest:
+            manifest = self.last
+        staged = stage(feed) if manifest is None else None
+        if staged is not None:
+            manifest = staged.manifest
+        assert manifest is not None
+        check_size(manifest)
+        if feed.device != "cpu" and not self._hub.device:
+            self._hub.arena.pinning = True  # preallocated memory is then for copies from a GPU
+        slot = self._slot(job, partial(self._free_slot, job, manifest))
+        if staged is not None:
+            return manifest, staged.write(slot.data, CopyOptions(slot.buffer, begun=begun))
+        progress = None
+        at_once = feed.mode == "image" and job.late_meta is None  # receivers are told the meta first
+        if self._hub.several_hosts and at_once and self._packer.knows(feed, manifest):
+            self._hub.call(self._streaming, job, manifest, self.device(feed))
+            progress = partial(self._hub.call, self._grown, job)
+        return manifest, self._packer.pack(feed, manifest, slot, progress, hold=job.hold, begun=begun)
 
     def device(self, feed: Feed) -> str:
         """Device type of the slots if they are on a GPU, else of the weights."""
@@ -72,7 +241,9 @@ class Filling:
             self.copies.add(copies)
             self._hub.call(self.copies.watch, copies)
 
-    def _take_written(self, job: PublishJob, feed: Feed, written: WritableSlot) -> tuple[PartManifest, Packing]:
+    def _take_written(
+        self, job: PublishJob, feed: Feed, written: WritableSlot, begun: Callable[[DeviceCopies | Copier], None]
+    ) -> tuple[PartManifest, Packing]:
         """Take a slot that the trainer has filled in place, without a copy."""
         if feed.dtype is not None:
             raise self._hub.error(
@@ -81,41 +252,14 @@ class Filling:
         check_size(written.manifest)
         written.check_open()
         feed.take_known()
-        room: Pending[Slot] = Pending(f"the slot that was written on {self._hub.name}")
-        self._hub.call(self._look_for, job, room, partial(self._take, job, written))
-        room._wait_for_session()
+        self._slot(job, partial(self._take, job, written))
         written.taken()
-        return written.manifest, written.digest(partial(self._begun, job))
+        return written.manifest, written.digest(begun)
 
-    def _pack(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
-        """Copy the weights into a free slot."""
-        manifest = self._packer.plan(feed)
-        if manifest is None and not job.new_manifest:
-            manifest = self.last
-        staged = stage(feed) if manifest is None else None
-        if staged is not None:
-            manifest = staged.manifest
-        assert manifest is not None
-        check_size(manifest)
-        self._expect(feed)
-        slot = self._take_slot(job, manifest)
-        begun = partial(self._begun, job)
-        if staged is not None:
-            return manifest, staged.write(slot.data, CopyOptions(slot.buffer, begun=begun))
-        progress = None
-        at_once = feed.mode == "image" and job.late_meta is None  # receivers are told the meta first
-        if self._hub.several_hosts and at_once and self._packer.knows(feed, manifest):
-            self._hub.call(self._streaming, job, manifest, self.device(feed))
-            progress = partial(self._hub.call, self._grown, job)
-        return manifest, self._packer.pack(feed, manifest, slot, progress, hold=job.hold, begun=begun)
-
-    def _expect(self, feed: Feed) -> None:
-        if feed.device != "cpu" and not self._hub.device:
-            self._hub.arena.pinning = True  # preallocated memory is then for copies from a GPU
-
-    def _take_slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
+    def _slot(self, job: PublishJob, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
+        """Have the session thread find a slot, and wait for it."""
         room: Pending[Slot] = Pending(f"a slot of {self._hub.name}")
-        self._hub.call(self._look_for, job, room, partial(self._free_slot, job, manifest))
+        self._hub.call(self._look_for, job, room, find)
         return room._wait_for_session()
 
     # ------------------------------------------------------------ session thread
@@ -136,10 +280,9 @@ class Filling:
             room._resolve(job.slot)
 
     async def _free_slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
-        what = f"version {job.version}"
-        return await free_slot(
-            self._hub, job.version, manifest, what=what, until=job.deadline, check=partial(self._check, job)
-        )
+        text = f"no free slot for version {job.version} within {job.deadline - time.monotonic():.3g} s"
+        check = partial(self._check, job)
+        return await free_slot(self._hub, job.version, manifest, until=job.deadline, check=check, text=text)
 
     async def _take(self, job: PublishJob, written: WritableSlot) -> Slot:
         self._check(job)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replicas import errors
-from replicas.channel.hub import Hub
+from replicas.channel.hub import Hub, Part
 from replicas.core.versions.fetching import Cache, Fetch, pieces
 from replicas.core.versions.manifest import Manifest
 from replicas.messages import ManifestAsk, ManifestPiece
@@ -19,7 +19,7 @@ DECODED_NBYTES = 16 * 2**20
 """Limit on the encoded size of manifests that are also kept decoded, in bytes."""
 
 
-class ManifestExchange:
+class ManifestExchange(Part):
     """Manifests of one channel. On the session thread.
 
     :param published: encoding of the manifest with a hash that is being published here.

@@ -62,11 +62,10 @@ from functools import partial
 from typing import Any
 
 from replicas import errors
-from replicas.channel.hub import GRACE_S, Hub, as_wire_error
+from replicas.channel.hub import GRACE_S, Hub, Part, as_wire_error
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.versions.filling import Filling
+from replicas.channel.versions.filling import Filling, PublishJob
 from replicas.channel.versions.leases import Holder
-from replicas.channel.versions.publish_job import PublishJob
 from replicas.core.versions.manifest import PartManifest
 from replicas.messages import PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of
@@ -79,7 +78,7 @@ LATE_S = 15.0
 """Extra time of a publish past its deadline, once a new coordinator knows of it."""
 
 
-class Publisher:
+class Publisher(Part):
     """Publishes of one channel in this process."""
 
     def __init__(self, hub: Hub) -> None:
@@ -89,7 +88,6 @@ class Publisher:
         self._walking: PublishJob | None = None
         self._filling = Filling(hub, self._begun_to_fill, self._grown)
         self.copies = self._filling.copies
-        hub.on_settled(self._settled)
 
     # ------------------------------------------------------------ caller's thread
 
@@ -185,25 +183,22 @@ class Publisher:
             return
         hub.leases.sweep()
         if self._walking is not None:
-            self._refuse(job, "publish was called while another thread is in it", "publish from one thread")
+            text = "publish was called while another thread is in it"
+            error = hub.error(errors.UsageError, text, hint="publish from one thread")
+            job.admitted._fail(error)
+            job.pending._fail(error)
             return
         self._walking = job
         hub.leases.lend(walk, partial(self._walk_over, job))
         job.number = hub.publishes_made + 1
         try:
             hub.send(job.begin_message(job.left_s))
-        except errors.UsageError as error:
-            self._fail(job, error)
+        except errors.UsageError as refused:
+            self._fail(job, refused)
             return
         hub.publishes_made = job.number
         self._jobs[job.number] = job
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
-
-    def _refuse(self, job: PublishJob, text: str, hint: str) -> None:
-        """Fail a publish that never begins."""
-        error = self._hub.error(errors.UsageError, text, hint=hint)
-        job.admitted._fail(error)
-        job.pending._fail(error)
 
     def _walk_over(self, job: PublishJob) -> None:
         """The caller has left the walk, perhaps by an interrupt without any report."""
@@ -217,7 +212,8 @@ class Publisher:
         """A rank that carries no bytes has walked the weights."""
         job.walked, job.pack_s = True, pack_s
         self._filled(job, None, device)
-        self._ready(job)
+        job.ready = True
+        self._announce()
 
     def _packing(
         self, job: PublishJob, manifest: PartManifest, device: str, packing: Packing, started: float, returned: float
@@ -293,15 +289,12 @@ class Publisher:
             return
         if job.slot.image is not None:
             self._hub.holdings.note(job.version, digest=job.digest)
+        job.ready = True
         if job.streaming:
-            job.ready = job.told = True
+            job.told = True
             self._hub.send(job.filled_message(job.slot.place))
         else:
-            self._ready(job)
-
-    def _ready(self, job: PublishJob) -> None:
-        job.ready = True
-        self._announce()
+            self._announce()
 
     def _announce(self) -> None:
         """Announce packed publishes in order, up to one that may still be packed."""
@@ -309,7 +302,8 @@ class Publisher:
             if job.announced:
                 continue
             if job.ready:
-                self._send_packed(job)
+                job.told = True
+                self._hub.send(job.packed_message())
             elif job.number in self._jobs:
                 return
 
@@ -335,10 +329,6 @@ class Publisher:
         known = (job.manifest for job in self._in_order() if job.manifest is not None)
         found = next((manifest for manifest in known if manifest.hash == manifest_hash), None)
         return found.encode() if found is not None else None
-
-    def _send_packed(self, job: PublishJob) -> None:
-        job.told = True
-        self._hub.send(job.packed_message())
 
     def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:
         """Report a failed fill; the walk may go on. ``users``: user code raised."""
@@ -454,17 +444,13 @@ class Publisher:
         if outcome is not None:
             job.pending._settle(outcome)
 
-    def _settled(self, version: int, committed: bool) -> None:
+    def settled(self, version: int, committed: bool) -> None:
         """A commit or discard; wait a while for the verdict, which says more."""
         for job in list(self._unsettled.values()):
             if job.version == version and job.settling is None:
                 job.settling = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
             if committed and job.version < version:
-                self._settle_slot(job)
-
-    def _settle_slot(self, job: PublishJob) -> None:
-        """Free the slot of a version that a newer commit has made useless."""
-        self._let_go(job, keep=False)
+                self._let_go(job, keep=False)  # the newer commit has made it useless
 
     def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:
         if job.number not in self._unsettled:
@@ -473,6 +459,5 @@ class Publisher:
             self._settle(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
             return
         text = f"version {job.version} was discarded: it was not committed, and never will be"
-        self._settle(
-            job, self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
-        )
+        error = self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
+        self._settle(job, error)

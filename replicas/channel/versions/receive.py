@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from replicas import errors
-from replicas.channel.hub import Hub
+from replicas.channel.hub import Hub, Part
 from replicas.channel.pending import Pending
 from replicas.channel.versions.leases import Holder
 from replicas.channel.versions.update import Update
@@ -59,7 +59,7 @@ class Bound(NamedTuple):
         return f"at_least=({self.key!r}, {self.least})" if self.key else f"at_least={self.least}" if self.least else ""
 
 
-class Receiver:
+class Receiver(Part):
     """The receives of one channel in this process."""
 
     def __init__(self, hub: Hub) -> None:
@@ -78,9 +78,6 @@ class Receiver:
         self._given_back = 0
         self._deadline_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        hub.on_hold(self._deliver)
-        hub.on_hold(self._give_back)
-        hub.on_commit(self._give_back)
 
     # ------------------------------------------------------------ caller's thread
 
@@ -169,8 +166,9 @@ class Receiver:
         if pending is not None:
             pending._fail(error)
 
-    def session_down(self, error: errors.ReplicasError) -> None:
-        self._give_up(error)
+    def version_held(self) -> None:
+        self._deliver()
+        self.latest_grown()
 
     def _ask(
         self, pending: Pending[Update], deadline_s: float | None, bound: Bound, replaced: Pending[Update] | None
@@ -253,7 +251,7 @@ class Receiver:
             error = errors.SyncError("it was dropped without a report", version=version, phase="load", hint="")
             self._report_failed(version, self._as_wire(version, error))
 
-    def _give_back(self) -> None:
+    def latest_grown(self) -> None:
         """Swap a delivered, unobserved update for a newer version, once for each."""
         pending, hub = self._pending, self._hub
         update = self._delivered()
@@ -284,9 +282,9 @@ class Receiver:
         if self._declined:
             others = f"other ranks of {hub.member.replica_name}"
             found = f" ({others} have begun with version {self._declined}, and not asked again)"
-        self._give_up(hub.no_answer(what + found, deadline_s))
+        self.session_down(hub.no_answer(what + found, deadline_s))
 
-    def _give_up(self, error: errors.ReplicasError) -> None:
+    def session_down(self, error: errors.ReplicasError) -> None:
         pending = self._asked
         if pending is not None:
             self._end_ask()

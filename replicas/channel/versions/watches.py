@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replicas import errors
-from replicas.channel.hub import Hub
+from replicas.channel.hub import Hub, Part
 from replicas.channel.pending import Pending
 from replicas.messages import WatchEnd, WatchLoaded
 
@@ -26,7 +26,7 @@ class _Watch:
         self.timer: asyncio.TimerHandle | None = None
 
 
-class Watches:
+class Watches(Part):
     """The watches of one channel in this process.
 
     A commit watch waits for a version newer than its ``version``, a load watch for that
@@ -39,7 +39,6 @@ class Watches:
         self._loads: set[_Watch] = set()
         self._told: WatchLoaded | None = None
         self._numbered = 0
-        hub.on_commit(self._committed)
 
     def committed(self, after: int | None, deadline_s: float | None) -> Pending[int]:
         pending: Pending[int] = Pending(f"commit on {self._hub.name}")
@@ -60,7 +59,7 @@ class Watches:
     def new_term(self) -> None:
         self._told = None
         self._watch()
-        self._committed()
+        self.latest_grown()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         for watches in (self._commits, self._loads):
@@ -78,7 +77,7 @@ class Watches:
         if deadline_s is not None:
             watch.timer = self._hub.after(deadline_s, self._overdue, watches, watch, deadline_s)
         self._watch()
-        self._committed()
+        self.latest_grown()
 
     def _watch(self) -> None:
         """Have the coordinator watch the oldest awaited version, if it does not."""
@@ -89,7 +88,7 @@ class Watches:
         self._told = WatchLoaded(self._numbered, oldest)
         self._hub.send(self._told)
 
-    def _committed(self) -> None:
+    def latest_grown(self) -> None:
         latest = self._hub.latest
         for watch in [watch for watch in self._commits if latest > watch.version]:
             self._end(self._commits, watch)._resolve(latest)

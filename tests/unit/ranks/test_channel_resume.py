@@ -14,7 +14,7 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.versions.publish_job import PublishJob
+from replicas.channel.versions.filling import PublishJob
 from replicas.channel.versions.update import Update
 from replicas.core.versions.manifest import Manifest
 from replicas.weights.digest import digest_of

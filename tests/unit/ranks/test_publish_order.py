@@ -13,7 +13,7 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.versions.publish_job import PublishJob
+from replicas.channel.versions.filling import PublishJob
 from replicas.messages import Meta
 from replicas.weights.feed import Feed
 from replicas.weights.packing import Packing
