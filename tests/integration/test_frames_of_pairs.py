@@ -235,7 +235,7 @@ def test_what_a_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         for data in mutants([orders.encode(SPEC._replace(env={"A": "b"}).message())], seed=16, many=MESSAGES):
             send(ours, data)
             try:
-                spec = launcher._ordered(theirs)
+                spec = orders.receive_spec(theirs)
             except (orders.Malformed, orders.OtherRelease) as error:
                 told += 1
                 told_lines = str(error).splitlines()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from replicas.linux.processes import has_zombie, is_stopped
-from replicas.supervisor.shim.stopped import STOPPED_S, StoppedWatch
+from replicas.supervisor.shim.deaths import STOPPED_S, StoppedWatch
 from tests.support.runs import eventually
 
 # Its child lives until a line comes.

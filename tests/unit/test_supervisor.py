@@ -19,8 +19,8 @@ from replicas.supervisor.fleet.causes import Cause, verdict
 from replicas.supervisor.fleet.node import rank_environment
 from replicas.supervisor.fleet.reports import line
 from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.commands import resolve_command
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.shim.starting import resolve_command
 from replicas.supervisor.state.run_state import Saved
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.telemetry.events import RunEnded, RunStarted

@@ -39,7 +39,7 @@ from replicas.linux.processes import send_signal, start_time
 from replicas.linux.sockets import is_own, listens
 from replicas.supervisor.cleanup.sweeping import Sweep
 from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.notes import note
+from replicas.supervisor.shim.orders import note
 
 __all__ = ["SHIMS_S", "WatchedShim", "clean_up", "main", "remove_socket"]
 

@@ -59,7 +59,7 @@ from replicas.supervisor.logs.log_file import RotatedFile
 from replicas.supervisor.logs.tee import Tee
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.guard import RANK_MARK
-from replicas.supervisor.shim.notes import note
+from replicas.supervisor.shim.orders import note
 
 __all__ = ["ALONE_S", "COMM", "Log", "LogSource", "Pump", "is_pump", "waiting_nbytes"]
 

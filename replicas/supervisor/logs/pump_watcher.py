@@ -38,8 +38,7 @@ from replicas.linux.processes import send_signal
 from replicas.supervisor.logs.log_file import remove_old_generations
 from replicas.supervisor.logs.pump import COMM, Log, LogSource, Pump, waiting_nbytes
 from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.notes import note
-from replicas.supervisor.shim.orders import LogLoss, NodeSpec
+from replicas.supervisor.shim.orders import LogLoss, NodeSpec, note
 
 __all__ = ["DRAIN_S", "PumpWatcher"]
 

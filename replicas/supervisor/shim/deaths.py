@@ -1,11 +1,14 @@
-"""Find the process of a replica that crashed before the main process ended.
+"""Deaths in a replica that nobody tells the shim: of a child of a rank, or unseen ones.
 
-That one died first, and is named in the exit report. The shim is not the parent of
-these processes, so it is not told of their ends. It opens a pidfd for each process that
-it sees below it; when the pidfd becomes readable, it asks the kernel how the process
-ended: from ``/proc`` for a zombie, by ``PIDFD_GET_INFO`` for one that was already
-waited for (Linux 6.15; on older kernels, an end that the parent noticed at once stays
-unknown). Standard library only.
+A process that crashed before the main process ended died first, and is named in the
+exit report (:class:`DeathWatch`). The shim is not the parent of these processes, so it
+opens a pidfd for each process that it sees below it; when the pidfd becomes readable,
+it asks the kernel how the process ended: from ``/proc`` for a zombie, by
+``PIDFD_GET_INFO`` for one that was already waited for (Linux 6.15; on older kernels, an
+end that the parent noticed at once stays unknown).
+
+A stopped torchrun does not see that one of its ranks has ended
+(:class:`StoppedWatch`). Standard library only.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from replicas.linux.processes import parents, signal_name
+from replicas.linux.processes import has_zombie, is_stopped, parents, signal_name, stat_fields
 
-__all__ = ["Death", "DeathWatch"]
+__all__ = ["STOPPED_S", "Death", "DeathWatch", "StoppedWatch"]
 
 RECENT_S = 60.0
 """How long before the main process a process may have died to be named, in seconds."""
+STOPPED_S = 5.0
+"""How long torchrun may be stopped with a dead rank, in seconds."""
+_LOOK_INTERVAL_S = 0.5
 _CRASHES = frozenset(
     (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
 )
@@ -120,10 +126,10 @@ def _killed_by(pid: int, pidfd: int) -> int:
 def _of_zombie(pid: int) -> int:
     """Wait status of a zombie; 0 if it is none any more."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        fields = stat_fields(pid)
     except OSError:
         return 0
-    return int(fields[49]) if fields[0] == b"Z" else 0
+    return int(fields[49]) if fields[0] == "Z" else 0
 
 
 def _of_gone(pidfd: int) -> int:
@@ -136,3 +142,31 @@ def _of_gone(pidfd: int) -> int:
         return 0
     known = struct.unpack_from("Q", info, 0)[0] & _INFO_EXIT
     return int(struct.unpack_from("i", info, _EXIT_AT)[0]) if known else 0
+
+
+class StoppedWatch:
+    """Watches one process for being stopped with a dead child.
+
+    The stop and continuation of a child come with SIGCHLD; its dead children must be
+    polled.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._blind_since: float | None = None
+        self._look_at: float | None = None
+
+    @property
+    def wakes(self) -> list[float]:
+        """When :meth:`blind` must be called."""
+        return [] if self._look_at is None else [self._look_at]
+
+    def blind(self, now: float) -> bool:
+        """True if it has been stopped, with a dead child, for :data:`STOPPED_S`."""
+        stopped = is_stopped(self._pid)
+        self._look_at = now + _LOOK_INTERVAL_S if stopped else None
+        if not stopped or not has_zombie(self._pid):
+            self._blind_since = None
+            return False
+        self._blind_since = now if self._blind_since is None else self._blind_since
+        return now - self._blind_since > STOPPED_S

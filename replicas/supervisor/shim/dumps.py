@@ -33,7 +33,7 @@ from typing import NamedTuple
 from replicas.linux import private, stacks
 from replicas.linux.processes import catches, children, is_below, signal_each, start_time
 from replicas.linux.stacks import Asked
-from replicas.supervisor.shim.notes import note
+from replicas.supervisor.shim.orders import note
 
 __all__ = [
     "ANSWER_S",

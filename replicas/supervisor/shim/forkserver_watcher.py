@@ -22,7 +22,7 @@ from collections.abc import Callable
 from replicas.common.backoff import Backoff
 from replicas.linux.processes import Child
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
-from replicas.supervisor.shim.notes import note
+from replicas.supervisor.shim.orders import note
 
 __all__ = ["TRIES", "ForkserverWatcher"]
 

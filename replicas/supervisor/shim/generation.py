@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import time
 from collections.abc import Callable
 
 import msgspec
 
-from replicas.config.structs import GroupConfig
+from replicas import environ
+from replicas.config.structs import GroupConfig, LogsConfig
+from replicas.linux.processes import MARK
+from replicas.linux.sockets import SocketAddress
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet.environment import Host, ShimStarter
-from replicas.supervisor.fleet.node import Node
-from replicas.supervisor.shim.orders import ExitReport, LogLoss, Remains
-from replicas.supervisor.shim.specs import node_spec
+from replicas.supervisor.fleet.node import Node, rank_environment
+from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, Remains
 from replicas.supervisor.state.run_state import ShimRecord, process_record
 
-__all__ = ["STUCK_S", "Generation"]
+__all__ = ["STUCK_S", "Generation", "wants_tee"]
 
 STUCK_S = 8.0
 """Grace after a generation's stop timeout, in seconds: then shims that give no reason
@@ -53,7 +57,7 @@ class Generation:
 
         :raises OSError: one cannot be started; the others are told to end.
         """
-        specs = [node_spec(self._host, group, index, number, node) for node in range(group.nnodes)]
+        specs = [_node_spec(self._host, group, index, number, node) for node in range(group.nnodes)]
         self.records = [
             ShimRecord(nonce=spec.nonce, group=group.name, replica=index, generation=number, node=spec.node)
             for spec in specs
@@ -183,3 +187,43 @@ class Generation:
             except TimeoutError:
                 found[f"{record.group}/{record.replica}, node {record.node}"] = "its shim does not answer"
         return found
+
+
+def wants_tee(logs: LogsConfig) -> bool:
+    """True if the lines of ranks go to stderr."""
+    return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
+
+
+def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:
+    """The spec of node ``node``; each call gives it a new mark."""
+    nonce = Node.nonce()
+    folder = str(host.state.log_dir(group.name, index, generation))
+    shared = {**host.environment(), environ.LOG_DIR: folder, MARK: nonce}
+    forkserver = ""
+    if host.on_channel(group.name):  # its address: the name is public, and independent of the mark
+        forkserver = str(SocketAddress(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16)))
+        shared[environ.FORKSERVER] = forkserver
+    shared |= host.share(group.name, index, node)
+    env = rank_environment(group, index, generation, replicas=host.size(group.name), shared=shared)
+    return NodeSpec(
+        run=host.config.run.name,
+        group=group.name,
+        replica=index,
+        generation=generation,
+        node=node,
+        nnodes=group.nnodes,
+        nproc_per_node=group.nproc_per_node,
+        launcher=group.launcher,
+        command=group.command,
+        env=env,
+        cwd=str(group.cwd),
+        log_dir=folder,
+        stop_timeout_s=group.stop_timeout_s,
+        nonce=nonce,
+        forkserver=forkserver,
+        rendezvous_timeout_s=group.health.start_timeout_s,
+        log_max_nbytes=host.config.logs.max_nbytes,
+        log_keep=host.config.logs.keep,
+        log_keep_generations=host.config.logs.keep_generations,
+        tee=wants_tee(host.config.logs),
+    )

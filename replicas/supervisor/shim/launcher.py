@@ -60,10 +60,9 @@ from replicas.common.foreign import lines, one_line
 from replicas.linux import inherited
 from replicas.linux.prctl import die_with_parent
 from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.commands import guard_command, guard_orders
 from replicas.supervisor.shim.guard import GUARD
-from replicas.supervisor.shim.notes import note
-from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit, note
+from replicas.supervisor.shim.starting import guard_command, guard_orders
 
 if _collects:
     gc.enable()
@@ -289,20 +288,6 @@ def _config(arguments: list[str]) -> tuple[Any, Callable[..., Any] | str, list[s
     return config, entrypoint, rest
 
 
-def _ordered(control: socket.socket) -> NodeSpec | None:
-    """Receive the first order of the shim; None if the shim is gone.
-
-    :raises replicas.supervisor.shim.orders.Malformed: it is not a start order.
-    :raises replicas.supervisor.shim.orders.OtherRelease: its spec does not fit.
-    """
-    message = orders.receive(control)
-    if message is None:
-        return None
-    with orders.reading("start"):
-        spec = message["spec"]
-    return NodeSpec.of(spec)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="replicas.supervisor.shim.launcher", description="started by the shim")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
@@ -314,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     control = socket.socket(fileno=options.control)
     control.set_inheritable(False)
     try:
-        spec = _ordered(control)
+        spec = orders.receive_spec(control)
     except (orders.Malformed, orders.OtherRelease) as error:
         note(f"what the shim said is no order: {error}")
         return 1

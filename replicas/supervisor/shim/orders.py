@@ -1,6 +1,6 @@
-"""Messages between supervisor, shim and launcher, as JSON packets over a socketpair.
+"""Messages between supervisor, shim and launcher, and notes in their logs.
 
-The socketpair is SOCK_SEQPACKET; each packet is one JSON object.
+A message is one JSON object, a packet of a SOCK_SEQPACKET socketpair.
 
 Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for
 nodes other than 0), ``stop`` (with ``stacks``: after they have been saved), ``stacks``,
@@ -22,7 +22,7 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from replicas import __version__
@@ -38,9 +38,11 @@ __all__ = [
     "Remains",
     "decode",
     "encode",
+    "note",
     "pair",
     "reading",
     "receive",
+    "receive_spec",
     "send",
 ]
 
@@ -144,6 +146,12 @@ class NodeSpec(NamedTuple):
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+_PLAIN: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float}
+
+
+def _declared(kind: type[NodeSpec] | type[RankExit]) -> Iterator[tuple[str, Any]]:
+    """Name and declared type of each field: NamedTuple wraps the latter."""
+    return ((name, getattr(hint, "__forward_arg__", hint)) for name, hint in kind.__annotations__.items())
 
 
 def _check_types(spec: NodeSpec) -> None:
@@ -214,16 +222,8 @@ class RankExit(NamedTuple):
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> RankExit:
         with reading("rank"):
-            return cls(
-                rank=int(data["rank"]),
-                code=int(data["code"]),
-                pid=int(data["pid"]),
-                text=str(data["text"]),
-                at=float(data["at"]),
-                error=str(data["error"]),
-                lines=tuple(str(line) for line in data["lines"]),
-                after=str(data["after"]),
-            )
+            plain = {name: _PLAIN[kind](data[name]) for name, kind in _declared(cls) if kind in _PLAIN}
+            return cls(**plain, lines=tuple(str(line) for line in data["lines"]))
 
 
 class ExitReport(NamedTuple):
@@ -246,6 +246,9 @@ class ExitReport(NamedTuple):
 
     def message(self, kind: str = "ended") -> Message:
         return {"type": kind, "report": self._asdict() | {"ranks": [rank._asdict() for rank in self.ranks]}}
+
+
+# ------------------------------------------------------------ packets
 
 
 def encode(message: Message) -> bytes:
@@ -300,3 +303,23 @@ def receive(connection: socket.socket) -> Message | None:
     except ConnectionResetError:
         return None
     return decode(data) if data else None
+
+
+def receive_spec(connection: socket.socket) -> NodeSpec | None:
+    """Receive the start order, which is the first; None at the end of the stream.
+
+    :raises Malformed: it is not a start order.
+    :raises OtherRelease: its spec does not fit.
+    """
+    message = receive(connection)
+    if message is None:
+        return None
+    with reading("start"):
+        spec = message["spec"]
+    return NodeSpec.of(spec)
+
+
+def note(text: str) -> None:
+    """Write a line to stderr, one's own log; ignore errors, as its disk may be full."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="replace"))

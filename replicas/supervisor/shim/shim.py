@@ -5,34 +5,30 @@ Theory of operation
 
 The supervisor execs ``python -m replicas.supervisor.shim.shim --control FD --parent
 PID`` for each replica and node; orders come over the socketpair ``FD``
-(:mod:`replicas.supervisor.shim.orders`). The shim is a subreaper, so every process that
-a rank forks, double-forks or puts into a session of its own stays below it. One thread,
-one loop over a selector, in four phases::
+(:mod:`replicas.supervisor.shim.orders`), the first of which says what to start. The
+shim is a subreaper, so every process that a rank forks, double-forks or puts into a
+session of its own stays below it. One thread, one loop over a selector, in three
+phases::
 
-    waiting ──start──► running ──stop, or supervisor gone──► stopping
-                          │                                      │
-                          └───────── main process gone ──────────┤
-                                                                 ▼
-                                    exit ◄──no child left── sweeping
+    running ──stop, or supervisor gone──► stopping
+       │                                      │
+       └───────── main process gone ──────────┤
+                                              ▼
+                 exit ◄──no child left── sweeping
 
-* *running*: the forkserver (restarted when it dies or freezes,
-  :mod:`replicas.supervisor.shim.forkserver_watcher`) and the main process: torchrun's
-  launcher, or the program itself. A torchrun that is stopped (SIGSTOP) when a rank dies
-  would never report it, and is killed.
-* *stopping*: if the ranks are reported stuck, their stacks are saved first
-  (:mod:`replicas.supervisor.shim.dumps`). Then SIGTERM to the main process; at the
-  deadline SIGKILL to the whole tree.
-* *sweeping*: the exit report is sent; SIGTERM to the remaining processes. The whole
-  tree has the time that the main process was given when it was told to stop, else
-  ``SWEEP_GRACE_S``; then SIGKILL, again and again until this process has no child, and
-  the control group is empty. Processes that take long to die are named (``remains``).
-  Python's resource trackers are killed last, as they unlink the files that the others
-  have left in /dev/shm. Then ``gone`` is sent and the shim ends.
-
-Output goes through pipes to the log pump, a child of the shim that outlives all others
-(:mod:`replicas.supervisor.logs.pump`). The exit report waits for the last lines, until
-the pump has read all output of the main process. At the end the pump is the only child,
-gets no more input, and ends.
+* *running*: the forkserver (restarted when it dies or freezes) and the main process:
+  torchrun's launcher, or the program itself. A torchrun that is stopped (SIGSTOP) when
+  a rank dies would never report it, and is killed.
+* *stopping*: if the ranks are reported stuck, their stacks are saved first. Then
+  SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
+* *sweeping*: the exit report is sent, once the log pump has read all output of the main
+  process; SIGTERM to the remaining processes. The whole tree has the time that the main
+  process was given when it was told to stop, else ``SWEEP_GRACE_S``; then SIGKILL,
+  again and again until this process has no child, and the control group is empty.
+  Processes that take long to die are named (``remains``). Python's resource trackers
+  are killed last, as they unlink the files that the others have left in /dev/shm. At
+  the end the log pump is the only child, gets no more input, and ends; then ``gone`` is
+  sent.
 
 Where possible, all processes that the shim starts are in a control group
 (:mod:`replicas.linux.cgroups`), without the shim itself: SIGKILL to the tree is then
@@ -45,8 +41,7 @@ shim, which an embedding program may end at any time.
 
 If the shim itself is killed, the launcher and the ranks have their parent-death
 signals, and the supervisor sweeps the rest by its control group and by the mark in its
-environment; the janitor does so if both are killed
-(:mod:`replicas.supervisor.cleanup.janitor`).
+environment; the janitor does so if both are killed.
 
 Standard library only; neither torch nor modules that load slowly (dataclasses,
 argparse) are imported here: every restart waits for a shim.
@@ -56,6 +51,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -63,7 +59,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from replicas import __version__
 from replicas.linux import cgroups, inherited, private
@@ -74,13 +69,11 @@ from replicas.supervisor.cleanup.sweeping import Grace, kill_group
 from replicas.supervisor.fleet.endings import exit_report
 from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.deaths import DeathWatch
+from replicas.supervisor.shim.deaths import DeathWatch, StoppedWatch
 from replicas.supervisor.shim.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
 from replicas.supervisor.shim.forkserver_watcher import ForkserverWatcher
-from replicas.supervisor.shim.notes import note
-from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, Remains
+from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains, note
 from replicas.supervisor.shim.starting import Starter
-from replicas.supervisor.shim.stopped import StoppedWatch
 
 __all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main"]
 
@@ -96,32 +89,30 @@ _LATE_SWEEP_INTERVAL_S = 0.5
 The end of a child wakes the shim in any case."""
 
 
-def exit_code(status: int) -> int:
-    """Exit code of a wait status; negative for a signal."""
-    return os.waitstatus_to_exitcode(status)
-
-
 class Shim:
     """The shim's loop. ``run`` returns when no process of the node is left."""
 
-    def __init__(self, control: socket.socket, parent: int, tee: int | None = None) -> None:
-        self.control: socket.socket | None = control
-        self.spec: NodeSpec | None = None
+    def __init__(self, control: socket.socket, parent_fd: int, spec: NodeSpec, tee: int | None) -> None:
+        """:param parent_fd: pidfd of the supervisor.
+
+        :raises OSError: there are no descriptors left.
+        """
+        self.spec = spec
+        self._control: socket.socket | None = control
+        self._parent_fd = parent_fd
         self._selector = selectors.DefaultSelector()
-        self._parent_fd: int | None = None
+        self._cgroup = Path(spec.cgroup) if spec.cgroup else None
+        self._logs = PumpWatcher(spec, self._selector, tee, lambda loss: self._tell(loss.message()))
+        self._starter = Starter(spec, self._logs)
+        self._forkserver = ForkserverWatcher(self._starter.forkserver, self._selector)
         self._main: Child | None = None
-        self._forkserver: ForkserverWatcher | None = None
-        self._broken = ""
         self._launcher: socket.socket | None = None
         self._stopped: StoppedWatch | None = None
         self._report: ExitReport | None = None
-        self._cgroup: Path | None = None
-        self._stock: Stocktaking | None = None
-        self._stacks: Stacks | None = None
-        self._deaths: DeathWatch | None = None
-        self._tee = tee
-        self._logs: PumpWatcher | None = None
-        self._starter: Starter | None = None
+        self._broken = ""
+        self._stock = Stocktaking(self._own, time.monotonic())
+        self._stacks = Stacks(Path(spec.log_dir), self._save_stacks)
+        self._deaths = DeathWatch(self._selector, self._own, self._helpers, time.monotonic)
         self._stopping = False
         self._sweeping = False
         self._childless = False
@@ -132,39 +123,31 @@ class Shim:
         self._wake = _wakeup_fd()
         self._selector.register(control, selectors.EVENT_READ, self._on_control)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
-        self._watch_parent(parent)
+        self._selector.register(parent_fd, selectors.EVENT_READ, self._supervisor_gone)
 
     def run(self) -> int:
-        while not self._finished():
+        self._start()
+        while not (self._empty() and self._logs.over):
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
             self._reap()
             self._on_time(time.monotonic())
-            if self._logs is not None and self._empty():
+            if self._empty():
                 self._logs.close()
-        if self._starter is not None and self._starter.scratch:
+        if self._starter.scratch:
             private.remove_tree(Path(self._starter.scratch))
         if self._cgroup is not None:
-            cgroups.leave(self._cgroup, run=self.control is None)
+            cgroups.leave(self._cgroup, run=self._control is None)
         self._tell({"type": "gone"})
         return 0
 
     # ------------------------------------------------------------ inputs
 
-    def _watch_parent(self, parent: int) -> None:
-        try:
-            self._parent_fd = os.pidfd_open(parent)
-        except ProcessLookupError:
-            self._supervisor_gone()
-            return
-        self._selector.register(self._parent_fd, selectors.EVENT_READ, self._supervisor_gone)
-        if os.getppid() != parent:
-            self._supervisor_gone()
-
     def _on_control(self) -> None:
-        assert self.control is not None
+        if self._control is None:  # closed in this turn of the loop
+            return
         try:
-            message = orders.receive(self.control)
+            message = orders.receive(self._control)
             if message is None:
                 self._supervisor_gone()
             else:
@@ -173,15 +156,7 @@ class Shim:
             note(f"what the supervisor said is no order: {error}")
 
     def _obey(self, message: orders.Message) -> None:
-        if message["type"] == "start":
-            with orders.reading("start"):
-                spec = message["spec"]
-            try:
-                self._start(NodeSpec.of(spec))
-            except orders.OtherRelease as error:
-                self._tell(ExitReport("failed", text=f"cannot be started: {error}").message())
-                self._begin_sweep()
-        elif message["type"] == "stop":
+        if message["type"] == "stop":
             with orders.reading("stop"):
                 timeout_s = float(message["timeout_s"])
             self._stop(timeout_s, stacks=bool(message.get("stacks")))
@@ -192,10 +167,9 @@ class Shim:
                 orders.send(self._launcher, message)
         elif message["type"] == "ping":
             self._tell({"type": "pong"})
-            if self._deaths is not None and not self._stopping:
+            if not self._stopping:
                 self._deaths.look()
-            if self._logs is not None:
-                self._logs.look(time.monotonic())
+            self._logs.look(time.monotonic())
         else:
             raise orders.Malformed(f"unknown order {message['type'][:80]!r}")
 
@@ -238,52 +212,40 @@ class Shim:
         with contextlib.suppress(BlockingIOError):
             received = os.read(self._wake, 512)
             if any(signum != signal.SIGCHLD for signum in received):
-                self._stop(self.spec.stop_timeout_s if self.spec else 0.0)
+                self._stop(self.spec.stop_timeout_s)
 
     def _supervisor_gone(self) -> None:
-        if self._parent_fd is not None:
-            self._selector.unregister(self._parent_fd)
+        if self._control is not None:
+            for source in (self._parent_fd, self._control):
+                self._selector.unregister(source)
             os.close(self._parent_fd)
-            self._parent_fd = None
-        if self.control is not None:
-            self._selector.unregister(self.control)
-            self.control.close()
-            self.control = None
+            self._control.close()
+            self._control = None
         self._stop(ORPHAN_GRACE_S)
 
     def _tell(self, message: orders.Message) -> None:
-        if self.control is None:
+        if self._control is None:
             return
         try:
-            orders.send(self.control, message)
+            orders.send(self._control, message)
         except OSError as error:  # too long for the kernel; an exit report is also in its file
             note(f"the supervisor cannot be told {message['type']!r}: {error.strerror}")
 
     # ------------------------------------------------------------ processes
 
-    def _start(self, spec: NodeSpec) -> None:
-        self.spec = spec
-        self._cgroup = Path(spec.cgroup) if spec.cgroup else None
-        if self._stopping:
-            return
-        self._stock = Stocktaking(self._own, time.monotonic())
-        self._stacks = Stacks(Path(spec.log_dir), self._save_stacks)
-        self._deaths = DeathWatch(self._selector, self._own, self._helpers, time.monotonic)
+    def _start(self) -> None:
         try:
-            self._logs = PumpWatcher(spec, self._selector, self._tee, self._on_loss)
-            self._starter = Starter(spec, self._logs)
             self._logs.start()
-            if spec.forkserver:
-                self._forkserver = ForkserverWatcher(self._starter.forkserver, self._selector)
+            if self.spec.forkserver:
                 self._forkserver.start()
-            if spec.launcher == "torchrun":
+            if self.spec.launcher == "torchrun":
                 self._main, self._launcher = self._starter.launcher()
                 self._stopped = StoppedWatch(self._main.pid)
                 self._selector.register(self._launcher, selectors.EVENT_READ, self._on_launcher)
             else:
                 self._main = self._starter.program()
         except OSError as error:
-            self._tell(ExitReport("failed", text=f"cannot be started: {error}").message())
+            self._tell(_not_started(error))
             self._begin_sweep()
         else:
             self._tell({"type": "started", "pid": self._main.pid, "release": __version__})
@@ -292,14 +254,11 @@ class Shim:
         """All processes of the replica on this node."""
         if self._cgroup is not None:
             return cgroups.members(self._cgroup)
-        return [pid for pid in descendants(os.getpid()) if pid not in self._pump()]
+        return [pid for pid in descendants(os.getpid()) if pid != self._logs.pid]
 
-    def _pump(self) -> frozenset[int]:
-        """The log pump, which outlives all others."""
-        return frozenset() if self._logs is None else frozenset({self._logs.pid} - {0})
-
-    def _on_loss(self, loss: LogLoss) -> None:
-        self._tell(loss.message())
+    def _helpers(self) -> frozenset[int]:
+        """The shim's own helper processes below it."""
+        return frozenset((self._logs.pid, self._forkserver.pid))
 
     def _reap(self) -> None:
         while True:
@@ -311,18 +270,20 @@ class Shim:
             self._childless = False
             if pid == 0:
                 return
+            code = os.waitstatus_to_exitcode(status)
             if self._main is not None and pid == self._main.pid:
-                self._main.ended(exit_code(status))
-                self._main_ended(self._main)
-            elif self._forkserver is not None and pid == self._forkserver.pid:
-                self._without_forkserver(self._forkserver.ended(exit_code(status)))
-            elif self._logs is not None and pid == self._logs.pid:
-                self._logs.ended(exit_code(status))
+                self._main.ended(code)
+                self._hear_launcher_out()
+                self._stacks.finish(time.monotonic())
+                self._logs.drain(then=self._report_end)
+            elif pid == self._forkserver.pid:
+                self._without_forkserver(self._forkserver.ended(code))
+            elif pid == self._logs.pid:
+                self._logs.ended(code)
 
     def _without_forkserver(self, reason: str) -> None:
         """Stop the replica, which cannot sync without a forkserver."""
         if reason:
-            assert self.spec is not None
             self._broken = f"the sidecar forkserver of node {self.spec.node} {reason}"
             self._stop(self.spec.stop_timeout_s)
 
@@ -332,35 +293,23 @@ class Shim:
         if stacks and not self._stopping and not self._sweeping and self._main is not None:
             self._show_stacks(then=lambda: self._stop(timeout_s))
             return
-        if self._stacks is not None:
-            self._stacks.finish(time.monotonic())
+        self._stacks.finish(time.monotonic())
         first = not self._stopping
         if first:
             self._take_stock()
         self._stopping = True
-        if self._forkserver is not None:
-            self._forkserver.stop()
+        self._forkserver.stop()
         deadline = time.monotonic() + timeout_s
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
         if first and self._main is not None:
             self._main.signal(signal.SIGTERM)
 
-    def _main_ended(self, main: Child) -> None:
-        assert self.spec is not None
-        assert main.code is not None
-        assert self._logs is not None
-        self._hear_launcher_out()
-        if self._stacks is not None:
-            self._stacks.finish(time.monotonic())
-        self._logs.drain(then=lambda: self._report_end(main))
-
-    def _report_end(self, main: Child) -> None:
+    def _report_end(self) -> None:
         """Report how the main process ended, once its last lines are in the log."""
-        assert self.spec is not None
-        assert self._logs is not None
+        assert self._main is not None
         report = exit_report(
             self.spec,
-            main,
+            self._main,
             self._report,
             self._logs.last_lines,
             stopping=self._stopping,
@@ -377,62 +326,49 @@ class Shim:
         self._begin_sweep()
 
     def _first_death(self, before: Iterable[int]) -> str:
-        death = self._deaths.first(before=before) if self._deaths is not None else None
-        return "" if death is None else str(death)
-
-    def _helpers(self) -> frozenset[int]:
-        """The shim's own helper processes below it."""
-        forkserver = frozenset() if self._forkserver is None else frozenset({self._forkserver.pid} - {0})
-        return self._pump() | forkserver
+        return str(self._deaths.first(before=before) or "")
 
     def _show_stacks(self, then: Callable[[], None] | None = None) -> None:
         """Save the stacks of all ranks to their logs, and send them upwards."""
-        if self._stacks is None or self._main is None or self._main.code is not None:
+        if self._main is None or self._main.code is not None:
             self._tell({"type": "stacks", "stacks": []})
             return
-        assert self.spec is not None
         ranks = ranks_below(self._main.pid, torchrun=self.spec.launcher == "torchrun")
         self._stacks.ask(ranks, time.monotonic(), then)
 
     def _save_stacks(self, found: list[Stack]) -> None:
-        assert self._logs is not None
         for stack in found:
             self._logs.say(stack.rank, stack.entry())
         self._tell({"type": "stacks", "stacks": short(found)})
 
     def _take_stock(self) -> None:
         """Report the resources of the processes, before they end."""
-        found = None if self._stock is None else self._stock.last_time(time.monotonic())
+        found = self._stock.last_time(time.monotonic())
         if found is not None:
             self._tell(found.message())
 
     def _begin_sweep(self) -> None:
         self._sweeping = True
-        signal_own(signal.SIGTERM, but=self._pump())  # before a peer's death makes them fail
+        signal_own(signal.SIGTERM, but=frozenset({self._logs.pid}))  # before a peer's death makes them fail
         self._take_stock()
-        if self._forkserver is not None:
-            self._forkserver.kill()
+        self._forkserver.kill()
         if self._kill_at is None:
             self._kill_at = time.monotonic() + SWEEP_GRACE_S
 
     def _on_time(self, now: float) -> None:
-        if self._forkserver is not None:
-            self._without_forkserver(self._forkserver.on_time(now))
+        self._without_forkserver(self._forkserver.on_time(now))
         if self._stopped is not None and self._main is not None and not self._sweeping and self._stopped.blind(now):
-            assert self.spec is not None
             self._stopped = None
             self._broken = f"torchrun of node {self.spec.node} was stopped when a rank died, and did not see it"
             self._main.signal(signal.SIGKILL)
-        if self._logs is not None:
-            self._logs.on_time(now)
-        if self._stacks is not None:
-            self._stacks.on_time(now)
-        if self._stock is not None and not self._stopping and not self._sweeping:
+        self._logs.on_time(now)
+        self._stacks.on_time(now)
+        if not self._stopping and not self._sweeping:
             found = self._stock.on_time(now)
             if found is not None:
                 self._tell(found.message())
         if self._kill_at is not None and now >= self._kill_at:
-            if self._stacks is not None and self._stacks.last_words():
+            if self._stacks.last_words():
                 self._kill_at = now + LAST_WORDS_S
                 return
             self._kill(now)
@@ -441,7 +377,7 @@ class Shim:
 
     def _kill(self, now: float) -> None:
         """SIGKILL every process, and report those that do not die of it."""
-        spared = self._pump() | self._grace.spared(self._own(), now)
+        spared = frozenset({self._logs.pid}) | self._grace.spared(self._own(), now)
         if self._cgroup is not None:
             kill_group(self._cgroup, cgroups.members(self._cgroup), spared)
         left = signal_own(signal.SIGKILL, but=spared)
@@ -456,19 +392,14 @@ class Shim:
         """True if no process of the replica runs any more, and none will start."""
         if not (self._sweeping or (self._stopping and self._main is None)):
             return False
-        childless = self._childless or set(own_children()) <= self._pump()
+        childless = self._childless or set(own_children()) <= {self._logs.pid}
         return childless and (self._cgroup is None or not cgroups.members(self._cgroup))
 
-    def _finished(self) -> bool:
-        return self._empty() and (self._logs is None or self._logs.over)
-
     def _timeout(self) -> float | None:
-        times = [] if self._forkserver is None else self._forkserver.wakes
+        times = [*self._forkserver.wakes, *self._logs.wakes, *self._stacks.wakes]
         times += [] if self._kill_at is None else [self._kill_at]
         times += [] if self._stopped is None or self._sweeping else self._stopped.wakes
-        times += [] if self._logs is None else self._logs.wakes
-        times += [] if self._stacks is None else self._stacks.wakes
-        times += [] if self._stock is None or self._stopping or self._sweeping else self._stock.wakes
+        times += [] if self._stopping or self._sweeping else self._stock.wakes
         if self._stopping and not times:
             return _SWEEP_INTERVAL_S
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -483,13 +414,25 @@ def _wakeup_fd() -> int:
     return reader
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a shim.
+def _not_started(error: Exception) -> orders.Message:
+    return ExitReport("failed", text=f"cannot be started: {error}").message()
 
-    :param arguments: ``--control`` (descriptor of the control socket), ``--parent``
-        (pid of the supervisor), ``--lock`` (descriptor of the run's lock, held as long
-        as the shim lives) and ``--tee`` (of the supervisor's stderr, if lines are
-        wanted there), each with its number.
+
+def _first_order(control: socket.socket, parent_fd: int) -> NodeSpec | None:
+    """What to start; None: the supervisor is gone."""
+    awaited = select.poll()
+    for source in (control, parent_fd):
+        awaited.register(source, select.POLLIN)
+    heard = {descriptor for descriptor, _ in awaited.poll()}
+    return orders.receive_spec(control) if control.fileno() in heard else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a shim, by the command line's pairs of an option and its number.
+
+    ``--control``: descriptor of the control socket; ``--parent``: pid of the
+    supervisor; ``--lock``: descriptor of the run's lock, held as long as the shim
+    lives; ``--tee``: of the supervisor's stderr, if lines are wanted there.
     """
     # No argparse: it loads slowly, and users do not type these arguments.
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -502,16 +445,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.set_inheritable(descriptor, False)
     control = socket.socket(fileno=options["control"])
     control.set_inheritable(False)
-    return Shim(control, options["parent"], tee).run()
-
-
-def _leave(code: int) -> NoReturn:
-    """Exit without Python's teardown, which the next generation would wait for.
-
-    Python has no buffered output here.
-    """
-    os._exit(code)
+    try:
+        parent_fd = os.pidfd_open(options["parent"])
+        spec = _first_order(control, parent_fd) if os.getppid() == options["parent"] else None
+        if spec is None:
+            return 0
+        shim = Shim(control, parent_fd, spec, tee)
+    except ProcessLookupError:  # the supervisor is gone
+        return 0
+    except orders.Malformed as error:
+        note(f"what the supervisor said is no order: {error}")
+        return 1
+    except (orders.OtherRelease, OSError) as error:
+        orders.send(control, _not_started(error))
+        orders.send(control, {"type": "gone"})
+        return 0
+    return shim.run()
 
 
 if __name__ == "__main__":
-    _leave(main())
+    # Without Python's teardown, for which the next generation would wait; Python has no
+    # buffered output here.
+    os._exit(main())

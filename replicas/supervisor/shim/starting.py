@@ -1,6 +1,6 @@
 """Start a node's processes: torchrun's launcher or the program, and the forkserver.
 
-Standard library only.
+The launcher has the commands of its workers from here, too. Standard library only.
 """
 
 from __future__ import annotations
@@ -8,19 +8,20 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from replicas.common import own_code
-from replicas.linux import cgroups
+from replicas.linux import cgroups, private
 from replicas.linux.processes import Child, python_module
 from replicas.linux.sockets import SocketAddress
 from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.commands import guard_command, guard_orders, scratch_folder
-from replicas.supervisor.shim.guard import GUARD
+from replicas.supervisor.shim.guard import GUARD, pack
 from replicas.supervisor.shim.orders import NodeSpec
 
-__all__ = ["Starter"]
+__all__ = ["Starter", "guard_command", "guard_orders", "resolve_command"]
 
 
 class Starter:
@@ -51,7 +52,7 @@ class Starter:
         with theirs:
             child = self._spawn(command, own_code.findable(self._spec.env), "torchrun", (fd,))
         self._enclose(child)
-        self.scratch = str(scratch_folder(self._spec))
+        self.scratch = str(_scratch_folder(self._spec))
         spec = self._spec._replace(shim=os.getpid(), pipes=self._logs.pipes(), scratch=self.scratch)
         orders.send(ours, spec.message())
         return child, ours
@@ -94,3 +95,50 @@ class Starter:
             start_new_session=True,
         )
         return Child(popen)
+
+
+def resolve_command(command: Sequence[str]) -> list[str]:
+    """Command to exec: ``x.py`` and ``-m module`` run in this Python, unbuffered."""
+    if command[0] == "-m" or command[0].endswith(".py"):
+        return [sys.executable, "-u", *command]
+    return list(command)
+
+
+def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
+    """Value of the guard's environment variable, for a child of this process.
+
+    :param direct: True if the shim starts it itself, not torchrun.
+    """
+    pipes = () if direct else spec.pipes
+    return pack(
+        [
+            str(os.getpid()),
+            str(spec.shim),
+            " ".join(f"{out} {err}" for out, err in pipes),
+            spec.cgroup if direct else "",  # torchrun's children inherit its control group
+            *resolve_command(spec.command),
+        ]
+    )
+
+
+def _scratch_folder(spec: NodeSpec) -> Path:
+    """Make a folder for torchrun's error files; it is removed with the node.
+
+    It lies beside the logs, or, if that disk is full, with the temporary files.
+    """
+    folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
+    try:
+        private.make_folder(folder)
+        private.create(folder / "probe", bytes(4096))
+        private.remove(folder / "probe")
+    except OSError:
+        import tempfile  # loads slowly, and is rarely needed
+
+        private.remove_tree(folder)
+        folder = Path(tempfile.mkdtemp(prefix="replicas-"))
+    return folder
+
+
+def guard_command() -> list[str]:
+    """Command line of the guard, run as a file and not as a module, for speed."""
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
