@@ -66,6 +66,13 @@ def test_messages_keep_their_content_and_others_are_refused() -> None:
         assert orders.receive(ours) is None
 
 
+def test_a_spec_with_a_field_of_another_type_is_refused() -> None:
+    spec = NodeSpec("r", "g", 0, 1, 0, 2, 4, "exec", ("a", "b"), {"K": "v"}, "/", "/l", 1.5, "n")
+    for change in ({"run": 7}, {"nnodes": "2"}, {"stop_timeout_s": None}, {"tee": "no"}):
+        with pytest.raises(orders.OtherRelease, match="is not of type"):
+            NodeSpec.of({**spec.message()["spec"], **change})
+
+
 def test_commands_of_python_run_in_this_interpreter() -> None:
     assert resolve_command(["train.py", "--x"]) == [sys.executable, "-u", "train.py", "--x"]
     assert resolve_command(["-m", "pkg"]) == [sys.executable, "-u", "-m", "pkg"]

@@ -157,7 +157,7 @@ def _declared(kind: type[NodeSpec] | type[RankExit]) -> Iterator[tuple[str, Any]
 def _check_types(spec: NodeSpec) -> None:
     """:raises TypeError: a field has another type than declared."""
     texts = (*spec.command, *spec.env.keys(), *spec.env.values())
-    fields = [(getattr(spec, name), _TYPES.get(kind, object)) for name, kind in NodeSpec.__annotations__.items()]
+    fields = [(getattr(spec, name), _TYPES.get(kind, object)) for name, kind in _declared(NodeSpec)]
     for value, expected in [*fields, *((text, str) for text in texts)]:
         if not isinstance(value, expected):
             raise TypeError(f"a {type(value).__name__} is not of type {expected}")  # the value may be a secret
