@@ -3,14 +3,11 @@
 Theory of operation
 ===================
 
-:class:`StackDump` is one collection; the shim's loop calls :meth:`StackDump.look` when
-it is due, until there is a result.
-
 1. Ranks that have joined a channel left a file in the folder ``stacks``
    (:mod:`replicas.linux.stacks`). Each of them that is alive, below the shim, and
-   catches the signal (``SigCgt`` in its status: else it would die of it) is signalled
-   through a pidfd. faulthandler's text has no end mark: it is complete when the file
-   has not grown for ``STILL_S``.
+   catches the signal (else it would die of it) is signalled through a pidfd.
+   faulthandler's text has no end mark: it is complete when the file has not grown for
+   ``STILL_S``.
 2. Ranks that never joined, or do not answer within ``ANSWER_S`` (stopped, or in
    uninterruptible sleep), are described from ``/proc``: their state, and the place of
    each thread in the kernel.
@@ -23,10 +20,11 @@ it is due, until there is a result.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,13 +34,10 @@ from replicas.linux.stacks import Asked
 from replicas.supervisor.shim.orders import note
 
 __all__ = [
-    "ANSWER_S",
     "LAST_WORDS_S",
-    "STILL_S",
     "Stack",
     "StackDump",
     "Stacks",
-    "abort_speakers",
     "describe",
     "ranks_below",
     "short",
@@ -59,13 +54,6 @@ _MESSAGE_NBYTES = 100 << 10
 _MAX_NBYTES = 256 << 10
 _MAX_THREADS = 64
 _KERNEL_FRAMES = 6
-_SYSCALLS = {
-    "x86_64": {
-        0: "read", 1: "write", 7: "poll", 16: "ioctl", 23: "select", 34: "pause", 35: "nanosleep", 42: "connect",
-        43: "accept", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 202: "futex", 230: "clock_nanosleep",
-        232: "epoll_wait", 247: "waitid", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait", 288: "accept4",
-    }
-}  # fmt: skip
 
 
 class Stack(NamedTuple):
@@ -89,11 +77,13 @@ def short(found: list[Stack]) -> list[Stack]:
 
 
 class StackDump:
-    """One collection of stacks.
+    """One collection of stacks, until :meth:`look` returns them.
 
     :param root: process below which the ranks must be.
     :param ranks: rank by pid, where known otherwise.
     :param last_words: True if the ranks are about to be ended.
+    :ivar look_at: when :meth:`look` must be called.
+    :ivar mute: rank by pid of those that have not joined.
     """
 
     def __init__(self, root: int, log_dir: Path, ranks: Mapping[int, int], now: float, *, last_words: bool) -> None:
@@ -103,26 +93,19 @@ class StackDump:
         self._asked: dict[int, Asked] = {}
         self._aborted: list[int] = []
         self._until = now + ANSWER_S
-        self._look_at = now
-        for asked in _registered(log_dir):
-            if _ask(asked, root):
-                self._asked[asked.pid] = asked
-        self._mute = {pid: rank for pid, rank in ranks.items() if pid not in self._asked}
+        self.look_at = now
+        with contextlib.suppress(FileNotFoundError):  # nobody has joined
+            for path in stacks.folder(log_dir).iterdir():
+                asked = stacks.parse(path)
+                if asked is not None and _ask(asked, root):
+                    self._asked[asked.pid] = asked
+        self.mute = {pid: rank for pid, rank in ranks.items() if pid not in self._asked}
+        self._mute_described = False
         self._root = root
-
-    @property
-    def wakes(self) -> list[float]:
-        """When :meth:`look` must be called."""
-        return [self._look_at]
-
-    @property
-    def mute(self) -> list[int]:
-        """Processes of ranks that have not joined."""
-        return list(self._mute)
 
     def look(self, now: float) -> list[Stack] | None:
         """Return the stacks, by rank; None while some are still being written."""
-        self._look_at = now + _LOOK_INTERVAL_S
+        self.look_at = now + _LOOK_INTERVAL_S
         for pid in [pid for pid in self._asked if self._answered(pid, now)]:
             asked = self._asked.pop(pid)
             self._found[pid] = (asked.rank, _take(asked.path))
@@ -132,8 +115,13 @@ class StackDump:
             text = f"it did not show its stacks within {ANSWER_S:g} s\n{describe(pid)}"
             self._found[pid] = (asked.rank, f"{_take(asked.path)}{text}")
         self._asked = {}
-        if self._mute:
-            self._describe_the_mute(now)
+        if not self._mute_described:
+            self._mute_described = True
+            for pid, rank in self.mute.items():
+                self._found[pid] = (rank, f"it has not joined a channel\n{describe(pid)}")
+            if self._last_words:
+                self._aborted = _abort_speakers(self.mute, self._root)
+                self._until = now + _ABORT_S
         if self._aborted and now < self._until and any(start_time(pid) is not None for pid in self._aborted):
             return None  # the aborted ranks are still writing
         return sorted(Stack(rank, pid, text) for pid, (rank, text) in self._found.items())
@@ -157,14 +145,6 @@ class StackDump:
         self._sizes[pid] = (size, since)
         return size > 0 and now - since >= STILL_S
 
-    def _describe_the_mute(self, now: float) -> None:
-        for pid, rank in self._mute.items():
-            self._found[pid] = (rank, f"it has not joined a channel\n{describe(pid)}")
-        if self._last_words:
-            self._aborted = abort_speakers(list(self._mute), self._root)
-            self._until = now + _ABORT_S
-        self._mute = {}
-
 
 class Stacks:
     """The shim's stack dumps: one at a time, each with a follow-up.
@@ -178,12 +158,12 @@ class Stacks:
         self._show = show
         self._dump: StackDump | None = None
         self._then: Callable[[], None] | None = None
-        self._mute: list[int] = []
+        self._mute: Iterable[int] = ()
 
     @property
     def wakes(self) -> list[float]:
         """When :meth:`on_time` must be called."""
-        return [] if self._dump is None else self._dump.wakes
+        return [] if self._dump is None else [self._dump.look_at]
 
     def ask(self, ranks: Mapping[int, int], now: float, then: Callable[[], None] | None = None) -> None:
         """Start a dump, unless one is running. ``ranks``: rank by pid.
@@ -198,7 +178,7 @@ class Stacks:
 
     def on_time(self, now: float) -> None:
         """Finish the dump, if it is due and complete."""
-        found = None if self._dump is None or now < self._dump.wakes[0] else self._dump.look(now)
+        found = None if self._dump is None or now < self._dump.look_at else self._dump.look(now)
         if found is not None:
             then, self._then = self._then, None
             self._dump = None
@@ -214,8 +194,8 @@ class Stacks:
 
     def last_words(self) -> bool:
         """SIGABRT, once, to the ranks spared earlier; True if there are any."""
-        mute, self._mute = self._mute, []
-        return bool(abort_speakers(mute, os.getpid(), but_term=False))
+        mute, self._mute = self._mute, ()
+        return bool(_abort_speakers(mute, os.getpid(), but_term=False))
 
 
 def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
@@ -231,11 +211,10 @@ def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
     return found
 
 
-def abort_speakers(pids: list[int], root: int, *, but_term: bool = True) -> list[int]:
-    """SIGABRT to the processes below ``root`` that then write their stacks.
+def _abort_speakers(pids: Iterable[int], root: int, *, but_term: bool = True) -> list[int]:
+    """SIGABRT to, and return, processes below ``root`` that then write their stacks.
 
     :param but_term: spare those with a handler for SIGTERM, which end in their own way.
-    :return: the processes that got it.
     """
     below = [pid for pid in pids if is_below(pid, root) and catches(pid, signal.SIGABRT)]
     chosen = [pid for pid in below if not (but_term and catches(pid, signal.SIGTERM))]
@@ -256,15 +235,6 @@ def _without_core(pid: int) -> None:
         resource.prlimit(pid, resource.RLIMIT_CORE, (soft, hard))
     except (ProcessLookupError, PermissionError):
         return  # it has ended, or changed its user
-
-
-def _registered(log_dir: Path) -> list[Asked]:
-    where = stacks.folder(log_dir)
-    try:
-        found = [stacks.parse(path) for path in where.iterdir()]
-    except FileNotFoundError:
-        return []
-    return [asked for asked in found if asked is not None]
 
 
 def _ask(asked: Asked, root: int) -> bool:
@@ -323,21 +293,9 @@ def _thread(task: Path) -> list[str]:
     words = [f"thread {task.name} ({_read(task / 'comm').strip()}): {state[0] if state else 'gone'}"]
     if where not in ("", "0"):
         words.append(f"in {where}")
-    call = _syscall(_read(task / "syscall"))
-    if call:
-        words.append(call)
     kernel = [line.partition("] ")[2].partition("+")[0] for line in _read(task / "stack").splitlines()]
     frames = [f"    kernel: {' < '.join(kernel[:_KERNEL_FRAMES])}"] if any(kernel) else []
     return ["  " + ", ".join(words), *frames]
-
-
-def _syscall(text: str) -> str:
-    number = text.partition(" ")[0].strip()
-    if not number.lstrip("-").isdigit():
-        return number  # "running"
-    if int(number) < 0:
-        return ""
-    return f"system call {_SYSCALLS.get(os.uname().machine, {}).get(int(number), number)}"
 
 
 def _read(path: Path) -> str:

@@ -6,13 +6,11 @@ it removes. Every start waits for it, so it loads as little as possible: the ord
 not JSON, whose module takes longer to load than all the rest, but words, each after its
 length (:func:`pack`):
 
-1. pid of the process that must be its parent; if the parent is another process, that
-   one has died, and the guard exits
+1. pid of its parent; if the parent is another process, that one has died, and the guard
+   exits
 2. pid of the shim
-3. the shim's descriptors of two pipes to the log pump for each local rank, one after
-   the other: they become stdout and stderr, and the guard first writes the rank, which
-   torchrun has put into the environment, as a line into both; empty: stdout and stderr
-   stay as they are
+3. the shim's descriptors of two pipes to the log pump for each local rank: they become
+   stdout and stderr, after the rank as a first line in both; empty: none
 4. path of a control group to enter first; empty: none
 5. and all further words: the command to exec
 

@@ -35,9 +35,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import run as torch_run
@@ -69,6 +69,7 @@ if _collects:
 
 __all__ = ["forbid_pickles", "local_store", "main"]
 
+_torch_run: Any = torch_run  # torch leaves parse_args untyped
 _BACKEND = "replicas"
 _MONITOR_INTERVAL_S = 0.05  # used only by torch's own agent
 _LOOK_INTERVAL_S = 1.0
@@ -82,10 +83,7 @@ _SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun must SIGKILL its workers 
 
 
 def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """A TCPStore server that listens on ``address`` only, on a free port.
-
-    By default a TCPStore listens on every interface, whatever its host name.
-    """
+    """A TCPStore server on ``address`` only (by default: every one), on a free port."""
     listener = socket.create_server((address, 0), backlog=128)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -111,8 +109,6 @@ class _Rendezvous(RendezvousHandler):
     """The rendezvous of torchrun's agents: ranks and the workers' store.
 
     Ranks follow the node numbers. A node starts its workers when all nodes are there.
-
-    :param store: the workers' store; node 0 is its server.
     """
 
     def __init__(self, spec: NodeSpec, store: TCPStore) -> None:
@@ -223,10 +219,7 @@ def _workers_store(spec: NodeSpec, control: socket.socket) -> TCPStore:
 
 
 def _bound_close(timeout_s: float) -> None:
-    """Set the default timeout of ``PContext.close()``, which is 30 s.
-
-    With it torchrun stops the other workers when one has failed.
-    """
+    """Set the time that torchrun gives the other workers when one has failed: 30 s."""
     close: Any = PContext.close
     if close.__defaults__ != (None, 30):
         raise RuntimeError("this version of torch has another PContext.close(death_sig=None, timeout=30)")
@@ -266,7 +259,7 @@ def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
     try:
         store = _workers_store(spec, control)
         rendezvous_handler_registry.register(_BACKEND, lambda parameters: _Rendezvous(spec, store))
-        config, entrypoint, arguments = _config(_torchrun_arguments(spec))
+        config, entrypoint, arguments = _torch_run.config_from_args(_torch_run.parse_args(_torchrun_arguments(spec)))
         config.shutdown_timeout = shutdown_s
         os.environ[GUARD] = guard_orders(spec, direct=False)
         launcher_api.elastic_launch(config, entrypoint)(*arguments)
@@ -280,12 +273,6 @@ def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
         traceback.print_exc()
         return ExitReport("lost", text=one_line(f"torchrun of node {spec.node}: {type(error).__name__}: {error}", 500))
     return ExitReport("ok")
-
-
-def _config(arguments: list[str]) -> tuple[Any, Callable[..., Any] | str, list[str]]:
-    parse: Any = torch_run.parse_args
-    config, entrypoint, rest = torch_run.config_from_args(parse(arguments))
-    return config, entrypoint, rest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -311,12 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.outcome == "ok" else 1
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit without tearing torch down: that takes 0.2 s, which delays the restart."""
+if __name__ == "__main__":
+    code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    _leave(main())
+    os._exit(code)  # tearing torch down takes 0.2 s, which delays the restart

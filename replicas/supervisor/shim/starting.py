@@ -27,6 +27,8 @@ __all__ = ["Starter", "guard_command", "guard_orders", "resolve_command"]
 class Starter:
     """Starts a node's processes: own sessions, the node's control group, its logs.
 
+    Each start raises OSError if the system refuses.
+
     :ivar scratch: folder made for torchrun; empty if there is none.
     """
 
@@ -37,10 +39,7 @@ class Starter:
         self._door: socket.socket | None = None
 
     def program(self) -> Child:
-        """Start the program; its guard enters the control group before the exec.
-
-        :raises OSError: it cannot be started; the same for the others.
-        """
+        """Start the program; its guard enters the control group before the exec."""
         env = {**self._spec.env, GUARD: guard_orders(self._spec, direct=True)}
         return self._spawn(guard_command(), env, "rank 0")
 
@@ -64,7 +63,6 @@ class Starter:
         process can take its name, not even between two forkservers.
 
         :param ready: descriptor to which it writes when it is ready.
-        :raises OSError: the name is taken, or the system has no process left.
         """
         if self._door is None:
             self._door = SocketAddress.parse(self._spec.forkserver).listen()
@@ -122,10 +120,7 @@ def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
 
 
 def _scratch_folder(spec: NodeSpec) -> Path:
-    """Make a folder for torchrun's error files; it is removed with the node.
-
-    It lies beside the logs, or, if that disk is full, with the temporary files.
-    """
+    """Folder for torchrun's error files: beside the logs, if that disk is not full."""
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:
         private.make_folder(folder)
