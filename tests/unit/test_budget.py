@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.config.structs import RestartConfig
-from replicas.core.lives.budget import RestartBudget, wants_restart
+from replicas.core.lives.restarts import RestartBudget, wants_restart
 
 
 def delays(config: RestartConfig, *, seed: int = 0, count: int = 6) -> list[float | None]:

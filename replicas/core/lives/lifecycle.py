@@ -95,76 +95,44 @@ ALIVE: frozenset[ReplicaState] = frozenset({"starting", "ready", "draining"})
 SETTLED: frozenset[ReplicaState] = frozenset({"failed", "finished", "drained"})
 """States that end only on request."""
 
+_E = ReplicaEvent
+_TO_END = (_E.HEARTBEAT_TIMEOUT, _E.PROGRESS_TIMEOUT, _E.LOAD_TIMEOUT, _E.HELD_UP, _E.RESTART, _E.STOP, _E.GROUP_FAILED)
+_GONE: dict[ReplicaState, tuple[ReplicaEvent, ...]] = {
+    "finished": (_E.FINISHED,),
+    "backoff": (_E.RETRY,),
+    "failed": (_E.GIVE_UP,),
+}
+_STEPS: dict[ReplicaState, dict[ReplicaState, tuple[ReplicaEvent, ...]]] = {
+    "pending": {"starting": (_E.START,), "drained": (_E.STOP,), "failed": (_E.GROUP_FAILED,), "pending": (_E.RESTART,)},
+    "starting": {"ready": (_E.READY,), "draining": (_E.START_TIMEOUT, *_TO_END), **_GONE},
+    "ready": {"starting": (_E.UNREADY,), "draining": _TO_END, **_GONE},
+    "draining": {"draining": (_E.HELD_UP, _E.RESTART, _E.STOP, _E.GROUP_FAILED), "drained": (_E.STOPPED,), **_GONE},
+    "backoff": {
+        "starting": (_E.BACKOFF_ELAPSED,),
+        "drained": (_E.STOP,),
+        "failed": (_E.GROUP_FAILED,),
+        "pending": (_E.RESTART, _E.RESET),
+    },
+    "failed": {"pending": (_E.RESTART, _E.RESET), "failed": (_E.STOP,)},
+    "drained": {"pending": (_E.RESTART,), "drained": (_E.STOP,)},
+    "finished": {"pending": (_E.RESTART,), "finished": (_E.STOP,)},
+}
+"""The next states of each state, with the events that lead there."""
+
 REPLICA: Table[ReplicaState, ReplicaEvent] = Table(
     "a replica",
     ("pending",),
-    {
-        ("pending", ReplicaEvent.START): "starting",
-        ("pending", ReplicaEvent.STOP): "drained",
-        ("pending", ReplicaEvent.GROUP_FAILED): "failed",
-        ("pending", ReplicaEvent.RESTART): "pending",
-        ("starting", ReplicaEvent.READY): "ready",
-        ("starting", ReplicaEvent.START_TIMEOUT): "draining",
-        ("starting", ReplicaEvent.HEARTBEAT_TIMEOUT): "draining",
-        ("starting", ReplicaEvent.PROGRESS_TIMEOUT): "draining",
-        ("starting", ReplicaEvent.LOAD_TIMEOUT): "draining",
-        ("starting", ReplicaEvent.HELD_UP): "draining",
-        ("starting", ReplicaEvent.RESTART): "draining",
-        ("starting", ReplicaEvent.STOP): "draining",
-        ("starting", ReplicaEvent.GROUP_FAILED): "draining",
-        ("starting", ReplicaEvent.FINISHED): "finished",
-        ("starting", ReplicaEvent.RETRY): "backoff",
-        ("starting", ReplicaEvent.GIVE_UP): "failed",
-        ("ready", ReplicaEvent.UNREADY): "starting",
-        ("ready", ReplicaEvent.HEARTBEAT_TIMEOUT): "draining",
-        ("ready", ReplicaEvent.PROGRESS_TIMEOUT): "draining",
-        ("ready", ReplicaEvent.LOAD_TIMEOUT): "draining",
-        ("ready", ReplicaEvent.HELD_UP): "draining",
-        ("ready", ReplicaEvent.RESTART): "draining",
-        ("ready", ReplicaEvent.STOP): "draining",
-        ("ready", ReplicaEvent.GROUP_FAILED): "draining",
-        ("ready", ReplicaEvent.FINISHED): "finished",
-        ("ready", ReplicaEvent.RETRY): "backoff",
-        ("ready", ReplicaEvent.GIVE_UP): "failed",
-        ("draining", ReplicaEvent.HELD_UP): "draining",
-        ("draining", ReplicaEvent.RESTART): "draining",
-        ("draining", ReplicaEvent.STOP): "draining",
-        ("draining", ReplicaEvent.GROUP_FAILED): "draining",
-        ("draining", ReplicaEvent.STOPPED): "drained",
-        ("draining", ReplicaEvent.FINISHED): "finished",
-        ("draining", ReplicaEvent.RETRY): "backoff",
-        ("draining", ReplicaEvent.GIVE_UP): "failed",
-        ("backoff", ReplicaEvent.BACKOFF_ELAPSED): "starting",
-        ("backoff", ReplicaEvent.STOP): "drained",
-        ("backoff", ReplicaEvent.GROUP_FAILED): "failed",
-        ("backoff", ReplicaEvent.RESTART): "pending",
-        ("backoff", ReplicaEvent.RESET): "pending",
-        ("failed", ReplicaEvent.RESTART): "pending",
-        ("failed", ReplicaEvent.RESET): "pending",
-        ("failed", ReplicaEvent.STOP): "failed",
-        ("drained", ReplicaEvent.RESTART): "pending",
-        ("drained", ReplicaEvent.STOP): "drained",
-        ("finished", ReplicaEvent.RESTART): "pending",
-        ("finished", ReplicaEvent.STOP): "finished",
-    },
+    {(state, event): after for state, ends in _STEPS.items() for after, events in ends.items() for event in events},
 )
 
 
 def after_exit(
-    *,
-    ok: bool,
-    policy: Literal["always", "on-failure", "never"],
-    granted: bool,
-    requested: bool = False,
+    *, ok: bool, policy: Literal["always", "on-failure", "never"], granted: bool, requested: bool = False
 ) -> ReplicaEvent:
-    """Return the event for a generation whose last process is gone, not on request.
-
-    A requested end is ``STOPPED``.
+    """Return the event for a generation whose last process is gone, not by ``STOP``.
 
     :param ok: every rank exited with code 0, by itself.
-    :param policy: the group's restart policy.
-    :param granted: the rules allow a restart
-        (:class:`replicas.core.lives.restarts.Restarts`).
+    :param granted: :class:`~replicas.core.lives.restarts.Restarts` allow a restart.
     :param requested: it is a restart of :data:`FREE_REASONS`.
     """
     if requested:
@@ -196,12 +164,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Lifecycle:
-    """A replica's state, with the times and counters that its status shows.
-
-    :param group: name of its group.
-    :param replica: its index, from 0.
-    :param now: time of creation, in seconds of the clock that all later calls use.
-    """
+    """A replica's state, with the times and counters that its status shows."""
 
     def __init__(self, group: str, replica: int, *, now: float) -> None:
         self.group = group
@@ -227,11 +190,9 @@ class Lifecycle:
 
     @property
     def settled(self) -> bool:
-        """Whether it stays in this state until a request."""
         return self.state in SETTLED
 
     def state_age_s(self, now: float) -> float:
-        """Return the seconds in the current state."""
         return max(0.0, now - self.since)
 
     def starting_s(self, now: float) -> float:
@@ -251,10 +212,9 @@ class Lifecycle:
     ) -> Transition:
         """Take one step.
 
-        :param reason: one line for people; kept until the next step that has one
-            (readiness clears it).
-        :param restart_reason: with ``RETRY``, the bounded reason that is counted in
-            :attr:`restarts`.
+        :param reason: one line for people, until the next step that has one or
+            readiness.
+        :param restart_reason: with ``RETRY``, the reason counted in :attr:`restarts`.
         :raises replicas.core.tables.InvalidStep: ``event`` cannot happen now; nothing
             has changed.
         """

@@ -11,29 +11,90 @@ Three rules apply, in this order, each time a generation has ended without a req
    fixes. A generation that ran for a whole ``window_s`` is no part of a crash loop,
    whatever it reached. A replica on no channel has no steps: this rule does not apply
    to it.
-3. **The budget** (:mod:`replicas.core.lives.budget`), which also gives the delay.
+3. **The budget** of the group: at most ``max_restarts`` in any ``window_s``. The delay
+   is the replica's own: it doubles with each of *its* restarts inside the window, from
+   ``initial_delay_s`` to ``max_delay_s``, plus a jitter of up to ``initial_delay_s`` so
+   that replicas that died together do not come back together.
 
 With ``strategy = "group"`` one replica that fails takes all others of its group with
 it. That is one *incident*, however many of them die of it: it spends one restart, it is
 one cycle, and all come back together, after one delay (:meth:`Restarts.resumed`).
 
 Requested restarts (by an operator, a reload, a preemption) never come here, and so
-spend nothing. Pure: the time is an argument.
+spend nothing. Pure: the time is an argument, in seconds of a monotonic clock.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from replicas.common.backoff import Backoff
 from replicas.config.structs import RestartConfig
-from replicas.core.lives.budget import RestartBudget, wants_restart
 
-__all__ = ["RestartVerdict", "Restarts"]
+__all__ = ["RestartBudget", "RestartVerdict", "Restarts", "wants_restart"]
 
 _ALL = 0
 """The key under which a restart of the whole group is counted."""
+
+
+def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
+    """Return whether the policy restarts a replica. ``ok``: it ended well."""
+    return config.policy == "always" or (config.policy == "on-failure" and not ok)
+
+
+class RestartBudget:
+    """The restarts of one group in a sliding window.
+
+    :param rng: source of the jitter; a seeded one makes the delays reproducible.
+    """
+
+    def __init__(self, config: RestartConfig, *, rng: random.Random | None = None) -> None:
+        self._rng = random.Random() if rng is None else rng
+        self._spent: deque[tuple[float, int]] = deque()
+        self.use(config)
+
+    def use(self, config: RestartConfig) -> None:
+        """Replace the rules; restarts already spent stay spent."""
+        self.config = config
+        self._backoff = Backoff(config.initial_delay_s, config.max_delay_s)
+
+    def take(self, replica: int, *, now: float) -> float | None:
+        """Spend one restart of ``replica`` and return the seconds to wait first.
+
+        None: no restart is left, and none is spent.
+        """
+        if self.remaining(now) == 0:
+            return None
+        self._spent.append((now, replica))
+        attempt = sum(other == replica for _, other in self._spent)
+        jitter_s = self._rng.uniform(0.0, self._backoff.first_s)
+        return min(self._backoff.after(attempt - 1) + jitter_s, self._backoff.max_s)
+
+    def reset(self) -> None:
+        """Forget all spent restarts."""
+        self._spent.clear()
+
+    def ages(self, now: float) -> list[tuple[float, int]]:
+        """Return (age in seconds, replica) of each restart in the window."""
+        self.remaining(now)
+        return [(max(0.0, now - at), replica) for at, replica in self._spent]
+
+    def restore(self, ages: Sequence[tuple[float, int]], *, now: float) -> None:
+        """Continue from restarts spent in another process, as in :meth:`ages`."""
+        self._spent = deque(sorted((now - max(0.0, age), replica) for age, replica in ages))
+
+    def remaining(self, now: float) -> int:
+        """Return the restarts left at ``now``."""
+        while self._spent and self._spent[0][0] <= now - self.config.window_s:
+            self._spent.popleft()
+        return max(0, self.config.max_restarts - len(self._spent))
+
+    def remaining_ratio(self, now: float) -> float:
+        """Return the share of the budget left, from 0 to 1; 1 for a budget of none."""
+        return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +108,6 @@ class RestartVerdict:
 class Restarts:
     """The rules of one group, and the restarts it has spent.
 
-    :param config: the group's restart rules.
     :param rng: source of the jitter; a seeded one makes the delays reproducible.
     """
 
@@ -74,24 +134,22 @@ class Restarts:
         :param progressed: it reached a new step or version; None: it has none to reach.
         :param ran_s: how long it ran.
         """
-        if not wants_restart(self.config, ok=ok):
-            return RestartVerdict(None, f"restart policy is {self.config.policy}")
+        config = self.config
+        if not wants_restart(config, ok=ok):
+            return RestartVerdict(None, f"restart policy is {config.policy}")
         if self._resume_at is not None:
             return RestartVerdict(max(0.0, self._resume_at - now))
         whose = self.key(replica)
-        limit = self.config.no_progress_cycles
-        if ok or progressed is not False or ran_s >= self.config.window_s:
+        if ok or progressed is not False or ran_s >= config.window_s:
             self.cycles.pop(whose, None)
         else:
             self.cycles[whose] = self.cycles.get(whose, 0) + 1
-            if 0 < limit <= self.cycles[whose]:
+            if 0 < config.no_progress_cycles <= self.cycles[whose]:
                 return RestartVerdict(None, f"{self.cycles[whose]} generations in a row without a new step or version")
         delay_s = self.budget.take(whose, now=now)
         if delay_s is None:
-            return RestartVerdict(
-                None, f"no restart is left of {self.config.max_restarts} in {self.config.window_s:g} s"
-            )
-        if self.config.strategy == "group":
+            return RestartVerdict(None, f"no restart is left of {config.max_restarts} in {config.window_s:g} s")
+        if config.strategy == "group":
             self._resume_at = now + delay_s
         return RestartVerdict(delay_s)
 
@@ -127,13 +185,10 @@ class Restarts:
         """Forget a replica that is no longer wanted; its spent restarts stay spent."""
         self.cycles.pop(replica, None)
 
-    # ------------------------------------------------------ across supervisor restarts
-
     def restore(self, *, spent: Sequence[tuple[float, int]], cycles: Mapping[int, int], now: float) -> None:
         """Continue from what an earlier supervisor had spent.
 
-        :param spent: (age in seconds, replica) of each restart in the window, as in
-            :meth:`RestartBudget.ages`.
+        :param spent: as in :meth:`RestartBudget.ages`.
         """
         self.cycles = {replica: count for replica, count in cycles.items() if count}
         self.budget.restore(spent, now=now)
