@@ -13,7 +13,7 @@ Time is the loop's monotonic clock. A late tick means that this process did not 
 stopped machine, a long pause) and could not hear its members. So the pause is added to
 every lease, and the sockets are read before any member or deadline is judged. Time in
 which no member at all was heard does not count against members on other hosts either:
-then this host was cut off (:mod:`replicas.core.members.silence`).
+then this host was cut off (:mod:`replicas.core.members.heartbeats`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from replicas.core.effects import (
     SweepStore,
     SyncEnded,
 )
+from replicas.core.members.heartbeats import Silence
 from replicas.core.members.roster import GroupShape
-from replicas.core.members.silence import Silence
 from replicas.core.moving.lanes import SECRET_NBYTES
 from replicas.core.versions.manifests import Joined, read
 from replicas.memory.beacon import own_beacon

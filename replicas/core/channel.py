@@ -19,7 +19,7 @@ Its parts are a :class:`~replicas.core.members.roster.Roster` (members, epochs),
 needs to know which steps wait for it.
 
 *Cost.* A channel may have thousands of members. :meth:`ChannelState._settle` looks only
-at sets that are small when nothing is due (:mod:`replicas.core.members.roster_index`;
+at sets that are small when nothing is due (:mod:`replicas.core.members.roster`;
 the rounds that may advance; the members that are not live), so that a message costs the
 same at any number of members. Views carry differences: the members that joined and left
 since the last one. While many join in a row, a View waits to collect them.
@@ -127,7 +127,7 @@ class ChannelState:
             others_wait=self.others_wait,
         )
         self.rounds = Rounds(config.name)
-        self.roster.index.on_held = self.rounds.touch
+        self.roster.on_held = self.rounds.touch
         self.commits = Commits(self.ground)
         self.told = Told(*past.decided)
         self.operations = Operations(self.ground)
@@ -205,7 +205,7 @@ class ChannelState:
             self.operations.lost(member, state.note, now)
             self.stuck.lost(member, now)
         self.commits.publishes.left(member)
-        self.links.lost(member, now)
+        self.links.try_again(now, lost=member)
         self.commits.lost(state, now)
         if state.is_target:
             self.rounds.lost(member, self.view(member.group, member.replica), self.out)
@@ -281,7 +281,7 @@ class ChannelState:
             transfer.store_moved(now)
         self.operations.store_moved(now)
         self.stuck.store_moved(now)
-        self.links.store_moved(now)
+        self.links.try_again(now)
         self._settle(now)
 
     def waits(self, member: Member) -> bool:

@@ -11,8 +11,8 @@ from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.sessions import MemberSession
 from replicas.core.effects import Event, MemberLost
+from replicas.core.members.heartbeats import DEAF_MAX_S, Silence
 from replicas.core.members.roster import GroupShape
-from replicas.core.members.silence import DEAF_MAX_S, Silence
 from replicas.messages import (
     PROTOCOL,
     Heartbeat,

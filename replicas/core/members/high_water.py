@@ -16,37 +16,31 @@ class HighWaterMarks:
     """The marks of one channel. A mark never gets smaller."""
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[str, int], int] = {}
-        self._versions: dict[tuple[str, int], int] = {}
-        self._operations: dict[tuple[str, int], int] = {}
+        self._marks: dict[tuple[str, int], tuple[int, int, int]] = {}
 
     def step(self, member: Member, step: int) -> None:
         """Note a step that a rank has reported, or posted with an operation."""
-        self._raise(self._steps, member.group, member.replica, step)
+        self._note(member.group, member.replica, step=step)
 
     def version(self, group: str, replica: int, version: int) -> None:
         """Note a version that it has published or loaded."""
-        self._raise(self._versions, group, replica, version)
+        self._note(group, replica, version=version)
 
     def operation(self, member: Member, step: int | None) -> None:
         """Note an operation that it takes part in."""
         if step is None:
-            key = (member.group, member.replica)
-            self._operations[key] = self._operations.get(key, 0) + 1
+            self._note(member.group, member.replica, operations=1)
         else:
             self.step(member, step)
 
     def of(self, group: str, replica: int) -> tuple[int, int, int]:
         """Return newest step (-1: none), newest version, operations without a step."""
-        key = (group, replica)
-        return self._steps.get(key, -1), self._versions.get(key, 0), self._operations.get(key, 0)
+        return self._marks.get((group, replica), (-1, 0, 0))
 
     def forget(self, group: str, replicas: int) -> None:
         """Forget the replicas of the group from index ``replicas`` on."""
-        for marks in (self._steps, self._versions, self._operations):
-            for key in [key for key in marks if key[0] == group and key[1] >= replicas]:
-                del marks[key]
+        self._marks = {key: marks for key, marks in self._marks.items() if key[0] != group or key[1] < replicas}
 
-    @staticmethod
-    def _raise(marks: dict[tuple[str, int], int], group: str, replica: int, number: int) -> None:
-        marks[group, replica] = max(number, marks.get((group, replica), -1))
+    def _note(self, group: str, replica: int, *, step: int = -1, version: int = 0, operations: int = 0) -> None:
+        known = self.of(group, replica)
+        self._marks[group, replica] = max(known[0], step), max(known[1], version), known[2] + operations

@@ -84,7 +84,7 @@ class Hosts:
         self._out = out
         self._shared = shared
         self._by_device = by_device
-        self._count = 0
+        self._new = itertools.count(1).__next__
         self._members: dict[int, dict[Member, MemberState]] = {}
         self._searches: dict[Member, _Search] = {}
         self._warned: set[Member] = set()
@@ -149,19 +149,14 @@ class Hosts:
         place = self._place(state)
         if place is None:
             return [], []
-        beacons: list[Beacon] = []
-        hosts: list[int] = []
+        found: list[tuple[Beacon, int]] = []
         if self._here is not None and (self._here[0], "") == place and self.own not in tried:
-            beacons.append(self._here[1])
-            hosts.append(self.own)
+            found.append((self._here[1], self.own))
         for host, members in self._members.items():
             some = list(itertools.islice(members.values(), REPRESENTATIVES))
-            if host in tried or host == self.own:
-                continue
-            if self._place(some[0]) == place:  # equal for all members of a host
-                beacons += [other.hello.beacon for other in some if other.hello.beacon is not None]
-                hosts += [host] * len(some)
-        return beacons, hosts
+            if host not in tried and host != self.own and self._place(some[0]) == place:  # equal for all of a host
+                found += [(other.hello.beacon, host) for other in some if other.hello.beacon is not None]
+        return [beacon for beacon, _ in found], [host for _, host in found]
 
     def _place(self, state: MemberState) -> tuple[Place, str] | None:
         """Return place and GPU (if that matters); None: it shares no memory."""
@@ -171,21 +166,14 @@ class Hosts:
         device = hello.cuda_devices[0] if self._by_device else ""
         return (hello.process.boot_id, hello.process.pid_namespace, hello.beacon.uid), device
 
-    def _new(self) -> int:
-        self._count += 1
-        return self._count
-
     def _put(self, state: MemberState, host: int) -> None:
         state.host = host
         self._members.setdefault(host, {})[state.member] = state
-        if len(self._members) > 1 and not state.is_peer:
-            self._warn([state.member] if self._warned else [m for members in self._members.values() for m in members])
-
-    def _warn(self, members: list[Member]) -> None:
-        """Tell members to prepare for lanes: there is more than one host."""
-        new = [member for member in members if member not in self._warned]
-        self._warned.update(new)
-        self._out.extend(Send(member, LaneAhead()) for member in new)
+        if len(self._members) > 1 and not state.is_peer:  # more than one host: members prepare for lanes
+            known = [state.member] if self._warned else [m for members in self._members.values() for m in members]
+            new = [member for member in known if member not in self._warned]
+            self._warned.update(new)
+            self._out.extend(Send(member, LaneAhead()) for member in new)
 
     def _take(self, state: MemberState) -> None:
         members = self._members.get(state.host, {})
@@ -199,17 +187,13 @@ class Hosts:
     def release(self, latest: int, now: float, *, host: int | None = None) -> None:
         """Tell owners which versions older than ``latest`` are not used any more.
 
-        ``host``: only owners on this host; None: all.
-        """
-        for state in self._roster if host is None else self.on(host):
-            for version in [version for version in state.lent if version < latest] if state.lent else ():
-                if not self._used(state, version, now):
-                    state.lent.discard(version)
-                    self._out.append(Send(state.member, Released(version)))
+        A version is used while another responsive member of its host has it.
 
-    def _used(self, owner: MemberState, version: int, now: float) -> bool:
-        """Return whether another responsive member of its host has the version."""
-        others = self._members.get(owner.host, {}).values()
-        return any(
-            version in other.held and not self._roster.suspect(other, now) for other in others if other is not owner
-        )
+        :param host: only owners on this host; None: all.
+        """
+        for owner in self._roster if host is None else self.on(host):
+            for version in [version for version in owner.lent if version < latest] if owner.lent else ():
+                others = (other for other in self.on(owner.host) if other is not owner)
+                if not any(version in other.held and not self._roster.suspect(other, now) for other in others):
+                    owner.lent.discard(version)
+                    self._out.append(Send(owner.member, Released(version)))

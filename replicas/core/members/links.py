@@ -103,22 +103,21 @@ class Links:
 
     def broke(self, pairs: Pairs, why: str, now: float) -> None:
         """Mark links broken: no connection can be made between these addresses."""
-        for link in {frozenset(pair) for pair in pairs if len(set(pair)) == 2}:
+        for link in _links(pairs):
             fault = self._found(link, why, now)
             if not fault.broken:
                 fault.broken, fault.tries, fault.trial_at = True, 0, now + TRIAL.first_s
 
     def doubt(self, pairs: Pairs, why: str, now: float) -> None:
         """Mark links doubtful: a transfer with bytes on them stood still."""
-        links = {frozenset(pair) for pair in pairs if len(set(pair)) == 2}
+        links = _links(pairs)
         again = [link for link in links if link in self._faults and now < self._faults[link].doubt_until]
-        for link in links:
-            self._found(link, why, now)
+        self.slow(pairs, why, now)
         self.broke([(min(link), max(link)) for link in again], why, now)
 
     def slow(self, pairs: Pairs, why: str, now: float) -> None:
         """Mark links doubtful: their slow bytes made other members wait."""
-        for link in {frozenset(pair) for pair in pairs if len(set(pair)) == 2}:
+        for link in _links(pairs):
             self._found(link, why, now)
 
     def proved(self, pairs: Pairs) -> None:
@@ -140,33 +139,31 @@ class Links:
 
     def tick(self, now: float) -> None:
         """Start due trials; forget links to addresses that are gone."""
-        if len(self._usual) > 2 * len(self._roster):
-            there = {state.address for state in self._roster}
-            self._usual = {address: rate for address, rate in self._usual.items() if address in there}
-        if not self._faults:
+        crowded = len(self._usual) > 2 * len(self._roster)
+        if not self._faults and not crowded:
             return
-        ends: dict[str, MemberState] = {}
-        for state in self._roster:
-            if not state.observes and not self._roster.suspect(state, now):
-                ends.setdefault(state.address, state)
         there = {state.address for state in self._roster}
+        if crowded:
+            self._usual = {address: rate for address, rate in self._usual.items() if address in there}
         for link, fault in list(self._faults.items()):
             if fault.trial is not None:
                 fault.trial.tick(now)
             elif not link <= there:
                 del self._faults[link]
-        due = [
-            link for link, fault in self._faults.items() if fault.broken and not fault.trial and now >= fault.trial_at
-        ]
-        room = TRIALS_AT_ONCE - sum(fault.trial is not None for fault in self._faults.values())
-        due.sort(key=lambda link: self._faults[link].trial_at)
-        for link in [link for link in due if link <= ends.keys()][: max(0, room)]:
-            self._try(link, [ends[address].member for address in sorted(link)], now)
-
-    def _try(self, link: frozenset[str], members: list[Member], now: float) -> None:
-        trial = Probe(self._lanes, members, "gloo", now, partial(self._tried, link))
-        if not trial.over:
-            self._faults[link].trial = trial
+        if not any(fault.broken for fault in self._faults.values()):
+            return
+        ends: dict[str, MemberState] = {}
+        for state in self._roster:
+            if not state.observes and not self._roster.suspect(state, now):
+                ends.setdefault(state.address, state)
+        room = max(0, TRIALS_AT_ONCE - len(self._trials))
+        due = [(f.trial_at, link) for link, f in self._faults.items() if f.broken and not f.trial and now >= f.trial_at]
+        due.sort(key=lambda entry: entry[0])
+        for link in [link for _, link in due if link <= ends.keys()][:room]:
+            members = [ends[address].member for address in sorted(link)]
+            trial = Probe(self._lanes, members, "gloo", now, partial(self._tried, link))
+            if not trial.over:
+                self._faults[link].trial = trial
 
     def _tried(self, link: frozenset[str], culprits: Mapping[Member, str], now: float) -> None:
         fault = self._faults[link]
@@ -190,16 +187,18 @@ class Links:
         for trial in self._trials:
             trial.failed(lane, error, now)
 
-    def store_moved(self, now: float) -> None:
-        """Try again the links whose trials ran over the old store."""
+    def try_again(self, now: float, *, lost: Member | None = None) -> None:
+        """Abandon trials, and try their links again at once.
+
+        ``lost``: only the trials that this lost member took part in; None: all, as they
+        ran over the old store.
+        """
         for fault in self._faults.values():
-            if fault.trial is not None:
+            if fault.trial is not None and (lost is None or fault.trial.with_member(lost)):
                 fault.trial.abandon()
                 fault.trial, fault.trial_at = None, now
 
-    def lost(self, member: Member, now: float) -> None:
-        """Restart the trials that a lost member took part in, with another member."""
-        for fault in self._faults.values():
-            if fault.trial is not None and fault.trial.with_member(member):
-                fault.trial.abandon()
-                fault.trial, fault.trial_at = None, now
+
+def _links(pairs: Pairs) -> set[frozenset[str]]:
+    """Return the links between two addresses; members with one address have none."""
+    return {frozenset(pair) for pair in pairs if len(set(pair)) == 2}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replicas.core.membership import MEMBER, MemberEvent, Standing
 from replicas.messages import ChannelSettings, Hello, SlotPlace
@@ -41,26 +41,22 @@ class Held(dict[int, str]):
             self.on_change(version, False)
         return digest
 
+    def popitem(self) -> tuple[int, str]:
+        """As of a dict."""
+        version, digest = super().popitem()
+        if self.on_change is not None:
+            self.on_change(version, False)
+        return version, digest
+
     def setdefault(self, version: int, default: str = "") -> str:
         """As of a dict."""
         if version not in self:
             self[version] = default
         return self[version]
 
-    def update(self, *others: Any, **names: str) -> None:
-        """As of a dict."""
-        for version, digest in dict(*others, **names).items():
-            self[version] = digest
-
-    def clear(self) -> None:
-        """As of a dict."""
-        for version in list(self):
-            del self[version]
-
-    def popitem(self) -> tuple[int, str]:
-        """As of a dict."""
-        version = next(reversed(self))
-        return version, self.pop(version)
+    if not TYPE_CHECKING:  # a dict's own would not call the methods above
+        update = MutableMapping.update
+        clear = MutableMapping.clear
 
 
 @dataclass(frozen=True, slots=True)

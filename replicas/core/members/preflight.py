@@ -16,57 +16,38 @@ with the same GPU share its memory, and need no NCCL between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from replicas import errors
-from replicas.config.structs import ChannelConfig
-from replicas.messages import Hello
+from replicas.config.structs import ChannelConfig, ChannelRole
+from replicas.core.members.member_state import MemberState
+from replicas.messages import ChannelSettings, Hello
 
-__all__ = ["MULTI_RANK_VERSION", "NCCL_AGREED", "carries_bytes", "check_join", "nccl_works"]
+__all__ = [
+    "MULTI_RANK_VERSION",
+    "NCCL_AGREED",
+    "carries_bytes",
+    "check_identity",
+    "check_join",
+    "kind",
+    "nccl_works",
+    "settings_of",
+]
 
-NCCL_AGREED = frozenset(
-    (
-        # how data is sent: both ends of a connection choose for themselves, and must
-        # choose alike
-        "NCCL_ALGO",
-        "NCCL_PROTO",
-        "NCCL_NET",
-        "NCCL_NET_PLUGIN",
-        "NCCL_SOCKET_FAMILY",
-        "NCCL_IB_DISABLE",
-        "NCCL_SHM_DISABLE",
-        "NCCL_P2P_DISABLE",
-        "NCCL_P2P_LEVEL",
-        "NCCL_P2P_DIRECT_DISABLE",
-        "NCCL_CUMEM_ENABLE",
-        "NCCL_CUMEM_HOST_ENABLE",
-        "NCCL_NVLS_ENABLE",
-        "NCCL_MNNVL_ENABLE",
-        "NCCL_COLLNET_ENABLE",
-        "NCCL_PXN_DISABLE",
-        "NCCL_RUNTIME_CONNECT",
-        "NCCL_MULTI_RANK_GPU_ENABLE",
-        # piece sizes and numbers of channels
-        "NCCL_BUFFSIZE",
-        "NCCL_LL_BUFFSIZE",
-        "NCCL_LL128_BUFFSIZE",
-        "NCCL_P2P_NET_CHUNKSIZE",
-        "NCCL_P2P_PCI_CHUNKSIZE",
-        "NCCL_P2P_NVL_CHUNKSIZE",
-        "NCCL_MIN_NCHANNELS",
-        "NCCL_MAX_NCHANNELS",
-        "NCCL_MIN_CTAS",
-        "NCCL_MAX_CTAS",
-        "NCCL_MIN_P2P_NCHANNELS",
-        "NCCL_MAX_P2P_NCHANNELS",
-        "NCCL_NCHANNELS_PER_NET_PEER",
-        "NCCL_NTHREADS",
-        "NCCL_SOCKET_NTHREADS",
-        "NCCL_NSOCKS_PERTHREAD",
-        "NCCL_IB_QPS_PER_CONNECTION",
-        "NCCL_IB_SPLIT_DATA_ON_QPS",
-    )
-)
+_HOW_SENT = """
+NCCL_ALGO NCCL_PROTO NCCL_NET NCCL_NET_PLUGIN NCCL_SOCKET_FAMILY NCCL_IB_DISABLE NCCL_SHM_DISABLE NCCL_P2P_DISABLE
+NCCL_P2P_LEVEL NCCL_P2P_DIRECT_DISABLE NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE NCCL_NVLS_ENABLE NCCL_MNNVL_ENABLE
+NCCL_COLLNET_ENABLE NCCL_PXN_DISABLE NCCL_RUNTIME_CONNECT NCCL_MULTI_RANK_GPU_ENABLE
+"""
+"""Both ends of a connection choose for themselves, and must choose alike."""
+_SIZES = """
+NCCL_BUFFSIZE NCCL_LL_BUFFSIZE NCCL_LL128_BUFFSIZE NCCL_P2P_NET_CHUNKSIZE NCCL_P2P_PCI_CHUNKSIZE NCCL_P2P_NVL_CHUNKSIZE
+NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MAX_CTAS NCCL_MIN_P2P_NCHANNELS NCCL_MAX_P2P_NCHANNELS
+NCCL_NCHANNELS_PER_NET_PEER NCCL_NTHREADS NCCL_SOCKET_NTHREADS NCCL_NSOCKS_PERTHREAD NCCL_IB_QPS_PER_CONNECTION
+NCCL_IB_SPLIT_DATA_ON_QPS
+"""
+"""Sizes of pieces and numbers of channels."""
+NCCL_AGREED = frozenset((_HOW_SENT + _SIZES).split())
 """NCCL's variables that must have the same value, or none, in all processes of a group.
 
 All others may differ: those that describe one host (NCCL_SOCKET_IFNAME, NCCL_IB_HCA,
@@ -74,12 +55,60 @@ NCCL_TOPO_FILE, NCCL_HOSTID, ...), those that only log (NCCL_DEBUG...), and time
 one side (NCCL_IB_TIMEOUT, ...).
 """
 
-_UNSET = "unset"
 MULTI_RANK_VERSION = (2, 30)
 """The first NCCL that allows several ranks on one GPU.
 
 ``NCCL_MULTI_RANK_GPU_ENABLE=1`` enables that.
 """
+
+
+def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float) -> ChannelSettings:
+    """Return the settings of a process on the channel.
+
+    :raises errors.UnknownChannel: its group has no role in it, and it is no observer.
+    """
+    parties = {"source": config.sources, "target": config.targets, "peer": config.peers}
+    roles = [role for role, known in parties.items() if any(party.group == hello.group for party in known)]
+    if not roles and not hello.observe:
+        groups = sorted({party.group for known in parties.values() for party in known})
+        raise errors.UnknownChannel(
+            f'group "{hello.group}" has no part in channel "{config.name}"',
+            channel=config.name,
+            hint=f"its groups are {', '.join(groups)}; join with observe=True to only watch it",
+        )
+    role = "observer" if hello.observe else "both" if roles == ["source", "target"] else roles[-1]
+    return ChannelSettings(
+        role=role,  # type: ignore[arg-type]  # one of the literals
+        deadline_s=config.deadline_s,
+        slots=config.slots,
+        staging=config.staging,
+        source_ranks="all" if any(party.ranks == "all" for party in config.sources) else "leader",
+        peer_ranks=config.peers[0].ranks if config.peers else "leader",
+        backend=config.backend,
+        heartbeat_interval_s=heartbeat_interval_s,
+    )
+
+
+def check_identity(hello: Hello, replica: Iterable[MemberState], config: ChannelConfig) -> None:
+    """Check rank, world size and replica index. ``replica``: its present members.
+
+    :raises replicas.errors.ReplicasError: they are out of range, or do not agree.
+    """
+    where = _name(hello)
+    if hello.observe and min(hello.rank, hello.replica) >= 0:
+        return  # an observer takes no identity, whatever its name
+    if hello.world_size < 1 or not 0 <= hello.rank < hello.world_size:
+        raise errors.UsageError(
+            f"{where}: rank {hello.rank} is not in a world of {hello.world_size}",
+            channel=config.name,
+            hint="pass rank from 0 to world_size - 1",
+        )
+    if hello.replica < 0:
+        raise errors.UsageError(f"{where}: replica must be 0 or more", channel=config.name)
+    others = {state.hello.world_size for state in replica if state.member.name != where}
+    if others and others != {hello.world_size}:
+        text = f"{where}: world_size {hello.world_size}, but its replica joined with {others.pop()}"
+        raise errors.RanksDisagree(text, channel=config.name)
 
 
 def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> None:
@@ -90,15 +119,56 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
     """
     if hello.observe:
         return
-    _check_staging(hello, config)
     me = _name(hello)
+    if config.staging == "device" and _in_groups(hello, config) and not hello.cuda_devices:
+        raise errors.Preflight(
+            f'{me} sees no GPU, and the slots of channel "{config.name}" are in GPU memory (staging = "device")',
+            channel=config.name,
+            phase="join",
+            members=(me,),
+            hint='give it a GPU (CUDA_VISIBLE_DEVICES, a build of torch with CUDA), or set staging = "host" on the channel',
+        )
     for other in others:
         if other.observe or _name(other) == me:
             continue
-        _check_torch(hello, other, config)
-        if carries_bytes(hello, config) and carries_bytes(other, config) and _uses_nccl(hello, other, config):
-            _check_nccl(hello, other, config)
-            _check_devices(hello, other, config)
+        for mine, theirs, remedy in _mismatches(hello, other, config):
+            raise errors.Preflight(
+                f"{me} has {mine}, {_name(other)} has {theirs}: they cannot work together",
+                channel=config.name,
+                phase="join",
+                members=(me, _name(other)),
+                hint=remedy,
+            )
+
+
+def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield what both have, and the remedy."""
+    mine, theirs = hello.torch_version, other.torch_version
+    if mine and theirs and _release(mine) != _release(theirs):
+        remedy = f"install torch {_release(theirs)} for both, or {_release(mine)}, and start them again"
+        yield f"torch {mine}", f"torch {theirs}", remedy
+    both = bool(hello.cuda_devices and other.cuda_devices)
+    uses_nccl = config.backend == "nccl" or (config.backend == "auto" and both)
+    if not (uses_nccl and _in_groups(hello, config) and _in_groups(other, config)):
+        return
+    mine, theirs = hello.nccl_version, other.nccl_version
+    if mine and theirs and mine != theirs:
+        remedy = "install the same build of torch (and of nvidia-nccl) for both"
+        yield f"NCCL {mine}", f"NCCL {theirs}", remedy
+    for name in sorted(NCCL_AGREED & (hello.nccl_env.keys() | other.nccl_env.keys())):
+        mine, theirs = (f"= {one.nccl_env[name]!r}" if name in one.nccl_env else "unset" for one in (hello, other))
+        if mine != theirs:
+            remedy = f"set {name} to the same value in the environment of both groups, or unset it in both"
+            yield f"{name} {mine}", f"{name} {theirs}", remedy
+    if config.staging == "device" and config.transport == "auto" and not config.peers:
+        return  # members with one GPU share its memory, and are not joined by NCCL
+    shared = sorted(set(hello.cuda_devices) & set(other.cuda_devices))
+    if config.backend == "nccl" and shared and not (_shares_gpu(hello) and _shares_gpu(other)):
+        remedy = (
+            'give each its own GPU (CUDA_VISIBLE_DEVICES), use backend = "gloo" or "auto", or, for a test, set '
+            "NCCL_MULTI_RANK_GPU_ENABLE=1 in both"
+        )
+        yield f"GPU {shared[0]}", "the same one", remedy
 
 
 def nccl_works(hellos: Sequence[Hello]) -> bool:
@@ -124,85 +194,8 @@ def _multi_rank(hello: Hello) -> bool:
     return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(numbers) >= MULTI_RANK_VERSION
 
 
-def _check_staging(hello: Hello, config: ChannelConfig) -> None:
-    if config.staging == "device" and carries_bytes(hello, config) and not hello.cuda_devices:
-        raise errors.Preflight(
-            f'{_name(hello)} sees no GPU, and the slots of channel "{config.name}" are in GPU memory (staging = "device")',
-            channel=config.name,
-            phase="join",
-            members=(_name(hello),),
-            hint='give it a GPU (CUDA_VISIBLE_DEVICES, a build of torch with CUDA), or set staging = "host" on the channel',
-        )
-
-
-def _check_torch(hello: Hello, other: Hello, config: ChannelConfig) -> None:
-    mine, theirs = hello.torch_version, other.torch_version
-    if mine and theirs and _release(mine) != _release(theirs):
-        raise _refusal(
-            hello,
-            other,
-            config,
-            f"torch {mine}",
-            f"torch {theirs}",
-            f"install torch {_release(theirs)} for both, or {_release(mine)}, and start them again",
-        )
-
-
-def _check_nccl(hello: Hello, other: Hello, config: ChannelConfig) -> None:
-    mine, theirs = hello.nccl_version, other.nccl_version
-    if mine and theirs and mine != theirs:
-        raise _refusal(
-            hello,
-            other,
-            config,
-            f"NCCL {mine}",
-            f"NCCL {theirs}",
-            "install the same build of torch (and of nvidia-nccl) for both",
-        )
-    for name in sorted(NCCL_AGREED & (hello.nccl_env.keys() | other.nccl_env.keys())):
-        value, there = hello.nccl_env.get(name, _UNSET), other.nccl_env.get(name, _UNSET)
-        if value != there:
-            raise _refusal(
-                hello,
-                other,
-                config,
-                f"{name} {_shown(value)}",
-                f"{name} {_shown(there)}",
-                f"set {name} to the same value in the environment of both groups, or unset it in both",
-            )
-
-
-def _check_devices(hello: Hello, other: Hello, config: ChannelConfig) -> None:
-    """Refuse shared GPUs where NCCL is required.
-
-    ``backend = "auto"`` uses gloo for members that share a GPU. Members that share the
-    GPU's memory, too, are not joined by NCCL.
-    """
-    if config.staging == "device" and config.transport == "auto" and not config.peers:
-        return
-    shared = sorted(set(hello.cuda_devices) & set(other.cuda_devices))
-    if config.backend == "nccl" and shared and not (_shares_gpu(hello) and _shares_gpu(other)):
-        raise _refusal(
-            hello,
-            other,
-            config,
-            f"GPU {shared[0]}",
-            "the same one",
-            'give each its own GPU (CUDA_VISIBLE_DEVICES), use backend = "gloo" or "auto", or, for a test, set '
-            "NCCL_MULTI_RANK_GPU_ENABLE=1 in both",
-        )
-
-
-def _refusal(
-    hello: Hello, other: Hello, config: ChannelConfig, mine: str, theirs: str, remedy: str
-) -> errors.Preflight:
-    return errors.Preflight(
-        f"{_name(hello)} has {mine}, {_name(other)} has {theirs}: they cannot work together",
-        channel=config.name,
-        phase="join",
-        members=(_name(hello), _name(other)),
-        hint=remedy,
-    )
+def _shares_gpu(hello: Hello) -> bool:
+    return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" or bool(hello.nccl_env.get("NCCL_HOSTID"))
 
 
 def _name(hello: Hello) -> str:
@@ -214,20 +207,25 @@ def _release(version: str) -> str:
     return ".".join(version.partition("+")[0].split(".")[:2])
 
 
-def _shown(value: str) -> str:
-    return value if value == _UNSET else f"= {value!r}"
-
-
-def _shares_gpu(hello: Hello) -> bool:
-    return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" or bool(hello.nccl_env.get("NCCL_HOSTID"))
-
-
-def _uses_nccl(hello: Hello, other: Hello, config: ChannelConfig) -> bool:
-    both = bool(hello.cuda_devices and other.cuda_devices)
-    return config.backend == "nccl" or (config.backend == "auto" and both)
-
-
-def carries_bytes(hello: Hello, config: ChannelConfig) -> bool:
-    """Return whether this rank is ever part of a process group."""
-    parties = (*config.sources, *config.targets, *config.peers)
+def carries_bytes(hello: Hello, parties: Iterable[ChannelRole]) -> bool:
+    """Return whether one of these roles makes this rank send or receive bytes."""
     return any(party.group == hello.group and (party.ranks != "leader" or hello.rank == 0) for party in parties)
+
+
+def _in_groups(hello: Hello, config: ChannelConfig) -> bool:
+    """Return whether this rank is ever part of a process group."""
+    return carries_bytes(hello, (*config.sources, *config.targets, *config.peers))
+
+
+def kind(hello: Hello, config: ChannelConfig) -> object:
+    """Return what :func:`check_join` compares: one member of each kind is enough.
+
+    With NCCL for certain each GPU counts, else only that there are some.
+    """
+    return (
+        hello.torch_version,
+        hello.nccl_version,
+        frozenset(hello.nccl_env.items()),
+        hello.cuda_devices if config.backend == "nccl" else bool(hello.cuda_devices),
+        _in_groups(hello, config),
+    )

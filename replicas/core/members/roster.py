@@ -19,23 +19,30 @@ transfers go on without it. So is a member whose connection ended and that has n
 reconnected within :data:`CUT_S`. A member silent for longer than its lease is lost. The
 shell extends all of them by the pauses of its own loop (:meth:`Roster.forgive`), so
 that a stopped coordinator evicts no member.
+
+*Cost.* A sync to *n* members is some ten messages for each of them; a walk over all
+members at each message would make it quadratic. So the lookups of each message use
+indices that are kept up to date: members by name, by replica, by held version, and
+targets that lack a version. A member's held versions change in many places, so
+:class:`~replicas.core.members.member_state.Held` reports them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from replicas import errors
 from replicas.common.backoff import Backoff
-from replicas.config.structs import ChannelConfig, ChannelRole
+from replicas.config.structs import ChannelConfig
 from replicas.core.members.heartbeats import Heartbeats
 from replicas.core.members.member_state import Held, MemberState
-from replicas.core.members.preflight import carries_bytes, check_join
-from replicas.core.members.roster_index import RosterIndex, preflight_shape
+from replicas.core.members.preflight import carries_bytes, check_identity, check_join, kind, settings_of
 from replicas.core.membership import MEMBER
 from replicas.messages import ChannelSettings, Hello
 from replicas.messages.identity import Member
@@ -67,10 +74,6 @@ class GroupShape:
     heartbeat_timeout_s: float = 30.0
 
 
-def _party(parties: tuple[ChannelRole, ...], group: str) -> ChannelRole | None:
-    return next((party for party in parties if party.group == group), None)
-
-
 class Roster:
     """Members and epochs of one channel."""
 
@@ -79,7 +82,18 @@ class Roster:
         self.groups = dict(groups)
         self.epoch = epoch
         self._members: dict[Member, MemberState] = {}
-        self.index = RosterIndex(self._preflight_shape)
+        self._by_name: dict[str, MemberState] = {}
+        """All but observers."""
+        self.apart: dict[Member, MemberState] = {}
+        """Members that are neither live nor observing."""
+        self.on_held: Callable[[MemberState], None] | None = None
+        """Called with a member whose held versions have changed."""
+        self._replicas: dict[tuple[str, int], dict[Member, MemberState]] = {}
+        self._alike: dict[object, dict[Member, MemberState]] = {}
+        self._carriers: dict[Member, MemberState] = {}
+        """Targets that carry bytes."""
+        self._holders: dict[int, dict[Member, MemberState]] = {}
+        self._holding_carriers: Counter[int] = Counter()
         self._live: tuple[MemberState, ...] = ()
         self._targets: tuple[MemberState, ...] = ()
         self._cached_epoch = -1
@@ -122,41 +136,7 @@ class Roster:
     def shape(self, group: str) -> GroupShape:
         return self.groups.get(group, GroupShape())
 
-    def settings_for(self, hello: Hello) -> ChannelSettings:
-        """Return the settings of a process on the channel.
-
-        :raises errors.UnknownChannel: its group has no role in it, and it is no
-            observer.
-        """
-        config = self.config
-        source, target = _party(config.sources, hello.group), _party(config.targets, hello.group)
-        peer = _party(config.peers, hello.group)
-        role: str
-        if hello.observe:
-            role = "observer"
-        elif peer is not None:
-            role = "peer"
-        elif source is not None and target is not None:
-            role = "both"
-        elif source is not None or target is not None:
-            role = "source" if source is not None else "target"
-        else:
-            known = sorted({party.group for party in (*config.sources, *config.targets, *config.peers)})
-            raise errors.UnknownChannel(
-                f'group "{hello.group}" has no part in channel "{config.name}"',
-                channel=config.name,
-                hint=f"its groups are {', '.join(known)}; join with observe=True to only watch it",
-            )
-        return ChannelSettings(
-            role=role,  # type: ignore[arg-type]  # one of the literals, by the branches above
-            deadline_s=config.deadline_s,
-            slots=config.slots,
-            staging=config.staging,
-            source_ranks="all" if any(party.ranks == "all" for party in config.sources) else "leader",
-            peer_ranks=config.peers[0].ranks if config.peers else "leader",
-            backend=config.backend,
-            heartbeat_interval_s=self.heartbeat_interval_s,
-        )
+    # ------------------------------------------------------------ joins and losses
 
     def add(self, hello: Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
         """Create a new incarnation; return it and the one that it fences.
@@ -166,38 +146,75 @@ class Roster:
         :raises errors.ReplicasError: the Hello is not acceptable, or incompatible with
             a member.
         """
-        self._check(hello)
-        check_join(hello, self.index.others(hello), self.config)
+        check_identity(hello, self.replica(hello.group, hello.replica), self.config)
+        check_join(hello, self.others(hello), self.config)
         member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
-        settings = self.settings_for(hello)
+        settings = settings_of(hello, self.config, self.heartbeat_interval_s)
         older = None if hello.observe else self.holder_of(member.name)
         if older is not None:
             self._check_newer(member, hello, older)
         state = MemberState(member, hello, settings, address, last_seen=now, progressed_at=now)
         if state.observes:
             state.standing = "observing"
-        state.carries = self._carries(settings, hello)
+        state.carries = carries_bytes(hello, (*self.config.targets, *self.config.peers))
         state.held = Held({held.version: held.digest for held in hello.held})
         state.lent = {*state.held, *hello.lent}
         state.places = {held.version: held.place for held in hello.held if held.place is not None}
         state.loaded = hello.loaded
         state.resumed = not state.from_before
-        state.not_before = self._probation_end(member.name, now)
+        recent = [at for at in self._losses.get(member.name, ()) if now - at <= FLAP_WINDOW_S]
+        if len(recent) >= FLAPS:
+            state.not_before = now + PROBATION.after(len(recent) - FLAPS)
         return state, older
 
+    def _check_newer(self, member: Member, hello: Hello, holder: MemberState) -> None:
+        """Check that ``hello`` is newer than the present holder of its identity.
+
+        Of two members of another coordinator, the one fenced there knows no later
+        epochs.
+
+        :raises errors.Fenced: ``hello`` is the older one.
+        """
+        known = (hello.generation, hello.epoch)
+        if not hello.resume_term or (holder.from_before and known >= (holder.hello.generation, holder.hello.epoch)):
+            return
+        raise errors.Fenced(
+            f"another process joined as {member} while this one could not be heard",
+            channel=self.config.name,
+            members=[member.name],
+            hint="join again",
+        )
+
     def insert(self, state: MemberState) -> None:
-        self._members[state.member] = state
-        self.index.insert(state)
+        member = state.member
+        self._members[member] = state
         if not state.observes:
-            self.left.pop(state.member.name, None)
-            self.seen.add(state.member.name)
+            self._by_name[member.name] = self.apart[member] = state
+            self._replicas.setdefault((member.group, member.replica), {})[member] = state
+            self._alike.setdefault(kind(state.hello, self.config), {})[member] = state
+            self.left.pop(member.name, None)
+            self.seen.add(member.name)
+        if state.is_target and state.carries:
+            self._carriers[member] = state
+        for version in state.held:
+            self._note(state, version, held=True)
+        state.held.on_change = partial(self._held_changed, state)
 
     def remove(self, member: Member) -> MemberState | None:
         """Remove the member, now ``gone``; return its state, or None."""
         state = self._members.pop(member, None)
         if state is None:
             return None
-        self.index.remove(state)
+        state.held.on_change = None
+        for version in state.held:
+            self._note(state, version, held=False)
+        self._carriers.pop(member, None)
+        self.apart.pop(member, None)
+        if not state.observes:
+            if self._by_name.get(member.name) is state:
+                del self._by_name[member.name]
+            _discard(self._replicas, (member.group, member.replica), member)
+            _discard(self._alike, kind(state.hello, self.config), member)
         if state.live:
             self.epoch += 1
         if state.standing == "quarantined" and state.is_peer:
@@ -205,90 +222,56 @@ class Roster:
         state.step("lost")
         return state
 
-    def was_isolated(self, name: str) -> str:
-        """Return, once, why the identity was quarantined when it was last lost."""
-        return self._isolated.pop(name, "")
+    def _held_changed(self, state: MemberState, version: int, held: bool) -> None:
+        self._note(state, version, held=held)
+        if self.on_held is not None:
+            self.on_held(state)
 
-    def note_loss(self, name: str, now: float) -> None:
-        """Note a loss of the identity that was no orderly leave."""
-        self._losses.setdefault(name, deque(maxlen=16)).append(now)
+    def _note(self, state: MemberState, version: int, *, held: bool) -> None:
+        carries = state.member in self._carriers
+        if held:
+            self._holders.setdefault(version, {})[state.member] = state
+            self._holding_carriers[version] += carries
+            return
+        _discard(self._holders, version, state.member)
+        self._holding_carriers[version] -= carries
+        if version not in self._holders:
+            del self._holding_carriers[version]
 
-    def _forget_old(self, now: float) -> None:
-        """Forget losses and quarantines of long ago."""
-        for known, window_s in ((self._losses, FLAP_WINDOW_S), (self._isolations, ISOLATION_WINDOW_S)):
-            for name, times in list(known.items()):
-                while times and now - times[0] > window_s:
-                    times.popleft()
-                if not times:
-                    del known[name]
-
-    def _probation_end(self, name: str, now: float) -> float:
-        recent = [at for at in self._losses.get(name, ()) if now - at <= FLAP_WINDOW_S]
-        if len(recent) < FLAPS:
-            return 0.0
-        return now + PROBATION.after(len(recent) - FLAPS)
+    # ------------------------------------------------------------ lookups
 
     def holder_of(self, name: str) -> MemberState | None:
         """Return the current incarnation of the identity ``name``."""
-        return self.index.by_name.get(name)
+        return self._by_name.get(name)
 
-    def admit(self, now: float) -> bool:
-        """Make all waiting members live, in one new epoch; False: there were none."""
-        waiting = self.waiting(now)
-        for state in waiting:
-            state.step("admitted")
-            state.note, state.missed = "", 0
-            del self.index.apart[state.member]
-        if waiting:
-            self.epoch += 1
-        return bool(waiting)
+    def replica(self, group: str, replica: int) -> list[MemberState]:
+        """Return the members of one replica, without observers."""
+        return list(self._replicas.get((group, replica), {}).values())
 
-    def waiting(self, now: float) -> list[MemberState]:
-        """Return the members that would be admitted now."""
-        return [state for state in self._apart(now) if state.caught_up]
+    def holders(self, version: int) -> list[MemberState]:
+        """Return members that hold the whole of ``version``, in no order."""
+        return list(self._holders.get(version, {}).values())
 
-    def missing(self, now: float) -> list[MemberState]:
-        """Return members that would be admitted now but for a missed version."""
-        return [state for state in self._apart(now) if not state.caught_up]
+    def lacking(self, version: int) -> list[MemberState]:
+        """Return targets that carry bytes, live or not, and lack ``version``.
 
-    def _apart(self, now: float) -> list[MemberState]:
-        apart = self.index.apart.values()
-        return [s for s in apart if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
+        It costs nothing when there are none.
+        """
+        if self._holding_carriers[version] == len(self._carriers):
+            return []
+        return [state for state in self._carriers.values() if version not in state.held]
 
-    def admissible(self, state: MemberState, now: float) -> bool:
-        """Admissible: host known, responsive, off probation, not draining."""
-        return now >= state.not_before and self.available(state, now)
+    def others(self, hello: Hello) -> list[Hello]:
+        """Return one Hello of each kind of members, to compare with.
 
-    def available(self, state: MemberState, now: float) -> bool:
-        """Available: host known, responsive, not draining."""
-        return state.host != 0 and not state.draining and not self.suspect(state, now)
-
-    def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
-        """Put a live member out of the epoch, to be caught up and admitted again."""
-        state.step("left_behind")
-        state.note, state.missed = why, missed
-        self.index.apart[state.member] = state
-        self.epoch += 1
-
-    def note_isolation(self, name: str, now: float) -> int:
-        """Count a quarantine of the identity; return the count of recent ones."""
-        times = self._isolations.setdefault(name, deque(maxlen=16))
-        times.append(now)
-        return len(times)
-
-    def release(self, state: MemberState) -> None:
-        """Release a quarantined member; the next boundary admits it."""
-        state.step("released")
-        state.not_before = 0.0
-
-    def isolate(self, state: MemberState, why: str, not_before: float) -> None:
-        """Quarantine the member: no process group with it works."""
-        if state.live:
-            self.epoch += 1
-        state.step("isolated")
-        self.index.apart[state.member] = state
-        state.note = why
-        state.not_before = not_before
+        No incarnation of the same identity is among them.
+        """
+        name = f"{hello.group}/{hello.replica}/{hello.rank}"
+        found = (
+            next((state.hello for state in states.values() if state.member.name != name), None)
+            for states in self._alike.values()
+        )
+        return [other for other in found if other is not None]
 
     @property
     def live(self) -> tuple[MemberState, ...]:
@@ -309,28 +292,90 @@ class Roster:
             self._live = tuple(sorted((state for state in self if state.live), key=lambda state: state.member))
             self._targets = tuple(state for state in self._live if state.is_target and state.carries)
 
-    def replica(self, group: str, replica: int) -> list[MemberState]:
-        """Return the members of one replica, without observers."""
-        return self.index.replica(group, replica)
+    # ------------------------------------------------------------ standings
 
-    def holders(self, version: int) -> list[MemberState]:
-        """Return members that hold the whole of ``version``, in no order."""
-        return self.index.holders(version)
+    def admit(self, now: float) -> bool:
+        """Make all waiting members live, in one new epoch; False: there were none."""
+        waiting = self.waiting(now)
+        for state in waiting:
+            state.step("admitted")
+            state.note, state.missed = "", 0
+            del self.apart[state.member]
+        if waiting:
+            self.epoch += 1
+        return bool(waiting)
 
-    def lacking(self, version: int) -> list[MemberState]:
-        """Return targets that carry bytes, live or not, and lack ``version``.
+    def waiting(self, now: float) -> list[MemberState]:
+        """Return the members that would be admitted now."""
+        return [state for state in self._apart(now) if state.caught_up]
 
-        It costs nothing when there are none.
-        """
-        return self.index.lacking(version)
+    def missing(self, now: float) -> list[MemberState]:
+        """Return members that would be admitted now but for a missed version."""
+        return [state for state in self._apart(now) if not state.caught_up]
+
+    def _apart(self, now: float) -> list[MemberState]:
+        apart = self.apart.values()
+        return [s for s in apart if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
+
+    def admissible(self, state: MemberState, now: float) -> bool:
+        """Admissible: host known, responsive, off probation, not draining."""
+        return now >= state.not_before and self.available(state, now)
+
+    def available(self, state: MemberState, now: float) -> bool:
+        """Available: host known, responsive, not draining."""
+        return state.host != 0 and not state.draining and not self.suspect(state, now)
+
+    def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
+        """Put a live member out of the epoch, to be caught up and admitted again."""
+        self.epoch += 1
+        state.step("left_behind")
+        self.apart[state.member] = state
+        state.note, state.missed = why, missed
+
+    def isolate(self, state: MemberState, why: str, not_before: float) -> None:
+        """Quarantine the member: no process group with it works."""
+        self.epoch += state.live
+        state.step("isolated")
+        self.apart[state.member] = state
+        state.note, state.not_before = why, not_before
+
+    def release(self, state: MemberState) -> None:
+        """Release a quarantined member; the next boundary admits it."""
+        state.step("released")
+        state.not_before = 0.0
+
+    # ------------------------------------------------------------ identities over time
+
+    def note_loss(self, name: str, now: float) -> None:
+        """Note a loss of the identity that was no orderly leave."""
+        self._losses.setdefault(name, deque(maxlen=16)).append(now)
+
+    def note_isolation(self, name: str, now: float) -> int:
+        """Count a quarantine of the identity; return the count of recent ones."""
+        times = self._isolations.setdefault(name, deque(maxlen=16))
+        times.append(now)
+        return len(times)
+
+    def was_isolated(self, name: str) -> str:
+        """Return, once, why the identity was quarantined when it was last lost."""
+        return self._isolated.pop(name, "")
+
+    def keep_time(self, now: float) -> None:
+        """Forget old losses and quarantines, and update the heartbeat patience."""
+        for known, window_s in ((self._losses, FLAP_WINDOW_S), (self._isolations, ISOLATION_WINDOW_S)):
+            for name, times in list(known.items()):
+                while times and now - times[0] > window_s:
+                    times.popleft()
+                if not times:
+                    del known[name]
+        self._heartbeats.tick(self.heartbeat_interval_s, now)
 
     # ------------------------------------------------------------ signs of life
 
     @property
     def shortest_lease_s(self) -> float:
         """The shortest lease of any group, including unconfigured ones."""
-        shapes = (GroupShape(), *self.groups.values())
-        return min(shape.heartbeat_timeout_s for shape in shapes)
+        return min(shape.heartbeat_timeout_s for shape in (GroupShape(), *self.groups.values()))
 
     @property
     def heartbeat_interval_s(self) -> float:
@@ -353,11 +398,6 @@ class Roster:
         """Return whether it missed three heartbeats or has not reconnected in time."""
         cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
         return cut or now - state.last_seen > self._heartbeats.patience_s
-
-    def keep_time(self, now: float) -> None:
-        """Forget old losses and quarantines, and update the heartbeat patience."""
-        self._forget_old(now)
-        self._heartbeats.tick(self.heartbeat_interval_s, now)
 
     def expired(self, now: float) -> list[MemberState]:
         """Return the members whose lease has run out."""
@@ -383,53 +423,10 @@ class Roster:
                 state.last_seen += silence_s + (0.0 if doubtful else grace_s)
                 state.progressed_at = min(state.progressed_at + silence_s, now)
 
-    def _preflight_shape(self, hello: Hello) -> object:
-        by_device = self.config.backend == "nccl"
-        return preflight_shape(hello, carries=carries_bytes(hello, self.config), by_device=by_device)
 
-    def _carries(self, settings: ChannelSettings, hello: Hello) -> bool:
-        """Return whether bytes go to or from this rank, as a target or a peer.
-
-        Sources are checked by the publish.
-        """
-        if settings.role == "peer":
-            return settings.peer_ranks != "leader" or hello.rank == 0
-        party = _party(self.config.targets, hello.group)
-        return party is None or party.ranks != "leader" or hello.rank == 0
-
-    def _check_newer(self, member: Member, hello: Hello, holder: MemberState) -> None:
-        """Check that ``hello`` is newer than the present holder of its identity.
-
-        Of two members of another coordinator, the one fenced there knows no later
-        epochs.
-
-        :raises errors.Fenced: ``hello`` is the older one.
-        """
-        known = (hello.generation, hello.epoch)
-        if not hello.resume_term or (holder.from_before and known >= (holder.hello.generation, holder.hello.epoch)):
-            return
-        raise errors.Fenced(
-            f"another process joined as {member} while this one could not be heard",
-            channel=self.config.name,
-            members=[member.name],
-            hint="join again",
-        )
-
-    def _check(self, hello: Hello) -> None:
-        where = f"{hello.group}/{hello.replica}/{hello.rank}"
-        if hello.observe and min(hello.rank, hello.replica) >= 0:
-            return  # an observer takes no identity, whatever its name
-        if hello.world_size < 1 or not 0 <= hello.rank < hello.world_size:
-            raise errors.UsageError(
-                f"{where}: rank {hello.rank} is not in a world of {hello.world_size}",
-                channel=self.config.name,
-                hint="pass rank from 0 to world_size - 1",
-            )
-        if hello.replica < 0:
-            raise errors.UsageError(f"{where}: replica must be 0 or more", channel=self.config.name)
-        others = {s.hello.world_size for s in self.replica(hello.group, hello.replica) if s.member.name != where}
-        if others and others != {hello.world_size}:
-            raise errors.RanksDisagree(
-                f"{where}: world_size {hello.world_size}, but its replica joined with {others.pop()}",
-                channel=self.config.name,
-            )
+def _discard(of: dict[Any, dict[Member, MemberState]], key: object, member: Member) -> None:
+    """Remove the member, and its entry if that is empty then."""
+    states = of[key]
+    states.pop(member, None)
+    if not states:
+        del of[key]

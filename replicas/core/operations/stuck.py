@@ -117,7 +117,7 @@ class StuckOperations:
     def _look(self, now: float) -> None:
         """Start due trials, and forget peers that are not quarantined any more."""
         roster = self._ground.roster
-        here = {s.member: s for s in roster.index.apart.values() if s.standing == "quarantined" and s.is_peer}
+        here = {s.member: s for s in roster.apart.values() if s.standing == "quarantined" and s.is_peer}
         for member in [member for member in self._apart if member not in here]:
             trial = self._apart.pop(member).trial
             if trial is not None:

@@ -116,7 +116,7 @@ class CatchUp:
 
     def _release(self, payload: Payload | None, now: float) -> None:
         """Release quarantined members whose time is over, if served or up to date."""
-        for state in self._ground.roster.index.apart.values():
+        for state in self._ground.roster.apart.values():
             lacks = payload is not None and state.carries and payload.version not in state.held
             waits = state.standing == "quarantined" and state.is_target and now >= state.not_before
             if waits and (state.served or not lacks):

@@ -86,9 +86,9 @@ def test_a_newcomer_is_compared_with_one_of_each_kind() -> None:
     for replica in range(50):
         joined(roster, replica)
     hello = msgspec.structs.replace(Client.hello_of("rollout"), replica=50, torch_version="2.13.0")
-    assert len(roster.index.others(hello)) == 1
+    assert len(roster.others(hello)) == 1
     again = msgspec.structs.replace(hello, replica=0, incarnation="later")
-    assert roster.index.others(again)[0].replica != 0, "not with what it replaces"
+    assert roster.others(again)[0].replica != 0, "not with what it replaces"
 
 
 # ------------------------------------------------------------ heartbeats
