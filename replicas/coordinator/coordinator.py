@@ -27,7 +27,7 @@ from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
 from replicas.coordinator.store import StoreWatcher
 from replicas.core.channel import ChannelState
-from replicas.core.effects import Event, StoreChanged
+from replicas.core.effects import Event
 from replicas.core.members.roster import GroupShape
 from replicas.messages import arguments
 from replicas.messages.bounds import RANKS_MAX, shown
@@ -96,7 +96,7 @@ class Coordinator:
         listens = _read("host", listen, brackets.format(host) if isinstance(host, str) else host)
         self._host, self._port = listens[0], _port("port", port)
         bind = _read("store_bind", address, store_bind)
-        self._store = StoreWatcher(bind, _port("store_port", store_port), self._store_changed)
+        self._store = StoreWatcher(bind, _port("store_port", store_port), lambda up: self.engine.store_changed(up))
         self._routes = _checked_routes(routes)
         if live is not None and not callable(live):
             raise errors.UsageError(f"live must be a function without arguments, not {shown(live)}")
@@ -245,14 +245,6 @@ class Coordinator:
             for reason, count in channel.lanes.replaced.items():
                 totals[reason] = totals.get(reason, 0) + count
         return totals
-
-    def _store_changed(self, up: bool) -> None:
-        for name in self.engine.channels:
-            self.engine.emit(StoreChanged(name, up))
-        if not up:
-            self.engine.store_lost()
-        else:
-            self.engine.store_moved()
 
 
 # ------------------------------------------------------------ status

@@ -23,30 +23,17 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from replicas import errors
+from replicas import messages as wire
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.sessions import Connection, Encoded, MemberSession, ProcessWatch
+from replicas.coordinator.store import StoreWatcher
+from replicas.core import effects
 from replicas.core.channel import ChannelState
-from replicas.core.effects import (
-    CaughtUp,
-    Effect,
-    Emit,
-    Event,
-    Keep,
-    LetGo,
-    MemberLost,
-    MemberQuarantined,
-    Read,
-    RecordDecision,
-    ReplaceStore,
-    Send,
-    SweepStore,
-    SyncEnded,
-)
+from replicas.core.effects import Effect, Event, RecordDecision, StoreChanged
 from replicas.core.members.heartbeats import Silence
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.lanes import SECRET_NBYTES
@@ -54,21 +41,9 @@ from replicas.core.versions.manifests import Joined, read
 from replicas.memory.beacon import own_beacon
 from replicas.memory.kept import MemoryHolder
 from replicas.memory.process import own_process
-from replicas.messages import (
-    PROTOCOL,
-    Ack,
-    Bye,
-    FromMember,
-    Heartbeat,
-    Hello,
-    MemberFrame,
-    Refused,
-    Welcome,
-    WireError,
-)
 from replicas.messages.identity import Member
 
-__all__ = ["Engine", "Store"]
+__all__ = ["Engine"]
 
 log = logging.getLogger("replicas.coordinator")
 
@@ -95,17 +70,6 @@ class _Outlet:
         self.disk_problem = ""
 
 
-class Store(Protocol):
-    """What the engine needs of the store process."""
-
-    @property
-    def address(self) -> tuple[str, int]: ...
-
-    def sweep(self, prefix: str) -> None: ...
-
-    def replace(self, address: tuple[str, int]) -> None: ...
-
-
 class Engine:
     """The channel states and sessions of a run."""
 
@@ -116,7 +80,7 @@ class Engine:
         *,
         run: str,
         decisions: DecisionLog,
-        store: Store,
+        store: StoreWatcher,
         epochs: Mapping[str, int] | None = None,
     ) -> None:
         self.run = run
@@ -148,7 +112,7 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self.lag_s = 0.0
         self.refusals: dict[str, int] = {}
-        self.tap: Callable[[ChannelState, Effect | FromMember], None] | None = None
+        self.tap: Callable[[ChannelState, Effect | wire.FromMember], None] | None = None
         """Test hook, called with each effect and message just before it is applied.
 
         A decision is passed once it is on disk. The hook must not raise or block.
@@ -170,7 +134,7 @@ class Engine:
 
     # ------------------------------------------------------------ sessions
 
-    def open(self, hello: Hello, connection: Connection, address: str, seen_as: str = "") -> MemberSession:
+    def open(self, hello: wire.Hello, connection: Connection, address: str, seen_as: str = "") -> MemberSession:
         """Bind a connection to the incarnation's session, a new one if it has none.
 
         :param address: the member's address, as seen from here. :param seen_as: the
@@ -211,7 +175,7 @@ class Engine:
             watch.start(lambda: self._exited(session))
         return session
 
-    def _attach(self, session: MemberSession, connection: Connection, received: int, welcome: Welcome) -> None:
+    def _attach(self, session: MemberSession, connection: Connection, received: int, welcome: wire.Welcome) -> None:
         session.attach(connection, received, welcome)
         connection.on_bytes = lambda: self._heard(session)
 
@@ -225,7 +189,7 @@ class Engine:
             return
         channel.seen(session.member, now)
         if now - session.wrote_at >= ACK_BYTES_S:
-            session.send(Ack())
+            session.send(wire.Ack())
 
     def detach(self, session: MemberSession, connection: Connection) -> None:
         """The connection has ended; its member may come back with another one."""
@@ -233,10 +197,10 @@ class Engine:
         if session.detach(connection) and channel is not None:
             channel.disconnected(session.member, self._now())
 
-    def _accept(self, hello: Hello) -> ChannelState:
-        if hello.protocol != PROTOCOL:
+    def _accept(self, hello: wire.Hello) -> ChannelState:
+        if hello.protocol != wire.PROTOCOL:
             raise errors.UsageError(
-                f"protocol {hello.protocol} is spoken by the member, {PROTOCOL} by the coordinator",
+                f"protocol {hello.protocol} is spoken by the member, {wire.PROTOCOL} by the coordinator",
                 hint="install the same version of torch-replicas everywhere",
             )
         if hello.run and hello.run != self.run:
@@ -254,11 +218,14 @@ class Engine:
             )
         return channel
 
-    def _watch(self, hello: Hello, member: Member) -> ProcessWatch | None:
+    def _watch(self, hello: wire.Hello, member: Member) -> ProcessWatch | None:
+        process, here = hello.process, self._process
+        if (process.boot_id, process.pid_namespace) != (here.boot_id, here.pid_namespace):
+            return None
         try:
-            return ProcessWatch.open(hello.process, asyncio.get_running_loop())
+            return ProcessWatch(process, asyncio.get_running_loop())
         except ProcessLookupError:
-            raise errors.Fenced(f"{member}: process {hello.process.pid} is already gone") from None
+            raise errors.Fenced(f"{member}: process {process.pid} is already gone") from None
         except OSError as exc:
             log.warning("%s: its process cannot be watched (%s): only its lease tells of its death", member, exc)
             return None
@@ -267,7 +234,7 @@ class Engine:
         session = self._sessions.get(member)
         if session is not None:
             error = errors.Fenced(f"another process joined as {member}", members=[member.name], unanimous=False)
-            session.send(Refused(WireError.of(error)))
+            session.send(wire.Refused(wire.WireError.of(error)))
         self._forget(member)
 
     def _forget(self, member: Member) -> None:
@@ -296,28 +263,27 @@ class Engine:
         self._apply(channel)
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
-        """See :meth:`ChannelState.set_draining`."""
         for channel in self.channels.values():
             channel.set_draining(group, replica, generation, self._now())
             self._apply(channel)
 
     def expel(self, session: MemberSession, error: errors.ReplicasError, reason: str) -> None:
         """Lose a member that sent an invalid message, after telling it why."""
-        session.send(Refused(WireError.of(error)))
+        session.send(wire.Refused(wire.WireError.of(error)))
         self.lose(session.member, reason)
 
-    def store_lost(self) -> None:
-        """The store has ended."""
+    def store_changed(self, up: bool) -> None:
+        """The store has ended, or a new one listens at another address."""
+        for name in self.channels:
+            self.emit(StoreChanged(name, up))
         for channel in self.channels.values():
-            channel.store_lost()
+            if up:
+                channel.store_moved(self._now())
+                self._apply(channel)
+            else:
+                channel.store_lost()
 
-    def store_moved(self) -> None:
-        """A new store listens at another address."""
-        for channel in self.channels.values():
-            channel.store_moved(self._now())
-            self._apply(channel)
-
-    def receive(self, session: MemberSession, frame: MemberFrame) -> bool:
+    def receive(self, session: MemberSession, frame: wire.MemberFrame) -> bool:
         """Handle a frame of the member.
 
         Returns False when the frame is out of order and the connection must be closed.
@@ -329,10 +295,10 @@ class Engine:
         self._break_silence(now)
         channel.seen(member, now)
         session.acknowledge(frame.ack)
-        if isinstance(frame.body, Heartbeat):
+        if isinstance(frame.body, wire.Heartbeat):
             if session.connection is not None:
                 channel.measured(member, session.connection.rtt_s())
-            session.send(Ack())
+            session.send(wire.Ack())
             return True
         accepted = session.accept(frame.seq)
         if accepted is None:
@@ -340,7 +306,7 @@ class Engine:
         if accepted:
             if self.tap is not None:
                 self.tap(channel, frame.body)
-            if isinstance(frame.body, Bye):
+            if isinstance(frame.body, wire.Bye):
                 channel.lose(member, "left", now)
             else:
                 channel.receive(member, frame.body, now)
@@ -396,39 +362,39 @@ class Engine:
         if self.tap is not None:
             self.tap(channel, effect)
         match effect:
-            case Send():
+            case effects.Send():
                 session = self._sessions.get(effect.member)
                 if session is not None and not session.send(effect.message, self._encoded.of(effect.message)):
                     self.refused("overflow")
                     channel.lose(effect.member, "overflow", self._now())
                     self._apply(channel)
-            case SweepStore():
+            case effects.SweepStore():
                 self._store.sweep(effect.prefix)
-            case ReplaceStore():
+            case effects.ReplaceStore():
                 self._store.replace((effect.host, effect.port))
-            case Keep():
+            case effects.Keep():
                 place = self._keeper.keep((effect.channel, effect.owner), effect.place, effect.version)
                 channel.kept(effect.owner, effect.version, place)
-            case Read():
+            case effects.Read():
                 task = asyncio.create_task(self._read(channel, effect), name="manifest")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case LetGo():
+            case effects.LetGo():
                 self._keeper.let_go((effect.channel, effect.owner))
-            case Emit():
-                if isinstance(effect.event, MemberLost):
+            case effects.Emit():
+                if isinstance(effect.event, effects.MemberLost):
                     self._on_lost(effect.event)
-                elif isinstance(effect.event, SyncEnded):
+                elif isinstance(effect.event, effects.SyncEnded):
                     channel.told.ended(effect.event.record)
-                elif isinstance(effect.event, CaughtUp):
+                elif isinstance(effect.event, effects.CaughtUp):
                     channel.told.nbytes += effect.event.moved_nbytes
-                elif isinstance(effect.event, MemberQuarantined):
+                elif isinstance(effect.event, effects.MemberQuarantined):
                     log.warning(
                         "%s: %s is quarantined: %s", channel.config.name, effect.event.member, effect.event.reason
                     )
                 self.emit(effect.event)
 
-    async def _read(self, channel: ChannelState, effect: Read) -> None:
+    async def _read(self, channel: ChannelState, effect: effects.Read) -> None:
         found: Joined | errors.ReplicasError
         try:
             found = await asyncio.to_thread(read, effect)
@@ -440,7 +406,7 @@ class Engine:
         channel.read(effect, found, self._now())
         self._apply(channel)
 
-    def _on_lost(self, event: MemberLost) -> None:
+    def _on_lost(self, event: effects.MemberLost) -> None:
         log.info("%s: %s is lost (%s)", event.channel, event.member, event.reason)
         if event.reason == "fenced":
             return  # _fence tells it, once the new incarnation has been welcomed
@@ -451,7 +417,7 @@ class Engine:
                 members=[event.member.name],
                 hint="join again",
             )
-            session.send(Refused(WireError.of(error)))
+            session.send(wire.Refused(wire.WireError.of(error)))
         self._forget(event.member)
 
     # ------------------------------------------------------------ time

@@ -237,7 +237,7 @@ def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
         raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA) from None
     if isinstance(frame.body, Hello):
         raise _Refusal("out_of_order", "a second Hello", POLICY_VIOLATION)
-    if not session.plausible(frame.ack):
+    if not 0 <= frame.ack <= session.sent:
         raise _Refusal("out_of_order", f"ack {frame.ack} of {session.sent} messages", POLICY_VIOLATION)
     if (problem := message_problem(frame.body)) is not None:
         raise _Refusal("malformed", problem, POLICY_VIOLATION, final=True)

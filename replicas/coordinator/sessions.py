@@ -22,11 +22,9 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Protocol
 
 from replicas.coordinator.limits import OUTBOX_MESSAGES, OUTBOX_NBYTES
-from replicas.linux.machine import boot_id, namespace
 from replicas.linux.processes import START_TIME, stat_fields
 from replicas.messages import Ack, FromCoordinator, Refused, Welcome, encode_body, encode_frame
 from replicas.messages.identity import Member, ProcessIdentity
@@ -135,10 +133,6 @@ class MemberSession:
             self._flush_soon()
         return not too_much
 
-    def plausible(self, acknowledged: int) -> bool:
-        """Whether a member can have received that many messages."""
-        return 0 <= acknowledged <= self.sent
-
     def acknowledge(self, seq: int) -> None:
         while self._unacknowledged and self._unacknowledged[0][0] <= seq:
             self._unacknowledged_nbytes -= len(self._unacknowledged.popleft()[1])
@@ -209,11 +203,19 @@ class ProcessWatch:
     """Reports the end of a local process by pidfd.
 
     Its sockets do not tell: forked children may keep them open.
+
+    :raises ProcessLookupError: it is already gone.
     """
 
-    def __init__(self, pidfd: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._pidfd = pidfd
+    def __init__(self, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._pidfd = os.pidfd_open(process.pid)
+        try:
+            if int(stat_fields(process.pid)[START_TIME]) != process.start_time:
+                raise ProcessLookupError(process.pid)
+        except OSError:
+            os.close(self._pidfd)
+            raise
 
     def close(self) -> None:
         if self._pidfd >= 0:
@@ -223,25 +225,3 @@ class ProcessWatch:
 
     def start(self, on_exit: Callable[[], None]) -> None:
         self._loop.add_reader(self._pidfd, on_exit)
-
-    @classmethod
-    def open(cls, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> ProcessWatch | None:
-        """A watch on the process; None: it is not of this machine and pid namespace.
-
-        :raises ProcessLookupError: it is of this machine, and already gone.
-        """
-        if (process.boot_id, process.pid_namespace) != _machine():
-            return None
-        pidfd = os.pidfd_open(process.pid)
-        try:
-            if int(stat_fields(process.pid)[START_TIME]) != process.start_time:
-                raise ProcessLookupError(process.pid)
-        except OSError:
-            os.close(pidfd)
-            raise
-        return cls(pidfd, loop)
-
-
-@cache
-def _machine() -> tuple[str, int]:
-    return boot_id(), namespace("pid")

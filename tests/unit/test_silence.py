@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
@@ -125,7 +125,7 @@ def scene(work: Callable[[Engine, list[FarMember]], Awaitable[None]], *, stuck: 
             {"peer": shape},
             run="run",
             decisions=DecisionLog(None),
-            store=NoStore(),
+            store=cast("Any", NoStore()),
         )
         engine.subscribe(events.append)
         members = [FarMember(engine, replica, stuck=stuck) for replica in range(3)]
