@@ -74,7 +74,7 @@ class EventLog:
     ) -> None:
         self.path = path
         self.tally = Tally() if tally is None else tally
-        self.seq = 0 if seq is None else seq
+        self.seq = seq or 0
         self.on_rotate: Callable[[], None] | None = None
         """Called before a rotation, while the file can still rebuild the counters."""
         self._max_nbytes = max_nbytes
@@ -85,9 +85,15 @@ class EventLog:
         self._fd = -1
         self._size = 0
         self._problem = ""
-        if path is not None:
-            self._open(path)
-            self._catch_up(path, counting=seq is not None)
+        if path is None:
+            return
+        self._open(path)
+        if seq is None:
+            self.seq = _last_seq(path)
+            return
+        for record in read(path, seq):
+            self.tally.count(record.event)
+            self.seq = record.seq
 
     def emit(self, event: Event) -> Record:
         """Number, count, write and pass on one event, whatever the disk does."""
@@ -166,14 +172,6 @@ class EventLog:
         except OSError as error:
             self._failed(error)
 
-    def _catch_up(self, path: Path, *, counting: bool) -> None:
-        if not counting:
-            self.seq = max(self.seq, _last_seq(path))
-            return
-        for record in read(path, self.seq):
-            self.tally.count(record.event)
-            self.seq = record.seq
-
     def _make_room(self, nbytes: int) -> None:
         """Rotate if ``nbytes`` more would not fit, before the next event is counted.
 
@@ -229,7 +227,12 @@ class EventLog:
             fd = private.open_file(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             with suppress(FileNotFoundError):  # removed by the user
                 private.rename(path, _older(path).name)
-            self._put_in_place(beside, path)
+            try:
+                private.rename(beside, path.name)
+            except OSError:
+                with suppress(OSError):  # the next rotation copes with the missing name
+                    private.rename(_older(path), path.name)
+                raise
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
@@ -237,19 +240,6 @@ class EventLog:
             return
         os.close(self._fd)
         self._fd, self._size = fd, 0
-
-    @staticmethod
-    def _put_in_place(beside: Path, path: Path) -> None:
-        """Rename the new file; on failure restore the current file's name if possible.
-
-        :raises OSError: the new file could not be renamed.
-        """
-        try:
-            private.rename(beside, path.name)
-        except OSError:
-            with suppress(OSError):  # the next rotation copes with the missing name
-                private.rename(_older(path), path.name)
-            raise
 
 
 def read(path: Path, after: int = 0) -> Iterator[Record]:
@@ -284,8 +274,11 @@ def _chunk(path: Path, after: int) -> list[Record]:
         for file in files:
             file.seek(_offset(file, after))
             while data := _whole_lines(file):
-                records = [record for line in data.splitlines() if (record := _decoded(line)) and record.seq > after]
-                if records:
+                records = []
+                for line in data.splitlines():
+                    with suppress(*MALFORMED):
+                        records.append(decode(line))
+                if records := [record for record in records if record.seq > after]:
                     return records
     return []
 
@@ -296,13 +289,6 @@ def _whole_lines(file: BinaryIO) -> bytes:
     if data and not data.endswith(b"\n"):
         data += file.readline()
     return data[: data.rfind(b"\n") + 1]
-
-
-def _decoded(line: bytes) -> Record | None:
-    try:
-        return decode(line)
-    except MALFORMED:
-        return None
 
 
 def _offset(file: BinaryIO, after: int) -> int:
@@ -337,9 +323,7 @@ def _last_seq(path: Path) -> int:
         except OSError:
             continue
         with file:
-            low, high = 0, 1 << 62
-            low = _offset(file, high)
-            file.seek(low)
+            file.seek(_offset(file, 1 << 62))
             numbers = [int(found[1]) for line in file if (found := _SEQ.match(line))]
             if numbers:
                 return numbers[-1]

@@ -295,15 +295,7 @@ class Record(msgspec.Struct, frozen=True):
     event: Event
 
 
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Record)
-
-
-def encode(record: Record) -> bytes:
-    """Encode the record as one line of JSON, without the line break."""
-    return _encoder.encode(record)
-
-
-def decode(line: bytes) -> Record:
-    """Decode a line; msgspec.DecodeError if it is no record of this version."""
-    return _decoder.decode(line)
+encode = msgspec.json.Encoder().encode
+"""Encode a record as one line of JSON, without the line break."""
+decode = msgspec.json.Decoder(Record).decode
+"""Decode a line; msgspec.DecodeError if it is no record of this version."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -27,6 +28,8 @@ from replicas.status import ChannelStatus, GroupStatus, ReplicaState, RunStatus
 from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Histogram, Tally
 
 __all__ = ["Metrics"]
+
+Series = Iterable[tuple[tuple[str, ...], float]]
 
 _STATES: tuple[str, ...] = get_args(ReplicaState)
 _MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
@@ -43,10 +46,14 @@ class Metrics(Collector):
     def __init__(self, status: Callable[[], RunStatus], tally: Callable[[], Tally] = Tally) -> None:
         self._status = status
         self._tally = tally
+        try:
+            torch = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            torch = ""
         self._build = {
             "version": replicas.__version__,
             "python_version": platform.python_version(),
-            "torch_version": _installed("torch"),
+            "torch_version": torch,
         }
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -56,40 +63,24 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        status = self._status()
-        tally = self._tally()
-        yield self._info()
+        status, tally = self._status(), self._tally()
+        text = "Always 1; its labels are the versions in use."
+        yield _gauge("build_info", text, tuple(self._build), [(tuple(self._build.values()), 1)])
         yield from _run_metrics(status, tally)
         yield from _group_metrics(status, tally)
+        yield from _version_metrics(status)
         yield from _channel_metrics(status, tally)
 
-    def _info(self) -> Metric:
-        family = GaugeMetricFamily(
-            "replicas_build_info", "Always 1; its labels are the versions in use.", labels=list(self._build)
-        )
-        family.add_metric(list(self._build.values()), 1)
-        return family
+
+def _gauge(name: str, text: str, labels: Sequence[str], series: Series) -> Metric:
+    return _filled(GaugeMetricFamily(f"replicas_{name}", text, labels=labels), series)
 
 
-def _installed(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _counter(name: str, text: str, labels: Sequence[str], series: Series) -> Metric:
+    return _filled(CounterMetricFamily(f"replicas_{name}", text, labels=labels), series)
 
 
-Series = Iterable[tuple[tuple[str, ...], float]]
-
-
-def _gauge(name: str, text: str, labels: tuple[str, ...], series: Series) -> Metric:
-    family = GaugeMetricFamily(f"replicas_{name}", text, labels=labels)
-    for values, number in series:
-        family.add_metric(values, number)
-    return family
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...], series: Series) -> Metric:
-    family = CounterMetricFamily(f"replicas_{name}", text, labels=labels)
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, series: Series) -> Metric:
     for values, number in series:
         family.add_metric(values, number)
     return family
@@ -98,7 +89,7 @@ def _counter(name: str, text: str, labels: tuple[str, ...], series: Series) -> M
 def _histogram(
     name: str,
     text: str,
-    labels: tuple[str, ...],
+    labels: Sequence[str],
     bounds: tuple[float, ...],
     series: Iterable[tuple[tuple[str, ...], Histogram]],
 ) -> Metric:
@@ -109,105 +100,57 @@ def _histogram(
     return family
 
 
-def _run_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
-    yield _gauge("store_up", "1 when the store process answers.", (), [((), float(status.store.up))])
-    yield _gauge("store_keys", "Keys in the rendezvous store.", (), [((), status.store.keys)])
-    yield _gauge(
-        "event_loop_lag_seconds",
-        "How late the supervisor's event loop last ran a timer.",
-        (),
-        [((), status.event_loop_lag_s)],
-    )
-    yield _gauge(
-        "config_last_reload_successful",
-        "1 when the config that was last read is in use.",
-        (),
-        [((), float(tally.reload_ok))],
-    )
-    yield _counter(
-        "sidecar_replacements_total",
-        "Sidecars that were killed and replaced.",
-        ("reason",),
-        _by_key((), status.sidecar_replacements),
-    )
-    yield _counter(
-        "refused_total",
-        "Connections and messages that the control port refused.",
-        ("reason",),
-        _by_key((), status.refused),
-    )
-    yield _counter("events_lost_total", "Events that could not be written to disk.", (), [((), tally.events_lost)])
-
-
 def _by_key(labels: tuple[str, ...], counts: Mapping[str, int], *, always: str = "") -> Series:
     counts = {always: 0, **counts} if always else counts
     return [((*labels, key), number) for key, number in sorted(counts.items())]
 
 
+def _run_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
+    yield _gauge("store_up", "1 when the store process answers.", (), [((), float(status.store.up))])
+    yield _gauge("store_keys", "Keys in the rendezvous store.", (), [((), status.store.keys)])
+    text = "How late the supervisor's event loop last ran a timer."
+    yield _gauge("event_loop_lag_seconds", text, (), [((), status.event_loop_lag_s)])
+    text = "1 when the config that was last read is in use."
+    yield _gauge("config_last_reload_successful", text, (), [((), float(tally.reload_ok))])
+    text = "Sidecars that were killed and replaced."
+    yield _counter("sidecar_replacements_total", text, ("reason",), _by_key((), status.sidecar_replacements))
+    text = "Connections and messages that the control port refused."
+    yield _counter("refused_total", text, ("reason",), _by_key((), status.refused))
+    yield _counter("events_lost_total", "Events that could not be written to disk.", (), [((), tally.events_lost)])
+
+
 def _group_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
-    groups = status.groups
-    everyone = [replica for group in groups for replica in group.replicas]
-    yield _gauge(
-        "group_replicas",
-        "Replicas of a group by state.",
-        ("group", "state"),
-        [((group.name, state), number) for group in groups for state, number in _by_state(group)],
-    )
-    yield _gauge(
-        "replica_up",
-        "1 when the replica is ready.",
-        ("group", "replica"),
-        [((one.group, str(one.replica)), float(one.state == "ready")) for one in everyone],
-    )
-    yield _gauge(
-        "heartbeat_age_seconds",
-        "Age of the oldest of the last heartbeats of the replica's ranks.",
-        ("group", "replica"),
-        [((one.group, str(one.replica)), one.heartbeat_age_s) for one in everyone if one.heartbeat_age_s is not None],
-    )
-    yield _counter(
-        "restarts_total",
-        "Restarts of the group's replicas.",
-        ("group", "reason"),
-        [pair for group in groups for pair in _by_key((group.name,), group.restarts, always="exit")],
-    )
-    yield _gauge(
-        "restart_budget_remaining_ratio",
-        "Share of the group's restart budget that is left in the present window.",
-        ("group",),
-        [((group.name,), group.restart_budget_remaining_ratio) for group in groups],
-    )
-    yield _gauge(
-        "no_progress_remaining_ratio",
-        "Share of restart.no_progress_cycles that each replica of the group has left.",
-        ("group",),
-        [((group.name,), group.no_progress_remaining_ratio) for group in groups if group.no_progress_cycles],
-    )
-    yield _counter(
-        "log_lines_dropped_total",
-        "Lines of output that are missing from the logs.",
-        ("group",),
-        [((group.name,), tally.log_lines_dropped.get(group.name, 0)) for group in groups],
-    )
-    yield _histogram(
-        "start_duration_seconds",
-        "Seconds from the start of a replica to its readiness.",
-        ("group",),
-        START_BUCKETS,
-        [((group.name,), tally.starts[group.name]) for group in groups if group.name in tally.starts],
-    )
-    yield _histogram(
-        "recovery_duration_seconds",
-        "Seconds from the loss of a ready replica to the readiness of its next generation.",
-        ("group",),
-        START_BUCKETS,
-        [((group.name,), tally.recoveries[group.name]) for group in groups if group.name in tally.recoveries],
-    )
-    yield from _version_metrics(status)
+    groups, group_only, of_replica = status.groups, ("group",), ("group", "replica")
+    everyone = [((one.group, str(one.replica)), one) for group in groups for one in group.replicas]
+    series: Series = [((group.name, state), number) for group in groups for state, number in _by_state(group)]
+    yield _gauge("group_replicas", "Replicas of a group by state.", ("group", "state"), series)
+    series = [(key, float(one.state == "ready")) for key, one in everyone]
+    yield _gauge("replica_up", "1 when the replica is ready.", of_replica, series)
+    text = "Age of the oldest of the last heartbeats of the replica's ranks."
+    series = [(key, one.heartbeat_age_s) for key, one in everyone if one.heartbeat_age_s is not None]
+    yield _gauge("heartbeat_age_seconds", text, of_replica, series)
+    series = [pair for group in groups for pair in _by_key((group.name,), group.restarts, always="exit")]
+    yield _counter("restarts_total", "Restarts of the group's replicas.", ("group", "reason"), series)
+    text = "Share of the group's restart budget that is left in the present window."
+    series = [((group.name,), group.restart_budget_remaining_ratio) for group in groups]
+    yield _gauge("restart_budget_remaining_ratio", text, group_only, series)
+    text = "Share of restart.no_progress_cycles that each replica of the group has left."
+    series = [((group.name,), group.no_progress_remaining_ratio) for group in groups if group.no_progress_cycles]
+    yield _gauge("no_progress_remaining_ratio", text, group_only, series)
+    text = "Lines of output that are missing from the logs."
+    series = [((group.name,), tally.log_lines_dropped.get(group.name, 0)) for group in groups]
+    yield _counter("log_lines_dropped_total", text, group_only, series)
+    text = "Seconds from the start of a replica to its readiness."
+    spreads = [((group.name,), tally.starts[group.name]) for group in groups if group.name in tally.starts]
+    yield _histogram("start_duration_seconds", text, group_only, START_BUCKETS, spreads)
+    text = "Seconds from the loss of a ready replica to the readiness of its next generation."
+    spreads = [((group.name,), tally.recoveries[group.name]) for group in groups if group.name in tally.recoveries]
+    yield _histogram("recovery_duration_seconds", text, group_only, START_BUCKETS, spreads)
 
 
 def _by_state(group: GroupStatus) -> list[tuple[str, int]]:
-    return [(state, sum(1 for one in group.replicas if one.state == state)) for state in _STATES]
+    found = Counter[str](one.state for one in group.replicas)
+    return [(state, found[state]) for state in _STATES]
 
 
 def _version_metrics(status: RunStatus) -> Iterator[Metric]:
@@ -220,64 +163,36 @@ def _version_metrics(status: RunStatus) -> Iterator[Metric]:
     ]
     labels = ("group", "replica", "channel")
     yield _gauge("weight_version", "Version of the channel's weights that the replica has loaded.", labels, loaded)
-    yield _gauge(
-        "version_lag",
-        "How many versions the loaded weights are behind the committed ones.",
-        labels,
-        [(key, max(0, committed.get(key[2], 0) - version)) for key, version in loaded],
-    )
+    text = "How many versions the loaded weights are behind the committed ones."
+    series = [(key, max(0, committed.get(key[2], 0) - version)) for key, version in loaded]
+    yield _gauge("version_lag", text, labels, series)
 
 
 def _channel_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
-    channels = status.channels
-    yield _gauge(
-        "channel_epoch",
-        "Newest membership epoch.",
-        ("channel",),
-        [((one.name,), one.epoch) for one in channels],
-    )
-    yield _gauge(
-        "channel_members",
-        "Members of the channel by state.",
-        ("channel", "state"),
-        [((one.name, state), number) for one in channels for state, number in _members(one)],
-    )
-    yield _gauge(
-        "committed_version",
-        "Newest committed version of the channel's weights.",
-        ("channel",),
-        [((one.name,), one.committed_version) for one in channels],
-    )
-    yield _counter(
-        "sync_total",
-        "Publishes by outcome: committed, or the error that ended them.",
-        ("channel", "outcome"),
-        [pair for one in channels for pair in _by_key((one.name,), one.syncs, always="committed")],
-    )
-    yield _counter(
-        "sync_bytes_total",
-        "Bytes of weights that were sent to members, also to latecomers; what is mapped on one host does not move.",
-        ("channel",),
-        [((one.name,), one.bytes_total) for one in channels],
-    )
-    yield _counter(
-        "sync_retries_total",
-        "Transfers that were made again, by reason.",
-        ("channel", "reason"),
-        [pair for one in channels for pair in _by_key((one.name,), one.retries)],
-    )
-    yield _histogram(
-        "sync_phase_seconds",
-        "Seconds of each phase of a committed sync.",
-        ("channel", "phase"),
-        SYNC_BUCKETS,
-        [
-            ((one.name, phase), spread)
-            for one in channels
-            for phase, spread in sorted(tally.sync_phases.get(one.name, {}).items())
-        ],
-    )
+    channels, channel_only = status.channels, ("channel",)
+    series: Series = [((one.name,), one.epoch) for one in channels]
+    yield _gauge("channel_epoch", "Newest membership epoch.", channel_only, series)
+    series = [((one.name, state), number) for one in channels for state, number in _members(one)]
+    yield _gauge("channel_members", "Members of the channel by state.", ("channel", "state"), series)
+    series = [((one.name,), one.committed_version) for one in channels]
+    yield _gauge("committed_version", "Newest committed version of the channel's weights.", channel_only, series)
+    text = "Publishes by outcome: committed, or the error that ended them."
+    series = [pair for one in channels for pair in _by_key((one.name,), one.syncs, always="committed")]
+    yield _counter("sync_total", text, ("channel", "outcome"), series)
+    text = "Bytes of weights that were sent to members, also to latecomers; what is mapped on one host does not move."
+    series = [((one.name,), one.bytes_total) for one in channels]
+    yield _counter("sync_bytes_total", text, channel_only, series)
+    series = [pair for one in channels for pair in _by_key((one.name,), one.retries)]
+    yield _counter("sync_retries_total", "Transfers that were made again, by reason.", ("channel", "reason"), series)
+    text = "Seconds of each phase of a committed sync."
+    spreads = [
+        ((one.name, phase), spread)
+        for one in channels
+        for phase, spread in sorted(tally.sync_phases.get(one.name, {}).items())
+    ]
+    yield _histogram("sync_phase_seconds", text, ("channel", "phase"), SYNC_BUCKETS, spreads)
 
 
 def _members(channel: ChannelStatus) -> list[tuple[str, int]]:
-    return [(state, sum(1 for one in channel.members if one.state == state)) for state in _MEMBER_STATES]
+    found = Counter[str](member.state for member in channel.members)
+    return [(state, found[state]) for state in _MEMBER_STATES]

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 import msgspec
+from msgspec.structs import replace
 
 from replicas.core.effects import CaughtUp, EpochStarted, Retried, SidecarReplaced, SyncEnded
 from replicas.core.lives.lifecycle import Transition
-from replicas.status import ChannelStatus, GroupStatus, RunStatus
+from replicas.status import RunStatus
 from replicas.telemetry.events import (
     ConnectionsRefused,
     Event,
@@ -98,12 +99,16 @@ class Tally(msgspec.Struct):
                 self.epochs[channel] = max(epoch, self.epochs.get(channel, 0))
             case LogLinesDropped(where="file"):  # lines dropped by the tee are still in the log
                 _add(self.log_lines_dropped, event.group, event.count)
-            case EventsLost():
-                self._told_lost(event.count)
+            case EventsLost(count=count):
+                known = min(count, self.events_untold)
+                self.events_untold -= known
+                self.events_lost += count - known
             case Reloaded() | ReloadRefused():
                 self.reload_ok = isinstance(event, Reloaded)
             case RunStarted(resumed=False):
-                self._begin()
+                fresh = Tally()
+                for name in self.__struct_fields__:
+                    setattr(self, name, getattr(fresh, name))
             case _:
                 pass
 
@@ -111,16 +116,6 @@ class Tally(msgspec.Struct):
         """Count an unwritten event now; its later ``EventsLost`` then adds nothing."""
         self.events_lost += 1
         self.events_untold += 1
-
-    def _told_lost(self, count: int) -> None:
-        known = min(count, self.events_untold)
-        self.events_untold -= known
-        self.events_lost += count - known
-
-    def _begin(self) -> None:
-        fresh = Tally()
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(fresh, name))
 
     def _moved(self, step: Transition) -> None:
         if step.restart_reason is not None:
@@ -142,23 +137,22 @@ class Tally(msgspec.Struct):
 
     def shown_in(self, status: RunStatus) -> RunStatus:
         """Return the status with these counters in it."""
-        return msgspec.structs.replace(
+        groups = (replace(group, restarts=dict(self.restarts.get(group.name, {}))) for group in status.groups)
+        channels = (
+            replace(
+                channel,
+                syncs=dict(self.syncs.get(channel.name, {})),
+                retries=dict(self.retries.get(channel.name, {})),
+                bytes_total=self.sync_nbytes.get(channel.name, 0),
+            )
+            for channel in status.channels
+        )
+        return replace(
             status,
-            groups=tuple(self._group(group) for group in status.groups),
-            channels=tuple(self._channel(channel) for channel in status.channels),
+            groups=tuple(groups),
+            channels=tuple(channels),
             sidecar_replacements=dict(self.sidecars),
             refused=dict.fromkeys(status.refused, 0) | self.refused,
-        )
-
-    def _group(self, group: GroupStatus) -> GroupStatus:
-        return msgspec.structs.replace(group, restarts=dict(self.restarts.get(group.name, {})))
-
-    def _channel(self, channel: ChannelStatus) -> ChannelStatus:
-        return msgspec.structs.replace(
-            channel,
-            syncs=dict(self.syncs.get(channel.name, {})),
-            retries=dict(self.retries.get(channel.name, {})),
-            bytes_total=self.sync_nbytes.get(channel.name, 0),
         )
 
 
