@@ -1,21 +1,39 @@
-"""Authorize orders and logs: the own user on the Unix socket, the token over TCP."""
+"""Who may give orders and read output, and what all others are shown.
+
+The own user may on the Unix socket, the run's token over TCP. A program may print a
+secret, and its last line becomes part of the reason why its replica failed, which is
+copied into states, events and members' texts. So no field is trusted: every text is cut
+after the exit code or the signal (:func:`without_output`). The store's address is
+hidden because the store knows no token.
+"""
 
 from __future__ import annotations
 
 import hmac
+import re
+import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from replicas.coordinator.connection_guard import welcome
+from replicas.status import RunStatus
+from replicas.telemetry.events import Event, Record, ReloadRefused, ReplicaExited
 
-__all__ = ["Access", "ByToken", "everyone"]
+__all__ = ["Access", "ByToken", "Cached", "everyone", "hiding_store", "public", "public_record", "without_output"]
 
+Access = Callable[[Request], str]
+"""Why a request is limited to the public pages; empty: it is not."""
 
-class Access(Protocol):
-    def __call__(self, request: Request, /) -> str:
-        """Why this request is limited to the public pages; empty: it is not."""
+_SHARE = 20
+_KEPT_S = 0.5
+
+_KILLED = r"was killed by (?:SIG\w+|signal \d+)"
+_ENDED = rf" (?:exited with code \d+|{_KILLED})(?: after its process \d+ \([^)]*\) {_KILLED})?"
+_OUTPUT = re.compile(rf"(rank \d+{_ENDED}|torchrun of node \d+(?:{_ENDED})?): .*", re.DOTALL)
+"""A cause up to a program's last words (here or in an exit report)."""
 
 
 def everyone(_: Request) -> str:
@@ -43,3 +61,62 @@ class ByToken:
             return ""
         self._refused("token")
         return "wrong token"
+
+
+def without_output(text: str) -> str:
+    """The text with each cause cut after its exit code or signal."""
+    return _OUTPUT.sub(r"\1", text)
+
+
+def public(value: object) -> Any:
+    """``value`` as JSON types, its texts without program output."""
+    return _cut(msgspec.to_builtins(value, enc_hook=str))
+
+
+def hiding_store(status: RunStatus) -> RunStatus:
+    """The status without the store's address."""
+    return msgspec.structs.replace(status, store=msgspec.structs.replace(status.store, host="", port=0))
+
+
+class Cached:
+    """A cached JSON page, of which rendering takes a twentieth of the loop's time.
+
+    It is rendered again when it is :data:`_SHARE` times as old as its rendering took,
+    and half a second at most: a cheap page is always fresh.
+    """
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self._make = make
+        self._body = b""
+        self._until = 0.0
+
+    def body(self) -> bytes:
+        began = time.monotonic()
+        if began >= self._until:
+            self._body = msgspec.json.encode(self._make(), enc_hook=str)
+            now = time.monotonic()
+            self._until = now + min(_KEPT_S, _SHARE * (now - began))
+        return self._body
+
+
+def public_record(record: Record) -> bytes:
+    """The record as JSON, without fields that are output or quote the config."""
+    event: Event = record.event
+    match event:
+        case ReplicaExited():
+            ranks = tuple(msgspec.structs.replace(rank, text="", lines=(), error="") for rank in event.ranks)
+            event = msgspec.structs.replace(event, ranks=ranks)
+        case ReloadRefused():
+            event = ReloadRefused(problems=tuple(problem.partition(": ")[0] for problem in event.problems))
+    return msgspec.json.encode(public(Record(record.seq, record.at, event)))
+
+
+def _cut(value: Any) -> Any:
+    match value:
+        case str():
+            return without_output(value) if ": " in value else value
+        case dict():
+            return {key: _cut(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_cut(item) for item in value]
+    return value

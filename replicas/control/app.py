@@ -4,12 +4,12 @@
 ``/events`` and ``/logs`` are in :mod:`replicas.control.streams`, the orders in
 :mod:`replicas.control.orders_api`. The coordinator serves the routes beside its
 sessions; they also work in any other Starlette app. Pages are public; the output of
-programs is cut from them (:mod:`replicas.control.public`).
+programs is cut from them (:mod:`replicas.control.access`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol
 
 from starlette.requests import Request
@@ -17,13 +17,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from replicas import errors
-from replicas.control.access import Access, everyone
+from replicas.control.access import Access, Cached, everyone, hiding_store, public
 from replicas.control.commands import ORDERS, Commands
 from replicas.control.orders_api import NO_STORE, json_bytes, json_response, order_routes, refusal
-from replicas.control.public import Cached, hiding_store, public
 from replicas.control.streams import StreamSource, stream_routes
 from replicas.core.lives.ordering import GOOD, enough
-from replicas.status import ReplicaStatus, RunStatus
+from replicas.status import RunStatus
 
 __all__ = ["StatusSource", "control_routes", "readiness_checks"]
 
@@ -39,7 +38,6 @@ _STREAMS = {
 }
 _ORDERS = "POST, with a JSON body and the token: " + " ".join(ORDERS)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 Page = Callable[[Request], Awaitable[Response]]
 
@@ -101,23 +99,19 @@ def control_routes(
         lines += ["", _ORDERS] if commands is not None else []
         return _text("\n".join(lines) + "\n", 200)
 
-    shown = {"/": index, "/livez": livez, "/readyz": readyz, "/metrics": metrics, "/status": status}
-    return [
-        *(Route(path, _unless_starting(page), methods=["GET"]) for path, page in shown.items()),
-        *(stream_routes(streams, access) if streams is not None else ()),
-        *(order_routes(commands, access, lambda: source.status().run) if commands is not None else ()),
-        _everything_else(endpoints),
-    ]
-
-
-def _everything_else(endpoints: Sequence[str]) -> Route:
     async def unknown(request: Request) -> Response:
         path = request.url.path
         if path in ORDERS and path in endpoints:
             return refusal(f"{path} is an order: POST it", 405, Allow="POST")
         return json_response({"error": f"no such page: {path}", "endpoints": endpoints}, 404)
 
-    return Route("/{path:path}", unknown, methods=["GET"])
+    shown = {"/": index, "/livez": livez, "/readyz": readyz, "/metrics": metrics, "/status": status}
+    return [
+        *(Route(path, _unless_starting(page), methods=["GET"]) for path, page in shown.items()),
+        *(stream_routes(streams, access) if streams is not None else ()),
+        *(order_routes(commands, access, lambda: source.status().run) if commands is not None else ()),
+        Route("/{path:path}", unknown, methods=["GET"]),
+    ]
 
 
 def _unless_starting(page: Page) -> Page:
@@ -137,23 +131,20 @@ def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
     at = f" at {status.store.host}:{status.store.port}" if status.store.port else ""
     yield status.store.up, f"store: {'up' if status.store.up else 'down'}{at}"
     for group in status.groups:
-        good = sum(1 for replica in group.replicas if _is_good(replica))
+        good = sum(replica.state in GOOD for replica in group.replicas)
         needed = enough(group.min_ready, len(group.replicas))
         fewer = f", {needed} are enough" if needed < len(group.replicas) else ""
         yield good >= needed, f"group {group.name}: {good} of {len(group.replicas)} replicas{fewer}"
         for replica in group.replicas:
             reason = f", {replica.reason}" if replica.reason else ""
-            yield _is_good(replica), f"replica {replica.name}: {replica.state}, generation {replica.generation}{reason}"
+            yield (
+                replica.state in GOOD,
+                f"replica {replica.name}: {replica.state}, generation {replica.generation}{reason}",
+            )
     for channel in status.channels:
-        live = sum(1 for member in channel.members if member.state == "live")
-        yield (
-            True,
-            f"channel {channel.name}: epoch {channel.epoch}, version {channel.committed_version}, {live} live members",
-        )
-
-
-def _is_good(replica: ReplicaStatus) -> bool:
-    return replica.state in GOOD
+        live = sum(member.state == "live" for member in channel.members)
+        facts = f"epoch {channel.epoch}, version {channel.committed_version}, {live} live members"
+        yield True, f"channel {channel.name}: {facts}"
 
 
 def _text(text: str, code: int) -> Response:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,7 +41,7 @@ _BLOCK_NBYTES = 64 * 1024
 _LINE_NBYTES = (1 << 20) + 1024
 """Longer lines are cut here."""
 _RANK = re.compile(r"rank-(\d+)\.log")
-_PART = re.compile(r"\.log\.(\d+)")
+_PART = re.compile(r"\.log\.\d+")
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,12 +75,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 def _parts(path: Path) -> list[Path]:
     """The log and its rotated parts, the oldest first."""
-    found = []
-    for other in _entries(path.parent):
-        match = _PART.fullmatch(other.name.removeprefix(path.stem))
-        if match is not None:
-            found.append((-int(match[1]), other))
-    return [*(other for _, other in sorted(found)), path]
+    older = [other for other in _entries(path.parent) if _PART.fullmatch(other.name.removeprefix(path.stem))]
+    return [*reversed(older), path]
 
 
 def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
@@ -157,16 +153,14 @@ class _Stream:
                 continue  # the oldest part was deleted, or the file is being renamed: the next poll finds it
             found = os.fstat(file.fileno())
             file.seek(offset)
-            self._close()
+            self.close()
             self._file, self._inode = file, (found.st_dev, found.st_ino)
             return True
         return False
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-    close = _close
 
     def read(self) -> list[bytes]:
         """New complete lines, at most some hundred KiB."""
@@ -280,7 +274,11 @@ class Follower:
         if not self._begun and not self._streams:
             raise self._nothing()
         self._begun = True
-        found = self._forget_removed()
+        over = [path for path, stream in self._streams.items() if stream.is_over()]
+        removed = [self._streams.pop(path) for path in over]
+        found = _rests(removed)  # the unfinished lines of deleted generations
+        for stream in removed:
+            stream.close()
         streams = list(self._streams.values())
         nbytes = 0
         for _ in range(len(streams)):
@@ -293,17 +291,9 @@ class Follower:
                 found.append(_line(stream, text))
         return found
 
-    def _forget_removed(self) -> list[LogLine]:
-        """Close the files of deleted generations and return their unfinished lines."""
-        over = [path for path, stream in self._streams.items() if stream.is_over()]
-        found = [_line(stream, rest) for path in over if (rest := (stream := self._streams[path]).rest())]
-        for path in over:
-            self._streams.pop(path).close()
-        return found
-
     def rest(self) -> list[LogLine]:
         """Last lines without a newline, for a caller that stops following."""
-        return [_line(stream, rest) for stream in self._streams.values() if (rest := stream.rest())]
+        return _rests(self._streams.values())
 
     def close(self) -> None:
         for stream in self._streams.values():
@@ -316,8 +306,8 @@ class Follower:
 
     def _find(self) -> Iterator[tuple[Path, str, int, int]]:
         """Path, replica, generation and rank of each selected log."""
-        for group in _folders(self._logs):
-            for replica in sorted(_folders(group), key=lambda path: (len(path.name), path.name)):
+        for group in sorted(_folders(self._logs)):
+            for replica in _folders(group):
                 if self._selection.takes(group.name, replica.name):
                     for generation in self._generations(replica):
                         yield from self._of_generation(replica / f"gen-{generation}", generation)
@@ -351,15 +341,19 @@ class Follower:
 
 
 def _folders(path: Path) -> list[Path]:
-    return sorted(entry for entry in _entries(path) if entry.is_dir())
+    return [entry for entry in _entries(path) if entry.is_dir()]
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Sorted entries of a folder; none if it was deleted, as old generations are."""
+    """Entries of a folder, by number; none if it was deleted, as generations are."""
     try:
         return sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
     except FileNotFoundError:
         return []
+
+
+def _rests(streams: Iterable[_Stream]) -> list[LogLine]:
+    return [_line(stream, rest) for stream in streams if (rest := stream.rest())]
 
 
 def _line(stream: _Stream, text: bytes) -> LogLine:

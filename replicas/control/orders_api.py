@@ -27,6 +27,7 @@ from collections.abc import AsyncIterator, Callable
 from urllib.parse import quote, unquote
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -76,13 +77,15 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
             try:
                 order = msgspec.json.decode(await _body(request), type=kind)
             except MALFORMED as error:
-                return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {_fields(kind)}")
-            except _BadBody as error:
-                return refusal(str(error), error.code)
+                fields = ", ".join(kind.__struct_fields__) or "none"
+                return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {fields}")
+            except HTTPException as error:
+                return refusal(error.detail, error.status_code)
             task = asyncio.create_task(_work(commands, order))
             running.add(task)
             task.add_done_callback(running.discard)
-            return await _answer(task, wait=request.query_params.get("wait", "1") != "0" and not _ends_all(order))
+            ends_all = isinstance(order, Drain) and order.target is None
+            return await _answer(task, wait=request.query_params.get("wait", "1") != "0" and not ends_all)
 
         return Route(path, endpoint, methods=["POST"])
 
@@ -101,12 +104,6 @@ def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
         return Problem.of(error)
 
 
-class _BadBody(Exception):
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
-
-
 async def _body(request: Request) -> bytes:
     body = b""
     try:
@@ -114,20 +111,12 @@ async def _body(request: Request) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > BODY_NBYTES:
-                    raise _BadBody(f"a body may have {BODY_NBYTES} bytes", 413)
+                    raise HTTPException(413, f"a body may have {BODY_NBYTES} bytes")
     except TimeoutError:
-        raise _BadBody(f"no complete body within {BODY_TIMEOUT_S:g} s", 408) from None
+        raise HTTPException(408, f"no complete body within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
-        raise _BadBody("the body was cut off", 400) from None
+        raise HTTPException(400, "the body was cut off") from None
     return body or b"{}"
-
-
-def _fields(kind: type[Order]) -> str:
-    return ", ".join(kind.__struct_fields__) or "none"
-
-
-def _ends_all(order: Order) -> bool:
-    return isinstance(order, Drain) and order.target is None
 
 
 async def _work(commands: Commands, order: Order) -> Answer:

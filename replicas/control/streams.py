@@ -20,10 +20,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from replicas import errors
-from replicas.control.access import Access
+from replicas.control.access import Access, public_record
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
 from replicas.control.orders_api import NO_STORE, refusal
-from replicas.control.public import public_record
 from replicas.telemetry.events import Record, encode
 
 __all__ = ["BEAT_S", "StreamSource", "stream_routes"]
@@ -131,7 +130,7 @@ async def _events(source: StreamSource, after: int | None, until: int | None, *,
     try:
         yield b": events of a run\n\n"
         while True:
-            pending = asyncio.ensure_future(_next(records)) if pending is None else pending
+            pending = pending or asyncio.ensure_future(_next(records))
             if not (await asyncio.wait({pending}, timeout=BEAT_S))[0]:
                 yield b":\n\n"
                 continue

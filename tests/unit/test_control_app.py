@@ -10,8 +10,8 @@ import pytest
 from starlette.applications import Starlette
 
 from replicas import errors
+from replicas.control.access import Cached
 from replicas.control.app import control_routes
-from replicas.control.public import Cached
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus, StoreStatus
 
 pytestmark = pytest.mark.anyio
@@ -171,14 +171,14 @@ def test_a_page_for_everybody_is_made_anew_as_often_as_it_is_cheap(monkeypatch: 
         made[0] += 1
         return made[0]
 
-    monkeypatch.setattr("replicas.control.public.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("replicas.control.access.time.monotonic", lambda: clock[0])
     page = Cached(make)
     assert [page.body(), page.body()] == [b"1", b"1"]
     clock[0] += 0.19
     assert page.body() == b"1"
     clock[0] += 0.02
     assert page.body() == b"2"
-    monkeypatch.setattr("replicas.control.public._SHARE", 1000)
+    monkeypatch.setattr("replicas.control.access._SHARE", 1000)
     clock[0] += 1.0
     page.body()
     clock[0] += 0.6  # it takes long, and is still no older than half a second

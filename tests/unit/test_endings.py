@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.control.public import without_output
+from replicas.control.access import without_output
 from replicas.linux.processes import Child
 from replicas.supervisor.fleet.causes import exited, verdict
 from replicas.supervisor.fleet.endings import exit_report
