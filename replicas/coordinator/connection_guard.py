@@ -10,7 +10,7 @@ added:
 
 * A *stranger* is a connection that has not shown the run's token. It gets one answer
   and is closed. The loop time of its request is charged to one account that all
-  strangers share. At most :data:`~replicas.coordinator.limits.STRANGERS` of them are
+  strangers share. At most :data:`STRANGERS` of them are
   served at a time (event streams included); one more closes the oldest of the source
   that has most. A stranger that does not read its answer is aborted.
 * Little is read from a session at a time, so that all sessions get a turn. Parsing is
@@ -40,17 +40,10 @@ from websockets.frames import Frame
 from websockets.protocol import State
 
 from replicas.coordinator.crowd import Crowd
-from replicas.coordinator.limits import (
-    CLOSE_TIMEOUT_S,
-    FRAGMENTS,
-    MESSAGES_WAITING,
-    READ_NBYTES,
-    STALL_TIMEOUT_S,
-    STRANGERS,
-    RateLimit,
-)
+from replicas.coordinator.limits import RateLimit
 
 __all__ = [
+    "CLOSE_TIMEOUT_S",
     "Charged",
     "Guard",
     "GuardConfig",
@@ -61,6 +54,18 @@ __all__ = [
     "welcome",
 ]
 
+CLOSE_TIMEOUT_S = 1.0
+"""Time for the peer of a closing connection to read the remaining data."""
+STALL_TIMEOUT_S = 5.0
+"""Time for the reader of a page to read one buffer of it."""
+STRANGERS = 128
+"""Connections of strangers that are being served."""
+READ_NBYTES = 4096
+"""Read from one connection per turn: some 160 of the smallest messages, 3 ms."""
+MESSAGES_WAITING = 32
+"""Unhandled messages of a connection beyond which it is not read."""
+FRAGMENTS = 1024
+"""Maximum fragments of one message (this library sends each message whole)."""
 _KEY = "replicas.connection"
 _NO_MESSAGE = b"\xc1"
 """A byte that MessagePack never uses; it replaces the content of a text frame."""

@@ -37,20 +37,13 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from replicas import errors
 from replicas.coordinator.addresses import AllowedHosts, source_of
 from replicas.coordinator.crowd import Crowd
-from replicas.coordinator.limits import (
-    HEAD_NBYTES,
-    LOBBY,
-    QUEUED,
-    REQUEST_S,
-    REQUEST_TIMEOUT_S,
-    STRANGERS_SHARE,
-    RateLimit,
-)
+from replicas.coordinator.limits import STRANGERS_SHARE, RateLimit
 
 __all__ = ["Admit", "Door", "authorization_of", "head_of"]
 
@@ -60,6 +53,16 @@ Admit = Callable[[socket.socket, bytes | None], None]
 None for the source: the connection has shown the token.
 """
 
+REQUEST_TIMEOUT_S = 5.0
+"""From connecting to the complete head; for a stranger also from there to its turn."""
+HEAD_NBYTES = 16 * 1024
+"""Of a request head."""
+REQUEST_S = 500e-6
+"""Fixed cost of a stranger's request: a transport, parsing, the close."""
+LOBBY = 4096
+"""Connections without a complete request; at most a quarter of the process's fds."""
+QUEUED = 512
+"""Requests of strangers that wait for their turn."""
 ACCEPT_S = 0.003
 LOOK_S = 0.001
 """Time limits of accepting and of reading, per loop iteration.
@@ -105,13 +108,11 @@ def head_of(data: bytes) -> bytes | None:
     return data[: min(ends)] if ends else None
 
 
+@dataclass(slots=True, eq=False)
 class _Waiting:
-    __slots__ = ("sock", "source", "until")
-
-    def __init__(self, sock: _socket.socket, source: bytes, until: float) -> None:
-        self.sock = sock
-        self.source = source
-        self.until = until
+    sock: _socket.socket
+    source: bytes
+    until: float
 
 
 class Door:

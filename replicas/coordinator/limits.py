@@ -1,4 +1,4 @@
-"""Limits of a connection to the coordinator: sizes, times, counts and valid values.
+"""Limits of what a session may send: sizes, values, and its share of the loop's time.
 
 Theory of operation
 ===================
@@ -29,46 +29,9 @@ from typing import Any, get_args
 import msgspec
 
 from replicas import messages as wire
-from replicas.messages.bounds import (
-    FRAME_NBYTES,
-    HELLO_NBYTES,
-    INFO_ENTRIES,
-    INFO_LENGTH,
-    INTEGER_MAX,
-    NAME_LENGTH,
-    OTHER_NBYTES,
-    RANKS_MAX,
-    SECONDS_MAX,
-    VERSION_MAX,
-    is_name,
-    most_nbytes,
-)
-from replicas.messages.identity import ProcessIdentity
+from replicas.messages import bounds
 
-__all__ = [
-    "CLOSE_TIMEOUT_S",
-    "FRAGMENTS",
-    "FRAME_NBYTES",
-    "HEAD_NBYTES",
-    "HELLO_NBYTES",
-    "HELLO_TIMEOUT_S",
-    "LOBBY",
-    "MESSAGES_WAITING",
-    "OUTBOX_MESSAGES",
-    "OUTBOX_NBYTES",
-    "QUEUED",
-    "READ_NBYTES",
-    "REASONS",
-    "REFUSED_MAX",
-    "REQUEST_S",
-    "REQUEST_TIMEOUT_S",
-    "STALL_TIMEOUT_S",
-    "STRANGERS",
-    "RateLimit",
-    "hello_problem",
-    "message_problem",
-    "size_problem",
-]
+__all__ = ["REASONS", "STRANGERS_SHARE", "RateLimit", "hello_problem", "message_problem", "size_problem"]
 
 REASONS = (
     "token",  # a wrong token, or none
@@ -84,42 +47,6 @@ REASONS = (
     "flood",  # more messages than one session may send: it is read more slowly (counted once for each connection)
     "overflow",  # too much unread data in the outbox
 )
-
-REQUEST_TIMEOUT_S = 5.0
-"""From connecting to the complete head; for a stranger also from there to its turn."""
-HEAD_NBYTES = 16 * 1024
-"""Of a request head."""
-REQUEST_S = 500e-6
-"""Fixed cost of a stranger's request: a transport, parsing, the close."""
-HELLO_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 1.0
-"""Time for the peer of a closing connection to read the remaining data."""
-STALL_TIMEOUT_S = 5.0
-"""Time for the reader of a page to read one buffer of it."""
-LOBBY = 4096
-"""Connections without a complete request; at most a quarter of the process's fds."""
-QUEUED = 512
-"""Requests of strangers that wait for their turn."""
-STRANGERS = 128
-"""Connections of strangers that are being served."""
-READ_NBYTES = 4096
-"""Read from one connection per turn: some 160 of the smallest messages, 3 ms."""
-
-MESSAGES_WAITING = 32
-"""Unhandled messages of a connection beyond which it is not read."""
-
-FRAGMENTS = 1024
-"""Maximum fragments of one message (this library sends each message whole)."""
-
-OUTBOX_NBYTES = 32 * 2**20
-"""Unread data of a member with which one more message ends its session.
-
-The last message may be larger itself: one manifest always fits.
-"""
-OUTBOX_MESSAGES = 16_384
-
-REFUSED_MAX = 3
-"""Connections in a row closed for bad input before the member is lost."""
 
 LOOP_SHARE = 0.25
 """Share of the loop's time that one session gets in the long run."""
@@ -176,7 +103,12 @@ class RateLimit:
 
 # ------------------------------------------------------------ sizes
 
-_LARGE = [kind.__name__ for kind in get_args(wire.FromMember) if most_nbytes(kind.__name__) > OTHER_NBYTES]
+_LARGE = {
+    name: msgspec.msgpack.encode("type") + msgspec.msgpack.encode(name)
+    for name in (kind.__name__ for kind in get_args(wire.FromMember))
+    if bounds.most_nbytes(name) > bounds.OTHER_NBYTES
+}
+"""How the large kinds begin: our encoder writes the tag first."""
 _HEAD_NBYTES = 64
 
 
@@ -185,25 +117,12 @@ def size_problem(data: bytes, *, first: bool = False) -> str | None:
 
     ``first``: it must be the Hello.
     """
-    if len(data) <= HELLO_NBYTES:
+    if len(data) <= bounds.HELLO_NBYTES:
         return None
-    kind, limit = "message", HELLO_NBYTES if first else OTHER_NBYTES
-    if not first:
-        kind, limit = _kind(data[:_HEAD_NBYTES])
-    if len(data) <= limit:
-        return None
-    return f"{kind} of {len(data):,} bytes: at most {limit:,} are taken"
-
-
-def _kind(head: bytes) -> tuple[str, int]:
-    """Kind and limit by the tag, which our encoder writes first.
-
-    A large message with its tag elsewhere is not from our encoder.
-    """
-    for name in _LARGE:
-        if msgspec.msgpack.encode("type") + msgspec.msgpack.encode(name) in head:
-            return name, most_nbytes(name)
-    return "message", OTHER_NBYTES
+    kinds = () if first else (name for name, tag in _LARGE.items() if tag in data[:_HEAD_NBYTES])
+    kind = next(iter(kinds), "message")
+    limit = bounds.HELLO_NBYTES if first else bounds.most_nbytes(kind)
+    return f"{kind} of {len(data):,} bytes: at most {limit:,} are taken" if len(data) > limit else None
 
 
 # ------------------------------------------------------------ values
@@ -212,37 +131,33 @@ def _kind(head: bytes) -> tuple[str, int]:
 def hello_problem(hello: wire.Hello) -> str | None:
     """Why this Hello is refused as malformed."""
     for what in ("channel", "group", "incarnation"):
-        if not is_name(getattr(hello, what)):
-            return f"{what} {getattr(hello, what)[:NAME_LENGTH]!r} is no name"
-    if any(abs(number) > RANKS_MAX for number in (hello.replica, hello.rank, hello.world_size)):
+        if not bounds.is_name(getattr(hello, what)):
+            return f"{what} {getattr(hello, what)[: bounds.NAME_LENGTH]!r} is no name"
+    if any(abs(number) > bounds.RANKS_MAX for number in (hello.replica, hello.rank, hello.world_size)):
         return "its replica, rank or world size is absurd"
     entries = max(len(hello.info), len(hello.nccl_env))
-    if entries > INFO_ENTRIES or max(len(hello.held), len(hello.lent)) > _HELD:
+    if entries > bounds.INFO_ENTRIES or max(len(hello.held), len(hello.lent)) > _HELD:
         return "its info, NCCL variables or versions are too many"
-    if hello.beacon is not None and len(hello.beacon.nonce) > NAME_LENGTH:
+    if hello.beacon is not None and len(hello.beacon.nonce) > bounds.NAME_LENGTH:
         return "the nonce of its beacon is too long"
-    if any(not 0 <= version < INTEGER_MAX for version in hello.lent):
+    if any(not 0 <= version < bounds.INTEGER_MAX for version in hello.lent):
         return "it has lent an invalid version number"
-    if any(len(text) > INFO_LENGTH for pair in (*hello.info.items(), *hello.nccl_env.items()) for text in pair):
+    if any(len(text) > bounds.INFO_LENGTH for pair in (*hello.info.items(), *hello.nccl_env.items()) for text in pair):
         return "one of its texts is too long"
-    if not _is_process(hello.process):
+    if not 0 < hello.process.pid < _PID_MAX or len(hello.process.boot_id) > bounds.NAME_LENGTH:
         return "its process identity is invalid"
     return _number_problem(hello) or next((text for held in hello.held if (text := _number_problem(held))), None)
-
-
-def _is_process(process: ProcessIdentity) -> bool:
-    return 0 < process.pid < _PID_MAX and len(process.boot_id) <= NAME_LENGTH
 
 
 def message_problem(message: wire.FromMember) -> str | None:
     """Why a well-formed message is invalid: a negative, absurd or non-finite number."""
     problem = _number_problem(message)
     if problem is None and isinstance(message, wire.PublishBegin):
-        most = VERSION_MAX * (1 + message.resumed)  # the library counts on from what was chosen
+        most = bounds.VERSION_MAX * (1 + message.resumed)  # the library counts on from what was chosen
         return None if (message.version or 0) <= most else f"PublishBegin with version = {message.version}"
     if problem is None and isinstance(message, wire.OperationPost):
         for segment in message.segments:
-            if any(not 0 <= size < INTEGER_MAX for size in segment.shape):
+            if any(not 0 <= size < bounds.INTEGER_MAX for size in segment.shape):
                 return f"a tensor of shape {segment.shape}"
     return problem
 
@@ -257,7 +172,7 @@ def _number_problem(value: msgspec.Struct) -> str | None:
         number = getattr(value, name)
         if number is None:
             continue
-        most = INTEGER_MAX if isinstance(number, int) else SECONDS_MAX
+        most = bounds.INTEGER_MAX if isinstance(number, int) else bounds.SECONDS_MAX
         if not math.isfinite(number) or abs(number) > most or (number < 0 and not may_be_negative):
             return f"{type(value).__name__} with {name} = {number}"
     return None

@@ -2,13 +2,11 @@
 
 A connection is bounded in three places: :mod:`replicas.coordinator.connection_guard`
 before there is a session, :mod:`replicas.coordinator.limits` for each message, and
-here: a session that cannot go on is closed within
-:data:`~replicas.coordinator.limits.CLOSE_TIMEOUT_S`, whether its peer reads or not.
+here: a session that cannot go on is closed in a second, whether its peer reads or not.
 After a transport error (malformed bytes, numbers out of order) only the connection is
 closed, and the member may reconnect: something on the way may have corrupted the data.
 A member that sends invalid values is refused for good, as it would only repeat them; so
-is a member after :data:`~replicas.coordinator.limits.REFUSED_MAX` closed connections in
-a row.
+is a member after :data:`REFUSED_MAX` closed connections in a row.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from replicas import errors
 from replicas.config.values import NAME_ONE
 from replicas.coordinator.connection_guard import (
+    CLOSE_TIMEOUT_S,
     Charged,
     Guard,
     GuardConfig,
@@ -43,21 +42,17 @@ from replicas.coordinator.connection_guard import (
 )
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
-from replicas.coordinator.limits import (
-    CLOSE_TIMEOUT_S,
-    FRAME_NBYTES,
-    HELLO_TIMEOUT_S,
-    REFUSED_MAX,
-    hello_problem,
-    message_problem,
-    size_problem,
-)
+from replicas.coordinator.limits import hello_problem, message_problem, size_problem
 from replicas.coordinator.sessions import MemberSession
 from replicas.messages import Hello, MemberFrame, Refused, ServerFrame, WireError, decode_member_frame, encode
+from replicas.messages.bounds import FRAME_NBYTES
 
 __all__ = ["Server", "bind_listener", "session_route"]
 
 START_TIMEOUT_S = 10.0
+HELLO_TIMEOUT_S = 5.0
+REFUSED_MAX = 3
+"""Connections in a row closed for bad input before the member is lost."""
 log = logging.getLogger("replicas.coordinator")
 
 BACKLOG = 256

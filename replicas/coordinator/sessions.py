@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from replicas.coordinator.limits import OUTBOX_MESSAGES, OUTBOX_NBYTES
 from replicas.linux.processes import START_TIME, stat_fields
 from replicas.messages import Ack, FromCoordinator, Refused, Welcome, encode_body, encode_frame
 from replicas.messages.identity import Member, ProcessIdentity
@@ -33,6 +32,12 @@ __all__ = ["Connection", "Encoded", "MemberSession", "ProcessWatch"]
 
 UNNUMBERED = (Ack, Refused, Welcome)
 _ACK = encode_body(Ack())
+OUTBOX_NBYTES = 32 * 2**20
+"""Unread data of a member with which one more message ends its session.
+
+The last message may be larger itself: one manifest always fits.
+"""
+OUTBOX_MESSAGES = 16_384
 WRITE_NBYTES = 1 << 18
 """Written at once, before checking whether the connection takes more."""
 

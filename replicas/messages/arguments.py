@@ -27,19 +27,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from replicas import errors
-from replicas.messages import Meta
-from replicas.messages.bounds import (
-    INFO_ENTRIES,
-    INFO_LENGTH,
-    INTEGER_MAX,
-    META_NBYTES,
-    SECONDS_MAX,
-    VERSION_MAX,
-    encodable,
-    is_name,
-    plain,
-    shown,
-)
+from replicas.messages import Meta, bounds
+from replicas.messages.bounds import encodable, is_name, plain, shown
 
 __all__ = [
     "bound",
@@ -63,7 +52,7 @@ def _refuse(text: str, hint: str = "", cause: BaseException | None = None) -> No
     raise errors.UsageError(text, hint=hint) from cause
 
 
-def integer(what: str, value: object, *, least: int = -INTEGER_MAX, most: int = INTEGER_MAX) -> int:
+def integer(what: str, value: object, *, least: int = -bounds.INTEGER_MAX, most: int = bounds.INTEGER_MAX) -> int:
     """Check an integer from ``least`` to ``most``."""
     found, cause = None, None
     if not isinstance(value, bool) and not _is_bool(value):
@@ -78,9 +67,8 @@ def integer(what: str, value: object, *, least: int = -INTEGER_MAX, most: int = 
 
 def integers(what: str, value: object) -> tuple[int, ...]:
     """Check a sequence of integers, such as a shape."""
-    found: tuple[object, ...]
     try:
-        found = tuple(value)  # type: ignore[arg-type]  # tested here
+        found: tuple[object, ...] = tuple(value)  # type: ignore[arg-type]  # tested here
     except Exception as error:  # noqa: BLE001  # a foreign __iter__
         _refuse(f"{what} must be a sequence of whole numbers, not {shown(value)}", cause=error)
     return tuple(integer(what, one) for one in found)
@@ -89,9 +77,9 @@ def integers(what: str, value: object) -> tuple[int, ...]:
 def seconds(what: str, value: object, *, zero: bool = False) -> float:
     """Check a finite time above 0 (or 0 with ``zero``) of at most 1e9 seconds."""
     found = _float(value)
-    if found is None or not (found > 0 or (zero and found == 0)) or found > SECONDS_MAX:
+    if found is None or not (found > 0 or (zero and found == 0)) or found > bounds.SECONDS_MAX:
         above = "0" if zero else "above 0"
-        _refuse(f"{what} must be a number of seconds from {above} to {SECONDS_MAX:g}, not {shown(value)}")
+        _refuse(f"{what} must be a number of seconds from {above} to {bounds.SECONDS_MAX:g}, not {shown(value)}")
     return found
 
 
@@ -100,9 +88,9 @@ def patience(what: str, value: object) -> float | None:
     if value is None:
         return None
     found = _float(value)
-    if found is None or not -SECONDS_MAX <= found <= SECONDS_MAX:
+    if found is None or not -bounds.SECONDS_MAX <= found <= bounds.SECONDS_MAX:
         _refuse(
-            f"{what} must be a finite number of seconds, at most {SECONDS_MAX:g}, not {shown(value)}",
+            f"{what} must be a finite number of seconds, at most {bounds.SECONDS_MAX:g}, not {shown(value)}",
             "pass None to wait as long as it takes",
         )
     return max(0.0, found)
@@ -116,7 +104,7 @@ def bound(what: str, value: object) -> tuple[int | float, str]:
     if value is None:
         return 0, ""
     if not isinstance(value, (tuple, list)):
-        return integer(what, value, least=0, most=VERSION_MAX), ""
+        return integer(what, value, least=0, most=bounds.VERSION_MAX), ""
     if len(value) != 2 or not isinstance(value[0], str) or not value[0]:
         _refuse(f"{what} must be a version's number or a pair of a key of meta and a number, not {shown(value)}")
     key, number = value
@@ -155,7 +143,7 @@ def flag(what: str, value: object) -> bool:
     _refuse(f"{what} must be True or False, not {shown(value)}")
 
 
-def text(what: str, value: object, *, most: int = INFO_LENGTH) -> str:
+def text(what: str, value: object, *, most: int = bounds.INFO_LENGTH) -> str:
     """Check a text of at most ``most`` characters that UTF-8 can encode."""
     if not isinstance(value, str) or len(value) > most or not encodable(value):
         _refuse(f"{what} must be a text of at most {most} characters that UTF-8 can encode, not {shown(value)}")
@@ -195,8 +183,8 @@ def texts(what: str, value: object) -> dict[str, str]:
         found = dict(value)  # type: ignore[call-overload]  # tested here
     except Exception as error:  # noqa: BLE001  # a foreign mapping
         _refuse(f"{what} must map text to text, not be {shown(value)}", cause=error)
-    if len(found) > INFO_ENTRIES:
-        _refuse(f"{what} has {len(found)} entries: at most {INFO_ENTRIES} are taken")
+    if len(found) > bounds.INFO_ENTRIES:
+        _refuse(f"{what} has {len(found)} entries: at most {bounds.INFO_ENTRIES} are taken")
     return {text(f"{what}: a key", key): text(f"{what}[{shown(key)}]", one) for key, one in found.items()}
 
 
@@ -214,9 +202,10 @@ def meta(what: str, value: object) -> Meta:
         here = f"{what}[{shown(key)}]"
         found[_meta_text(f"{what}: a key", key)] = _meta_value(here, one)
     nbytes = len(msgspec.msgpack.encode(found))
-    if nbytes > META_NBYTES:
+    if nbytes > bounds.META_NBYTES:
         _refuse(
-            f"{what} takes {nbytes:,} bytes: at most {META_NBYTES:,} travel", "keep it in a file, and pass its path"
+            f"{what} takes {nbytes:,} bytes: at most {bounds.META_NBYTES:,} travel",
+            "keep it in a file, and pass its path",
         )
     return found
 
@@ -230,7 +219,7 @@ def _meta_value(here: str, value: object) -> Any:
 
 
 def _meta_text(what: str, value: object) -> str:
-    return text(what, value, most=META_NBYTES)
+    return text(what, value, most=bounds.META_NBYTES)
 
 
 def _scalar(what: str, value: object) -> bool | int | float | str | None:
@@ -239,20 +228,14 @@ def _scalar(what: str, value: object) -> bool | int | float | str | None:
         return value
     if isinstance(value, str):
         return _meta_text(what, value)
-    if isinstance(value, int):
-        return integer(what, value, least=-(2**63), most=2**64 - 1)
     if isinstance(value, float):
         return float(value)
     if _is_bool(value):
         return flag(what, value)
-    if hasattr(type(value), "__index__") and not _is_floating(value):
+    floating = "float" in str(getattr(value, "dtype", ""))  # such a tensor has __index__ all the same
+    if hasattr(type(value), "__index__") and not floating:
         return integer(what, value, least=-(2**63), most=2**64 - 1)
     found = _float(value) if hasattr(type(value), "__float__") else None
     if found is None:
         _refuse(f"{what} is {shown(value)}, which cannot travel", _META_HINT)
     return found
-
-
-def _is_floating(value: object) -> bool:
-    """Return whether a tensor is of floats: it has ``__index__`` all the same."""
-    return "float" in str(getattr(value, "dtype", ""))

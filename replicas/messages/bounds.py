@@ -67,12 +67,10 @@ OTHER_NBYTES = 2**20
 META_NBYTES = OTHER_NBYTES - 2**12
 """Encoded size of a publisher's ``meta``; the rest of its message is small."""
 
-_MOST_NBYTES = {"OperationPost": OPERATION_NBYTES}
-
 
 def most_nbytes(kind: str) -> int:
     """Return the maximum size of a member's message, by the name of its class."""
-    return _MOST_NBYTES.get(kind, OTHER_NBYTES)
+    return OPERATION_NBYTES if kind == "OperationPost" else OTHER_NBYTES
 
 
 def is_name(text: str) -> bool:

@@ -22,7 +22,7 @@ import replicas
 from replicas import errors
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
-from replicas.coordinator.limits import REFUSED_MAX
+from replicas.coordinator.server import REFUSED_MAX
 from replicas.core.effects import CommitDecision, MemberLost, StoreChanged
 from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifest import PartManifest, TensorSpec

@@ -18,7 +18,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from replicas import messages as wire
-from replicas.coordinator import Coordinator, GroupShape, door, limits, server, sessions
+from replicas.coordinator import Coordinator, GroupShape, connection_guard, door, server, sessions
 from replicas.core.effects import Send
 from tests.support.channels import wait_until
 from tests.support.members import Client
@@ -409,7 +409,7 @@ def is_cut(found: socket.socket) -> bool:
 
 async def test_a_thousand_fragments_are_no_message(coordinator: Coordinator, bystander: Client) -> None:
     hostile = await asyncio.to_thread(raw_session, coordinator)
-    block = framed(b"x", fin=False) + framed(b"", opcode=0, fin=False) * (limits.FRAGMENTS + 1)
+    block = framed(b"x", fin=False) + framed(b"", opcode=0, fin=False) * (connection_guard.FRAGMENTS + 1)
     await asyncio.to_thread(hostile.sendall, block)
     await counted(coordinator, "malformed")
     await wait_until(lambda: is_cut(hostile), "a socket that was cut")

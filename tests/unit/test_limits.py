@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from replicas import messages as wire
 from replicas.coordinator import limits
 from replicas.coordinator.limits import RateLimit, hello_problem, message_problem, size_problem
-from replicas.messages.bounds import OPERATION_NBYTES, VERSION_MAX
+from replicas.messages.bounds import HELLO_NBYTES, OPERATION_NBYTES, VERSION_MAX
 from replicas.messages.identity import ProcessIdentity
 from tests.support.hostile import any_message
 
@@ -51,7 +51,7 @@ def test_only_the_shapes_of_an_operation_may_be_large() -> None:
 
 def test_a_hello_is_small() -> None:
     assert size_problem(frame(HELLO), first=True) is None
-    long = msgspec.structs.replace(HELLO, info={"a": "x" * limits.HELLO_NBYTES})
+    long = msgspec.structs.replace(HELLO, info={"a": "x" * HELLO_NBYTES})
     assert size_problem(frame(long), first=True) == f"message of {len(frame(long)):,} bytes: at most 262,144 are taken"
 
 
