@@ -54,7 +54,6 @@ class SimShim:
     """A shim whose processes live as planned."""
 
     last_stacks: Mapping[str, str] = {}
-    cgroup = ""
 
     def __init__(self, yard: Yard, spec: NodeSpec, changed: Callable[[], None], life: Life) -> None:
         self.spec, self.life = spec, life

@@ -44,7 +44,6 @@ class FakeShim:
         self.remains: Remains | None = None
         self.told: list[object] = []
         self.silence_s = 0.0
-        self.cgroup = ""
         self.belongings = Belongings()
         self.losses: list[LogLoss] = []
         self.last_stacks: dict[str, str] = {}

@@ -23,16 +23,15 @@ from typing import Self
 import anyio
 
 from replicas import errors
-from replicas.common import own_code
 from replicas.common.backoff import Backoff
 from replicas.config.structs import ResourcesConfig
 from replicas.linux.cgroups import RunCgroups, find_own
-from replicas.linux.processes import python_module, send_signal, start_time
-from replicas.supervisor.fleet.node import Node
+from replicas.linux.processes import send_signal, start_time
+from replicas.supervisor.fleet.node import Node, start_helper
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.orders import NodeSpec
 
-__all__ = ["Containment", "JanitorHandle"]
+__all__ = ["Containment"]
 
 log = logging.getLogger("replicas.supervisor")
 
@@ -41,7 +40,7 @@ AGAIN = Backoff(0.05, 5.0)
 _END_S = 5.0
 
 
-class JanitorHandle:
+class _JanitorHandle:
     """The supervisor's side of the janitor. For the event loop's thread only.
 
     A janitor that dies is replaced, and the new one is told everything again.
@@ -51,10 +50,8 @@ class JanitorHandle:
     :param door: path of the run's Unix socket.
     """
 
-    def __init__(self, lock: int | None, cgroup: Path | None, door: Path | None = None) -> None:
-        self._lock = lock
-        self._cgroup = cgroup
-        self._door = door
+    def __init__(self, lock: int | None, cgroup: Path | None, door: Path | None) -> None:
+        self._lock, self._cgroup, self._door = lock, cgroup, door
         self._loop = asyncio.get_running_loop()
         self._watched: dict[str, orders.Message] = {}
         self._popen: subprocess.Popen[bytes] | None = None
@@ -68,7 +65,6 @@ class JanitorHandle:
 
     @property
     def pid(self) -> int | None:
-        """Pid of the present janitor."""
         return None if self._popen is None else self._popen.pid
 
     def start(self) -> None:
@@ -78,22 +74,10 @@ class JanitorHandle:
         """
         self._again = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        descriptors = [theirs.fileno()]
-        arguments = ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
-        if self._lock is not None:
-            descriptors.append(self._lock)
-            arguments += ["--lock", str(self._lock)]
-        if self._door is not None:
-            arguments += ["--socket", str(self._door)]
+        door = () if self._door is None else ("--socket", str(self._door))
         try:
             with theirs:
-                self._popen = subprocess.Popen(
-                    python_module("replicas.supervisor.cleanup.janitor", *arguments),
-                    env=own_code.findable(os.environ),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=descriptors,
-                    start_new_session=True,
-                )
+                self._popen = start_helper("replicas.supervisor.cleanup.janitor", theirs.fileno(), self._lock, *door)
         except OSError:
             ours.close()
             raise
@@ -108,15 +92,9 @@ class JanitorHandle:
 
     def watch(self, spec: NodeSpec, pid: int) -> None:
         """Tell the janitor of a shim that has not started anything yet."""
-        message: orders.Message = {
-            "type": "watch",
-            "nonce": spec.nonce,
-            "pid": pid,
-            "start": start_time(pid),
-            "cgroup": spec.cgroup,
-        }
-        self._watched[spec.nonce] = message
-        self._tell(message)
+        shim = {"type": "watch", "nonce": spec.nonce, "pid": pid, "start": start_time(pid), "cgroup": spec.cgroup}
+        self._watched[spec.nonce] = shim
+        self._tell(shim)
 
     def forget(self, nonce: str) -> None:
         """Tell the janitor that nothing started under this shim is left."""
@@ -130,12 +108,11 @@ class JanitorHandle:
             self._again.cancel()
         if self._popen is None:
             return
-        if not self._watched:
-            self._tell({"type": "done"})
-        self._hang_up()
         if self._watched:
             self._forget_process()
             return
+        self._tell({"type": "done"})
+        self._hang_up()
         try:
             async with asyncio.timeout(_END_S):
                 await self._ended.wait()
@@ -148,11 +125,9 @@ class JanitorHandle:
             send_signal(self._pidfd, signal.SIGKILL)  # it does not read: the next janitor is told everything
 
     def _on_exit(self) -> None:
-        popen = self._popen
-        assert popen is not None
-        code = popen.wait()
+        assert self._popen is not None
+        code = self._popen.wait()
         self._forget_process()
-        self._hang_up()
         self._ended.set()
         if self._closing:
             return
@@ -170,7 +145,9 @@ class JanitorHandle:
             self._again = self._loop.call_later(AGAIN.max_s, self._start_again)
 
     def _forget_process(self) -> None:
+        """Do not look after this janitor any more."""
         assert self._popen is not None
+        self._hang_up()
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._popen.returncode = self._popen.returncode or 0  # it is not waited for any more
@@ -194,7 +171,6 @@ class Containment:
         (:data:`replicas.linux.cgroups.LIMITS`).
     :param door: path of the run's Unix socket, which must not outlive a killed
         supervisor.
-    :ivar no_cgroups: why there are no control groups; empty: there are.
     """
 
     def __init__(
@@ -206,23 +182,17 @@ class Containment:
         limits: frozenset[str],
         door: Path | None = None,
     ) -> None:
-        self._run = run
-        self._lock = lock
-        self._door = door
+        self._run, self._lock, self._door = run, lock, door
         self._limits = limits
         self._resources = resources
         self._cgroups: RunCgroups | None = None
-        self._janitor: JanitorHandle | None = None
-        self.no_cgroups = "the run has not begun"
+        self._no_cgroups = ""
+        """Why there are no control groups."""
+        self._janitor: _JanitorHandle | None = None
 
     @property
     def janitor_pid(self) -> int | None:
         return None if self._janitor is None else self._janitor.pid
-
-    @property
-    def cgroup(self) -> Path | None:
-        """The run's control group; None: there is none."""
-        return None if self._cgroups is None else self._cgroups.path
 
     async def __aenter__(self) -> Self:
         """Make the run's control group, and start the janitor.
@@ -232,12 +202,19 @@ class Containment:
         """
         try:
             self._cgroups = RunCgroups.make(self._run, find_own(), limited=bool(self._limits))
-            self.no_cgroups = ""
         except OSError as error:
-            self.no_cgroups = error.strerror or str(error)
-            log.info("no control groups: %s", self.no_cgroups)
-        self._check_limits()
-        self._janitor = JanitorHandle(self._lock, self.cgroup, self._door)
+            self._no_cgroups = error.strerror or str(error)
+            log.info("no control groups: %s", self._no_cgroups)
+        there = self._cgroups.limits if self._cgroups is not None else frozenset()
+        if missing := ", ".join(sorted(self._limits - there)):
+            why = self._no_cgroups or f"{missing} cannot be handed on by the control group of this process"
+            self._remove_cgroups()
+            raise errors.WorldError(
+                f"limits of memory and processes cannot be set: {why}",
+                hint="run it as a systemd unit of its own with Delegate=yes, or remove the limits from the config",
+            )
+        cgroup = None if self._cgroups is None else self._cgroups.path
+        self._janitor = _JanitorHandle(self._lock, cgroup, self._door)
         try:
             self._janitor.start()
         except OSError as error:
@@ -245,18 +222,7 @@ class Containment:
             raise errors.WorldError(f"the janitor cannot be started: {error}") from error
         return self
 
-    def _check_limits(self) -> None:
-        there = self._cgroups.limits if self._cgroups is not None else frozenset()
-        missing = ", ".join(sorted(self._limits - there))
-        if missing:
-            why = self.no_cgroups or f"{missing} cannot be handed on by the control group of this process"
-            self._remove_cgroups()
-            raise errors.WorldError(
-                f"limits of memory and processes cannot be set: {why}",
-                hint="run it as a systemd unit of its own with Delegate=yes, or remove the limits from the config",
-            )
-
-    def place(self, spec: NodeSpec) -> NodeSpec:
+    def _place(self, spec: NodeSpec) -> NodeSpec:
         """The spec with a control group of its own, where there are control groups.
 
         :raises OSError: the limits of its group cannot be set.
@@ -265,7 +231,7 @@ class Containment:
         limited = limits.memory_nbytes is not None or limits.max_processes is not None
         if self._cgroups is None:
             if limited:
-                raise OSError(f"limits of memory and processes need control groups: {self.no_cgroups}")
+                raise OSError(f"limits of memory and processes need control groups: {self._no_cgroups}")
             return spec
         name = f"{spec.group}.{spec.replica}.{spec.generation}"
         try:
@@ -284,23 +250,19 @@ class Containment:
 
         :raises OSError: the shim, or its control group, cannot be made.
         """
-        placed = self.place(spec)
-
-        def watch(pid: int) -> None:
-            if self._janitor is not None:
-                self._janitor.watch(placed, pid)
+        placed, janitor = self._place(spec), self._janitor
+        assert janitor is not None, "it has not been entered"
 
         def moved() -> None:
-            if node is not None and node.gone.is_set() and self._janitor is not None:
-                self._janitor.forget(placed.nonce)
+            if node is not None and node.gone.is_set():
+                janitor.forget(placed.nonce)
             changed()
 
         node: Node | None = None
         try:
-            node = Node(placed, moved, lock, born=watch)
+            node = Node(placed, moved, lock, born=lambda pid: janitor.watch(placed, pid))
         except OSError:
-            if self._janitor is not None:
-                self._janitor.forget(placed.nonce)
+            janitor.forget(placed.nonce)
             raise
         return node
 

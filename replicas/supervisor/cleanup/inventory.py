@@ -14,7 +14,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from replicas.linux.processes import start_time
 
@@ -24,7 +24,6 @@ _FIRST_S = 5.0
 _INTERVAL_S = 60.0
 _MAX_EACH = 512
 _LISTENS = "0A"
-T = TypeVar("T")
 
 
 class Listener(NamedTuple):
@@ -95,38 +94,22 @@ class Stocktaking:
 
     def on_time(self, now: float) -> Belongings | None:
         """The inventory, if it is due and has changed."""
-        return self.now(now) if now >= self._look_at else None
-
-    def now(self, now: float) -> Belongings | None:
-        """The inventory now, if it has changed."""
-        self._look_at = now + _INTERVAL_S
-        return self._note(take(self._pids()))
+        return self._note(take(self._pids()), now) if now >= self._look_at else None
 
     def last_time(self, now: float) -> Belongings | None:
         """The inventory joined with the last one, if that has changed.
 
         Some of the processes may be gone already.
         """
-        self._look_at = now + _INTERVAL_S
         found, old = take(self._pids()), self._last
-        return self._note(
-            Belongings(
-                ports=_union(old.ports, found.ports),
-                gpu=old.gpu or found.gpu,
-                processes=_union(old.processes, found.processes),
-            )
-        )
+        ports = dict.fromkeys((*found.ports, *old.ports))
+        processes = dict.fromkeys((*found.processes, *old.processes))
+        return self._note(Belongings(tuple(ports)[:_MAX_EACH], old.gpu or found.gpu, tuple(processes)[:_MAX_EACH]), now)
 
-    def _note(self, found: Belongings) -> Belongings | None:
+    def _note(self, found: Belongings, now: float) -> Belongings | None:
+        self._look_at = now + _INTERVAL_S
         changed, self._last = found != self._last, found
         return found if changed else None
-
-
-def _union(one: tuple[T, ...], other: tuple[T, ...]) -> tuple[T, ...]:
-    return tuple(dict.fromkeys((*other, *one)))[:_MAX_EACH]
-
-
-# ------------------------------------------------------------ from /proc
 
 
 def descriptors(pid: int) -> list[str]:

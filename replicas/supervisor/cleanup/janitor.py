@@ -7,15 +7,13 @@ A shim ends its processes when the supervisor is gone, and the supervisor sweeps
 dead shim has left. The janitor, one for each run, covers the death of both: ranks then
 die of their parent-death signal, but the processes that they had started do not.
 
-The supervisor starts it (``python -m replicas.supervisor.cleanup.janitor``) and tells
-it of each shim before that has started anything, and of the shim's end. The janitor
-does nothing until the supervisor is gone, which it sees by a pidfd or by the end of the
-control socket. Then each shim has ``SHIMS_S`` to end by itself. All processes that were
-started under a shim that is gone are killed, by its control group or by its mark; then
-the run's control groups and its Unix socket are removed. The janitor holds the run's
-lock meanwhile, so that the next supervisor waits for it. The supervisor replaces a
-janitor that was killed
-(:class:`~replicas.supervisor.cleanup.containment.JanitorHandle`).
+The supervisor (:mod:`replicas.supervisor.cleanup.containment`) tells it of each shim
+before that has started anything, and of the shim's end. The janitor does nothing until
+the supervisor is gone, which it sees by a pidfd or by the end of the control socket.
+Then each shim has ``SHIMS_S`` to end by itself. All processes that were started under a
+shim that is gone are killed, by its control group or by its mark; then the run's
+control groups and its Unix socket are removed. The janitor holds the run's lock
+meanwhile, so that the next supervisor waits for it.
 
 The janitor ignores SIGTERM, SIGINT and SIGHUP: a signal that ends a whole session or
 process tree must not end it first. Standard library only.
@@ -79,12 +77,8 @@ def _listen(control: socket.socket, parent: int) -> tuple[dict[str, WatchedShim]
     run: Path | None = None
     poll = select.poll()
     poll.register(control, select.POLLIN)
-    parent_fd = None
-    try:
-        parent_fd = os.pidfd_open(parent)
-        poll.register(parent_fd, select.POLLIN)
-    except ProcessLookupError:
-        pass  # the control socket says so too, after what was sent before
+    with contextlib.suppress(ProcessLookupError):  # the control socket says so too, after what was sent before
+        poll.register(os.pidfd_open(parent), select.POLLIN)
     while True:
         ready = {fd for fd, _ in poll.poll()}
         if control.fileno() not in ready:
@@ -112,9 +106,8 @@ def _listen(control: socket.socket, parent: int) -> tuple[dict[str, WatchedShim]
 
 
 def clean_up(watched: Sequence[WatchedShim], run: Path | None, shims_s: float = SHIMS_S) -> bool:
-    """End the shims that do not end by themselves, and all processes under any shim.
+    """End all processes under these shims, which have ``shims_s`` to end by themselves.
 
-    :param shims_s: time in seconds for a shim to end.
     :return: False: something survives.
     """
     deadline = time.monotonic() + shims_s
@@ -126,31 +119,21 @@ def clean_up(watched: Sequence[WatchedShim], run: Path | None, shims_s: float = 
         for fd in alive:
             poll.register(fd, select.POLLIN)
         if alive:
-            late_ms = max(0, round((deadline - time.monotonic()) * 1000))
-            for fd, _ in poll.poll(late_ms):
+            for fd, _ in poll.poll(max(0, round((deadline - time.monotonic()) * 1000))):
                 alive.pop(fd).forget()
             if time.monotonic() >= deadline:
                 for fd in alive:
                     send_signal(fd, signal.SIGKILL)
                 deadline = time.monotonic() + shims_s
-        gone = [shim for shim in left if shim.pidfd is None]
+        if gone := [shim for shim in left if shim.pidfd is None]:
+            groups = [shim.cgroup for shim in gone if shim.cgroup is not None]
+            swept = not Sweep((shim.nonce for shim in gone), groups=groups).run(_SWEEP_S) and swept
         left = [shim for shim in left if shim.pidfd is not None]
-        if gone:
-            swept = _sweep(gone) and swept
-    return (not Sweep((), groups=[run]).run(_SWEEP_S) if run is not None else True) and swept
-
-
-def _sweep(shims: list[WatchedShim]) -> bool:
-    """Kill what was started under these shims; False: something survives."""
-    groups = [shim.cgroup for shim in shims if shim.cgroup is not None]
-    return not Sweep((shim.nonce for shim in shims), groups=groups).run(_SWEEP_S)
+    return (run is None or not Sweep((), groups=[run]).run(_SWEEP_S)) and swept
 
 
 def remove_socket(path: Path) -> None:
-    """Remove the dead supervisor's socket; any other file in its place stays.
-
-    So does a socket that somebody listens on: a new supervisor's.
-    """
+    """Remove the dead supervisor's socket; a file, or a socket in use, stays."""
     with contextlib.suppress(OSError):  # it is in a folder that is gone, or is not ours: then it stays
         if is_own(path) and not listens(path):
             path.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ leftovers: then only ``identity`` counts, for marks that the records do not name
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -58,22 +59,34 @@ __all__ = ["find", "lock_holders", "sweep"]
 def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> list[LeftoverFound]:
     """The living processes of a dead supervisor's run, each with ``swept`` False.
 
-    Blocks for one look through ``/proc``.
-
     :param saved: the state that it left, if there is one.
     :param identity: the id of its state folder; empty: it has none.
     :param spare: pids of processes that this one has started, as they inherit its
         environment.
     """
     spared = {os.getpid(), *parents(os.getpid()), *spare}
-    if saved is not None and saved.supervisor is not None and saved.of_this_machine() and saved.supervisor.alive():
-        living = {record.nonce for record in saved.shims}
-        candidates = ((pid, how, record) for pid, how, record in _by_environment({}, identity, but=living))
-        return _described(candidates, spared)
     records = saved.shims if saved is not None else ()
     by_nonce = {record.nonce: record for record in records}
-    found = [*_by_record(saved), *_by_group(records), *_by_environment(by_nonce, identity)]
-    return _described(iter(found), spared)
+    if saved is not None and saved.supervisor is not None and saved.of_this_machine() and saved.supervisor.alive():
+        candidates = _by_environment({}, identity, but=by_nonce.keys())
+    else:
+        candidates = itertools.chain(_by_record(saved), _by_group(records), _by_environment(by_nonce, identity))
+    found: dict[int, LeftoverFound] = {}
+    for pid, how, record in candidates:
+        started = start_time(pid)
+        if pid in spared or pid in found or started is None:
+            continue
+        found[pid] = LeftoverFound(
+            pid=pid,
+            start_time=started,
+            command=command_line(pid, 200),
+            how=how,
+            group=record.group if record is not None else "",
+            replica=record.replica if record is not None else -1,
+            generation=record.generation if record is not None else 0,
+            swept=False,
+        )
+    return list(found.values())
 
 
 def sweep(
@@ -99,12 +112,13 @@ def sweep(
 
     if look():  # usually there is nothing, and one look is enough
         until_quiet(look, timeout_s)
-    for record in saved.shims if saved is not None else ():
-        if record.cgroup:
-            cgroups.leave(Path(record.cgroup), run=True)
-    for record in saved.shims if saved is not None else ():
-        if record.cgroup:
-            _remove_group(Path(record.cgroup))
+    groups = [Path(record.cgroup) for record in (saved.shims if saved is not None else ()) if record.cgroup]
+    for group in groups:
+        cgroups.leave(group, run=True)
+    for group in groups:
+        with contextlib.suppress(OSError):  # it is gone, or something is left in it
+            cgroups.remove(group)
+            group.parent.rmdir()  # the run's, if that was the last
     return [
         msgspec.structs.replace(one, swept=start_time(one.pid) != one.start_time)
         for one in sorted(seen.values(), key=lambda one: one.start_time)
@@ -121,23 +135,13 @@ def _kill(one: LeftoverFound) -> None:
     signal_each([one.pid], signal.SIGKILL, lambda pid: start_time(pid) == one.start_time)
 
 
-def _remove_group(group: Path) -> None:
-    """Remove a shim's control group, and the run's above it if that was the last."""
-    with contextlib.suppress(OSError):  # it is gone, or something is left in it
-        cgroups.remove(group)
-        group.parent.rmdir()
-
-
-# ------------------------------------------------------------ the ways to find one
-
 _Candidate = tuple[int, How, ShimRecord | None]
 
 
 def _by_record(saved: Saved | None) -> Iterator[_Candidate]:
     if saved is None or not saved.of_this_machine():
         return
-    helpers = [(helper, None) for helper in saved.helpers]
-    for process, record in [*((one.process, one) for one in saved.shims), *helpers]:
+    for process, record in [*((one.process, one) for one in saved.shims), *((one, None) for one in saved.helpers)]:
         if process is not None and process.alive():
             for pid in (process.pid, *descendants(process.pid)):
                 yield pid, "record", record
@@ -151,14 +155,19 @@ def _by_group(records: tuple[ShimRecord, ...]) -> Iterator[_Candidate]:
 
 
 def _by_environment(
-    records: dict[str, ShimRecord], identity: str, *, but: set[str] | frozenset[str] = frozenset()
+    records: dict[str, ShimRecord], identity: str, *, but: Collection[str] = ()
 ) -> Iterator[_Candidate]:
     """By the marks of records, and by the folder's id where no record has the mark.
 
     The latter spares shims' marks with a living supervisor; ``but``: marks to skip.
     """
-    entry = f"{environ.STATE_ID}={identity}".encode()
-    found = [(pid, entries, nonce) for pid in processes() if (nonce := _mark(entries := _environment(pid)))]
+    entry, mark = f"{environ.STATE_ID}={identity}".encode(), f"{MARK}=".encode()
+    found: list[tuple[int, list[bytes], str]] = []
+    for pid in processes():
+        entries = _words(pid, "environ")
+        nonce = next((one.removeprefix(mark).decode(errors="replace") for one in entries if one.startswith(mark)), "")
+        if nonce:
+            found.append((pid, entries, nonce))
     supervised = {nonce for pid, _, nonce in found if _has_supervisor(pid)}
     for pid, entries, nonce in found:
         record = records.get(nonce)
@@ -168,48 +177,21 @@ def _by_environment(
             yield pid, "identity", None
 
 
-def _environment(pid: int) -> list[bytes]:
-    """Entries of its environment; empty: it has ended, or is another user's."""
+def _words(pid: int, file: str) -> list[bytes]:
+    """Words of ``environ`` or ``cmdline``; none: it has ended, or is another user's."""
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
     except OSError:
         return []
 
 
-def _mark(entries: list[bytes]) -> str:
-    mark = f"{MARK}=".encode()
-    return next((entry[len(mark) :].decode(errors="replace") for entry in entries if entry.startswith(mark)), "")
-
-
 def _has_supervisor(pid: int) -> bool:
     """Whether it is a shim and still the child of the supervisor that started it."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    words = _words(pid, "cmdline")
     if SHIM.encode() not in words or b"--parent" not in words[:-1]:
         return False
     told = words[words.index(b"--parent") + 1]
     return parents(pid)[:1] == [int(told)] if told.isdigit() else False
-
-
-def _described(candidates: Iterator[_Candidate], spared: set[int]) -> list[LeftoverFound]:
-    found: dict[int, LeftoverFound] = {}
-    for pid, how, record in candidates:
-        started = start_time(pid)
-        if pid in spared or pid in found or started is None:
-            continue
-        found[pid] = LeftoverFound(
-            pid=pid,
-            start_time=started,
-            command=command_line(pid, 200),
-            how=how,
-            group=record.group if record is not None else "",
-            replica=record.replica if record is not None else -1,
-            generation=record.generation if record is not None else 0,
-            swept=False,
-        )
-    return list(found.values())
 
 
 def _holds(pid: int, lock: os.stat_result) -> bool:

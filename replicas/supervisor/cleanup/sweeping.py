@@ -39,10 +39,7 @@ __all__ = ["TRACKERS_MAX_S", "TRACKERS_S", "UNSEEN", "Grace", "Sweep", "kill_gro
 TRACKERS_S = 0.5
 """How long Python's resource trackers outlive the last of the other processes."""
 TRACKERS_MAX_S = 5.0
-"""How long they may live at most from the first SIGKILL on.
-
-Processes that fork faster than they are killed do not prolong it.
-"""
+"""How long they may live from the first SIGKILL on, whatever forks meanwhile."""
 UNSEEN = 0
 """Stands for a process of unknown pid: its control group is not empty."""
 _PUMP_ENDS_S = 0.5
@@ -91,13 +88,11 @@ class Sweep:
         :return: those that are still there after ``timeout_s``: pids, or
             :data:`UNSEEN`.
         """
-        return sorted(until_quiet(lambda: self._once(time.monotonic()), timeout_s))
+        return sorted(until_quiet(self._once, timeout_s))
 
-    def _once(self, now: float) -> set[int]:
-        """Look once, and kill all that is seen.
-
-        :return: the processes that are there, except those that became another user's.
-        """
+    def _once(self) -> set[int]:
+        """Kill all that is seen now; return it, except what became another user's."""
+        now = time.monotonic()
         known = self._known = {pid: start for pid, start in self._known.items() if start_time(pid) == start}
         inside = {group: cgroups.members(group) for group in self._groups}
         grouped = {pid for pids in inside.values() for pid in pids}
@@ -116,10 +111,7 @@ class Sweep:
 def until_quiet(look: Callable[[], set[int]], timeout_s: float) -> set[int]:
     """Call ``look``, which kills what it sees, until it saw nothing twice in a row.
 
-    Blocks.
-
-    :param look: one look; returns the pids of what was there.
-    :return: what was still there after ``timeout_s``.
+    Blocks. :return: what it still saw after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     quiet = 0
@@ -132,21 +124,15 @@ def until_quiet(look: Callable[[], set[int]], timeout_s: float) -> set[int]:
 
 
 def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None:
-    """SIGKILL ``pids`` of a control group, except ``spared``.
-
-    Unless some are spared, the kernel kills the whole group: no fork escapes.
-    """
+    """SIGKILL ``pids`` of a control group, except ``spared``."""
     if spared.isdisjoint(pids):
-        cgroups.kill(group)
+        cgroups.kill(group)  # by the kernel, as a whole: no fork escapes
         return
     signal_each(set(pids) - spared, signal.SIGKILL, lambda pid: pid in cgroups.members(group))
 
 
 def _removed(group: Path) -> bool:
-    """Whether the group is gone, or cannot be removed though it has no process.
-
-    Another user's group is in it then.
-    """
+    """Whether it is gone, or stays without a process, as another user's is in it."""
     try:
         return cgroups.remove(group)
     except OSError:

@@ -29,7 +29,7 @@ from replicas.supervisor.logs.pump import is_pump
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
 
-__all__ = ["Node", "rank_environment"]
+__all__ = ["Node", "rank_environment", "start_helper"]
 
 log = logging.getLogger("replicas.supervisor")
 
@@ -46,14 +46,12 @@ def rank_environment(
     """The environment of a replica's processes.
 
     This process's, without the variables of any torchrun or outer run; then the
-    group's, the run's, and the replica's identity.
-
-    :param shared: what all replicas of the run get (endpoint, token file, run name).
+    group's, those ``shared`` in the run, and the replica's identity.
     """
-    ours = environ.without_torchrun(os.environ)
-    identities = ("REPLICAS_", "REPLICA_")
     base = {
-        name: value for name, value in ours.items() if not name.startswith(identities) or name == environ.ACCELERATOR
+        name: value
+        for name, value in environ.without_torchrun(os.environ).items()
+        if not name.startswith(("REPLICAS_", "REPLICA_")) or name == environ.ACCELERATOR
     }
     identity = {
         environ.GROUP: group.name,
@@ -62,6 +60,30 @@ def rank_environment(
         environ.GENERATION: str(generation),
     }
     return {"PYTHONFAULTHANDLER": "1", **base, **group.env, **shared, **identity}
+
+
+def start_helper(
+    module: str,
+    control: int,
+    lock: int | None,
+    *arguments: str,
+    keep: tuple[int, ...] = (),
+    env: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a shim or janitor, with the run's lock, in a session of its own."""
+    if lock is not None:
+        arguments += ("--lock", str(lock))
+        keep += (lock,)
+    return subprocess.Popen(
+        python_module(module, "--control", str(control), "--parent", str(os.getpid()), *arguments),
+        env={**own_code.findable(os.environ), **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=(control, *keep),
+        start_new_session=True,
+    )
 
 
 class Node:
@@ -98,11 +120,7 @@ class Node:
         self._asking: asyncio.Future[dict[str, str]] | None = None
         self._changed = changed
         self._finishing = False
-        self._said_gone = False
-        """The shim reported that nothing is left.
-
-        Its exit code does not tell: where SIGCHLD is ignored it is lost, and reads 0.
-        """
+        self._said_gone = False  # the exit code does not tell: where SIGCHLD is ignored it is lost, and reads 0
         self._sweeper: asyncio.Task[None] | None = None
         self._remains: Remains | None = None
         self._asked_at: float | None = None
@@ -117,16 +135,20 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(ours, self._on_message)
         self._loop.add_reader(self._pidfd, self._on_exit)
-        nbytes = len(orders.encode(spec.message()))
         try:
             if born is not None:
                 born(self.pid)
-            if nbytes > orders.MAX_NBYTES:  # it would be truncated
-                raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
             orders.send(ours, spec.message())
         except OSError as error:
-            self._discard()
+            # It could not be given its spec, so it has started nothing.
+            self._finishing = True
+            self._close_control()
+            self._loop.remove_reader(self._pidfd)
+            send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._popen.wait()
             if error.errno == errno.EMSGSIZE:
+                nbytes = len(orders.encode(spec.message()))
                 text = f"its orders of {nbytes >> 10} KiB are too long for a message; the environment must be smaller"
                 raise OSError(errno.EMSGSIZE, text) from None
             raise
@@ -136,37 +158,16 @@ class Node:
         """Make a mark for a shim."""
         return secrets.token_hex(16)
 
-    def _discard(self) -> None:
-        """Kill a shim that could not be given its spec: it has started nothing."""
-        self._finishing = True
-        self._close_control()
-        self._loop.remove_reader(self._pidfd)
-        send_signal(self._pidfd, signal.SIGKILL)
-        os.close(self._pidfd)
-        self._popen.wait()
-
     def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
-        arguments = ["--control", str(control), "--parent", str(os.getpid())]
-        descriptors = [control]
-        if lock is not None:
-            arguments += ["--lock", str(lock)]
-            descriptors.append(lock)
         with ExitStack() as stack:
+            arguments: tuple[str, ...] = ()
+            keep: tuple[int, ...] = ()
             if self.spec.tee:
-                tee = os.dup(2)
-                stack.callback(os.close, tee)
-                arguments += ["--tee", str(tee)]
-                descriptors.append(tee)
-            log = stack.enter_context(self._log())
-            return subprocess.Popen(
-                python_module(SHIM, *arguments),
-                env={**own_code.findable(os.environ), MARK: self.spec.nonce},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=descriptors,
-                start_new_session=True,
-            )
+                keep = (os.dup(2),)
+                stack.callback(os.close, keep[0])
+                arguments = ("--tee", str(keep[0]))
+            log, mark = stack.enter_context(self._log()), {MARK: self.spec.nonce}
+            return start_helper(SHIM, control, lock, *arguments, keep=keep, env=mark, output=log)
 
     def _log(self) -> IO[bytes]:
         """Open the shim's log; ``/dev/null`` if the disk takes no new file."""
@@ -191,11 +192,6 @@ class Node:
             to 3 s.
         """
         self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks})
-
-    @property
-    def cgroup(self) -> str:
-        """Path of its control group; empty: none."""
-        return self.spec.cgroup
 
     async def stacks(self, timeout_s: float = 5.0) -> dict[str, str]:
         """Stacks of its ranks by ``group/replica/rank``, also saved to their logs.
@@ -285,52 +281,47 @@ class Node:
         return True
 
     def _take(self, message: orders.Message) -> None:
-        kind = message["type"]
         self._asked_at, self._answered_at = None, time.monotonic()
-        if kind == "pong":
-            return
-        if kind == "gone":
-            self._said_gone = True
-        if kind == "started":
-            with orders.reading(kind):
-                self.main_pid = int(message["pid"])
-            self._compare(str(message.get("release", "unknown")))
-        elif kind == "rendezvous":
-            with orders.reading(kind):
-                self.rendezvous = (str(message["host"]), int(message["port"]))
-        elif kind == "ended":
-            with orders.reading(kind):
-                report = message["report"]
-            self.report = ExitReport.of(report)
-        elif kind == "dropped":
-            self.losses.append(LogLoss.of(message))
-        elif kind == "remains":
-            self._remains = Remains.of(message)
-        elif kind == "belongings":
-            with orders.reading(kind):
-                self.belongings = Belongings.of(message)
-            return
-        elif kind == "stacks":
-            name = f"{self.spec.group}/{self.spec.replica}"
-            with orders.reading(kind):
-                found = {f"{name}/{rank}": f"process {pid}\n{text}" for rank, pid, text in message["stacks"]}
-            self._on_stacks(found)
-            return
+        name = f"{self.spec.group}/{self.spec.replica}"
+        match kind := message["type"]:
+            case "pong":
+                return
+            case "gone":
+                self._said_gone = True
+            case "started":
+                with orders.reading(kind):
+                    self.main_pid = int(message["pid"])
+                release = str(message.get("release", "unknown"))
+                if release != __version__:
+                    log.warning(
+                        "%s is run by release %s of replicas, which was installed under this supervisor of %s: "
+                        "restart that",
+                        name,
+                        release,
+                        __version__,
+                    )
+            case "rendezvous":
+                with orders.reading(kind):
+                    self.rendezvous = (str(message["host"]), int(message["port"]))
+            case "ended":
+                with orders.reading(kind):
+                    report = message["report"]
+                self.report = ExitReport.of(report)
+            case "dropped":
+                self.losses.append(LogLoss.of(message))
+            case "remains":
+                self._remains = Remains.of(message)
+            case "belongings":
+                with orders.reading(kind):
+                    self.belongings = Belongings.of(message)
+                return
+            case "stacks":
+                with orders.reading(kind):
+                    found = {f"{name}/{rank}": f"process {pid}\n{text}" for rank, pid, text in message["stacks"]}
+                self.last_stacks = found
+                self._answer(found)
+                return
         self._changed()
-
-    def _compare(self, release: str) -> None:
-        if release != __version__:
-            log.warning(
-                "%s/%s is run by release %s of replicas, which was installed under this supervisor of %s: restart that",
-                self.spec.group,
-                self.spec.replica,
-                release,
-                __version__,
-            )
-
-    def _on_stacks(self, found: dict[str, str]) -> None:
-        self.last_stacks = found
-        self._answer(found)
 
     def _answer(self, stacks: dict[str, str]) -> None:
         asked, self._asking = self._asking, None
@@ -349,10 +340,9 @@ class Node:
         if code == 0 and self._said_gone:
             self._all_gone()
             return
-        if code == 0:
-            ended = "ended before its processes"
-        else:
-            ended = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with code {code}"
+        ended = f"failed with code {code}" if code else "ended before its processes"
+        if code < 0:
+            ended = f"was killed by {signal_name(-code)}"
         if self.report is None or (self.report.outcome == "ok" and code != 0):
             self.report = ExitReport("lost", text=f"the shim of node {self.spec.node} {ended}")
         self._changed()

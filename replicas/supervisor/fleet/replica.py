@@ -103,9 +103,10 @@ class Replica:
     ) -> None:
         self.group = group
         self.index = index
-        self._loop = asyncio.get_running_loop()
+        self._now = asyncio.get_running_loop().time
         self.life = Lifecycle(group.name, index, now=self._now())
         self.life.generation = generation
+        self.name = self.life.name
         self.last_exit = ""
         self.over = asyncio.Event()
         """Set when :meth:`run` has returned.
@@ -116,7 +117,6 @@ class Replica:
         self._restarts = restarts
         self._turns = turns or new_turns()
         self._start_shim = start_shim
-        self._generation = Generation(host, start_shim, self.poke)
         self._poke = asyncio.Event()
         self._ending: Literal["", "halt", "leave", "fail"] = ""
         self._cause: Cause | None = None
@@ -126,17 +126,18 @@ class Replica:
         self._busy_with = ""
         self._resume_at = 0.0
         self._waits_for = ""
-        self._hold_ups = HoldUps(host.emit, group.name, index, generation)
         self._run_over = False
         self._ran_s = 0.0
+        self._begin()
 
-    def _now(self) -> float:
-        return self._loop.time()
+    def _begin(self) -> None:
+        """Make what lives as long as one generation."""
+        self._generation = Generation(self._host, self._start_shim, self.poke)
+        self._hold_ups = HoldUps(self._host.emit, *self._key, self.life.generation)
 
     @property
-    def name(self) -> str:
-        """``group/replica``."""
-        return self.life.name
+    def _key(self) -> tuple[str, int]:
+        return self.group.name, self.index
 
     @property
     def shims(self) -> list[ShimRecord]:
@@ -196,11 +197,10 @@ class Replica:
 
         :param hurry_s: as in :meth:`stop`.
         """
-        self._end_on_request("halt", hurry_s)
+        if not self.life.settled:
+            self._end_on_request("halt", hurry_s)
 
     def _end_on_request(self, how: Literal["halt", "leave"], hurry_s: float | None) -> None:
-        if how == "halt" and self.life.settled:
-            return
         first = not self._ending
         if self._ending != "leave":
             self._ending = how
@@ -281,11 +281,10 @@ class Replica:
             self.poke()
         elif self.life.state == "draining":
             self._check_drain(now)
-        generation = self._generation
+        generation, health, config = self._generation, self._health, self.group.health
         failing = any(report.outcome != "ok" for report in generation.reports)
         if self.life.state not in ("starting", "ready") or failing or generation.ended:
             return  # it ends, or still waits for its turn or for resources of the last generation
-        config, health = self.group.health, self._health
         if frozen := generation.silent(now, config.heartbeat_timeout_s):
             text = f"the shim of node {', '.join(map(str, frozen))} did not answer for {config.heartbeat_timeout_s:g} s"
             self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("lost", text))
@@ -294,7 +293,7 @@ class Replica:
             return
         view = None
         if self._host.on_channel(self.group.name):
-            view = health.view = self._host.coordinator.readiness(self.group.name, self.index, self.life.generation)
+            view = health.view = self._host.coordinator.readiness(*self._key, self.life.generation)
         ready = view.ready if view is not None else generation.started
         if ready and self.life.state == "starting":
             health.was_ready, health.left = True, False
@@ -315,8 +314,7 @@ class Replica:
         if reason == "left":
             self._health.left = True
         elif self.life.state in ("starting", "ready") and reason in ("lease", "overflow"):
-            health = self.group.health
-            silent = f"sent no heartbeat for {health.heartbeat_timeout_s:g} s"
+            silent = f"sent no heartbeat for {self.group.health.heartbeat_timeout_s:g} s"
             text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
             self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
 
@@ -325,7 +323,7 @@ class Replica:
         """Whether this generation made a new step or version; None: on no channel."""
         if not self._host.on_channel(self.group.name):
             return None
-        return self._host.coordinator.progress(self.group.name, self.index) != self._mark
+        return self._host.coordinator.progress(*self._key) != self._mark
 
     # ------------------------------------------------------------ ending a generation
 
@@ -333,19 +331,18 @@ class Replica:
         self._cause = cause
         self._apply(event, reason=cause.text)
         self._end_processes(self.group.stop_timeout_s, stacks=True)
-        self._host.fell(self.group.name, self.index, cause.text)
-        self.poke()
+        self._host.fell(*self._key, cause.text)
 
     def _drain(self) -> None:
         """Let the replica finish its sync before it is told to stop."""
-        if self._host.on_channel(self.group.name):
-            self._host.coordinator.set_draining(self.group.name, self.index, self.life.generation)
-            self._drain_by = self._now() + self.group.drain_timeout_s
-            self._check_drain(self._now())
-            if self._busy_with:
-                self._host.say(f"{self.name}: stopping it when its sync is over; {self._busy_with}")
-        else:
+        if not self._host.on_channel(self.group.name):
             self._end_processes(self.group.stop_timeout_s)
+            return
+        self._host.coordinator.set_draining(*self._key, self.life.generation)
+        self._drain_by = self._now() + self.group.drain_timeout_s
+        self.idle()
+        if self._busy_with:
+            self._host.say(f"{self.name}: stopping it when its sync is over; {self._busy_with}")
 
     def idle(self) -> None:
         """Handle the end of a sync, as reported by the coordinator."""
@@ -354,24 +351,20 @@ class Replica:
     def _check_drain(self, now: float) -> None:
         if self._drain_by is None:
             return
-        self._busy_with = self._host.coordinator.busy(self.group.name, self.index)
+        self._busy_with = self._host.coordinator.busy(*self._key)
         if self._busy_with and now >= self._drain_by:
             self._host.say(f"{self.name}: not over within {self.group.drain_timeout_s:g} s; {self._busy_with}")
         if not self._busy_with or now >= self._drain_by or self._generation.reports:
             self._end_processes(self.group.stop_timeout_s)
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """SIGTERM now, SIGKILL after ``timeout_s``.
-
-        :param stacks: first save every rank's stacks.
-        """
+        """SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: save these first."""
         self._drain_by, self._busy_with = None, ""
         self._generation.stop(timeout_s, stacks=stacks)
         self.poke()  # the task must watch the new deadline: a frozen shim would not wake it
 
     def _apply(self, event: ReplicaEvent, *, reason: str = "", restart_reason: RestartReason | None = None) -> None:
-        transition = self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason)
-        self._host.moved(transition)
+        self._host.moved(self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason))
 
     # ------------------------------------------------------------ the task
 
@@ -393,18 +386,18 @@ class Replica:
 
     def _start_if_due(self) -> bool:
         """Start the next generation if it is due; returns whether it was."""
-        state, name = self.life.state, self.group.name
-        if state == "pending":
-            self._waits_for = self._host.waits_for(name, self.index)
-            if not self._waits_for:
-                self._restarts.resumed()
-                self._apply(ReplicaEvent.START)
-                return True
-        elif state == "backoff" and self._now() >= self._resume_at and self._host.may_resume(name, self.index):
+        event = ReplicaEvent.BACKOFF_ELAPSED
+        if self.life.state == "pending":
+            event = ReplicaEvent.START
+            self._waits_for = self._host.waits_for(*self._key)
+            due = not self._waits_for
+        else:
+            waited = self.life.state == "backoff" and self._now() >= self._resume_at
+            due = waited and self._host.may_resume(*self._key)
+        if due:
             self._restarts.resumed()
-            self._apply(ReplicaEvent.BACKOFF_ELAPSED)
-            return True
-        return False
+            self._apply(event)
+        return due
 
     async def _poked(self, until: float | None = None) -> None:
         """Wait for a poke, or for the time ``until``."""
@@ -418,11 +411,11 @@ class Replica:
     async def _run_generation(self) -> None:
         self._cause = self._drain_by = None
         self._health = Health()
-        self._mark = self._host.coordinator.progress(self.group.name, self.index)
+        self._mark = self._host.coordinator.progress(*self._key)
         self.last_exit = ""
         old = self._generation.belongings
-        generation = self._generation = Generation(self._host, self._start_shim, self.poke)
-        self._hold_ups = HoldUps(self._host.emit, self.group.name, self.index, self.life.generation)
+        self._begin()
+        generation = self._generation
         await self._hold_ups.until_clear(old, self._pause)
         turn_over = await _turn(self._turns)
         self.life.launched(self._now())
@@ -432,7 +425,7 @@ class Replica:
                     generation.start(self.group, self.index, self.life.generation)
                 except OSError as error:
                     self._cause = Cause("lost", f"a shim cannot be started: {error}")
-                    self._host.fell(self.group.name, self.index, self._cause.text)
+                    self._host.fell(*self._key, self._cause.text)
             while not generation.gone and not (self._run_over and generation.late_s >= STUCK_S):
                 await self._poked(generation.look_at)
                 self._follow()
@@ -468,7 +461,7 @@ class Replica:
         generation = self._generation
         generation.introduce()
         for loss in generation.take_losses():
-            self._host.emit(dropped(self.group.name, self.index, self.life.generation, loss))
+            self._host.emit(dropped(*self._key, self.life.generation, loss))
         if any(report.outcome != "ok" for report in generation.reports) and generation.gone_by is None:
             self._end_processes(self.group.stop_timeout_s)
         if generation.ended:
@@ -477,37 +470,31 @@ class Replica:
                 generation.noted = True
                 self._ran_s = self.life.starting_s(self._now())
                 self._note_exit(generation.reports)
-            if not generation.told and not self._may_say_goodbye:
+            # Ranks that leave in order, as requested, are not lost. Those that are
+            # children of the main process may outlive it.
+            asked = bool(self._ending) or (self._cause is not None and self._cause.reason in FREE_REASONS)
+            leave = asked and not generation.gone and generation.remains is None
+            if not generation.told and not leave:
                 generation.told = True
-                name = (self.group.name, self.index, self.life.generation)
-                self._host.coordinator.replica_ended(*name, self.last_exit or "finished")
-
-    @property
-    def _may_say_goodbye(self) -> bool:
-        """Whether ranks may still be leaving in order, as requested: not lost.
-
-        Ranks that are children of the main process may outlive it.
-        """
-        asked = bool(self._ending) or (self._cause is not None and self._cause.reason in FREE_REASONS)
-        generation = self._generation
-        return asked and not generation.gone and generation.remains is None
+                self._host.coordinator.replica_ended(*self._key, self.life.generation, self.last_exit or "finished")
 
     def _note_exit(self, reports: list[ExitReport]) -> None:
         own = verdict(reports)
-        if self._cause is None and not self._ending:
+        if self._wanted:
             self._cause = own
             if own is not None:
-                self._host.fell(self.group.name, self.index, own.text)
+                self._host.fell(*self._key, own.text)
         self.last_exit = self._cause.text if self._cause is not None else "stopped" if self._ending else "finished"
-        name, index, generation = self.group.name, self.index, self.life.generation
+        generation = self.life.generation
         stuck = self._cause is not None and self._cause.reason.endswith("timeout")
         if stuck and any(node.last_stacks for node in self._generation.nodes):
-            path = str(self._host.state.log_dir(name, index, generation))
+            group, replica = self._key
+            path = str(self._host.state.log_dir(group, replica, generation))
             self._host.emit(
-                StacksSaved(group=name, replica=index, generation=generation, reason=self.last_exit, path=path)
+                StacksSaved(group=group, replica=replica, generation=generation, reason=self.last_exit, path=path)
             )
         if reports:
-            self._host.emit(exited(name, index, generation, reports, reason=self.last_exit))
+            self._host.emit(exited(*self._key, generation, reports, reason=self.last_exit))
 
     def _generation_ended(self) -> None:
         """Take the next state: the generation has ended, or was left behind."""
@@ -524,9 +511,8 @@ class Replica:
             generation.records = []
             found = self._judge_end(cause)
             free = cause is not None and cause.reason in FREE_REASONS
-            policy = self.group.restart.policy
             granted = found.delay_s is not None
-            event = after_exit(ok=cause is None, policy=policy, granted=granted, requested=free)
+            event = after_exit(ok=cause is None, policy=self.group.restart.policy, granted=granted, requested=free)
             if event is ReplicaEvent.RETRY:
                 self._resume_at = self._now() + (found.delay_s or 0.0)
                 self._apply(event, reason=self.last_exit, restart_reason=cause.reason if cause else "exit")
@@ -543,7 +529,7 @@ class Replica:
         now = self._now()
         if cause is not None and cause.reason in FREE_REASONS:
             return RestartVerdict(self._restarts.resume_in_s(now) if cause.reason == "group" else 0.0)
-        progressed = self._host.progressed(self.group.name, self.index)
+        progressed = self._host.progressed(*self._key)
         ok, ran_s = cause is None, self._ran_s  # without the time that its last process took to die
         return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)
 
@@ -558,9 +544,9 @@ class Replica:
 
     def status(self, now: float) -> ReplicaStatus:
         """A snapshot."""
-        life, view, nodes = self.life, self._health.view, self._generation.nodes
-        running = life.state in ("starting", "ready")
-        reason = view.reason if running and view is not None else life.reason
+        life, nodes = self.life, self._generation.nodes
+        view = self._health.view if life.state in ("starting", "ready") else None
+        reason = view.reason if view is not None else life.reason
         if life.state == "pending" and self._waits_for:
             reason = f"waits for {self._waits_for}"
         elif self._hold_ups.text and life.alive:
@@ -577,8 +563,8 @@ class Replica:
             pid=nodes[0].main_pid if nodes and life.alive else None,
             restarts=sum(life.restarts.values()),
             state_age_s=life.state_age_s(now),
-            heartbeat_age_s=view.heartbeat_age_s if running and view is not None else None,
-            versions=dict(view.versions) if running and view is not None else {},
+            heartbeat_age_s=view.heartbeat_age_s if view is not None else None,
+            versions=dict(view.versions) if view is not None else {},
             last_exit=self.last_exit,
             cycles=self._restarts.cycles_of(self.index),
         )

@@ -68,7 +68,7 @@ class Generation:
                 shim = self._start_shim(spec, self._changed, self._host.state.lock)
                 self.nodes.append(shim)
                 self.records[spec.node] = msgspec.structs.replace(
-                    self.records[spec.node], process=process_record(shim.pid), cgroup=shim.cgroup
+                    self.records[spec.node], process=process_record(shim.pid), cgroup=shim.spec.cgroup
                 )
         except OSError:
             self.stop(0.0)
