@@ -29,8 +29,8 @@ from replicas.supervisor.cleanup.inventory import Belongings, Listener, listener
 from replicas.supervisor.cleanup.still_held import held
 from replicas.supervisor.fleet.machine import Machine, look
 from replicas.supervisor.fleet.resources import notes, problems
-from replicas.supervisor.state.identity import identity_of
 from replicas.supervisor.state.run_state import RunState, Saved
+from replicas.supervisor.state.state import identity_of
 
 __all__ = ["Finding", "examine"]
 

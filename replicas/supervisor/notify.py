@@ -33,12 +33,12 @@ import socket
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Protocol
 
 from replicas.common.foreign import one_line
 from replicas.status import RunStatus
+from replicas.supervisor.supervisor import Supervisor
 
-__all__ = ["Notifier", "Watched", "Watcher", "status_line"]
+__all__ = ["Notifier", "Watcher", "status_line"]
 
 log = logging.getLogger("replicas.supervisor")
 
@@ -60,18 +60,13 @@ class Notifier:
     def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
         self.watchdog_s = watchdog_s
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
-        self._socket: socket.socket | None = None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) if address else None
         self._unsent: dict[str, str] = {}
         self._failed = False
-        if self._address:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> Notifier:
-        """Make it from ``environ``, without whose variables replicas cannot notify.
-
-        The variables are removed.
-        """
+        """Make it from variables of ``environ``, which replicas then do not inherit."""
         address = environ.pop("NOTIFY_SOCKET", "")
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         ours = not pid or pid == str(os.getpid())
@@ -84,10 +79,7 @@ class Notifier:
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
-        """Send these fields and those not sent before; never waits.
-
-        :return: whether they were sent.
-        """
+        """Send these fields and those not sent before, and return whether they were."""
         if self._socket is None:
             return False
         self._unsent.update(fields)
@@ -107,7 +99,7 @@ class Notifier:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Report a reload around the block; a refused config makes no difference."""
+        """Report a reload around the block, refused or not."""
         self.send(RELOADING="1", MONOTONIC_USEC=str(time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000))
         try:
             yield
@@ -122,23 +114,12 @@ class Notifier:
             self._socket = None
 
 
-class Watched(Protocol):
-    """The supervisor, as :class:`Watcher` sees it."""
-
-    def status(self) -> RunStatus: ...
-
-    @property
-    def looked_at(self) -> float:
-        """When the control loop last ran, on any clock."""
-        ...
-
-
 class Watcher:
     """Reports a supervisor's state to systemd while :meth:`run` runs."""
 
-    def __init__(self, notifier: Notifier, watched: Watched) -> None:
+    def __init__(self, notifier: Notifier, supervisor: Supervisor) -> None:
         self._notifier = notifier
-        self._watched = watched
+        self._supervisor = supervisor
         self._status = ""
         self._stopping = False
         self._alive_at = 0.0
@@ -163,7 +144,7 @@ class Watcher:
 
     def look(self, now: float, **fields: str) -> None:
         """Send what has changed by ``now``, and ``fields``."""
-        status = self._watched.status()
+        status = self._supervisor.status()
         line = status_line(status)
         if line != self._status:
             fields["STATUS"] = self._status = line
@@ -172,20 +153,13 @@ class Watcher:
                 self._stopping = True
                 fields["STOPPING"] = "1"
             fields["EXTEND_TIMEOUT_USEC"] = str(int(_EXTENSION_S * _USEC))
-        if self._is_alive(now):
+        watchdog_s, looked_at = self._notifier.watchdog_s, self._supervisor.looked_at
+        due = watchdog_s is not None and now - self._alive_at >= watchdog_s / _WATCHDOG_SHARE * 0.9
+        if due and looked_at != self._loop_at:
+            self._alive_at, self._loop_at = now, looked_at
             fields["WATCHDOG"] = "1"
         if fields:
             self._notifier.send(**fields)
-
-    def _is_alive(self, now: float) -> bool:
-        """Whether ``WATCHDOG=1`` is due and the control loop has run since the last."""
-        watchdog_s = self._notifier.watchdog_s
-        came_round = self._watched.looked_at
-        due = watchdog_s is not None and now - self._alive_at >= watchdog_s / _WATCHDOG_SHARE * 0.9
-        if not due or came_round == self._loop_at:
-            return False
-        self._alive_at, self._loop_at = now, came_round
-        return True
 
 
 def status_line(status: RunStatus) -> str:

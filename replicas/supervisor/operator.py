@@ -44,7 +44,9 @@ def supervise(config: Config) -> int:
         plan does not fit the machine.
     """
     inherited.put_in_order()
-    _allow_files()
+    # Each replica needs some open files; 1024 is common, and children inherit it.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _FILES)), hard))
     faulthandler.enable()  # systemd's watchdog ends a hung supervisor with SIGABRT: the journal then has its stacks
     console = Console()
     try:
@@ -60,15 +62,6 @@ def supervise(config: Config) -> int:
         console.flush(_LAST_WORDS_S)
 
 
-def _allow_files() -> None:
-    """Raise the soft limit of open files: each replica needs some, and 1024 is common.
-
-    Child processes inherit the limit.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _FILES)), hard))
-
-
 async def _supervise(config: Config, console: Console) -> int:
     say = console.say
     notifier = Notifier.take(os.environ)
@@ -80,7 +73,7 @@ async def _supervise(config: Config, console: Console) -> int:
             async with AsyncExitStack() as stack:
                 if not await operator.entered(stack):
                     say(f"run {config.run.name}: not started")
-                    return operator.code_of_no_start
+                    return PREEMPTED if operator.preempted else DONE
                 say(f"run {config.run.name}: control at http://{supervisor.endpoint}, state in {config.run.state_dir}")
                 operator.started.set()
                 telling = operator.spawn(watcher.run())
@@ -99,7 +92,7 @@ class _Terminal:
 
     def __init__(self) -> None:
         stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
-        self._controls = not stays and _has_controlling_terminal()
+        self._controls = not stays and self._is_controlled()
         self._shown = not stays and os.isatty(2)
 
     @property
@@ -108,15 +101,15 @@ class _Terminal:
 
         Standard error alone says little: it may be a pipe, as into ``tee``.
         """
-        return (self._controls and not _has_controlling_terminal()) or (self._shown and not os.isatty(2))
+        return (self._controls and not self._is_controlled()) or (self._shown and not os.isatty(2))
 
-
-def _has_controlling_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True
+    @staticmethod
+    def _is_controlled() -> bool:
+        try:
+            os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+        except OSError:
+            return False
+        return True
 
 
 class _Operator:
@@ -124,19 +117,16 @@ class _Operator:
 
     def __init__(self, supervisor: Supervisor, notifier: Notifier, watcher: Watcher, console: Console) -> None:
         self.started = asyncio.Event()
-        self._supervisor = supervisor
-        self._notifier = notifier
-        self._watcher = watcher
-        self._console = console
-        self._say = console.say
+        self.preempted = False
+        self._supervisor, self._notifier, self._watcher = supervisor, notifier, watcher
+        self._console, self._say = console, console.say
         self._terminal = _Terminal()
         self._ending = False
         self._starting: asyncio.Task[object] | None = None
-        self._preempted = False
         self._reload_again = False
         self._reloading: asyncio.Task[None] | None = None
         self._changing: set[asyncio.Task[None]] = set()
-        """Reloads whose config is in use, but whose changes are not carried out yet."""
+        """Reloads that are not carried out yet."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextmanager
@@ -190,10 +180,6 @@ class _Operator:
             self._starting = None
         return entered
 
-    @property
-    def code_of_no_start(self) -> int:
-        return PREEMPTED if self._preempted else DONE
-
     def _give_up(self, name: str) -> bool:
         """Cancel the start; False: no start is under way."""
         if self._starting is None:
@@ -215,7 +201,7 @@ class _Operator:
         if self._ending:
             self._say(f"{name}: draining already")
             return
-        self._ending = self._preempted = True
+        self._ending = self.preempted = True
         if not self._give_up(name):
             self._say(f"{name}: this machine is about to be taken away; draining")
         self.spawn(self._end(preempted=True))
@@ -237,48 +223,35 @@ class _Operator:
             self._reloading = self.spawn(self._reload(name))
 
     async def _reload(self, name: str) -> None:
+        """Read the config until it is in use or refused, and again if asked meanwhile.
+
+        Its changes may take long or never end; another config may be read by then.
+        """
         await self.started.wait()
         self._reload_again = True
         while self._reload_again:
             self._reload_again = False
             self._say(f"{name}: reading {self._supervisor.config.source} again")
-            accepted = asyncio.create_task(self._accepted(name, self._supervisor.last_event))
-            work = asyncio.create_task(self._supervisor.reload())
+            decided = asyncio.Event()
+            change = self.spawn(self._change(name, decided))
+            self._changing.add(change)
+            change.add_done_callback(self._changing.discard)
             with self._notifier.reloading():
-                try:
-                    await asyncio.wait((accepted, work), return_when=asyncio.FIRST_COMPLETED)
-                except asyncio.CancelledError:
-                    accepted.cancel()
-                    work.cancel()
-                    raise
-            rest = self.spawn(self._change(name, accepted, work))
-            self._changing.add(rest)
-            rest.add_done_callback(self._changing.discard)
+                await decided.wait()
 
-    async def _change(self, name: str, accepted: asyncio.Task[bool], work: asyncio.Task[Reloaded]) -> None:
-        """Wait for the changes of a reload.
+    async def _change(self, name: str, decided: asyncio.Event) -> None:
+        def accepted(reloaded: Reloaded) -> None:
+            parts = (("changed", reloaded.changed), ("added", reloaded.added), ("removed", reloaded.removed))
+            words = "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
+            self._say(f"{name}: in use{'; ' if words else ''}{words}")
+            decided.set()
 
-        They may take long or never end; meanwhile another config may be read.
-        """
         try:
-            await work
-            await accepted
+            await self._supervisor.reloading.reload(accepted=accepted)
         except errors.ReplicasError as error:
-            self._say(f"{name}: {'' if accepted.done() else 'nothing is changed: '}{error}")
+            self._say(f"{name}: {'' if decided.is_set() else 'nothing is changed: '}{error}")
         finally:
-            accepted.cancel()
-            work.cancel()
-
-    async def _accepted(self, name: str, after: int) -> bool:
-        """Wait until the new config is in use; its changes may take long after that."""
-        async for record in self._supervisor.events(after):
-            event = record.event
-            if isinstance(event, Reloaded):
-                parts = (("changed", event.changed), ("added", event.added), ("removed", event.removed))
-                words = "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
-                self._say(f"{name}: in use{'; ' if words else ''}{words}")
-                return True
-        return False
+            decided.set()
 
     def spawn(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._reporting(work))

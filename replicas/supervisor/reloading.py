@@ -15,7 +15,7 @@ again waits for its own removal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,18 +62,32 @@ class Reloading:
         self._sizes: dict[str, int] = {}
         """New sizes of groups that have not been scaled to them yet."""
 
-    async def reload(self, config: Config | Path | str | Mapping[str, Any] | None) -> Reloaded:
-        """See :meth:`replicas.Supervisor.reload`."""
+    async def reload(
+        self,
+        config: Config | Path | str | Mapping[str, Any] | None = None,
+        *,
+        accepted: Callable[[Reloaded], None] = lambda _: None,
+    ) -> Reloaded:
+        """See :meth:`replicas.Supervisor.reload`.
+
+        :param accepted: called when the config is in use; its changes may take long
+            after that.
+        """
         async with self._one_at_a_time:
             site = self._site
             site.fleet.refuse_while_draining()
             try:
-                if isinstance(config, Config):
-                    new = config
-                else:
-                    new = await anyio.to_thread.run_sync(self._read, config)
-                found = self._compare(new)
-                machine = await site.check_plan(self._as_scaled(new, found))
+                if config is None and (config := site.config.source) is None:
+                    raise errors.UsageError("this run was not started from a config file", hint="pass the new config")
+                if not isinstance(config, Config):
+                    config = await anyio.to_thread.run_sync(config_file.read, config)
+                found = diff(site.config, config)
+                if found.refused:
+                    raise errors.BadConfig(found.refused, source=str(config.source or "config"))
+                # Groups whose size it does not change count with their present one.
+                kept = config.groups.keys() - found.resized.keys() - self._sizes.keys()
+                sizes = {name: group.size for name, group in site.fleet.groups.items() if name in kept}
+                machine = await site.check_plan(with_sizes(config, sizes))
             except errors.ReplicasError as error:
                 problems = error.problems if isinstance(error, errors.BadConfig) else (str(error),)
                 site.emit(ReloadRefused(problems=tuple(problems)))
@@ -84,35 +98,19 @@ class Reloading:
             if leaving := [self._removals[name] for name in found.added if name in self._removals]:
                 await asyncio.wait(leaving)
             site.fleet.refuse_while_draining()
-            site.resources.plan(new, machine)
-            reloaded = self._begin(new, found)
+            site.resources.plan(config, machine)
+            reloaded = self._begin(config, found)
+            accepted(reloaded)
         await self._carry_out(found)
         return reloaded
-
-    def _read(self, config: Path | str | Mapping[str, Any] | None) -> Config:
-        wanted = self._site.config.source if config is None else config
-        if wanted is None:
-            raise errors.UsageError("this run was not started from a config file", hint="pass the new config")
-        return config_file.read(wanted)
-
-    def _compare(self, new: Config) -> ConfigDiff:
-        found = diff(self._site.config, new)
-        if found.refused:
-            raise errors.BadConfig(found.refused, source=str(new.source or "config"))
-        return found
-
-    def _as_scaled(self, new: Config, found: ConfigDiff) -> Config:
-        """The new plan, with present sizes for groups whose size it does not change."""
-        groups = self._site.fleet.groups
-        kept = new.groups.keys() - found.resized.keys() - self._sizes.keys()
-        return with_sizes(new, {name: group.size for name, group in groups.items() if name in kept})
 
     def _begin(self, new: Config, found: ConfigDiff) -> Reloaded:
         """Put the config in use and take the steps that need no waiting."""
         site = self._site
         fleet = site.fleet
         for name in (*found.restarted, *found.removed):
-            self._supersede(name)
+            if name in self._rolls:
+                self._rolls.pop(name).cancel()
         self._sizes.update(found.resized)
         for name in found.removed:
             self._sizes.pop(name, None)
@@ -135,10 +133,9 @@ class Reloading:
         steps: list[Coroutine[Any, Any, None]] = [self._remove(name) for name in found.removed]
         for name in dict.fromkeys((*found.resized, *found.restarted)):
             steps.append(self._restart_and_scale(name, again=name in found.restarted))
-        ended = await asyncio.gather(*steps, return_exceptions=True)
-        failures = [one for one in ended if isinstance(one, BaseException)]
-        if failures:
-            raise failures[0]
+        for ended in await asyncio.gather(*steps, return_exceptions=True):
+            if ended is not None:
+                raise ended
 
     async def _remove(self, name: str) -> None:
         """Drain and forget the group, to the end even when the caller is cancelled."""
@@ -175,7 +172,3 @@ class Reloading:
         if superseded and task.cancelled():
             raise errors.WorldError(f"group {name}: a newer reload has taken the place of this one")
         task.result()
-
-    def _supersede(self, name: str) -> None:
-        if name in self._rolls:
-            self._rolls.pop(name).cancel()

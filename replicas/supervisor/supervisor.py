@@ -135,7 +135,7 @@ class Supervisor:
         self._containment: Containment | None = None
         self._fleet: Fleet | None = None
         self.resources: Resources = Resources()
-        self._reloading = Reloading(self)
+        self.reloading: Reloading = Reloading(self)
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
@@ -360,7 +360,7 @@ class Supervisor:
         :raises replicas.errors.BadConfig: it is invalid, or changes what cannot change
             while the run lives.
         """
-        return await self._reloading.reload(config)
+        return await self.reloading.reload(config)
 
     async def stacks(self, target: str | None = None) -> dict[str, str]:
         """Stacks of the ranks of a group, of a replica (``group/index``), or of all.

@@ -18,7 +18,7 @@ from replicas import environ
 from replicas.cli import checks as looks
 from replicas.cli import main as cli
 from replicas.linux.processes import MARK
-from replicas.supervisor.state.identity import give_identity
+from replicas.supervisor.state.state import give_identity
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import alive
 

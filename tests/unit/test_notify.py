@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus, StoreStatus
 from replicas.supervisor.notify import Notifier, Watcher, status_line
+from replicas.supervisor.supervisor import Supervisor
 from tests.support.notify import FakeSystemd
 
 
@@ -121,7 +123,7 @@ def test_a_reload_is_begun_and_ended(systemd: FakeSystemd, notifier: Notifier) -
 
 def test_status_is_sent_when_it_changes(systemd: FakeSystemd, notifier: Notifier) -> None:
     supervisor = FakeSupervisor()
-    watcher = Watcher(notifier, supervisor)
+    watcher = Watcher(notifier, cast("Supervisor", supervisor))
     watcher.look(0.5, READY="1")
     watcher.look(0.6)
     supervisor.states[0] = "finished"
@@ -142,7 +144,7 @@ def test_no_message_is_longer_than_systemd_takes(systemd: FakeSystemd, notifier:
 
 def test_stopping_is_said_once_and_a_drain_asks_for_time(systemd: FakeSystemd, notifier: Notifier) -> None:
     supervisor = FakeSupervisor()
-    watcher = Watcher(notifier, supervisor)
+    watcher = Watcher(notifier, cast("Supervisor", supervisor))
     watcher.look(0.5)
     systemd.messages()
     supervisor.draining = True
@@ -157,7 +159,7 @@ def test_stopping_is_said_once_and_a_drain_asks_for_time(systemd: FakeSystemd, n
 
 def test_the_watchdog_is_fed_only_by_a_control_loop_that_comes_round(systemd: FakeSystemd, notifier: Notifier) -> None:
     supervisor = FakeSupervisor()
-    watcher = Watcher(notifier, supervisor)
+    watcher = Watcher(notifier, cast("Supervisor", supervisor))
     fed = []
     for now in range(1, 9):
         if now not in (4, 5, 6):

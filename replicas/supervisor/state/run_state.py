@@ -3,18 +3,16 @@
 Theory of operation
 ===================
 
-The file is replaced as a whole (a new one is written beside it and renamed), always
-*before* what it allows happens: a restart is saved as spent before the generation
-starts, the mark of a shim before the shim is started. So a supervisor that is killed at
-any moment leaves a file that allows at most what was allowed, and names at least what
-is alive.
+The file is replaced as a whole, always *before* what it allows happens: a restart is
+saved as spent before the generation starts, the mark of a shim before the shim is
+started. So a supervisor that is killed at any moment leaves a file that allows at most
+what was allowed, and names at least what is alive.
 
-The file exists while a run is under way. A run that ends in order removes it, so that
-the next start begins afresh. A start that finds one resumes where the dead supervisor
-stopped: sizes, generations, budgets (by the time of day, as no monotonic clock outlives
-its machine), and the counters up to an event whose successors are in ``events.jsonl``.
-Versions are in the decision log, which has its own file and rules
-(:mod:`replicas.coordinator.decisions`).
+The file exists while a run is under way; a run that ends in order removes it. A start
+that finds one resumes where the dead supervisor stopped: sizes, generations, budgets
+(by the time of day, as no monotonic clock outlives its machine), and the counters up to
+an event whose successors are in ``events.jsonl``. Versions are in the decision log,
+which has its own file and rules (:mod:`replicas.coordinator.decisions`).
 
 A file of another schema, or a torn one, is moved to ``state.json.bad`` and reported; it
 is never fatal. Nor is a disk that takes no new file: that is counted, and reported
@@ -194,23 +192,21 @@ class RunState:
         An unusable file is set aside.
         """
         try:
-            data = private.read(self.path)
+            return decode(private.read(self.path))
         except FileNotFoundError:
             return None
-        except OSError as error:
-            self._put_aside(f"it cannot be read: {error.strerror}")
-            return None
-        try:
-            return decode(data)
-        except ValueError as error:
-            self._put_aside(str(error))
-            return None
+        except (OSError, ValueError) as error:
+            reason = f"it cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        bad = self.path.with_name(f"{self.path.name}.bad")
+        log.error("the state file %s is of no use and is moved to %s: %s", self.path, bad.name, reason)
+        private.rename(self.path, bad.name)
+        self.set_aside = bad, reason
+        return None
 
     def save(self, saved: Saved) -> bool:
         """Replace the state; False: the disk does not take it, and the run goes on."""
-        data = msgspec.json.encode(saved)
         try:
-            private.replace(self.path, data)
+            private.replace(self.path, msgspec.json.encode(saved))
         except OSError as error:
             self.failures += 1
             words = error.strerror or str(error)
@@ -227,12 +223,6 @@ class RunState:
         """Remove the state of a run that has ended in order: the next begins afresh."""
         private.remove(self.path)
         private.remove(self.path.with_name(f"{self.path.name}.new"))
-
-    def _put_aside(self, reason: str) -> None:
-        bad = self.path.with_name(f"{self.path.name}.bad")
-        log.error("the state file %s is of no use and is moved to %s: %s", self.path, bad.name, reason)
-        private.rename(self.path, bad.name)
-        self.set_aside = bad, reason
 
 
 def decode(data: bytes) -> Saved:

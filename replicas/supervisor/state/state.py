@@ -3,8 +3,7 @@
 ::
 
     <state_dir>/lock             flock'ed by the supervisor and its shims; has its pid
-    <state_dir>/id               identity (:mod:`replicas.supervisor.state.identity`);
-                                 stays
+    <state_dir>/id               identity of the folder; stays
     <state_dir>/state.json       state (:mod:`replicas.supervisor.state.run_state`);
                                  removed at the end
     <state_dir>/events.jsonl     all events (:mod:`replicas.telemetry.event_log`), of
@@ -17,7 +16,10 @@
 
 The folder belongs to the user alone, and so does all that is made in it
 (:mod:`replicas.linux.private`): files that others have put there are neither trusted
-nor written to. A folder that the operator has made may let others read.
+nor written to. A folder that the operator has made may let others read. Its identity is
+random, and in the environment of the run's processes. A path is none: containers that
+share their processes have the same paths, and a folder that was removed and made again
+is a different one under the same name.
 
 The lock gives a run to one supervisor. A killed supervisor's shims still hold it, but
 end by themselves within some seconds; a process that holds it even then (a frozen shim)
@@ -28,6 +30,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import secrets
 import socket
 import threading
 import time
@@ -43,17 +47,41 @@ from replicas.control.exit_codes import PREEMPTED
 from replicas.linux import private
 from replicas.linux.processes import start_time
 from replicas.supervisor.cleanup import leftovers
-from replicas.supervisor.state.identity import give_identity
 from replicas.supervisor.state.run_state import RunState, Saved, machine
 from replicas.telemetry.event_log import EventLog, read
 from replicas.telemetry.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
 
-__all__ = ["AlreadySupervised", "StateDir"]
+__all__ = ["AlreadySupervised", "StateDir", "give_identity", "identity_of"]
 
 _SETTLE_S = 8.0
 """How long processes of a dead supervisor may take to end by themselves."""
 _SWEEP_S = 5.0
 _SETTLE_INTERVAL_S = 0.05
+_IDENTITY = re.compile(rb"[0-9a-f]{32}")
+
+
+def identity_of(folder: Path) -> str:
+    """The id of this state folder; empty: none.
+
+    :raises OSError: the file cannot be read, or is another user's.
+    """
+    try:
+        found = private.read(folder / "id").strip()
+    except FileNotFoundError:
+        return ""
+    return found.decode() if _IDENTITY.fullmatch(found) else ""
+
+
+def give_identity(folder: Path) -> str:
+    """The id of this state folder, created if missing. Hold the run's lock.
+
+    :raises OSError: the file cannot be read or written.
+    """
+    found = identity_of(folder)
+    if not found:
+        found = secrets.token_hex(16)
+        private.replace(folder / "id", found.encode())
+    return found
 
 
 class AlreadySupervised(errors.UsageError):
@@ -130,10 +158,17 @@ class StateDir:
         private.remove(self.endpoint_file)
         self.identity = give_identity(self.path)
         self._left = self.saved = self.run_state.load()
-        if self.saved is not None and self._has_ended(self.saved):
-            self.saved = None
-            private.remove(self.decisions_file)
-        self._rotate()
+        if self.saved is not None:
+            # It may have ended in order, and only lack the removal of its state.
+            since = (record.event for record in read(self.events_file, self.saved.seq))
+            if any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since):
+                self.saved = None
+                private.remove(self.decisions_file)
+        if self.logs.exists() and any(self.logs.iterdir()):  # a start that failed has left none
+            previous = self.path / "logs.previous"
+            private.remove_tree(previous)
+            private.rename(self.logs, previous.name)
+        private.make_folder(self.logs)
 
     def sweep(self, spare: Collection[int] = ()) -> list[LeftoverFound]:
         """Kill what a dead supervisor left alive.
@@ -147,11 +182,6 @@ class StateDir:
         if self._left is not None and self.saved is None:
             self.run_state.remove()
         return found
-
-    def _has_ended(self, saved: Saved) -> bool:
-        """Whether the run ended in order and only lacks the removal of its state."""
-        since = (record.event for record in read(self.events_file, saved.seq))
-        return any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since)
 
     def _take(self, lock: int) -> None:
         deadline = time.monotonic() + _SETTLE_S
@@ -203,17 +233,6 @@ class StateDir:
             hint="end them, or give this run another name",
         )
 
-    def _rotate(self) -> None:
-        """Move the last run's logs to ``logs.previous``.
-
-        A start that failed has left no logs: ``logs.previous`` then stays.
-        """
-        if self.logs.exists() and any(self.logs.iterdir()):
-            previous = self.path / "logs.previous"
-            private.remove_tree(previous)
-            private.rename(self.logs, previous.name)
-        private.make_folder(self.logs)
-
     @property
     def resumed(self) -> bool:
         """Whether the run was under way when its last supervisor ended.
@@ -247,20 +266,15 @@ class StateDir:
 
         :raises replicas.errors.WorldError: the disk does not take it.
         """
+        where = {"endpoint": endpoint, "pid": os.getpid(), "run": self.run, "socket": str(socket or "")}
         try:
-            self._publish(endpoint, token, socket)
+            private.create(self.token_file, token.encode())
+            private.replace(self.endpoint_file, msgspec.json.encode(where))
         except OSError as error:
             raise errors.WorldError(
                 f"cannot write to the state folder {self.path}: {error.strerror or error}",
                 hint="make room on its disk, or set run.state_dir in the config",
             ) from error
-
-    def _publish(self, endpoint: str, token: str, socket: Path | None) -> None:
-        private.create(self.token_file, token.encode())
-        content = msgspec.json.encode(
-            {"endpoint": endpoint, "pid": os.getpid(), "run": self.run, "socket": str(socket or "")}
-        )
-        private.replace(self.endpoint_file, content)
 
     def release(self, *, ended: bool = False) -> None:
         """Remove the token and the endpoint file, and release the lock.
