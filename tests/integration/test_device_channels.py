@@ -254,8 +254,7 @@ async def test_equal_ranks_of_two_replicas_reduce_on_their_gpus(monkeypatch: pyt
             assert receipts[0].staging == ""
         assert lanes(world) == [["peer/0/0", "peer/1/0"], ["peer/0/1", "peer/1/1"]]
         for peer in peers:
-            scratch = peer._operations._device_scratch
-            assert scratch is not None
+            scratch = peer._operations._scratches[peer._hub.device]
             await wait_until(lambda scratch=scratch: scratch._idle, "the last operation gives its memory back")  # type: ignore[misc]  # mypy cannot infer the default
             assert len(scratch._idle) <= 2
             assert all(buffer.device == peer._hub.device for buffer in scratch._idle)

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -46,12 +45,11 @@ from typing import Any
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.hub import GRACE_S, Hub, Part, as_wire_error
-from replicas.channel.operations.operation_job import Attempt, Job
+from replicas.channel.operations.jobs import Attempt, Job, Unknown
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import Scratch, write_segments
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
-from replicas.channel.unknown import Unknown
 from replicas.core.versions.manifest import segment_layout
 from replicas.sidecar.rank_side.client import CollectiveSpec, SidecarFailed
 
@@ -69,9 +67,7 @@ class RankOperations(Part):
     def __init__(self, hub: Hub, lanes: SidecarLanes) -> None:
         self._hub = hub
         self._lanes = lanes
-        self._host_scratch = Scratch(f"replicas-{hub.name}")
-        self._device_scratch: Scratch | None = None
-        self._scratch_lock = threading.Lock()
+        self._scratches = {"": Scratch(f"replicas-{hub.name}")}
         self._posts = 0
         self._jobs: dict[int, Job] = {}
         self._applied: deque[str] = deque(maxlen=APPLIED)
@@ -104,12 +100,8 @@ class RankOperations(Part):
 
     def _scratch(self, operation: OperationCall) -> Scratch:
         """Scratch on the GPU if its tensors and the slots are there, else in RAM."""
-        if not (operation.gpu and self._hub.device):
-            return self._host_scratch
-        with self._scratch_lock:
-            if self._device_scratch is None:
-                self._device_scratch = Scratch(f"replicas-{self._hub.name}", self._hub.device)
-            return self._device_scratch
+        device = self._hub.device if operation.gpu else ""
+        return self._scratches.setdefault(device, Scratch(f"replicas-{self._hub.name}", device))
 
     def open_jobs(self) -> list[Pending[Receipt]]:
         """Operations that have not ended, for close(); from any thread."""
@@ -119,9 +111,8 @@ class RankOperations(Part):
 
     def close(self) -> None:
         self._unknown.close()
-        self._host_scratch.close()
-        if self._device_scratch is not None:
-            self._device_scratch.close()
+        for scratch in list(self._scratches.values()):
+            scratch.close()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -133,27 +124,21 @@ class RankOperations(Part):
     def new_term(self) -> None:
         unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.down_since]
         for job in [job for job in self._jobs.values() if job not in unsent]:
-            self._cut_off(job)
+            text = f"the coordinator was replaced during the {job.operation.kind}"
+            lost = f"{text}: it did not happen here"
+            error = self._hub.error(errors.Disconnected, lost, phase="wait", hint="call it again")
+            self._end_without_verdict(job, error, text)
         for job in unsent:
             self._send(job)
 
-    def _cut_off(self, job: Job) -> None:
-        """End an operation whose outcome its replaced coordinator will never tell."""
-        what = job.operation.kind
-        if job.said_done:
-            self._end_unknown(job, f"the coordinator was replaced during the {what}")
-            return
-        text = f"the coordinator was replaced during the {what}: it did not happen here"
-        self._fail(job, self._hub.error(errors.Disconnected, text, phase="wait", hint="call it again"))
-
     def fail_all(self, error: errors.ReplicasError) -> None:
         for job in list(self._jobs.values()):
-            self._fail(job, error)
+            self._end(job, error)
 
     def _post(self, job: Job) -> None:
         hub = self._hub
         if hub.over is not None:
-            self._fail(job, hub.over)
+            self._end(job, hub.over)
             return
         self._posts += 1
         job.post = self._posts
@@ -181,21 +166,18 @@ class RankOperations(Part):
         try:
             self._hub.send(message)
         except errors.UsageError as error:  # more tensors than one message can describe
-            self._fail(job, error)
+            self._end(job, error)
 
     # ------------------------------------------------------------ attempts
 
     def _go(self, go: wire.OperationGo) -> None:
-        job = self._jobs.get(go.post)
+        job, member = self._jobs.get(go.post), self._hub.member
         earlier = job.attempt if job is not None else None
         if job is None or (earlier is not None and go.attempt <= earlier.go.attempt):
-            text = f"the call {go.post} of {self._hub.member} has ended there"
-            error = self._hub.error(
-                errors.Gone, text, phase="go", members=[self._hub.member.name], hint="call it again"
-            )
+            text = f"the call {go.post} of {member} has ended there"
+            error = self._hub.error(errors.Gone, text, phase="go", members=[member.name], hint="call it again")
             self._hub.send(wire.OperationFailed(go.operation, wire.WireError.of(error)))
             return
-        member = self._hub.member
         me = [(m.group, m.replica, m.rank) for m in go.participants].index((member.group, member.replica, member.rank))
         job.said_done = False
         job.running += 1
@@ -206,29 +188,22 @@ class RankOperations(Part):
 
     async def _run(self, job: Job, attempt: Attempt) -> None:
         """One attempt, from its Go to *done* or *failed*."""
-        lane: SidecarLane | None = None
+        hub, lane, operation = self._hub, None, attempt.go.operation
+        answer: wire.OperationDone | wire.OperationFailed
         try:
             lane = self._lanes.get(attempt.go.lane)
             async with lane.turn:
                 wanted = job.attempt is attempt and not job.over
-                seconds = await self._collective(lane, job, attempt) if wanted else 0.0
+                answer = wire.OperationDone(operation, await self._collective(lane, job, attempt) if wanted else 0.0)
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             job.spoiled = True
-            if not job.over and job.attempt is attempt:
-                self._hub.send(wire.OperationFailed(attempt.go.operation, self._as_wire(error)))
-            if lane is not None and not await lane.gone():
-                what = f"memory of a {job.operation.kind} is kept: its sidecar did not die"
-                logger.warning("%s: %s", self._hub.name, what)
-                return
-            self._stopped(job, attempt)
-            return
+            answer = wire.OperationFailed(operation, self._as_wire(error))
         if not job.over and job.attempt is attempt:
-            job.said_done = True
-            self._hub.send(wire.OperationDone(attempt.go.operation, seconds))
-        self._stopped(job, attempt)
-
-    def _stopped(self, job: Job, attempt: Attempt) -> None:
-        """Free memory of an attempt that no sidecar uses any more."""
+            job.said_done = isinstance(answer, wire.OperationDone)
+            hub.send(answer)
+        if isinstance(answer, wire.OperationFailed) and lane is not None and not await lane.gone():
+            logger.warning("%s: memory of a %s is kept: its sidecar did not die", hub.name, job.operation.kind)
+            return
         attempt.running = False
         job.running -= 1
         if job.attempt is not attempt:
@@ -236,26 +211,18 @@ class RankOperations(Part):
         self._release(job)
 
     async def _collective(self, lane: SidecarLane, job: Job, attempt: Attempt) -> float:
-        nbytes = self._output_nbytes(job, attempt)
+        go, operation = attempt.go, job.operation
+        outputs = operation.output_segments(go, attempt.me)
+        nbytes = segment_layout(outputs)[1] if outputs else 0
         if nbytes:
-            scratch = self._scratch(job.operation)
+            scratch = self._scratch(operation)
             attempt.outputs = scratch.take_idle(nbytes) or await asyncio.to_thread(scratch.take, nbytes)
         if lane.ended or lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
-        return await lane.sidecar.collective(self._spec(job, attempt), job.inputs, attempt.outputs)
-
-    @staticmethod
-    def _output_nbytes(job: Job, attempt: Attempt) -> int:
-        outputs = job.operation.output_segments(attempt.go, attempt.me)
-        return segment_layout(outputs)[1] if outputs else 0
-
-    @staticmethod
-    def _spec(job: Job, attempt: Attempt) -> CollectiveSpec:
-        go = attempt.go
-        return CollectiveSpec(
+        spec = CollectiveSpec(
             operation=go.operation,
-            kind=job.operation.kind,
-            reduce_op=job.operation.reduce_op,
+            kind=operation.kind,
+            reduce_op=operation.reduce_op,
             lane_ranks=go.lane_ranks,
             segments=go.segments,
             me=attempt.me,
@@ -263,6 +230,7 @@ class RankOperations(Part):
             timeout_s=max(0.001, attempt.deadline - time.monotonic()),
             places=go.places,
         )
+        return await lane.sidecar.collective(spec, job.inputs, attempt.outputs)
 
     def _as_wire(self, error: BaseException) -> wire.WireError:
         if isinstance(error, SidecarFailed) and not error.over:  # refused before any bytes moved: a retry cannot help
@@ -281,19 +249,15 @@ class RankOperations(Part):
                 raise errors.InternalError("OperationEnd without a verdict", channel=self._hub.name)
             if message.error.kind == "Gone":
                 self._unknown.heard(job.unsettled)
-            self._fail(job, message.error.exception())
+            self._end(job, message.error.exception())
             return
-        self._succeed(job, message.receipt)
-
-    def _succeed(self, job: Job, data: wire.ReceiptData) -> None:
         self._forget(job)
         if job.ref:
             self._applied.append(job.ref)
-        attempt = job.attempt
-        if attempt is not None and job.operation.quick:
-            self._written(job, self._write(job, data, attempt))
+        if job.attempt is not None and job.operation.quick:
+            self._end(job, self._write(job, message.receipt, job.attempt))
         else:
-            self._hub.spawn(self._finish(job, data), f"result of {job.operation.kind}")
+            self._hub.spawn(self._finish(job, message.receipt), f"result of {job.operation.kind}")
 
     async def _finish(self, job: Job, data: wire.ReceiptData) -> None:
         attempt = job.attempt
@@ -305,7 +269,7 @@ class RankOperations(Part):
             outcome = self._cannot_write(job, error)
             raise
         finally:
-            self._written(job, outcome)
+            self._end(job, outcome)
 
     def _write(self, job: Job, data: wire.ReceiptData, attempt: Attempt) -> Receipt | errors.ReplicasError:
         """Write the caller's tensors after a verdict of success. On any thread."""
@@ -321,35 +285,30 @@ class RankOperations(Part):
             found = self._hub.error(errors.UsageError, text, phase="write", hint="pass plain tensors")
         return found
 
-    def _written(self, job: Job, outcome: Receipt | errors.ReplicasError) -> None:
-        if isinstance(outcome, Receipt):
-            job.over = True
-            job.pending._resolve(outcome)
-        else:
-            self._end(job, outcome)
-        self._release(job)
-
     def _overdue(self, job: Job) -> None:
         error = self._hub.no_answer(f"the {job.operation.kind}", job.deadline_s)
+        self._end_without_verdict(job, error, error.message)
+
+    def _end_without_verdict(self, job: Job, error: errors.ReplicasError, text: str) -> None:
+        """End it with ``error``, or if it may have succeeded, with OutcomeUnknown."""
         if job.said_done:
-            self._end_unknown(job, error.message)
-        else:
-            self._fail(job, error)
+            self._unknown.keep(job)
+            error = self._hub.error(errors.OutcomeUnknown, text, phase="commit")
+        self._end(job, error)
 
     def _forget(self, job: Job) -> None:
         self._jobs.pop(job.post, None)
         if job.timer is not None:
             job.timer.cancel()
 
-    def _fail(self, job: Job, error: errors.ReplicasError) -> None:
+    def _end(self, job: Job, outcome: Receipt | errors.ReplicasError) -> None:
         self._forget(job)
-        self._end(job, error)
-        self._release(job)
-
-    def _end(self, job: Job, error: errors.ReplicasError) -> None:
         job.over = True
-        if job.pending._fail(error):
+        if isinstance(outcome, Receipt):
+            job.pending._resolve(outcome)
+        elif job.pending._fail(outcome):
             self._hub.note_failure(job.pending)
+        self._release(job)
 
     def _release(self, job: Job) -> None:
         """Give back buffers that neither a sidecar nor the caller still needs."""
@@ -364,7 +323,3 @@ class RankOperations(Part):
     def _give_outputs(self, job: Job, attempt: Attempt) -> None:
         outputs, attempt.outputs = attempt.outputs, None
         self._scratch(job.operation).give(outputs, spoiled=job.spoiled)
-
-    def _end_unknown(self, job: Job, text: str) -> None:
-        self._unknown.keep(job)
-        self._fail(job, self._hub.error(errors.OutcomeUnknown, text, phase="commit"))

@@ -14,9 +14,9 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.channel.operations.jobs import KEPT_RESULTS
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.unknown import KEPT_RESULTS
 from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.client import CollectiveSpec, SidecarFailed
 from replicas.weights.memory.arena import Buffer
@@ -113,7 +113,7 @@ async def test_results_that_cannot_be_written_fail_that_call_alone(
     await world.session.next(wire.OperationDone)
     world.tell(following.success())
     await following.pending
-    assert world.operations._host_scratch.take_idle(16) is not None, "the memory of the first was given back"
+    assert world.operations._scratches[""].take_idle(16) is not None, "the memory of the first was given back"
 
 
 # ---------------------------------------------------------------- attempts

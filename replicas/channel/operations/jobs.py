@@ -1,4 +1,4 @@
-"""Keep the outputs of operations that ended without a verdict, until there is one.
+"""Operation calls of this rank, their attempts, and those of unknown outcome.
 
 An operation that this member reported as *done* and had to end without a verdict may
 have succeeded on the other members. The outputs of the last few such operations are
@@ -9,20 +9,60 @@ the caller decides whether to go on without the results.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
 
 from replicas import errors
 from replicas.channel.hub import Hub
-from replicas.channel.operations.operation_job import Attempt, Job
-from replicas.channel.pending import Receipt
-from replicas.messages import OperationSettled, ReceiptData, WireError
+from replicas.channel.operations.results import OperationCall
+from replicas.channel.pending import Pending, Receipt
+from replicas.messages import OperationGo, OperationSettled, ReceiptData, WireError
+from replicas.weights.memory.arena import Buffer
 
-__all__ = ["KEPT_RESULTS", "Unknown"]
+__all__ = ["KEPT_RESULTS", "Attempt", "Job", "Unknown"]
 
 KEPT_RESULTS = 4
 """Operations of unknown outcome whose outputs are kept; the oldest is dropped first."""
+
+
+class Attempt:
+    """One Go of the coordinator. ``me``: this member's index among the participants."""
+
+    def __init__(self, go: OperationGo, me: int) -> None:
+        self.go = go
+        self.me = me
+        self.deadline = time.monotonic() + go.deadline_s
+        self.outputs: Buffer | None = None
+        self.running = True
+
+
+class Job:
+    """One call of an operation."""
+
+    def __init__(self, operation: OperationCall, deadline_s: float, channel: str) -> None:
+        self.operation = operation
+        self.deadline_s = deadline_s
+        self.began = time.monotonic()
+        self.deadline = self.began + deadline_s
+        self.pending: Pending[Receipt] = Pending(f"{operation.kind} on {channel}")
+        self.post = 0
+        self.outage = 0.0  # id of the session outage in which it was posted
+        self.unsettled: tuple[str, ...] = ()
+        self.inputs: Buffer | None = None
+        self.attempt: Attempt | None = None
+        self.running = 0
+        self.said_done = False
+        self.over = False
+        self.kept = False  # its outcome is unknown, or its results are not collected
+        self.told = False  # the caller knows that there are results to collect
+        self.spoiled = False  # an attempt ended with its sidecar
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def ref(self) -> str:
+        return self.attempt.go.ref if self.attempt is not None else ""
 
 
 class Unknown:
@@ -40,9 +80,6 @@ class Unknown:
         self._applied = applied
         self._release = release
         self._kept: tuple[Job, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self._kept)
 
     @property
     def refs(self) -> tuple[str, ...]:
@@ -90,29 +127,28 @@ class Unknown:
             job.told = job.told or job.ref in refs
 
     def late_verdict(self, post: int, receipt: ReceiptData | None, error: WireError | None) -> None:
-        job = next((job for job in self._kept if job.post == post), None)
-        if job is not None:
-            self.settle(job, receipt, error)
+        for job in self._kept:
+            if job.post == post:
+                self._settle(job, receipt, error)
 
     def settled(self, message: OperationSettled) -> None:
         """The coordinator has learned the outcome of an operation."""
         job = next((job for job in self._kept if job.ref == message.ref), None)
         if job is None or job.attempt is None:
             return
-        go, receipt, error = job.attempt.go, None, None
         if message.applied:
             seconds = time.monotonic() - job.began
-            receipt = ReceiptData(self._hub.epoch, go.participants, (), 0, seconds, {})
+            receipt = ReceiptData(self._hub.epoch, job.attempt.go.participants, (), 0, seconds, {})
+            self._settle(job, receipt, None)
         else:
             text = f"the {job.operation.kind} did not happen: its coordinator was lost before it had told anyone"
-            error = WireError.of(self._hub.error(errors.SyncError, text, phase="commit", hint="call it again"))
-        self.settle(job, receipt, error)
+            error = self._hub.error(errors.SyncError, text, phase="commit", hint="call it again")
+            self._settle(job, None, WireError.of(error))
 
-    def settle(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
+    def _settle(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
         """Give the operation its outcome."""
-        attempt = job.attempt
-        if attempt is not None and receipt is not None:
-            if job.pending._settle_by(partial(self._collect, job, attempt, receipt)):
+        if job.attempt is not None and receipt is not None:
+            if job.pending._settle_by(partial(self._collect, job, job.attempt, receipt)):
                 self._applied(job.ref)
         elif error is not None:
             job.pending._settle(error.exception())
