@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -185,30 +186,19 @@ class Channel(Collectives):
         feed = Feed(weights, mode=self._publisher.mode)
         try:
             feed.cast_to(dtype)
-            job = self._publish_job(version, meta, new_manifest, deadline, hold=hold)
+            self._check_open()
+            number = None
+            if version is not None:
+                number = arguments.integer("publish: version", version, least=1, most=VERSION_MAX)
+            said = meta if callable(meta) else arguments.meta("publish: meta", meta)
+            renewed = arguments.flag("publish: new_manifest", new_manifest)
+            held = arguments.flag("publish: hold", hold)
+            job = PublishJob(number, self._deadline_s(deadline), said, renewed, self.name, hold=held)
+            own_loop.must_not_block("publish")
         except Exception:  # any error of the call: walking the weights makes gathers that other ranks take part in
             feed.drain()
             raise
         return self._publisher.publish(feed, job)
-
-    def _publish_job(
-        self,
-        version: int | None,
-        meta: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
-        new_manifest: bool,
-        deadline: float | None,
-        *,
-        hold: bool,
-    ) -> PublishJob:
-        """Check the arguments."""
-        self._check_open()
-        number = None if version is None else arguments.integer("publish: version", version, least=1, most=VERSION_MAX)
-        said = meta if callable(meta) else arguments.meta("publish: meta", meta)
-        renewed = arguments.flag("publish: new_manifest", new_manifest)
-        held = arguments.flag("publish: hold", hold)
-        seconds = self._deadline_s(deadline)
-        own_loop.must_not_block("publish")
-        return PublishJob(number, seconds, said, renewed, self.name, hold=held)
 
     def fence(self, stream: torch.Stream | None = None) -> None:
         """Make ``stream`` wait for the copies of all publishes.
@@ -222,9 +212,8 @@ class Channel(Collectives):
             not a torch.cuda.Stream).
         """
         self._check_open()
-        if (
-            accelerator() is None and stream is not None and not isinstance(stream, torch.Stream)
-        ):  # with an accelerator, on_stream() checks the type
+        # with an accelerator, on_stream() checks the type
+        if accelerator() is None and stream is not None and not isinstance(stream, torch.Stream):
             raise self._usage(f"fence: stream must be a torch.Stream, not {shown(stream)}", "e.g. torch.cuda.Stream()")
         self._publisher.copies.fence(stream)
 
@@ -253,17 +242,15 @@ class Channel(Collectives):
         """
         self._check_role("arena_like")
         self._check_open()
-        self._check_dtype("arena_like", dtype)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            text = f"arena_like: dtype must be a torch.dtype, not {shown(dtype)}"
+            raise self._usage(text, "pass e.g. torch.bfloat16")
         return arena_like(self._hub, weights, dtype, self._deadline_s(deadline))
 
     def _check_role(self, what: str) -> None:
         self._check_process()
         if self.role not in ("source", "both"):
             raise self._usage(f"{what}: this rank is a {self.role} of the channel", "publish from a source group")
-
-    def _check_dtype(self, what: str, dtype: object) -> None:
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise self._usage(f"{what}: dtype must be a torch.dtype, not {shown(dtype)}", "pass e.g. torch.bfloat16")
 
     def receive(
         self, *, deadline: float | None = None, at_least: int | tuple[str, float] | None = None
@@ -408,16 +395,13 @@ class Channel(Collectives):
         finally:
             self._left.set()
 
-    def _close_at_exit(self) -> None:
-        self.close(wait=False)
-
     # ------------------------------------------------------------ inside
 
     def _open(self, timeout_s: float) -> None:
         """Connect; join calls it once."""
         loop = self._hub.loop
         until = time.monotonic() + timeout_s
-        loop.closers[self] = self._close_at_exit
+        loop.closers[self] = partial(self.close, wait=False)
         try:
             loop.run(lambda: self._hub.session.open(timeout_s), timeout_s + GRACE_S)
         except TimeoutError as error:

@@ -10,11 +10,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from replicas import errors
-from replicas.channel.operations.operations import RankOperations
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import segments_of
 from replicas.channel.pending import Pending, Receipt
-from replicas.messages import ReduceOp
+from replicas.messages import OperationKind, ReduceOp
 from replicas.messages.bounds import is_name, shown
 from replicas.messages.identity import Member
 
@@ -67,10 +66,33 @@ class Collectives:
     succeeded and no caller has waited for it again.
     """
 
-    _operations: RankOperations
-
     def _start_operation(self, operation: OperationCall, deadline: float | None) -> Pending[Receipt]:
         raise NotImplementedError
+
+    def _post(
+        self,
+        kind: OperationKind,
+        given: Tensors | None,
+        out: Tensors | None = None,
+        *,
+        op: ReduceOp = "sum",
+        root: tuple[str, Peer] | None = None,
+        step: int | None,
+        deadline: float | None,
+    ) -> Pending[Receipt]:
+        """Check the arguments, and start. ``root``: with its argument's name."""
+        inputs = () if given is None and kind in ("scatter", "recv", "barrier") else _tensors(kind, given)
+        if kind in ("all_reduce", "reduce", "reduce_scatter"):
+            _check_op(kind, op, inputs)
+        operation = OperationCall(
+            kind,
+            inputs,
+            targets=None if out is None else _tensors(kind, out),
+            reduce_op=op,
+            root="" if root is None else _peer(*root),
+            step=step,
+        )
+        return self._start_operation(operation, deadline)
 
     def all_reduce(
         self, tensors: Tensors, op: ReduceOp = "sum", *, step: int | None = None, deadline: float | None = None
@@ -79,16 +101,13 @@ class Collectives:
 
         :param op: sum, mean (floating dtypes), min or max; default sum.
         """
-        inputs = _tensors("all_reduce", tensors)
-        _check_op("all_reduce", op, inputs)
-        return self._start_operation(OperationCall("all_reduce", inputs, reduce_op=op, step=step), deadline)
+        return self._post("all_reduce", tensors, op=op, step=step, deadline=deadline)
 
     def broadcast(
         self, tensors: Tensors, src: Peer, *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
         """Give every peer ``src``'s values, in place; shapes and dtypes must match."""
-        inputs = _tensors("broadcast", tensors)
-        return self._start_operation(OperationCall("broadcast", inputs, root=_peer("src", src), step=step), deadline)
+        return self._post("broadcast", tensors, root=("src", src), step=step, deadline=deadline)
 
     def reduce(
         self,
@@ -100,10 +119,7 @@ class Collectives:
         deadline: float | None = None,
     ) -> Pending[Receipt]:
         """Like :meth:`all_reduce`, but only ``dst``'s tensors are changed."""
-        inputs = _tensors("reduce", tensors)
-        _check_op("reduce", op, inputs)
-        operation = OperationCall("reduce", inputs, reduce_op=op, root=_peer("dst", dst), step=step)
-        return self._start_operation(operation, deadline)
+        return self._post("reduce", tensors, op=op, root=("dst", dst), step=step, deadline=deadline)
 
     def all_gather(
         self,
@@ -121,10 +137,7 @@ class Collectives:
             next, in the order of members. Those of a member that was lost on the way
             stay unchanged. Default: new tensors.
         """
-        inputs = _tensors("all_gather", tensors)
-        return self._start_operation(
-            OperationCall("all_gather", inputs, _targets("all_gather", out), step=step), deadline
-        )
+        return self._post("all_gather", tensors, out, step=step, deadline=deadline)
 
     def gather(
         self,
@@ -136,10 +149,7 @@ class Collectives:
         deadline: float | None = None,
     ) -> Pending[Receipt]:
         """Like :meth:`all_gather`, but only ``dst`` gets the outputs."""
-        inputs, root = _tensors("gather", tensors), _peer("dst", dst)
-        return self._start_operation(
-            OperationCall("gather", inputs, _targets("gather", out), root=root, step=step), deadline
-        )
+        return self._post("gather", tensors, out, root=("dst", dst), step=step, deadline=deadline)
 
     def scatter(
         self,
@@ -158,11 +168,8 @@ class Collectives:
         :param tensors: on ``src`` one tensor for each participant; None on the others.
         :param out: the tensor to write into; default: a new one.
         """
-        inputs = () if tensors is None else _tensors("scatter", tensors)
-        targets = _targets("scatter", None if out is None else (out,))
-        posted = () if targets is None else segments_of(targets)
-        operation = OperationCall("scatter", inputs, targets, posted, root=_peer("src", src), step=step)
-        return self._start_operation(operation, deadline)
+        written = None if out is None else (out,)
+        return self._post("scatter", tensors, written, root=("src", src), step=step, deadline=deadline)
 
     def reduce_scatter(
         self,
@@ -182,48 +189,35 @@ class Collectives:
         :param op: sum, mean (floating dtypes), min or max; default sum.
         :param out: the tensor to write into; default: a new one.
         """
-        inputs = _tensors("reduce_scatter", tensors)
-        _check_op("reduce_scatter", op, inputs)
-        targets = _targets("reduce_scatter", None if out is None else (out,))
-        return self._start_operation(
-            OperationCall("reduce_scatter", inputs, targets, reduce_op=op, step=step), deadline
-        )
+        written = None if out is None else (out,)
+        return self._post("reduce_scatter", tensors, written, op=op, step=step, deadline=deadline)
 
     def send(
         self, tensors: Tensors, dst: Peer, *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
         """Send to one peer, which calls :meth:`recv`; no other peer is waited for."""
-        inputs = _tensors("send", tensors)
-        return self._start_operation(OperationCall("send", inputs, root=_peer("dst", dst), step=step), deadline)
+        return self._post("send", tensors, root=("dst", dst), step=step, deadline=deadline)
 
     def recv(
-        self,
-        tensors: Tensors | None = None,
-        *,
-        src: Peer,
-        step: int | None = None,
-        deadline: float | None = None,
+        self, tensors: Tensors | None = None, *, src: Peer, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
         """Receive from one peer; the tensors are in ``receipt.tensors``.
 
         :param tensors: tensors to write into, of the shapes and dtypes sent; default:
             new CPU tensors.
         """
-        targets = None if tensors is None else _tensors("recv", tensors)
-        posted = () if targets is None else segments_of(targets)
-        operation = OperationCall("recv", (), targets, posted, root=_peer("src", src), step=step)
-        return self._start_operation(operation, deadline)
+        return self._post("recv", None, tensors, root=("src", src), step=step, deadline=deadline)
 
     def barrier(self, *, step: int | None = None, deadline: float | None = None) -> Pending[Receipt]:
         """Resolves when every peer has called it."""
-        return self._start_operation(OperationCall("barrier", step=step), deadline)
+        return self._post("barrier", None, step=step, deadline=deadline)
 
 
 def _fail(text: str, hint: str) -> NoReturn:
     raise errors.UsageError(text, hint=hint)
 
 
-def _tensors(kind: str, given: Tensors) -> tuple[torch.Tensor, ...]:
+def _tensors(kind: str, given: Tensors | None) -> tuple[torch.Tensor, ...]:
     if not isinstance(given, (torch.Tensor, Iterable)):
         _fail(f"{kind} was given a {type(given).__name__}", "pass a tensor or a sequence of them")
     tensors = (given,) if isinstance(given, torch.Tensor) else tuple(given)
@@ -238,10 +232,6 @@ def _tensors(kind: str, given: Tensors) -> tuple[torch.Tensor, ...]:
             _fail(f"{kind} was given a tensor that is not dense", "pass a dense, strided tensor that has values")
     segments_of(tensors)
     return tensors
-
-
-def _targets(kind: str, out: Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
-    return None if out is None else _tensors(kind, out)
 
 
 def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:

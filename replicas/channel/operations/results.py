@@ -38,14 +38,11 @@ class OperationCall:
         tensors.
     :param called: events that mark the work queued on the caller's stream at the call,
         if tensors are on a GPU.
-    :param posted: the segments to post when there are no inputs (``recv`` and
-        ``scatter`` with targets).
     """
 
     kind: OperationKind
     inputs: tuple[torch.Tensor, ...] = ()
     targets: tuple[torch.Tensor, ...] | None = None
-    posted: tuple[Segment, ...] = ()
     reduce_op: ReduceOp = "sum"
     root: str = ""
     step: int | None = None
@@ -54,7 +51,7 @@ class OperationCall:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The segments that this member posts: with inputs, also the scratch layout."""
-        return segments_of(self.inputs) if self.inputs else self.posted
+        return segments_of(self.inputs or self.targets or ())
 
     @cached_property
     def device(self) -> str:
