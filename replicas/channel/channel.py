@@ -242,9 +242,9 @@ class Channel(Collectives):
         """
         self._check_role("arena_like")
         self._check_open()
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            text = f"arena_like: dtype must be a torch.dtype, not {shown(dtype)}"
-            raise self._usage(text, "pass e.g. torch.bfloat16")
+        kind: object = dtype
+        if kind is not None and not isinstance(kind, torch.dtype):
+            raise self._usage(f"arena_like: dtype must be a torch.dtype, not {shown(kind)}", "pass e.g. torch.bfloat16")
         return arena_like(self._hub, weights, dtype, self._deadline_s(deadline))
 
     def _check_role(self, what: str) -> None:

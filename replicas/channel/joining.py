@@ -84,16 +84,32 @@ def join(
     found = environ.read()
     address = _endpoint(found.endpoint if endpoint is None else endpoint)
     secret = arguments.token("join: token", token) if token is not None else environ.read_token(found)
-    hello = _hello(
-        channel,
-        found,
-        run,
-        group,
-        replica,
-        rank,
-        world_size,
-        observe,
-        arguments.texts("join: info", {} if info is None else info),
+    texts = arguments.texts("join: info", {} if info is None else info)
+    own_group = group if group is not None else found.group or ("observer" if observe else None)
+    if own_group is None:
+        raise errors.UsageError(
+            f"join: which group? {environ.GROUP} is not set",
+            channel=channel,
+            hint="start this program with `replicas run`, or pass group=..., replica=...",
+        )
+    hello = Hello(
+        protocol=PROTOCOL,
+        run=arguments.text("join: run", run if run is not None else found.run or ""),
+        channel=channel,
+        group=arguments.name("join: group", own_group),
+        replica=_first("replica", replica, found.replica, 0),
+        rank=_first("rank", rank, found.rank, 0),
+        world_size=_first("world_size", world_size, found.world_size, 1),
+        incarnation=secrets.token_hex(8),
+        generation=found.generation,
+        process=own_process(),
+        observe=observe,
+        info=texts,
+        torch_version=str(torch.__version__),
+        nccl_version=_nccl_version(),
+        nccl_env={clean(name): clean(value) for name, value in os.environ.items() if name.startswith("NCCL_")},
+        cuda_devices=() if observe else _gpus(),
+        beacon=None if observe else own_beacon(),
     )
     _show_stacks(found, hello)
     loop = session_loop()
@@ -137,45 +153,6 @@ def _prove_device(hub: Hub, until: float) -> None:
             members=[hub.member.name],
             hint='give join a longer timeout, or set staging = "host" on the channel',
         ) from error
-
-
-def _hello(
-    channel: str,
-    found: Environment,
-    run: str | None,
-    group: str | None,
-    replica: int | None,
-    rank: int | None,
-    world_size: int | None,
-    observe: bool,
-    info: dict[str, str],
-) -> Hello:
-    own_group = group if group is not None else found.group or ("observer" if observe else None)
-    if own_group is None:
-        raise errors.UsageError(
-            f"join: which group? {environ.GROUP} is not set",
-            channel=channel,
-            hint="start this program with `replicas run`, or pass group=..., replica=...",
-        )
-    return Hello(
-        protocol=PROTOCOL,
-        run=arguments.text("join: run", run if run is not None else found.run or ""),
-        channel=channel,
-        group=arguments.name("join: group", own_group),
-        replica=_first("replica", replica, found.replica, 0),
-        rank=_first("rank", rank, found.rank, 0),
-        world_size=_first("world_size", world_size, found.world_size, 1),
-        incarnation=secrets.token_hex(8),
-        generation=found.generation,
-        process=own_process(),
-        observe=observe,
-        info=info,
-        torch_version=str(torch.__version__),
-        nccl_version=_nccl_version(),
-        nccl_env={clean(name): clean(value) for name, value in os.environ.items() if name.startswith("NCCL_")},
-        cuda_devices=() if observe else _gpus(),
-        beacon=None if observe else own_beacon(),
-    )
 
 
 def _show_stacks(found: Environment, hello: Hello) -> None:

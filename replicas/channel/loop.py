@@ -39,9 +39,9 @@ from replicas import errors
 from replicas.channel.pending import Pending
 from replicas.common.waits import locked
 from replicas.linux.sockets import SocketAddress
-from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.client import Forkserver, Sidecar
 
-__all__ = ["Inherited", "SessionLoop", "session_loop"]
+__all__ = ["SessionLoop", "session_loop"]
 
 T = TypeVar("T")
 logger = logging.getLogger("replicas.channel")
@@ -49,12 +49,6 @@ logger = logging.getLogger("replicas.channel")
 EXIT_TIMEOUT_S = 3.0
 ENDS_MAX = 100
 """How often the loop may end unexpectedly before its thread ends for good."""
-
-
-class Inherited(Protocol):
-    """A connection whose descriptors a forked child inherits."""
-
-    def close_in_child(self) -> None: ...
 
 
 class User(Protocol):
@@ -69,10 +63,11 @@ class SessionLoop:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._fds: set[int] = set()
+        self.fds: set[int] = set()
+        """Descriptors that a forked child must not keep open."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forkservers: dict[str, asyncio.Task[Forkserver]] = {}
-        self.inherited: set[Inherited] = set()
+        self.inherited: set[Forkserver | Sidecar] = set()
         """Connections that a forked child must close."""
         self.closers: dict[object, Callable[[], None]] = {}
         """Close functions of open channels; at exit, main thread, newest first."""
@@ -82,15 +77,12 @@ class SessionLoop:
         self._ends = 0
         selector = selectors.DefaultSelector()
         if isinstance(selector, selectors.EpollSelector):
-            self.register_fd(selector.fileno())
+            self.fds.add(selector.fileno())
         self.loop = asyncio.SelectorEventLoop(selector)
         self._thread = threading.Thread(target=self._run, name="replicas-session", daemon=True)
 
     def begin(self) -> SessionLoop:
-        """Start the thread.
-
-        Separate from the constructor: an interrupt between the two must not leave a
-        thread without an owner.
+        """Start the thread, whose owner an interrupt in the constructor would lose.
 
         :raises replicas.errors.NoCapacity: no thread can be started.
         """
@@ -103,23 +95,20 @@ class SessionLoop:
 
     def _run(self) -> None:
         self._begun = True
+        asyncio.set_event_loop(self.loop)
         try:
-            self._serve()
+            while not self._stopping and self._ends < ENDS_MAX:
+                error: BaseException | None = None
+                try:
+                    self.loop.run_forever()
+                except BaseException as raised:  # noqa: BLE001  # no caller may wait for this thread
+                    error = raised
+                if not self._stopping:
+                    self._ended_unasked(error)
+            if not self._stopping:
+                self.loop.close()
         finally:
             self._over = True
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        while not self._stopping and self._ends < ENDS_MAX:
-            error: BaseException | None = None
-            try:
-                self.loop.run_forever()
-            except BaseException as raised:  # noqa: BLE001  # no caller may wait for this thread
-                error = raised
-            if not self._stopping:
-                self._ended_unasked(error)
-        if not self._stopping:
-            self.loop.close()
 
     def _ended_unasked(self, error: BaseException | None) -> None:
         self._ends += 1
@@ -176,7 +165,9 @@ class SessionLoop:
             pending._fail(errors.Gone("the call was cancelled", hint=""))
             raise
         except BaseException as error:  # noqa: BLE001  # for the waiter
-            pending._fail(error if isinstance(error, Exception) else _foreign(error))
+            # a SystemExit or the like must not end the threads that it reaches
+            found = error if isinstance(error, Exception) else errors.InternalError(f"{type(error).__name__}: {error}")
+            pending._fail(found)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a task on the loop's thread; an unhandled error is logged as a bug."""
@@ -189,13 +180,6 @@ class SessionLoop:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("task %s failed; please report this", task.get_name(), exc_info=error)
-
-    def register_fd(self, fd: int) -> None:
-        """Register a descriptor that forked children must not keep open."""
-        self._fds.add(fd)
-
-    def unregister_fd(self, fd: int) -> None:
-        self._fds.discard(fd)
 
     async def forkserver(self, name: str | None) -> Forkserver:
         """The forkserver at socket ``name``, or this process's own helper (None).
@@ -257,16 +241,11 @@ class SessionLoop:
     def abandon(self) -> None:
         """In a forked child: drop every connection of the parent."""
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for fd in self._fds:
+        for fd in self.fds:
             os.dup2(null, fd, inheritable=False)
         os.close(null)
         for connection in self.inherited:
             connection.close_in_child()
-
-
-def _foreign(error: BaseException) -> errors.ReplicasError:
-    """Wrap a SystemExit or the like, which must not end the threads that it reaches."""
-    return errors.InternalError(f"{type(error).__name__}: {error}")
 
 
 _lock = threading.Lock()

@@ -86,14 +86,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tensors: tuple[torch.Tensor, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        data: ReceiptData,
-        *,
-        outputs: dict[Member, tuple[torch.Tensor, ...]] | None = None,
-        tensors: tuple[torch.Tensor, ...] = (),
-    ) -> Receipt:
-        return cls(**msgspec.structs.asdict(data), outputs=outputs or {}, tensors=tensors)
+    def of(cls, data: ReceiptData, **more: Any) -> Receipt:
+        return cls(**msgspec.structs.asdict(data), **more)
 
     def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
         """Numbers for an experiment logger, by name with ``prefix``.
@@ -102,15 +96,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         and ``<phase>_seconds`` of each phase.
         """
         prefix = arguments.text("metrics: prefix", prefix)
-        values = {
-            "version": self.version,
-            "epoch": self.epoch,
-            "members": len(self.members),
-            "lost": len(self.lost),
-            "nbytes": self.nbytes,
-            "seconds": self.seconds,
-        }
-        values.update({f"{phase}_seconds": seconds for phase, seconds in self.phases.items()})
+        values = {name: getattr(self, name) for name in ("version", "epoch", "nbytes", "seconds")}
+        values |= {"members": len(self.members), "lost": len(self.lost)}
+        values |= {f"{phase}_seconds": seconds for phase, seconds in self.phases.items()}
         return {prefix + name: float(value) for name, value in values.items()}
 
 

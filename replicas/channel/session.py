@@ -86,8 +86,7 @@ _fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
 class SessionHandler(Protocol):
     """Callbacks of a session to its channel. On the session thread; must not block."""
 
-    def introduce(self, hello: wire.Hello) -> wire.Hello:
-        """``hello`` with the current state of this member."""
+    def introduce(self, hello: wire.Hello) -> wire.Hello: ...  # with the member's present state
 
     def before_heartbeat(self) -> None: ...
 
@@ -166,26 +165,17 @@ class Session:
         self.term = 0
         self.connected = False
         self._outbox: deque[tuple[int, bytes]] = deque()
-        self._sent = 0
-        self._numbered = 0
-        self._acked = 0
-        self._received = 0
-        self._unacked = 0
+        self._sent = self._numbered = self._acked = self._received = self._unacked = 0
         self._wake = asyncio.Event()
         self._flushed = asyncio.Event()
         self._closing = False
-        self._interval_s = 1.0
+        self.heartbeat_interval_s = 1.0
         self._in_vain = 0
         self._gained = (0, 0)
         self._task: asyncio.Task[None] | None = None
         self._fd = -1
         self._last_error = ""
         self._malformed = 0
-
-    @property
-    def heartbeat_interval_s(self) -> float:
-        """Seconds between heartbeats, as the coordinator last set it."""
-        return self._interval_s
 
     # ------------------------------------------- for the channel, on the session thread
 
@@ -215,22 +205,17 @@ class Session:
         """
         if self._closing:
             return
-        encoded = self._encoded(body)
-        self._numbered += 1
-        self._outbox.append((self._numbered, encoded))
-        self._wake.set()
-
-    def _encoded(self, body: wire.FromMember) -> bytes:
-        kind = type(body).__name__
+        kind, channel = type(body).__name__, self._hello.channel
         try:
             encoded = wire.encode_body(body)
         except Exception as error:
-            text = f"a {kind} cannot be sent: {text_of(error)}"
-            raise errors.UsageError(text, channel=self._hello.channel) from error
+            raise errors.UsageError(f"a {kind} cannot be sent: {text_of(error)}", channel=channel) from error
         if len(encoded) > most_nbytes(kind):
             text = f"{kind} of {len(encoded):,} bytes: at most {most_nbytes(kind):,} are taken"
-            raise errors.UsageError(text, channel=self._hello.channel)
-        return encoded
+            raise errors.UsageError(text, channel=channel)
+        self._numbered += 1
+        self._outbox.append((self._numbered, encoded))
+        self._wake.set()
 
     async def close(self, reason: str, timeout_s: float) -> None:
         """Say good-bye (as far as ``timeout_s`` allows) and end."""
@@ -252,10 +237,9 @@ class Session:
     # ------------------------------------------------------------ connections
 
     async def _run(self, first: _Connection) -> None:
-        there: list[_Connection] = [first]
+        there = [first]
 
         async def use() -> None:
-            """One connection, from its beginning to its end."""
             await self._use(there.pop() if there else await self._connect_once())
 
         try:
@@ -310,9 +294,8 @@ class Session:
         try:
             await websocket.close()
         finally:
-            transport = websocket.transport
-            self._loop.unregister_fd(self._fd)
-            transport.abort()
+            self._loop.fds.discard(self._fd)
+            websocket.transport.abort()
 
     def _note_error(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
@@ -352,7 +335,7 @@ class Session:
             raise
         websocket = cast("_Connection", found)
         self._fd = websocket.transport.get_extra_info("socket").fileno()
-        self._loop.register_fd(self._fd)
+        self._loop.fds.add(self._fd)
         try:
             await self._shake_hands(websocket)
         except BaseException:
@@ -363,21 +346,14 @@ class Session:
     def _judge_status(self, error: InvalidStatus) -> None:
         status = error.response.status_code
         if status in (401, 403):
-            raise _Over(
-                errors.UsageError(
-                    f"the coordinator at {self.endpoint} does not accept the token",
-                    channel=self._hello.channel,
-                    hint="use the token of the run that listens there (REPLICAS_TOKEN_FILE, or token=...)",
-                )
-            ) from error
-        if 400 <= status < 500:
-            raise _Over(
-                errors.UsageError(
-                    f"{self.endpoint} answers HTTP {status} to a session: it is not a coordinator",
-                    channel=self._hello.channel,
-                    hint="REPLICAS_ENDPOINT must be the control port of the run",
-                )
-            ) from error
+            text = f"the coordinator at {self.endpoint} does not accept the token"
+            hint = "use the token of the run that listens there (REPLICAS_TOKEN_FILE, or token=...)"
+        elif 400 <= status < 500:
+            text = f"{self.endpoint} answers HTTP {status} to a session: it is not a coordinator"
+            hint = "REPLICAS_ENDPOINT must be the control port of the run"
+        else:
+            return
+        raise _Over(errors.UsageError(text, channel=self._hello.channel, hint=hint)) from error
 
     async def _shake_hands(self, websocket: _Connection) -> None:
         known = self._handler.introduce(self._hello)
@@ -396,7 +372,7 @@ class Session:
             self._outbox.clear()
             self._numbered = self._sent = self._acked = self._received = 0
         self.term = body.term
-        self._interval_s = body.settings.heartbeat_interval_s
+        self.heartbeat_interval_s = body.settings.heartbeat_interval_s
         self.connected = True
         self._handler.welcomed(body, resumed)
         self._wake.set()
@@ -429,7 +405,7 @@ class Session:
                 raise WebSocketException(f"message {frame.seq} came after {self._received}")
             self._received = frame.seq
             if isinstance(frame.body, wire.View) and frame.body.heartbeat_interval_s:
-                self._interval_s = frame.body.heartbeat_interval_s
+                self.heartbeat_interval_s = frame.body.heartbeat_interval_s
             self._unacked += 1
             if self._unacked >= ACK_AFTER:
                 self._wake.set()
@@ -447,7 +423,7 @@ class Session:
                 self._flushed.set()
             now = time.monotonic()
             if now >= beat or self._unacked >= ACK_AFTER:
-                beat = now + self._interval_s
+                beat = now + self.heartbeat_interval_s
                 self._handler.before_heartbeat()
                 await self._put(websocket, 0, _HEARTBEAT)
             with contextlib.suppress(TimeoutError):
@@ -462,20 +438,17 @@ class Session:
         """Raise TimeoutError when no byte has arrived for too long."""
         heard = time.monotonic()
         while True:
-            due = time.monotonic() + self._interval_s / 2
-            await asyncio.sleep(self._interval_s / 2)
+            due = time.monotonic() + self.heartbeat_interval_s / 2
+            await asyncio.sleep(self.heartbeat_interval_s / 2)
             now = time.monotonic()
-            if now - due > 2 * self._interval_s:
+            if now - due > 2 * self.heartbeat_interval_s:
                 heard = now  # this process was paused: first read what arrived meanwhile
             heard = max(heard, websocket.heard)
-            if now - heard > self._patience_s:
+            missed_s = MISSED_ACKS * self.heartbeat_interval_s + SLACK_S
+            if now - heard > Backoff(missed_s, max(missed_s, SILENCE_S)).after(
+                self._in_vain
+            ):  # more patience each time
                 raise TimeoutError(f"nothing heard for {now - heard:.1f} s")
-
-    @property
-    def _patience_s(self) -> float:
-        """Longest silence on a connection; grows with fruitless connections."""
-        missed_s = MISSED_ACKS * self._interval_s + SLACK_S
-        return Backoff(missed_s, max(missed_s, SILENCE_S)).after(self._in_vain)
 
     def _forget(self, acked: int) -> None:
         self._acked = max(self._acked, acked)
@@ -489,13 +462,9 @@ class Session:
             self._malformed += 1
             if self._malformed < MALFORMED_MAX:
                 raise WebSocketException(f"a malformed frame: {error}") from error
-            raise _Over(
-                errors.InternalError(
-                    f"the coordinator at {self.endpoint} sent a malformed frame: {error}",
-                    channel=self._hello.channel,
-                    hint="use the same version of torch-replicas everywhere",
-                )
-            ) from error
+            text = f"the coordinator at {self.endpoint} sent a malformed frame: {error}"
+            hint = "use the same version of torch-replicas everywhere"
+            raise _Over(errors.InternalError(text, channel=self._hello.channel, hint=hint)) from error
         if frame.seq:
             self._malformed = 0
         return frame

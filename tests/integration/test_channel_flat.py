@@ -28,7 +28,7 @@ def census(*channels: Channel) -> dict[str, int]:
     loop = channels[0]._hub.loop
     found = {
         "tasks": len(loop._tasks),
-        "connections": len(loop.inherited) + len(loop._fds),
+        "connections": len(loop.inherited) + len(loop.fds),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
         "memory": Path("/proc/self/maps").read_text().count("/memfd:replicas"),
@@ -38,9 +38,7 @@ def census(*channels: Channel) -> dict[str, int]:
     for index, channel in enumerate(channels):
         known = channel._hub.holdings
         tables: dict[str, Sized] = {
-            "metas": known._metas,
-            "digests": known._digests,
-            "devices": known._devices,
+            "facts": known._facts,
             "prepared": known.prepared,
             "publishing": known.publishing,
             "doubtful": known.doubtful,

@@ -26,13 +26,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from replicas.messages import Described, HeldVersion, Meta
 from replicas.weights.digest import digest_of
 from replicas.weights.memory.arena import Arena, Slot
 
 __all__ = ["Holdings"]
+
+
+class _Facts(msgspec.Struct):
+    meta: Meta = {}
+    digest: str = ""  # empty while it is not known here
+    device: str = "cpu"
 
 
 class Holdings:
@@ -59,24 +68,20 @@ class Holdings:
         self.publishing: set[int] = set()
         self.prepared: set[int] = set()
         self.doubtful: set[int] = set()
-        self._metas: dict[int, Meta] = {}
-        self._digests: dict[int, str] = {}
-        self._devices: dict[int, str] = {}
+        self._facts: dict[int, _Facts] = {}
         self._event = asyncio.Event()
         self._device = ""
 
     def open(self, slots: int, device: str = "") -> None:
         """Make the arena, on GPU ``device`` or in host memory; allocates when used."""
         self._device = device
-
-        def on_change() -> None:
-            self._call(self._wake)
-
-        def on_drop(version: int) -> None:
-            self._call(self._dropped, version)
-
-        name = f"replicas-{self._name}"
-        self.arena = Arena(slots, name=name, device=device, on_change=on_change, on_drop=on_drop)
+        self.arena = Arena(
+            slots,
+            name=f"replicas-{self._name}",
+            device=device,
+            on_change=partial(self._call, self._wake),
+            on_drop=partial(self._call, self._dropped),
+        )
 
     @property
     def opened(self) -> bool:
@@ -108,30 +113,25 @@ class Holdings:
 
     def digest(self, version: int) -> str:
         """Digest of ``version``; empty while it is not known here."""
-        return self._digests.get(version, "")
+        return self._facts.get(version, _Facts()).digest
 
     def meta(self, version: int) -> Meta:
-        return self._metas.get(version, {})
+        return self._facts.get(version, _Facts()).meta
 
     def describe(self, version: int) -> Described:
         """The facts that a new coordinator needs to have ``version`` sent to others."""
         image = self.arena.images().get(version)
         if image is None:
             return Described(version, "", "", {}, "cpu")
-        device = "cuda" if self._device else self._devices.get(version, "cpu")
-        return Described(version, self.digest(version), image.hash, self.meta(version), device)
+        facts = self._facts.get(version, _Facts())
+        return Described(version, facts.digest, image.hash, facts.meta, "cuda" if self._device else facts.device)
 
-    def note(
-        self, version: int, *, meta: Meta | None = None, digest: str | None = None, device: str | None = None
-    ) -> None:
-        """Record facts of a version that is held, or about to be."""
-        if meta is not None:
-            self._metas[version] = meta
-        if digest is not None:
-            self._digests[version] = digest
+    def note(self, version: int, **facts: Any) -> None:
+        """Record ``meta``, ``digest`` or ``device`` of a version held here, or soon."""
+        known = self._facts.get(version, _Facts())
+        self._facts[version] = msgspec.structs.replace(known, **facts)
+        if "digest" in facts:
             self.doubtful.discard(version)
-        if device is not None:
-            self._devices[version] = device
 
     # ------------------------------------------------------------ decisions
 
@@ -214,8 +214,5 @@ class Holdings:
         """Drop the facts of versions that have no slot and are not being published."""
         slots = (*self.arena.slots, *self.arena.foreign)
         keep = {slot.version for slot in slots if slot.state not in ("free", "closed")} | self.publishing
-        facts: tuple[dict[int, Any], ...] = (self._metas, self._digests, self._devices)
-        for known in facts:
-            for version in [version for version in known if version not in keep]:
-                del known[version]
+        self._facts = {version: facts for version, facts in self._facts.items() if version in keep}
         self.doubtful &= keep

@@ -20,7 +20,6 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 __all__ = ["Holder", "Leases"]
 
@@ -31,11 +30,6 @@ class Holder:
     """Represents a lent resource; its death takes the resource back."""
 
 
-class _Lease(NamedTuple):
-    holder: weakref.ref[Holder]
-    take_back: Callable[[], object]
-
-
 class Leases:
     """The leases of one channel. On the session thread.
 
@@ -44,7 +38,7 @@ class Leases:
 
     def __init__(self, after: Callable[[float, Callable[[], None]], asyncio.TimerHandle]) -> None:
         self._after = after
-        self._lent: dict[int, _Lease] = {}
+        self._lent: dict[int, tuple[weakref.ref[Holder], Callable[[], object]]] = {}
         self._gone: deque[weakref.ref[Holder]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -54,15 +48,15 @@ class Leases:
     def lend(self, holder: Holder, take_back: Callable[[], object]) -> weakref.ref[Holder]:
         """Lend; ``take_back`` runs once, when ``holder`` gives back or has died."""
         known = weakref.ref(holder, self._gone.append)
-        self._lent[id(known)] = _Lease(known, take_back)
+        self._lent[id(known)] = (known, take_back)
         self._look_again()
         return known
 
     def give_back(self, holder: Holder) -> None:
         """Take it back; does nothing if the lease has ended already."""
-        lease = self._end(holder)
-        if lease is not None:
-            lease.take_back()
+        take_back = self._end(holder)
+        if take_back is not None:
+            take_back()
 
     def keep(self, holder: Holder) -> bool:
         """End the lease, keep the resource; False: ended before, or not lent here."""
@@ -73,11 +67,11 @@ class Leases:
         while self._gone:
             lease = self._lent.pop(id(self._gone.popleft()), None)
             if lease is not None:
-                lease.take_back()
+                lease[1]()
 
-    def _end(self, holder: Holder) -> _Lease | None:
-        found = next((number for number, lease in self._lent.items() if lease.holder() is holder), None)
-        return None if found is None else self._lent.pop(found)
+    def _end(self, holder: Holder) -> Callable[[], object] | None:
+        found = next((number for number, (known, _) in self._lent.items() if known() is holder), None)
+        return None if found is None else self._lent.pop(found)[1]
 
     def _look_again(self) -> None:
         if self._timer is None and self._lent:

@@ -42,7 +42,7 @@ from replicas.channel.versions.leases import Holder
 from replicas.channel.versions.update import Update
 from replicas.common.waits import locked
 from replicas.core.versions.rounds import is_enough
-from replicas.messages import Loaded, LoadFailed, Meta, ReceiveAsk, ReceiveCancel, ReceiveGrant, WireError
+from replicas.messages import Loaded, LoadFailed, ReceiveAsk, ReceiveCancel, ReceiveGrant, WireError
 from replicas.messages.bounds import text_of
 from replicas.weights.memory.arena import Slot
 
@@ -93,7 +93,7 @@ class Receiver(Part):
                 update.withdraw()
             replaced = pending
         elif pending is not None and update is not None and not update.touched:
-            if self._hub.latest <= update.version and self._is_enough(update.version, update.meta, bound):
+            if self._hub.latest <= update.version and is_enough(*bound, update.version, update.meta):
                 return pending
             update.withdraw()
         if replaced is None and update is not None and not update.ended:
@@ -112,10 +112,6 @@ class Receiver(Part):
         self._in_hand = version
         self._pending = None
 
-    @staticmethod
-    def _is_enough(version: int, meta: Meta, bound: Bound) -> bool:
-        return is_enough(bound.least, bound.key, version, meta)
-
     def _still_open(self, update: Update) -> errors.ReplicasError:
         return self._hub.error(
             errors.UsageError,
@@ -126,9 +122,8 @@ class Receiver(Part):
 
     def loaded(self, version: int, load_s: float) -> None:
         """This rank serves ``version`` now."""
-        over = self._hub.over
-        if over is not None:
-            raise over
+        if self._hub.over is not None:
+            raise self._hub.over
         self._hub.loaded = version
         self._hub.call(self._report_loaded, version, load_s)
 
@@ -226,7 +221,7 @@ class Receiver(Part):
                 self._send_ask()
             return
         meta, bound = hub.holdings.meta(version), self._asked_bound
-        if not self._is_enough(version, meta, bound):
+        if not is_enough(*bound, version, meta):
             hub.arena.unpin(slot)
             self._granted, self._declined = 0, version
             self._send_ask()
@@ -255,14 +250,11 @@ class Receiver(Part):
         """Swap a delivered, unobserved update for a newer version, once for each."""
         pending, hub = self._pending, self._hub
         update = self._delivered()
-        if (
-            pending is None
-            or update is None
-            or pending is self._asked
-            or hub.latest <= max(update.version, self._given_back)
-        ):
+        if pending is None or update is None or pending is self._asked:
             return
-        if hub.arena.find(hub.latest) is None or not pending._take_back():
+        if hub.latest <= max(update.version, self._given_back) or hub.arena.find(hub.latest) is None:
+            return
+        if not pending._take_back():
             return
         self._given_back = hub.latest
         update.withdraw()

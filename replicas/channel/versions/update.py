@@ -35,8 +35,7 @@ class UpdateOwner(Protocol):
 
     def touched(self, version: int) -> None: ...
 
-    def let_go(self, holder: Holder, slot: Slot) -> None:
-        """Release the slot; a second call does nothing."""
+    def let_go(self, holder: Holder, slot: Slot) -> None: ...  # a second call does nothing
 
 
 class Update:
@@ -215,12 +214,14 @@ class Update:
         :raises replicas.errors.ReplicasError: the session is over, such as
             :class:`~replicas.errors.Fenced`.
         """
-        if not self._report("loaded"):
+        self._check_process()  # before the lock, which may be taken in a forked child
+        if not locked(self._lock, self._report, "loaded"):
             return
         try:
             self._owner.loaded(self.version, 0.0 if self._began is None else time.monotonic() - self._began)
         finally:
-            self._end_unless_entered()
+            if not self._entered:
+                self._end()
 
     def failed(self, error: BaseException | str) -> None:
         """Report that this rank may hold only a part of this version.
@@ -237,19 +238,16 @@ class Update:
                 version=self.version,
                 hint="pass what the load raised",
             )
-        if not self._report("failed"):
-            return
-        reason = (
-            errors.SyncError(error, version=self.version, phase="load", hint="") if isinstance(error, str) else error
-        )
-        try:
-            self._owner.failed(self.version, reason)
-        finally:
-            self._end_unless_entered()
-
-    def _report(self, outcome: str) -> bool:
         self._check_process()
-        return locked(self._lock, self._note, outcome)
+        if not locked(self._lock, self._report, "failed"):
+            return
+        if isinstance(error, str):
+            error = errors.SyncError(error, version=self.version, phase="load", hint="")
+        try:
+            self._owner.failed(self.version, error)
+        finally:
+            if not self._entered:
+                self._end()
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -259,7 +257,7 @@ class Update:
                 hint="read and report it there; tensors that were read before the fork can be used here",
             )
 
-    def _note(self, outcome: str) -> bool:
+    def _report(self, outcome: str) -> bool:
         if self._outcome == outcome:
             return False
         if self._outcome is not None:
@@ -288,10 +286,6 @@ class Update:
 
     def _open_slot(self) -> Slot:
         return locked(self._lock, self._touch)
-
-    def _end_unless_entered(self) -> None:
-        if not self._entered:
-            self._end()
 
     def _end(self) -> None:
         self._over = True

@@ -484,8 +484,7 @@ async def test_nothing_piles_up_over_many_versions_and_coordinators(target: Worl
         assert len(target.loop.tasks) < 5
         target.tell(wire.LaneDrop(f"lane {version}"))
         target.loop.sidecars.pop().dead.set()
-        for facts in (known._metas, known._digests, known._devices):
-            assert len(facts) <= 2
+        assert len(known._facts) <= 2
         assert not known.prepared
         assert not known.doubtful
         assert not target.transfers._transfers
@@ -510,7 +509,7 @@ async def test_nothing_piles_up_over_many_publishes(leader: bool, monkeypatch: p
             world.tell(wire.Discard(number), wire.PublishEnd(number, None, wire.WireError("SyncError", "no")))
             await outcome(job.pending)
         known = world.hub.holdings
-        assert max(len(facts) for facts in (known._metas, known._digests, known._devices)) <= 2
+        assert len(known._facts) <= 2
         assert not known.publishing
         assert not world.publisher._jobs
     await world.end()

@@ -142,12 +142,6 @@ class Loop:
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         return asyncio.create_task(coroutine, name=name)
 
-    def register_fd(self, fd: int) -> None:
-        self.fds.add(fd)
-
-    def unregister_fd(self, fd: int) -> None:
-        self.fds.discard(fd)
-
 
 class World:
     def __init__(self, server: Server, coordinator: Coordinator) -> None:
@@ -262,7 +256,7 @@ async def test_the_end_of_a_connection_is_not_lost_to_something_to_write(ticks: 
     serves the connection ends."""
     ending = Ending()
     session = Session(Loop(), "127.0.0.1:1", "secret", HELLO, Handler())  # type: ignore[arg-type]  # a fake
-    session._interval_s = 60.0
+    session.heartbeat_interval_s = 60.0
     serving = asyncio.create_task(session._serve(ending))  # type: ignore[arg-type]  # a fake
     await asyncio.sleep(0.01)
     events = [ending.end, session._wake]
