@@ -203,10 +203,10 @@ class ChannelState:
             self.roster.note_loss(member.name, now)
         if state.is_peer:
             self.operations.lost(member, state.note, now)
-            self.stuck.lost(member, now)
+            self.stuck.lost(now)
         self.commits.publishes.left(member)
-        self.links.try_again(now, lost=member)
         self.commits.lost(state, now)
+        self.lanes.lost(member, now)
         if state.is_target:
             self.rounds.lost(member, self.view(member.group, member.replica), self.out)
         self._settle(now)
@@ -254,6 +254,7 @@ class ChannelState:
         self.hosts.tick(now)
         self.recovery.tick(now)
         self.links.tick(now)
+        self.lanes.tick(now)
         self.commits.tick(now, recovering=self.recovery.active)
         self.hosts.release(self.commits.latest, now)
         if self.config.peers:
@@ -276,12 +277,7 @@ class ChannelState:
 
     def store_moved(self, now: float) -> None:
         """The store was replaced: lanes still forming start again."""
-        self.lanes.store_moved()
-        for transfer in self.commits.transfers:
-            transfer.store_moved(now)
-        self.operations.store_moved(now)
-        self.stuck.store_moved(now)
-        self.links.try_again(now)
+        self.lanes.store_moved(now)
         self._settle(now)
 
     def waits(self, member: Member) -> bool:
@@ -464,11 +460,7 @@ class ChannelState:
         member = state.member
         match message:
             case wire.LaneFormed():
-                lane = self.lanes.formed(member, message.lane, now)
-                if lane is not None:
-                    self.links.lane_formed(lane, now)
-                    self.commits.lane_formed(lane, now)
-                    self.stuck.lane_formed(lane, now)
+                self.lanes.formed(member, message.lane, now)
             case wire.LaneFailed():
                 self._lane_failed(state, message, now)
             case wire.LaneMoved():
@@ -481,21 +473,12 @@ class ChannelState:
                 return
 
     def _lane_failed(self, state: MemberState, message: wire.LaneFailed, now: float) -> None:
-        lane = self.lanes.get(message.lane)
-        if lane is None or state.member not in lane.members:
-            return
         error = message.error.exception()
-        if isinstance(error, errors.StoreTampered):
-            self.lanes.tampered(lane)
-        elif self.lanes.waits_for_store(lane):
-            return
-        elif state.is_peer:
-            self.operations.lane_failed(lane, error, now)
-            self.stuck.lane_failed(lane, error, now)
-        else:
-            self.links.broke(message.links, error.message, now)
-            self.links.lane_failed(lane, error, now)
-            self.commits.lane_failed(lane, error, now)
+        lane = self.lanes.failing(state.member, message.lane, error)
+        if lane is not None:
+            if not state.is_peer:
+                self.links.broke(message.links, error.message, now)
+            self.lanes.fail(lane, error, now)
 
     def _post(self, state: MemberState, message: wire.OperationPost, now: float) -> None:
         if state.is_peer:

@@ -115,7 +115,7 @@ def test_each_lane_has_a_secret_of_its_own() -> None:
         out: list[Effect] = []
         lanes = Lanes(world.state.roster, out, run="run", term=1, store=lambda: STORE, secret=secret)
         for _ in range(2):
-            lanes.open(states, "gloo", 0.0, 5.0)
+            lanes.open(states, "gloo", world.state.operations, 0.0, 5.0)
         return [message for effect in out if isinstance(message := getattr(effect, "message", None), LaneForm)]
 
     first, other = forms(b"a" * SECRET_NBYTES), forms(b"b" * SECRET_NBYTES)

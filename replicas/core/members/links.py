@@ -25,10 +25,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from replicas import errors
 from replicas.common.backoff import Backoff
 from replicas.core.members.member_state import MemberState
-from replicas.core.moving.lanes import Lane, Lanes
+from replicas.core.moving.lanes import Lanes
 from replicas.core.moving.probes import Probe
 from replicas.messages.identity import Member
 
@@ -146,9 +145,7 @@ class Links:
         if crowded:
             self._usual = {address: rate for address, rate in self._usual.items() if address in there}
         for link, fault in list(self._faults.items()):
-            if fault.trial is not None:
-                fault.trial.tick(now)
-            elif not link <= there:
+            if fault.trial is None and not link <= there:
                 del self._faults[link]
         if not any(fault.broken for fault in self._faults.values()):
             return
@@ -156,7 +153,7 @@ class Links:
         for state in self._roster:
             if not state.observes and not self._roster.suspect(state, now):
                 ends.setdefault(state.address, state)
-        room = max(0, TRIALS_AT_ONCE - len(self._trials))
+        room = max(0, TRIALS_AT_ONCE - sum(fault.trial is not None for fault in self._faults.values()))
         due = [(f.trial_at, link) for link, f in self._faults.items() if f.broken and not f.trial and now >= f.trial_at]
         due.sort(key=lambda entry: entry[0])
         for link in [link for _, link in due if link <= ends.keys()][:room]:
@@ -165,38 +162,17 @@ class Links:
             if not trial.over:
                 self._faults[link].trial = trial
 
-    def _tried(self, link: frozenset[str], culprits: Mapping[Member, str], now: float) -> None:
+    def _tried(self, link: frozenset[str], culprits: Mapping[Member, str] | None, now: float) -> None:
         fault = self._faults[link]
         fault.trial = None
-        if culprits:
+        if culprits is None:
+            fault.trial_at = now  # its store or a member was lost
+        elif culprits:
             fault.tries += 1
             fault.trial_at = now + TRIAL.after(fault.tries)
         else:
             fault.broken = False
             fault.doubt_until = now + DOUBT.after(fault.count)
-
-    @property
-    def _trials(self) -> list[Probe]:
-        return [fault.trial for fault in self._faults.values() if fault.trial is not None]
-
-    def lane_formed(self, lane: Lane, now: float) -> None:
-        for trial in self._trials:
-            trial.formed(lane, now)
-
-    def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        for trial in self._trials:
-            trial.failed(lane, error, now)
-
-    def try_again(self, now: float, *, lost: Member | None = None) -> None:
-        """Abandon trials, and try their links again at once.
-
-        ``lost``: only the trials that this lost member took part in; None: all, as they
-        ran over the old store.
-        """
-        for fault in self._faults.values():
-            if fault.trial is not None and (lost is None or fault.trial.with_member(lost)):
-                fault.trial.abandon()
-                fault.trial, fault.trial_at = None, now
 
 
 def _links(pairs: Pairs) -> set[frozenset[str]]:

@@ -109,9 +109,9 @@ class Blame:
         if not probe.over:
             self._probe = probe
 
-    def _probed(self, culprits: Mapping[Member, str], now: float) -> None:
+    def _probed(self, found: Mapping[Member, str] | None, now: float) -> None:
         """Quarantine the culprits that the pairs have shown, and resume."""
-        self._probe = None
+        self._probe, culprits = None, found or {}
         if culprits:
             self.failures = 0
         self._transfer.quarantine(culprits, now)

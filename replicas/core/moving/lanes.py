@@ -6,9 +6,10 @@ and *dead* for good after the first failure or loss: a new attempt is a new lane
 (:data:`replicas.core.membership.LANE`). A *probe* is a lane that only shows whether its
 members can form one.
 
-A report about a lane that is forming over a store that has ended is no failure of the
-lane or its members: the owner of the lane opens another over the next store. A store
-that a non-member writes to is ended and replaced.
+What opens a lane *owns* it (:class:`LaneOwner`), and is told of its end. A report about
+a lane that is forming over a store that has ended is no failure of the lane or its
+members: the owner opens another over the next store. A store that a non-member writes
+to is ended and replaced.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from replicas import errors
 from replicas.core.effects import Effect, Emit, ReplaceStore, Send, SidecarReplaced, SweepStore
 from replicas.core.members.member_state import MemberState
+from replicas.core.members.preflight import nccl_works
 from replicas.core.members.roster import Roster
 from replicas.core.membership import LANE, LaneState
 from replicas.core.moving.pace import Pace
 from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
 from replicas.messages.identity import Member
 
-__all__ = ["Lane", "Lanes", "form_timeout"]
+__all__ = ["Lane", "LaneOwner", "Lanes", "form_timeout"]
 
 SECRET_NBYTES = 32
 FORM_TIMEOUT_S = 20.0
@@ -45,10 +49,24 @@ def form_timeout(remaining_s: float, rtt_s: float = 0.0) -> float:
     return min(FORM_TIMEOUT_S, enough_s)
 
 
+class LaneOwner(Protocol):
+    """Whoever works in a lane: told of its events as long as it is not dead."""
+
+    def lane_formed(self, lane: Lane, now: float) -> None:
+        """Every member has formed its part."""
+
+    def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
+        """It failed, or did not form in time, while all its members are alive."""
+
+    def lane_void(self, lane: Lane, now: float) -> None:
+        """It never forms, through no fault of its members: its store is gone."""
+
+
 @dataclass(slots=True, eq=False)
 class Lane:
     """One process group.
 
+    :ivar deadline: it must have formed by then.
     :ivar store: where it forms.
     :ivar pace: progress of its current work.
     """
@@ -57,9 +75,11 @@ class Lane:
     prefix: str
     members: tuple[Member, ...]
     backend: Backend
+    owner: LaneOwner
+    probe: bool
     opened_at: float
     deadline: float
-    store: tuple[str, int] = ("", 0)
+    store: tuple[str, int]
     state: LaneState = "forming"
     formed_by: set[Member] = field(default_factory=set)
     formed_s: float = 0.0
@@ -69,8 +89,15 @@ class Lane:
     def __post_init__(self) -> None:
         self.ranks = {member: rank for rank, member in enumerate(self.members)}
 
-    def rank(self, member: Member) -> int:
-        return self.ranks[member]
+    def overdue(self) -> errors.DeadlineExceeded:
+        """Return the error of a lane that has not formed by its deadline."""
+        late = [member.name for member in self.members if member not in self.formed_by]
+        within_s = self.deadline - self.opened_at
+        text = f"the process group did not form in {within_s:.1f} s"
+        if self.probe:
+            text = f"no process group within {within_s:g} s"
+        phase = "probe" if self.probe else "form"
+        return errors.DeadlineExceeded(f"{text}; missing: {', '.join(late)}", phase=phase, members=late)
 
 
 class Lanes:
@@ -102,20 +129,39 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def get(self, name: str) -> Lane | None:
-        return self._lanes.get(name)
+    def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:
+        """Return ``nccl`` if configured, or if all can use it for tensors on GPUs.
+
+        :param on_device: the tensors are on CUDA devices.
+        """
+        config = self.roster.config
+        if config.backend == "gloo" or (config.backend == "nccl" and config.staging != "device"):
+            return config.backend
+        return "nccl" if on_device and nccl_works([state.hello for state in states]) else "gloo"
 
     def open(
-        self, states: Sequence[MemberState], backend: Backend, now: float, timeout_s: float, *, probe: bool = False
+        self,
+        states: Sequence[MemberState],
+        backend: Backend,
+        owner: LaneOwner,
+        now: float,
+        timeout_s: float,
+        *,
+        grace_s: float = 0.0,
+        probe: bool = False,
     ) -> Lane:
-        """Ask every member to form a process group of them all, in this order."""
+        """Ask every member to form a process group of them all, in this order.
+
+        :param grace_s: the owner is told so much after the members' deadline.
+        """
         self._count += 1
         epoch = self.roster.epoch
         name = f"{epoch}.{self._count}"
         prefix = f"{self._base}/{epoch}/{self._count}"
         members = tuple(state.member for state in states)
         host, port = self._store()
-        lane = Lane(name, prefix, members, backend, opened_at=now, deadline=now + timeout_s, store=(host, port))
+        deadline = now + timeout_s + grace_s
+        lane = Lane(name, prefix, members, backend, owner, probe, now, deadline, (host, port))
         self._lanes[name] = lane
         secret = hashlib.blake2b(prefix.encode(), digest_size=SECRET_NBYTES, key=self._secret).digest()
         addresses = tuple(state.address for state in states)
@@ -138,33 +184,59 @@ class Lanes:
             self._out.append(Send(member, form))
         return lane
 
-    def formed(self, member: Member, name: str, now: float) -> Lane | None:
-        """Note that a member has formed its part; return the lane if complete."""
+    def formed(self, member: Member, name: str, now: float) -> None:
+        """Note that a member has formed its part."""
         lane = self._lanes.get(name)
         if lane is None or lane.state != "forming" or member not in lane.ranks:
-            return None
+            return
         lane.formed_by.add(member)
-        if len(lane.formed_by) < len(lane.members):
-            return None
-        lane.state = LANE.next(lane.state, "formed_by_all")
-        lane.formed_s = now - lane.opened_at
-        return lane
+        if len(lane.formed_by) == len(lane.members):
+            lane.state = LANE.next(lane.state, "formed_by_all")
+            lane.formed_s = now - lane.opened_at
+            lane.owner.lane_formed(lane, now)
 
-    def tampered(self, lane: Lane) -> None:
-        """Replace the lane's store: a member reports that others wrote to it."""
+    def failing(self, member: Member, name: str, error: errors.ReplicasError) -> Lane | None:
+        """Return the lane that a member reports as failed, unless by its store.
+
+        Its store is replaced if others wrote to it.
+        """
+        lane = self._lanes.get(name)
+        if lane is None or member not in lane.ranks:
+            return None
+        if not isinstance(error, errors.StoreTampered):
+            return None if self._waits_for_store(lane) else lane
         if lane.state == "forming" and lane.store == self._store() != self._lost:
             self._lost = lane.store
             self._out.append(ReplaceStore(*lane.store))
+        return None
+
+    def fail(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
+        """Tell the lane's owner; a lane that is kept is closed."""
+        if lane is self._kept:
+            self.close(lane)
+        else:
+            lane.owner.lane_failed(lane, error, now)
+
+    def tick(self, now: float) -> None:
+        """Tell the owners of lanes that have not formed in time."""
+        for lane in [lane for lane in self._lanes.values() if now > lane.deadline]:
+            if self._waits_for_store(lane):
+                lane.owner.lane_void(lane, now)
+            elif lane.state == "forming":
+                lane.owner.lane_failed(lane, lane.overdue(), now)
 
     def store_lost(self) -> None:
         """Note that the store has ended."""
         self._lost = self._store()
 
-    def store_moved(self) -> None:
-        """Note that a new store has replaced it."""
+    def store_moved(self, now: float) -> None:
+        """Note that a new store has replaced it: lanes over the old one never form."""
         self._lost = None
+        for lane in list(self._lanes.values()):
+            if lane.state == "forming":
+                lane.owner.lane_void(lane, now)
 
-    def waits_for_store(self, lane: Lane) -> bool:
+    def _waits_for_store(self, lane: Lane) -> bool:
         """Return whether the lane cannot form because its store is gone or replaced."""
         return lane.state == "forming" and (lane.store == self._lost or lane.store != self._store())
 
@@ -201,20 +273,18 @@ class Lanes:
             self.close(kept)
         self._kept = lane if lane is not None and lane.state == "formed" else None
 
-    def take(self, members: tuple[Member, ...], backend: Backend) -> Lane | None:
+    def take(self, members: tuple[Member, ...], backend: Backend, owner: LaneOwner) -> Lane | None:
         """Return the kept lane, if it has exactly these members."""
         kept = self._kept
         if kept is None or (kept.members, kept.backend) != (members, backend):
             return None
-        self._kept = None
+        self._kept, kept.owner = None, owner
         return kept
 
-    def broke(self, lane: Lane) -> None:
-        """Close the kept lane if a member reports that it is broken."""
-        if lane is self._kept:
-            self.close(lane)
-
-    def lost(self, member: Member) -> None:
-        """Close the kept lane if it has this member, which is out of the roster."""
-        if self._kept is not None and member in self._kept.ranks:
-            self.close(self._kept)
+    def lost(self, member: Member, now: float) -> None:
+        """Close the kept lane, and end the probes, of a member out of the roster."""
+        for lane in [lane for lane in self._lanes.values() if member in lane.ranks]:
+            if lane is self._kept:
+                self.close(lane)
+            elif lane.probe:
+                lane.owner.lane_void(lane, now)

@@ -7,7 +7,8 @@ Pairs of members form lanes of two, all at the same time, and move a few bytes t
 them. A pair that has not succeeded within :data:`PROBE_TIMEOUT_S` is *bad*. Up to
 :data:`ALL_PAIRS` members every pair is tried, beyond that each member with the next two
 in a ring: still four pairs for each, enough to tell a member that fails with all others
-from one that failed with that member only.
+from one that failed with that member only. A pair with a lost member proves nothing;
+nor does any pair when the store is replaced meanwhile.
 
 The culprits are chosen to explain the bad pairs: as long as any are left, the member in
 most of them is a culprit, and its pairs are explained. A tie (a single bad pair) goes
@@ -26,6 +27,8 @@ from replicas.messages.identity import Member
 
 __all__ = ["Probe", "culprits"]
 
+OnEnd = Callable[[Mapping[Member, str] | None, float], None]
+
 PROBE_TIMEOUT_S = 4.0
 ALL_PAIRS = 5
 
@@ -34,7 +37,8 @@ class Probe:
     """One round of pairs.
 
     :param pairs: those to try; None: chosen from ``members``.
-    :param on_end: called once as ``on_end(culprits, now)``, with the reason by member.
+    :param on_end: called once as ``on_end(culprits, now)``, with the reason by member;
+        None: nothing was proved.
     """
 
     def __init__(
@@ -43,83 +47,68 @@ class Probe:
         members: Sequence[Member],
         backend: Backend,
         now: float,
-        on_end: Callable[[Mapping[Member, str], float], None],
+        on_end: OnEnd,
         *,
         pairs: Sequence[tuple[Member, Member]] | None = None,
     ) -> None:
         self._lanes = lanes
         self._members = tuple(member for member in members if member in lanes.roster)
         self._on_end = on_end
-        self._deadline = now + PROBE_TIMEOUT_S
-        self._open: dict[str, Lane] = {}
-        self._bad: dict[tuple[Member, Member], str] = {}
+        self._bad: dict[tuple[Member, ...], str] = {}
         self.over = False
-        for pair in self._pairs() if pairs is None else pairs:
-            lane = lanes.open(lanes.roster.states(pair), backend, now, PROBE_TIMEOUT_S, probe=True)
-            self._open[lane.name] = lane
+        pairs = self._pairs() if pairs is None else pairs
+        self._proves = not pairs
+        self._open = [
+            lanes.open(lanes.roster.states(pair), backend, self, now, PROBE_TIMEOUT_S, probe=True) for pair in pairs
+        ]
         self._end_if_done(now)
 
-    def _pairs(self) -> list[tuple[Member, Member]]:
+    def _pairs(self) -> Sequence[tuple[Member, Member]]:
         members, count = self._members, len(self._members)
         if count <= ALL_PAIRS:
             return [(members[i], members[k]) for i in range(count) for k in range(i + 1, count)]
         return [(members[i], members[(i + step) % count]) for i in range(count) for step in (1, 2)]
 
-    def with_member(self, member: Member) -> bool:
-        """Return whether a pair with this member is still open."""
-        return any(member in lane.members for lane in self._open.values())
-
-    def formed(self, lane: Lane, now: float) -> None:
+    def lane_formed(self, lane: Lane, now: float) -> None:
         """Note that this pair works."""
-        if self._open.pop(lane.name, None) is not None:
-            self._lanes.close(lane)
-            self._end_if_done(now)
+        self._proves = True
+        self._close(lane, now)
 
-    def failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
+    def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
         """Note that this pair is bad."""
-        if self._open.pop(lane.name, None) is not None:
-            self._bad[lane.members[0], lane.members[1]] = error.message
-            self._lanes.close(lane)
-            self._end_if_done(now)
+        self._proves = True
+        self._bad[lane.members] = error.message
+        self._close(lane, now)
 
-    def lost(self, member: Member, now: float) -> None:
-        """Discard the pairs of a lost member: they prove nothing."""
-        self._bad = {pair: why for pair, why in self._bad.items() if member not in pair}
-        self._forget([lane for lane in self._open.values() if member in lane.members], now)
+    def lane_void(self, lane: Lane, now: float) -> None:
+        """Discard the pair of a lost member, or all pairs over a lost store."""
+        if not all(member in self._lanes.roster for member in lane.members):
+            self._close(lane, now)
+        elif not self.over:
+            self.abandon()
+            self._on_end(None, now)
 
-    def tick(self, now: float) -> None:
-        """Mark the pairs bad that have not formed by the deadline."""
-        if now > self._deadline:
-            self._forget([lane for lane in self._open.values() if self._lanes.waits_for_store(lane)], now)
-            for lane in list(self._open.values()):
-                late = [member.name for member in lane.members if member not in lane.formed_by]
-                text = f"no process group within {PROBE_TIMEOUT_S:g} s; missing: {', '.join(late)}"
-                self.failed(lane, errors.DeadlineExceeded(text, phase="probe", members=late), now)
-
-    def store_moved(self, now: float) -> None:
-        """Discard pairs still forming over the old store: they prove nothing."""
-        self._forget([lane for lane in self._open.values() if lane.state == "forming"], now)
-
-    def _forget(self, lanes: Sequence[Lane], now: float) -> None:
-        for lane in lanes:
-            del self._open[lane.name]
-            self._lanes.close(lane)
+    def _close(self, lane: Lane, now: float) -> None:
+        self._open.remove(lane)
+        self._lanes.close(lane)
         self._end_if_done(now)
 
     def abandon(self) -> None:
         """Close every lane, and end without calling ``on_end``."""
         self.over = True
-        for lane in self._open.values():
+        for lane in self._open:
             self._lanes.close(lane)
-        self._open.clear()
 
     def _end_if_done(self, now: float) -> None:
-        if not self._open and not self.over:
-            self.over = True
-            self._on_end(culprits(self._members, self._bad), now)
+        if self._open or self.over:
+            return
+        self.over = True
+        roster = self._lanes.roster
+        bad = {pair: why for pair, why in self._bad.items() if all(member in roster for member in pair)}
+        self._on_end(culprits(self._members, bad) if self._proves else None, now)
 
 
-def culprits(members: Sequence[Member], bad: Mapping[tuple[Member, Member], str]) -> dict[Member, str]:
+def culprits(members: Sequence[Member], bad: Mapping[tuple[Member, ...], str]) -> dict[Member, str]:
     """Return the fewest members (found greedily) that explain the bad pairs.
 
     Each comes with the reason of one of its pairs.

@@ -42,8 +42,6 @@ from typing import Literal
 
 from replicas import errors
 from replicas.core.ground import Ground
-from replicas.core.members.member_state import MemberState
-from replicas.core.members.preflight import nccl_works
 from replicas.core.membership import TRANSFER, TransferState
 from replicas.core.moving.blame import Blame
 from replicas.core.moving.lanes import Lane, form_timeout
@@ -285,25 +283,21 @@ class Transfer:
         """Reuse the kept lane of these members, or form one."""
         ground = self._ground
         states = ground.roster.states(members)
-        backend = self._backend(states)
-        kept = self.lane or ground.lanes.take(members, backend)
+        backend = ground.lanes.backend(states, on_device=self._on_device)
+        kept = self.lane or ground.lanes.take(members, backend, self)
         if kept is not None and (kept.members, kept.backend, kept.state) != (members, backend, "formed"):
             self.close_lane()
             kept = None
         self._forms_lane = kept is None
         timeout_s = form_timeout(remaining, max(state.rtt_s for state in states))
-        self.lane = kept or ground.lanes.open(states, backend, now, timeout_s)
+        self.lane = kept or ground.lanes.open(states, backend, self, now, timeout_s)
 
-    def _backend(self, states: Sequence[MemberState]) -> Backend:
-        """``nccl`` for CUDA weights or slots if configured or usable by all members."""
-        config = self._ground.roster.config
-        if config.backend == "gloo" or (config.backend == "nccl" and not self._copies):
-            return config.backend
-        on_device = self._copies or self.payload.device == "cuda"
-        return "nccl" if on_device and nccl_works([state.hello for state in states]) else "gloo"
+    @property
+    def _on_device(self) -> bool:
+        return self._copies or self.payload.device == "cuda"
 
     def _lane_backend(self) -> Backend:
-        return self._backend(self._ground.roster.states(self.plan.lane))
+        return self._ground.lanes.backend(self._ground.roster.states(self.plan.lane), on_device=self._on_device)
 
     def _go_if_ready(self, now: float) -> None:
         if self.state != "offering" or len(self._ready) < len(self._movers):
@@ -317,7 +311,7 @@ class Transfer:
         routes: tuple[tuple[int, ...], ...] = ()
         if lane is not None:
             self.form_s += lane.formed_s if self._forms_lane else 0.0
-            routes = tuple(tuple(lane.rank(member) for member in route) for route in self.plan.routes)
+            routes = tuple(tuple(lane.ranks[member] for member in route) for route in self.plan.routes)
         name = lane.name if lane is not None else ""
         left_s = max(0.0, self.deadline - now)
         go = TransferGo(self.id, name, routes, left_s if self.kind == "main" else max(left_s, LONGEST_S))
@@ -332,10 +326,7 @@ class Transfer:
             self._go_if_ready(now)
 
     def lane_formed(self, lane: Lane, now: float) -> None:
-        if lane is self.lane:
-            self._go_if_ready(now)
-        elif self.blame.probing is not None:
-            self.blame.probing.formed(lane, now)
+        self._go_if_ready(now)
 
     def done(self, member: Member, reply: TransferDone, now: float) -> None:
         if reply.transfer != self.id or member not in self.concerned:
@@ -473,12 +464,13 @@ class Transfer:
             state.forget(self.payload.version)
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        if lane is self.lane and not self.over and self.plan.lane:
-            self.failed_all_alive(error, now)
-        elif lane is self.lane:
+        if self.over or not self.plan.lane:
             self.close_lane("failed")
-        elif self.blame.probing is not None:
-            self.blame.probing.failed(lane, error, now)
+        else:
+            self.failed_all_alive(error, now)
+
+    def lane_void(self, lane: Lane, now: float) -> None:
+        self.again("store", now)
 
     def failed_all_alive(self, error: errors.ReplicasError, now: float) -> None:
         """Handle an attempt that failed although no member was lost."""
@@ -543,7 +535,6 @@ class Transfer:
             return
         if self.blame.probing is not None:
             self.blame.failures = 0
-            self.blame.probing.lost(member, now)
         elif member in {*self._movers, *self._needed_lenders()} or not self.concerned:
             self.blame.failures = 0
             self.again("lost", now)
@@ -577,23 +568,12 @@ class Transfer:
         self.again("slow", now)
 
     def tick(self, now: float) -> None:
-        """Replace an attempt with a silent member, or a lane that forms too late."""
-        if self.over:
-            return
-        if self.blame.probing is not None:
-            self.blame.probing.tick(now)
+        """Replace an attempt with a silent member, or one that stands still."""
+        if self.over or self.blame.probing is not None:
             return
         frozen = self._suspects({*self._movers, *self._mapping}, now)
         if frozen and not self._would_lose_version(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
-        elif self.lane is not None and self.lane.state == "forming" and now > self.lane.deadline:
-            if self._ground.lanes.waits_for_store(self.lane):
-                self.again("store", now)
-                return
-            late = sorted(m.name for m in self.lane.members if m not in self.lane.formed_by)
-            message = f"the process group did not form in {self.lane.deadline - self.lane.opened_at:.1f} s; missing: "
-            error = errors.DeadlineExceeded(message + ", ".join(late), phase="form", members=late)
-            self.failed_all_alive(error, now)
         else:
             self.pacing.tick(now)
 
@@ -606,11 +586,6 @@ class Transfer:
         holders = (one.member for one in ground.roster if version in one.held)
         others = any(member not in silent and member not in self.refused for member in holders)
         return not others and not ground.keeping.of(version)
-
-    def store_moved(self, now: float) -> None:
-        """Replace a lane that is still forming over the old store: it never will."""
-        if self.blame.probing is not None or (not self.over and self.lane is not None and self.lane.state == "forming"):
-            self.again("store", now)
 
     def _suspects(self, members: Iterable[Member], now: float) -> set[Member]:
         roster = self._ground.roster

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from replicas.core.members.member_state import MemberState
-from replicas.core.members.preflight import nccl_works
-from replicas.core.moving.lanes import Lane, Lanes
+from replicas.core.moving.lanes import Lane, LaneOwner, Lanes
 from replicas.messages import Backend
 from replicas.messages.identity import Member
 
 __all__ = ["DomainLanes"]
+
+LATE_S = 1.0
+"""Sidecars end a process group at its deadline; the coordinator this much later."""
 
 _Whose = int | tuple[Member, ...]
 """A domain, or a pair of its members apart from the others."""
@@ -23,7 +25,8 @@ class DomainLanes:
     So is that of a pair as soon as its whole domain has one that works.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, owner: LaneOwner) -> None:
+        self._owner = owner
         self._roster = lanes.roster
         self._lanes = lanes
         self._current: dict[tuple[_Whose, Backend], Lane] = {}
@@ -49,7 +52,7 @@ class DomainLanes:
         :param apart: a lane of their own, not that of the domain.
         :param on_device: the tensors are on CUDA devices.
         """
-        backend = self.backend(wanted, on_device=on_device)
+        backend = self._lanes.backend(wanted, on_device=on_device)
         members = tuple(state.member for state in wanted)
         key: tuple[_Whose, Backend] = (members if apart else domain, backend)
         lane = self._current.get(key)
@@ -58,29 +61,12 @@ class DomainLanes:
             if lane.members == members or (within and set(members) <= set(lane.members) <= live):
                 return lane
             self._retired.append(lane)
-        lane = self._current[key] = self._lanes.open(wanted, backend, now, timeout_s)
+        lane = self._current[key] = self._lanes.open(wanted, backend, self._owner, now, timeout_s, grace_s=LATE_S)
         return lane
 
     def parted(self, pair: tuple[Member, ...]) -> bool:
         """Return whether the pair already has a formed lane of its own."""
         return any(whose == pair and lane.state == "formed" for (whose, _), lane in self._current.items())
-
-    def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:
-        """Return the configured backend; for ``auto``, ``nccl`` where all can use it.
-
-        That takes tensors on GPUs, and members that NCCL accepts.
-        """
-        wanted = self._roster.config.backend
-        if wanted != "auto":
-            return wanted
-        return "nccl" if on_device and nccl_works([state.hello for state in states]) else "gloo"
-
-    def waits_for_store(self, lane: Lane) -> bool:
-        return self._lanes.waits_for_store(lane)
-
-    def owns(self, lane: Lane) -> bool:
-        """Return whether operations may run in it."""
-        return any(known is lane for known in self)
 
     def close(self, lane: Lane, reason: str) -> None:
         """Close the lane. ``reason``: why it must be replaced; empty when done."""

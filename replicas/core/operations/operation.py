@@ -89,7 +89,7 @@ class Operation:
             operation=self.number,
             lane=lane.name,
             participants=members,
-            lane_ranks=tuple(lane.rank(member) for member in members),
+            lane_ranks=tuple(lane.ranks[member] for member in members),
             segments=segments,
             root=self.root,
             deadline_s=max(0.0, self.deadline - now),

@@ -59,8 +59,6 @@ from replicas.messages.identity import Member
 
 __all__ = ["Operation", "Operations"]
 
-LATE_S = 1.0
-"""Sidecars end a process group at its deadline; the coordinator this much later."""
 PAIR_PATIENCE_S = 2.0
 """How long a pair waits for others to form a lane with them."""
 
@@ -80,7 +78,7 @@ class Operations:
     def __init__(self, ground: Ground) -> None:
         self._ground, self._roster = ground, ground.roster
         self._settling = Settling()
-        self._lanes = DomainLanes(ground.lanes)
+        self._lanes = DomainLanes(ground.lanes, self)
         self.pairing = Pairing(ground, self._settling, self.reply, self._is_running)
         self._running: dict[int, Operation] = {}
         self._vanished: dict[Member, str] = {}
@@ -169,11 +167,7 @@ class Operations:
     def backend_of(self, operation: Operation) -> Backend:
         """Return the backend of the lane that it uses."""
         states = self._roster.states(operation.participants)
-        return self.backend_for(states, on_device=self._on_device(operation))
-
-    def backend_for(self, states: Sequence[MemberState], *, on_device: bool = False) -> Backend:
-        """Return the backend of a lane of these members."""
-        return self._lanes.backend(states, on_device=on_device)
+        return self._ground.lanes.backend(states, on_device=self._on_device(operation))
 
     @staticmethod
     def _on_device(operation: Operation) -> bool:
@@ -196,9 +190,13 @@ class Operations:
         self._broken(operation.lane, [operation], error, now)
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        """A member reports that the lane failed, while it formed or later."""
-        if self._lanes.owns(lane):
-            self._broken(lane, [op for op in self.running if op.lane is lane], error, now)
+        self._broken(lane, [op for op in self.running if op.lane is lane], error, now)
+
+    def lane_formed(self, lane: Lane, now: float) -> None:
+        """Not used: :meth:`advance` runs what waits for it."""
+
+    def lane_void(self, lane: Lane, now: float) -> None:
+        self.close_lane(lane, "store", now)
 
     def _broken(
         self,
@@ -237,8 +235,7 @@ class Operations:
 
     def close_lane(self, lane: Lane, reason: str, now: float) -> None:
         """Close a dead lane, and start its operations again in another one."""
-        if self._lanes.owns(lane):
-            self._lanes.close(lane, reason)
+        self._lanes.close(lane, reason)
         concerned = [operation for operation in self.running if operation.lane is lane]
         if concerned:
             self._ground.retried(reason)
@@ -347,23 +344,11 @@ class Operations:
             if member in lane.members and lane.state == "forming":
                 self.close_lane(lane, reason, now)
 
-    def store_moved(self, now: float) -> None:
-        """Replace lanes that are still forming over the old store: they never will."""
-        for lane in [lane for lane in self._lanes if lane.state == "forming"]:
-            self.close_lane(lane, "store", now)
-
     def tick(self, now: float) -> None:
         """Check deadlines, and leave silent members behind."""
         for operation in self.running:
             if operation.number in self._running and now > operation.deadline:
                 self._end(operation, operation.overdue(), now)
-        for lane in [lane for lane in self._lanes if lane.state == "forming" and now > lane.deadline + LATE_S]:
-            if self._lanes.waits_for_store(lane):
-                self.close_lane(lane, "store", now)
-                continue
-            late = [member.name for member in lane.members if member not in lane.formed_by]
-            text = f"the process group did not form in {now - lane.opened_at:.1f} s; missing: {', '.join(late)}"
-            self.lane_failed(lane, errors.DeadlineExceeded(text, phase="form", members=late), now)
         self._leave_silent(now)
         for operation in self.running:
             if operation.number in self._running and operation.gone and operation.lane is not None:

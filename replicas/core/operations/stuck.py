@@ -27,7 +27,6 @@ from functools import partial
 from replicas import errors
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
-from replicas.core.moving.lanes import Lane
 from replicas.core.moving.probes import Probe
 from replicas.core.operations.operation import Operation
 from replicas.core.operations.operations import Operations
@@ -83,9 +82,9 @@ class StuckOperations:
             self._probes[operation.ref] = (operation, probe)
         return not probe.over
 
-    def _ended(self, operation: Operation, culprits: Mapping[Member, str], now: float) -> None:
+    def _ended(self, operation: Operation, culprits: Mapping[Member, str] | None, now: float) -> None:
         self._probes.pop(operation.ref, None)
-        for member, why in culprits.items():
+        for member, why in (culprits or {}).items():
             self._ground.quarantine(member, why, now)
         if operation in self._operations.running:
             self._operations.resume(operation, now)
@@ -95,7 +94,7 @@ class StuckOperations:
     def _try(self, state: MemberState, apart: _Apart, now: float) -> None:
         partners = self._partners(state, now)
         pairs = [(other.member, state.member) for other in partners]
-        backend = self._operations.backend_for([*partners, state])
+        backend = self._ground.lanes.backend([*partners, state], on_device=False)
         end = partial(self._tried, state, apart)
         members = [other.member for other in partners] + [state.member]
         trial = Probe(self._ground.lanes, members, backend, now, end, pairs=pairs)
@@ -106,8 +105,10 @@ class StuckOperations:
         live = [s for s in pairing.live(pairing.domain_of(state.member)) if not self._ground.roster.suspect(s, now)]
         return live[:: -(-len(live) // TRIAL_PAIRS) or 1]
 
-    def _tried(self, state: MemberState, apart: _Apart, culprits: Mapping[Member, str], now: float) -> None:
+    def _tried(self, state: MemberState, apart: _Apart, culprits: Mapping[Member, str] | None, now: float) -> None:
         apart.trial = None
+        if culprits is None:
+            return  # another one follows
         if not culprits:
             self._ground.roster.release(state)
             return
@@ -129,34 +130,9 @@ class StuckOperations:
 
     # ----------------------------------------------------------- events of the channel
 
-    def _open(self) -> list[Probe]:
-        trials = [apart.trial for apart in self._apart.values() if apart.trial is not None]
-        return [probe for _, probe in self._probes.values()] + trials
-
-    def lane_formed(self, lane: Lane, now: float) -> None:
-        for probe in self._open():
-            probe.formed(lane, now)
-
-    def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        for probe in self._open():
-            probe.failed(lane, error, now)
-
-    def lost(self, member: Member, now: float) -> None:
+    def lost(self, now: float) -> None:
+        """Drop the trial of a lost peer."""
         self._look(now)
-        for probe in self._open():
-            probe.lost(member, now)
-
-    def store_moved(self, now: float) -> None:
-        """Drop trials and pairs that run over the old store: they prove nothing.
-
-        Trials start again; pairs are probed again with their operation, if need be.
-        """
-        for apart in self._apart.values():
-            if apart.trial is not None:
-                apart.trial.abandon()
-                apart.trial = None
-        for _, probe in list(self._probes.values()):
-            probe.store_moved(now)
 
     def tick(self, now: float) -> None:
         """Check deadlines; forget operations that have ended."""
@@ -164,6 +140,4 @@ class StuckOperations:
         self._probed = {ref: count for ref, count in self._probed.items() if ref in running}
         for ref in [ref for ref in self._probes if ref not in running]:
             self._probes.pop(ref)[1].abandon()
-        for probe in self._open():
-            probe.tick(now)
         self._look(now)

@@ -23,7 +23,6 @@ from replicas import messages as wire
 from replicas.core.effects import CommitDecision, RecordDecision, Send, SyncEnded
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState, Reading
-from replicas.core.moving.lanes import Lane
 from replicas.core.moving.payload import Payload
 from replicas.core.moving.transfers import Transfer
 from replicas.core.versions.catch_up import CatchUp
@@ -170,15 +169,6 @@ class Commits:
                     transfer.done(member, message, now)
                 case wire.TransferFailed():
                     transfer.member_failed(member, message.transfer, message.error.exception(), now)
-
-    def lane_formed(self, lane: Lane, now: float) -> None:
-        for transfer in self.transfers:
-            transfer.lane_formed(lane, now)
-
-    def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        self._ground.lanes.broke(lane)
-        for transfer in self.transfers:
-            transfer.lane_failed(lane, error, now)
 
     # ------------------------------------------------------------ from packed to moving
 
@@ -508,7 +498,6 @@ class Commits:
         member = state.member
         self.manifests.lost(member)
         self._unread = [(one, message) for one, message in self._unread if one is not state]
-        self._ground.lanes.lost(member)
         for publish in self.publishes.open():
             mine = (publish.group, publish.replica) == (member.group, member.replica)
             if publish.state == "packing" and mine and member in publish.begun:
