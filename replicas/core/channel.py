@@ -52,7 +52,7 @@ from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.moving.lanes import Lanes
 from replicas.core.operations.operations import Operations
-from replicas.core.operations.stuck import StuckOperations
+from replicas.core.operations.trials import Trials
 from replicas.core.versions.commits import Commits
 from replicas.core.versions.durable import Told
 from replicas.core.versions.keeping import Keeping
@@ -132,7 +132,7 @@ class ChannelState:
         self.told = Told(*past.decided)
         self.operations = Operations(self.ground)
         self.recovery = Recovery(self.ground, self.commits, self.operations.pairing)
-        self.stuck = StuckOperations(self.ground, self.operations)
+        self.trials = Trials(self.ground, self.operations.pairing)
         self.drains = Drains(self.ground, self.commits, self.rounds, self.operations)
         self.marks = self.ground.marks
         self._watches: dict[Member, wire.WatchLoaded] = {}
@@ -203,7 +203,7 @@ class ChannelState:
             self.roster.note_loss(member.name, now)
         if state.is_peer:
             self.operations.lost(member, state.note, now)
-            self.stuck.lost(now)
+            self.trials.look(now)
         self.commits.publishes.left(member)
         self.commits.lost(state, now)
         self.lanes.lost(member, now)
@@ -259,7 +259,7 @@ class ChannelState:
         self.hosts.release(self.commits.latest, now)
         if self.config.peers:
             self.operations.tick(now)
-            self.stuck.tick(now)
+            self.trials.look(now)
         self._settle(now)
 
     def read(self, effect: Read, found: Joined | errors.ReplicasError, now: float) -> None:
@@ -282,7 +282,7 @@ class ChannelState:
 
     def waits(self, member: Member) -> bool:
         """Return whether a request of the member still waits for other members."""
-        return self.rounds.asks(member) or self.operations.posted(member)
+        return self.rounds.asks(member) or self.operations.pairing.waits(member)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
         """End this generation: no new work waits for it; work in progress may finish.
@@ -482,7 +482,7 @@ class ChannelState:
 
     def _post(self, state: MemberState, message: wire.OperationPost, now: float) -> None:
         if state.is_peer:
-            self.operations.post(state.member, message, now)
+            self.operations.pairing.post(state.member, message, now)
             return
         error = errors.UsageError(
             f'channel "{self.config.name}" has no peers: {message.kind} needs a channel with peers = [...]',

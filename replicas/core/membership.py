@@ -14,7 +14,7 @@ when it has that version or a newer one. A member is *quarantined* when no proce
 with it works (found by probing pairs), or when it keeps dying right after it joined: it
 takes part in no joint work, is served alone at growing intervals, and is released when
 that has worked; a peer is released when probes with other peers have worked
-(:mod:`replicas.core.operations.stuck`). *Observers* take part in nothing. Every path
+(:mod:`replicas.core.operations.trials`). *Observers* take part in nothing. Every path
 ends in *gone*; a process that comes back is another member.
 
 *A publish* is *packing* while the ranks of its replica fill their slots, *queued* until

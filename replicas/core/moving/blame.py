@@ -19,13 +19,11 @@ from typing import Protocol
 
 from replicas import errors
 from replicas.core.ground import Ground
-from replicas.core.moving.probes import Probe
+from replicas.core.moving.probes import MAX_PROBES, Probe
 from replicas.messages import Backend
 from replicas.messages.identity import Member
 
 __all__ = ["Blame", "TransferVerdict"]
-
-MAX_PROBES = 3
 
 
 class TransferVerdict(Protocol):

@@ -68,6 +68,7 @@ class Lane:
 
     :ivar deadline: it must have formed by then.
     :ivar store: where it forms.
+    :ivar apart: of a pair of its owner, beside that of all members.
     :ivar pace: progress of its current work.
     """
 
@@ -83,6 +84,7 @@ class Lane:
     state: LaneState = "forming"
     formed_by: set[Member] = field(default_factory=set)
     formed_s: float = 0.0
+    apart: bool = False
     pace: Pace = field(default_factory=Pace)
     ranks: dict[Member, int] = field(init=False)
 
@@ -128,6 +130,10 @@ class Lanes:
 
     def __len__(self) -> int:
         return len(self._lanes)
+
+    def of(self, owner: LaneOwner) -> list[Lane]:
+        """Return the lanes of this owner, oldest first."""
+        return [lane for lane in self._lanes.values() if lane.owner is owner]
 
     def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:
         """Return ``nccl`` if configured, or if all can use it for tensors on GPUs.

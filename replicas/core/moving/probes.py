@@ -25,10 +25,12 @@ from replicas.core.moving.lanes import Lane, Lanes
 from replicas.messages import Backend
 from replicas.messages.identity import Member
 
-__all__ = ["Probe", "culprits"]
+__all__ = ["MAX_PROBES", "Probe", "culprits"]
 
 OnEnd = Callable[[Mapping[Member, str] | None, float], None]
 
+MAX_PROBES = 3
+"""Of one transfer or operation."""
 PROBE_TIMEOUT_S = 4.0
 ALL_PAIRS = 5
 

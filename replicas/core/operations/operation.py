@@ -1,18 +1,24 @@
-"""One operation between peers: its current attempt, messages and errors."""
+"""One operation between peers: its current attempt, messages, errors and failures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from replicas import errors
+from replicas.core.members.roster import Roster
 from replicas.core.moving.lanes import Lane
+from replicas.core.moving.probes import Probe
 from replicas.core.operations.pairing import Due
 from replicas.core.operations.posts import PAIRWISE, Post
 from replicas.messages import OperationGo, ReceiptData
 from replicas.messages.identity import Member
 
-__all__ = ["Operation"]
+__all__ = ["Faults", "Operation"]
+
+ATTEMPT_MIN_S = 0.2
+"""With less time than this left, a failed attempt is the last one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +28,7 @@ class Operation:
     :ivar posts: of the current participants.
     :ivar left_out: reasons by name.
     :ivar gone: the attempt has been sent.
+    :ivar parked: it waits until the culprit is found.
     :ivar failures: number of failed attempts with these members.
     :ivar problem: message of the last failure.
     :ivar apart: a pair that does not use the lane of its whole domain.
@@ -44,6 +51,8 @@ class Operation:
     problem: str = ""
     apart: bool = False
     lane: Lane | None = None
+    probes: int = 0
+    probe: Probe | None = None
     done: set[Member] = field(default_factory=set)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -60,13 +69,15 @@ class Operation:
         return tuple(post.member for post in self.posts)
 
     @property
-    def root(self) -> int:
-        """Index of the root among the posts; -1: it has none, or runs without it."""
-        return self.posts.index(self.due.posts[self.due.root]) if self._has_root else -1
+    def awaited(self) -> list[Member]:
+        """Participants that have not reported done."""
+        return [member for member in self.participants if member not in self.done]
 
     @property
-    def _has_root(self) -> bool:
-        return self.due.root >= 0 and self.due.posts[self.due.root] in self.posts
+    def root(self) -> int:
+        """Index of the root among the posts; -1: it has none, or runs without it."""
+        root = self.due.posts[self.due.root] if self.due.root >= 0 else None
+        return self.posts.index(root) if root in self.posts else -1
 
     @property
     def phase(self) -> str:
@@ -82,8 +93,7 @@ class Operation:
         members = self.participants
         segments = tuple(post.message.segments for post in self.posts)
         if self.pairwise:
-            sent = self.posts[self.root].message.segments
-            segments = (sent, sent)
+            segments = (self.posts[self.root].message.segments,) * 2
         return OperationGo(
             post=post.message.post,
             operation=self.number,
@@ -145,3 +155,70 @@ class Operation:
         before = f"; the attempt before failed: {self.problem}" if self.problem else ""
         text = f"{what} by its deadline: no answer from {', '.join(missing)}{before}"
         return self.error(errors.DeadlineExceeded, text, members=missing)
+
+
+class Faults:
+    """Decide what follows when an operation fails while all its members are alive."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._proven: set[Member] = set()
+        """Members that ever worked in a collective."""
+
+    def succeeded(self, operation: Operation) -> None:
+        if not operation.pairwise and len(operation.posts) > 1:
+            self._proven.update(operation.participants)
+
+    def lost(self, member: Member) -> None:
+        self._proven.discard(member)
+
+    def by_weight(self, operation: Operation) -> list[Member]:
+        """Return the participants: root first, then proven members, then the rest."""
+        root = operation.participants[operation.root] if operation.root >= 0 else None
+        return sorted(operation.participants, key=lambda member: (member != root, not self._has_worked(member)))
+
+    def _has_worked(self, member: Member) -> bool:
+        """Return whether it has (or, under another coordinator, may have) worked."""
+        state = self._roster.get(member)
+        return member in self._proven or (state is not None and state.from_before)
+
+    def verdict(
+        self, operation: Operation, lane: Lane | None, error: errors.ReplicasError, now: float, *, final: bool = False
+    ) -> tuple[Literal["again", "apart", "stuck", "end"], errors.ReplicasError]:
+        """Judge a failure in ``lane``, which is counted already.
+
+        ``final``: another attempt with the same group would fail in the same way.
+
+        :returns: what follows, and the error to end with: ``again``: another lane;
+            ``apart``: a lane of the pair's own; ``stuck``: find the culprit, or end;
+            ``end``: end at once.
+        """
+        refused = isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go"
+        parted = lane is not None and isinstance(error, errors.Preflight) and self._parted(operation, lane, error)
+        if operation.pairwise and lane is not None and len(lane.members) > 2 and (parted or not refused):
+            return "apart", error
+        if refused and not parted:
+            return "end", error
+        if operation.deadline - now < ATTEMPT_MIN_S:
+            text = f"did not end by its deadline: {error.message}"
+            members = error.members or None
+            return "end", operation.error(errors.DeadlineExceeded, text, members=members, phase=error.phase)
+        if parted:
+            return "stuck", error
+        if operation.failures > 1 or (final and not operation.pairwise):
+            times = "twice" if operation.failures > 1 else "and was not tried again,"
+            text = f"failed {times} with all its members alive: {error.message}"
+            kind = errors.InternalError if isinstance(error, errors.InternalError) else errors.SyncError
+            return "stuck", operation.error(kind, text, phase=error.phase, hint=error.hint)
+        return "again", error
+
+    def _parted(self, operation: Operation, lane: Lane, error: errors.ReplicasError) -> bool:
+        """Return whether members of the lane cannot reach each other any more.
+
+        A group that never worked is an error of set-up instead.
+        """
+        if {member.name for member in lane.members}.isdisjoint(error.members):
+            return False
+        if operation.pairwise:
+            return len(lane.members) > 2
+        return self._roster.config.on_lost != "raise" and sum(map(self._has_worked, lane.members)) > 1

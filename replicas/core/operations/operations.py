@@ -21,19 +21,24 @@ need: they only have to end. The same holds for members that are quarantined, an
 *behind*, get ``Gone`` for it, and stay members.
 
 **A lane fails** while all members are alive: its operations run again once, in a new
-lane. At the second failure :attr:`Operations.on_stuck` may take over: the operation is
-*parked* until :meth:`Operations.resume`, a change of its members, or its deadline. It
-may do so at the first failure when members that have worked together cannot reach each
-other any more, or no byte has moved for some seconds
-(:mod:`replicas.core.moving.pace`); :mod:`replicas.core.operations.operation_faults`
-decides. **A member refuses** (a tensor that does not fit, no memory), or members that
-never worked cannot reach each other: a retry cannot help, and all get that error.
-Operations that share a lane with one that failed, or ended too late, are retried
-without counting a failure.
+lane. One that fails twice, or once in a way that would repeat (members that have worked
+together cannot reach each other any more, or no byte moves:
+:mod:`replicas.core.moving.pace`), is *stuck*. It is *parked* while pairs of its members
+are probed, and the fewest members that explain the bad pairs are quarantined: of the
+two ends of one bad link the less important one, which is neither the root nor one that
+had worked before when the other had not. Then it runs again over the others; without a
+culprit it runs once more. After some probes it ends with the error. **A member
+refuses** (a tensor that does not fit, no memory), or members that never worked cannot
+reach each other: a retry cannot help, and all get that error. Operations that share a
+lane with one that failed, or ended too late, are retried without counting a failure.
 
 **A pair** uses the lane of its whole domain, where that forms in time. Otherwise, or if
 that fails, the pair gets a lane of its own, independent of third members and their
 links. When that fails, too, the failure is the verdict of the two.
+
+**Lanes** are kept for the next operations. One with members that are not live, or that
+are all in a larger one (that has formed, if it is a pair's own), is closed when nothing
+runs in it.
 
 A verdict goes to all participants, the same to all. Members that were left out have had
 theirs.
@@ -41,50 +46,46 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from replicas import errors
 from replicas.core.effects import OperationEnded
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.lanes import Lane, form_timeout
-from replicas.core.operations.domain_lanes import DomainLanes
-from replicas.core.operations.operation import Operation
-from replicas.core.operations.operation_faults import Faults
+from replicas.core.moving.probes import MAX_PROBES, Probe
+from replicas.core.operations.operation import Faults, Operation
 from replicas.core.operations.pairing import Due, Pairing
 from replicas.core.operations.posts import Post
 from replicas.core.versions.settling import Settling
-from replicas.messages import Backend, OperationEnd, OperationPost, ReceiptData, WireError
+from replicas.messages import OperationEnd, ReceiptData, WireError
 from replicas.messages.identity import Member
 
-__all__ = ["Operation", "Operations"]
+__all__ = ["Operations"]
 
+LATE_S = 1.0
+"""Sidecars end a process group at its deadline; the coordinator this much later."""
 PAIR_PATIENCE_S = 2.0
 """How long a pair waits for others to form a lane with them."""
-
-
-def _nobody(operation: Operation, error: errors.ReplicasError, now: float) -> bool:
-    return False
 
 
 class Operations:
     """All operations of one channel of peers.
 
-    :ivar on_stuck: called when an operation has failed twice with all its members
-        alive. True: it was taken over, and stays parked until :meth:`resume`; False: it
-        ends with the error.
+    :ivar on_stuck: called for a stuck operation. True: it was taken over, and stays
+        parked until :meth:`resume`; False: it ends with the error.
     """
 
     def __init__(self, ground: Ground) -> None:
         self._ground, self._roster = ground, ground.roster
         self._settling = Settling()
-        self._lanes = DomainLanes(ground.lanes, self)
         self.pairing = Pairing(ground, self._settling, self.reply, self._is_running)
         self._running: dict[int, Operation] = {}
         self._vanished: dict[Member, str] = {}
         self.faults = Faults(ground.roster)
         self.totals: dict[str, int] = {}
-        self.on_stuck: Callable[[Operation, errors.ReplicasError, float], bool] = _nobody
+        self.on_stuck: Callable[[Operation, errors.ReplicasError, float], bool] = self._probe
 
     @property
     def running(self) -> tuple[Operation, ...]:
@@ -95,22 +96,14 @@ class Operations:
         """Whether a collective runs."""
         return any(not operation.pairwise for operation in self._running.values())
 
-    def posted(self, member: Member) -> bool:
-        """Return whether the member waits for an operation."""
-        return self.pairing.waits(member)
-
     def engages(self, member: Member) -> bool:
         """Return whether the member takes part in an operation, or has posted one."""
-        return self.posted(member) or any(member in operation.participants for operation in self._running.values())
+        return self.pairing.waits(member) or any(member in operation.participants for operation in self.running)
 
     def _is_running(self, ref: str) -> bool:
         return any(operation.ref == ref for operation in self._running.values())
 
     # ------------------------------------------------------------ starting
-
-    def post(self, member: Member, message: OperationPost, now: float) -> None:
-        """Take a member's next call."""
-        self.pairing.post(member, message, now)
 
     def advance(self, now: float) -> None:
         """Start all that is due."""
@@ -139,6 +132,7 @@ class Operations:
             return
         if operation.lane is None:
             operation.lane = self._lane_for(operation, now)
+            self._close_idle_lanes()
         lane = operation.lane
         if lane.state != "formed":
             return
@@ -149,25 +143,38 @@ class Operations:
             self._ground.send(post.member, operation.go(post, lane, now))
 
     def _lane_for(self, operation: Operation, now: float) -> Lane:
-        wanted = self._roster.states(operation.participants)
-        operation.apart = operation.apart or (operation.pairwise and self._lanes.parted(operation.participants))
-        if operation.pairwise and not operation.apart:  # in the lane of the domain's responsive members
+        """Return a lane of its participants, or of a pair's whole domain."""
+        ground, roster, members = self._ground, self._roster, operation.participants
+        wanted = roster.states(members)
+        formed = {lane.members for lane in ground.lanes.of(self) if lane.apart and lane.state == "formed"}
+        operation.apart = operation.apart or members in formed
+        whole = operation.pairwise and not operation.apart
+        if whole:  # of the responsive members
             live = self.pairing.live(operation.due.domain)
-            wanted = [s for s in live if s in wanted or not self._roster.suspect(s, now)]
-        return self._lanes.take(
-            operation.due.domain,
-            wanted,
-            within=operation.pairwise,
-            apart=operation.apart,
-            on_device=self._on_device(operation),
-            now=now,
-            timeout_s=form_timeout(max(0.001, operation.deadline - now)),
-        )
+            wanted = [s for s in live if s in wanted or not roster.suspect(s, now)]
+            members = tuple(state.member for state in wanted)
+        backend = ground.lanes.backend(wanted, on_device=self._on_device(operation))
+        there = {state.member for state in roster.live}
+        for lane in reversed(ground.lanes.of(self)):
+            within = whole and set(members) <= set(lane.members) <= there
+            if lane.backend == backend and (lane.members == members or within):
+                return lane
+        timeout_s = form_timeout(max(0.001, operation.deadline - now))
+        lane = ground.lanes.open(wanted, backend, self, now, timeout_s, grace_s=LATE_S)
+        lane.apart = operation.apart
+        return lane
 
-    def backend_of(self, operation: Operation) -> Backend:
-        """Return the backend of the lane that it uses."""
-        states = self._roster.states(operation.participants)
-        return self._ground.lanes.backend(states, on_device=self._on_device(operation))
+    def _close_idle_lanes(self) -> None:
+        """Close lanes that are not in use, and not wanted any more."""
+        lanes = self._ground.lanes.of(self)
+        live = {state.member for state in self._roster.live}
+        busy = [operation.lane for operation in self.running]
+        for lane in [lane for lane in lanes if lane not in busy]:
+            members = set(lane.members)
+            larger = [other for other in lanes if members < set(other.members)]
+            spared = any(other.state == "formed" or not lane.apart for other in larger)
+            if spared or not members <= live:
+                self._ground.lanes.close(lane)
 
     @staticmethod
     def _on_device(operation: Operation) -> bool:
@@ -217,13 +224,33 @@ class Operations:
         if lane is not None:
             self.close_lane(lane, "failed", now)
         for operation in [op for op in blamed if op.number in self._running]:
-            verdict = self.faults.verdict(operation, lane, error, now, final=final)
-            if verdict.kind == "apart":
+            verdict, last = self.faults.verdict(operation, lane, error, now, final=final)
+            if verdict == "apart":
                 operation.apart, operation.failures = True, 0
-            elif verdict.kind == "stuck":
+            elif verdict == "stuck":
                 operation.parked = self.on_stuck(operation, error, now)
-            if verdict.kind == "end" or (verdict.kind == "stuck" and not operation.parked):
-                self._end(operation, verdict.error, now)
+            if verdict == "end" or (verdict == "stuck" and not operation.parked):
+                self._end(operation, last, now)
+
+    def _probe(self, operation: Operation, error: errors.ReplicasError, now: float) -> bool:
+        """Probe for the culprit; False: tried too often, or no pairs to compare."""
+        few = operation.pairwise or len(operation.participants) < 2
+        if isinstance(error, errors.InternalError) or few or operation.probes >= MAX_PROBES:
+            return False
+        if operation.probe is not None:
+            operation.probe.abandon()
+        operation.probes += 1
+        members = self.faults.by_weight(operation)
+        states = self._roster.states(operation.participants)
+        backend = self._ground.lanes.backend(states, on_device=self._on_device(operation))
+        operation.probe = Probe(self._ground.lanes, members, backend, now, partial(self._probed, operation))
+        return not operation.probe.over
+
+    def _probed(self, operation: Operation, culprits: Mapping[Member, str] | None, now: float) -> None:
+        for member, why in (culprits or {}).items():
+            self._ground.quarantine(member, why, now)
+        if operation in self.running:
+            self.resume(operation, now)
 
     def resume(self, operation: Operation, now: float) -> None:
         """Try a parked operation again."""
@@ -235,7 +262,7 @@ class Operations:
 
     def close_lane(self, lane: Lane, reason: str, now: float) -> None:
         """Close a dead lane, and start its operations again in another one."""
-        self._lanes.close(lane, reason)
+        self._ground.lanes.close(lane, reason)
         concerned = [operation for operation in self.running if operation.lane is lane]
         if concerned:
             self._ground.retried(reason)
@@ -292,6 +319,8 @@ class Operations:
 
     def _finish(self, operation: Operation, error: errors.ReplicasError | None, now: float) -> None:
         del self._running[operation.number]
+        if operation.probe is not None:
+            operation.probe.abandon()
         self._settling.record(operation.ref, error is None)
         seconds = now - operation.posted_at
         receipt = operation.receipt(self._roster.epoch, now) if error is None else None
@@ -320,22 +349,13 @@ class Operations:
         if self._running:
             self._vanished[member] = why
         self.faults.lost(member)
-        self._without(member, why, "lost", now)
+        self.set_aside(member, why, now, reason="lost")
         self.pairing.lost(member, why)
 
     def set_aside(self, member: Member, why: str, now: float, *, reason: str = "failed") -> None:
         """Go on without a member that is no longer live: behind, or quarantined."""
-        self._without(member, why, reason, now)
-
-    def leave(self, state: MemberState, why: str, reason: str, now: float) -> None:
-        """Leave behind a member that may come back, and go on without it."""
-        self._roster.leave_behind(state, why)
-        self.set_aside(state.member, why, now, reason=reason)
-
-    def _without(self, member: Member, why: str, reason: str, now: float) -> None:
         for operation in self.running:
-            needed = member in operation.participants and member not in operation.done
-            if needed and operation.number in self._running:
+            if member in operation.awaited and operation.number in self._running:
                 lane = operation.lane
                 self._do_without(operation, member, why, now)
                 if lane is not None:
@@ -343,6 +363,12 @@ class Operations:
         for lane in {op.lane.name: op.lane for op in self.running if op.lane is not None}.values():
             if member in lane.members and lane.state == "forming":
                 self.close_lane(lane, reason, now)
+
+    def _leave(self, state: MemberState, now: float) -> None:
+        """Leave behind a silent member, which may come back, and go on without it."""
+        why = f"silent for {now - state.last_seen:.0f} s"
+        self._roster.leave_behind(state, why)
+        self.set_aside(state.member, why, now, reason="frozen")
 
     def tick(self, now: float) -> None:
         """Check deadlines, and leave silent members behind."""
@@ -354,11 +380,11 @@ class Operations:
             if operation.number in self._running and operation.gone and operation.lane is not None:
                 self._end_standstill(operation, operation.lane, now)
         self.pairing.tick(now)
-        self._lanes.close_idle({op.lane.name for op in self.running if op.lane is not None})
+        self._close_idle_lanes()
 
     def _end_standstill(self, operation: Operation, lane: Lane, now: float) -> None:
         """Fail an operation of which no byte moves any more while all are alive."""
-        awaited = [member for member in operation.participants if member not in operation.done]
+        awaited = operation.awaited
         if lane.pace.stands_still(awaited, now):
             names = ", ".join(member.name for member in awaited)
             ways = sorted(f"{member.name} to {address}" for member, address in lane.pace.held_up())
@@ -372,23 +398,19 @@ class Operations:
             return
         busy = {operation.due.domain for operation in self.running if not operation.pairwise}
         for late in self.pairing.held_up_by(busy, now):
-            self.leave(late, f"silent for {now - late.last_seen:.0f} s", "frozen", now)
+            self._leave(late, now)
         for operation in self.running:
             if operation.number not in self._running:
                 continue
             if operation.pairwise:
                 self._part_from_others(operation, now)
                 continue
-            awaited = [member for member in operation.participants if member not in operation.done]
-            silent = [
-                state for state in self._roster.states(awaited) if state.live and self._roster.suspect(state, now)
-            ]
+            awaited = self._roster.states(operation.awaited)
+            silent = [state for state in awaited if state.live and self._roster.suspect(state, now)]
             heard = len(operation.posts) - len(silent)
-            if not heard or not all(operation.can_do_without(state.member) for state in silent):
-                continue
-            for state in silent:
-                why = f"silent for {now - state.last_seen:.0f} s"
-                self.leave(state, why, "frozen", now)
+            if heard and all(operation.can_do_without(state.member) for state in silent):
+                for state in silent:
+                    self._leave(state, now)
 
     def _part_from_others(self, operation: Operation, now: float) -> None:
         """Give a pair its own lane rather than wait for a third member."""
