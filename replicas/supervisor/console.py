@@ -25,11 +25,7 @@ _LINES = 1000
 
 
 class Console:
-    """Line output to a descriptor.
-
-    :param descriptor: where lines go; its mode stays as it is, as other processes share
-        it.
-    """
+    """Line output to a descriptor, whose mode stays as it is: others share it."""
 
     def __init__(self, descriptor: int = 2) -> None:
         self._descriptor = descriptor
@@ -84,10 +80,7 @@ class Console:
                 self._queue.task_done()
 
     def _put(self, data: bytes) -> None:
-        """Write without :data:`sys.stderr`.
-
-        A thread that hangs in it makes the interpreter fail at its end.
-        """
+        """Write past :data:`sys.stderr`: a hang in it breaks the interpreter's end."""
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]

@@ -51,11 +51,7 @@ _LINE_CHARACTERS = 900
 
 
 class Notifier:
-    """Sender of sd_notify messages.
-
-    :param address: the receiver's datagram socket; empty: there is no receiver.
-    :param watchdog_s: longest time between two ``WATCHDOG=1``; None: no watchdog.
-    """
+    """Sender of sd_notify messages to a datagram socket; empty: there is none."""
 
     def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
         self.watchdog_s = watchdog_s

@@ -97,10 +97,7 @@ class _Terminal:
 
     @property
     def gone(self) -> bool:
-        """Whether the terminal existed and is gone.
-
-        Standard error alone says little: it may be a pipe, as into ``tee``.
-        """
+        """Whether it was there and is gone; stderr alone may be a pipe."""
         return (self._controls and not self._is_controlled()) or (self._shown and not os.isatty(2))
 
     @staticmethod

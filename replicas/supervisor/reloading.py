@@ -68,11 +68,7 @@ class Reloading:
         *,
         accepted: Callable[[Reloaded], None] = lambda _: None,
     ) -> Reloaded:
-        """See :meth:`replicas.Supervisor.reload`.
-
-        :param accepted: called when the config is in use; its changes may take long
-            after that.
-        """
+        """See :meth:`replicas.Supervisor.reload`; ``accepted``: called when in use."""
         async with self._one_at_a_time:
             site = self._site
             site.fleet.refuse_while_draining()
@@ -154,11 +150,7 @@ class Reloading:
             await fleet.scale(name, size)
 
     async def _roll(self, group: Group) -> None:
-        """Restart the group's replicas, rolling.
-
-        :raises replicas.errors.WorldError: a replica failed, the run ended, or a newer
-            reload restarts or removes this group, too.
-        """
+        """Restart the replicas, rolling, until a newer reload takes over."""
         fleet, name = self._site.fleet, group.config.name
         chosen = [one for one in fleet.targets(name) if one.life.state != "finished" and not one.unwanted]
         task = self._rolls[name] = asyncio.create_task(fleet.roll(group, chosen, _CHANGED))

@@ -44,10 +44,6 @@ class _JanitorHandle:
     """The supervisor's side of the janitor. For the event loop's thread only.
 
     A janitor that dies is replaced, and the new one is told everything again.
-
-    :param lock: descriptor of the run's lock.
-    :param cgroup: the run's control group, if it has one.
-    :param door: path of the run's Unix socket.
     """
 
     def __init__(self, lock: int | None, cgroup: Path | None, door: Path | None) -> None:
@@ -68,10 +64,7 @@ class _JanitorHandle:
         return None if self._popen is None else self._popen.pid
 
     def start(self) -> None:
-        """Start a janitor, and tell it of the control group and all shims.
-
-        :raises OSError: it cannot be started.
-        """
+        """Start a janitor, and tell it of the control group and all shims."""
         self._again = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         door = () if self._door is None else ("--socket", str(self._door))
@@ -165,12 +158,9 @@ class Containment:
     Use it with ``async with``, in the event loop's thread only.
 
     :param resources: limits of a group, by its name.
-    :param lock: descriptor of the run's lock, which the janitor and the shims keep open
-        while they live.
-    :param limits: controllers that the limits of some group need
-        (:data:`replicas.linux.cgroups.LIMITS`).
-    :param door: path of the run's Unix socket, which must not outlive a killed
-        supervisor.
+    :param lock: descriptor of the run's lock, which janitor and shims keep open.
+    :param limits: controllers (:data:`replicas.linux.cgroups.LIMITS`) that are needed.
+    :param door: path of the run's Unix socket, for the janitor to remove.
     """
 
     def __init__(
@@ -223,10 +213,7 @@ class Containment:
         return self
 
     def _place(self, spec: NodeSpec) -> NodeSpec:
-        """The spec with a control group of its own, where there are control groups.
-
-        :raises OSError: the limits of its group cannot be set.
-        """
+        """The spec with a control group of its own, if it can and need be made."""
         limits = self._resources(spec.group)
         limited = limits.memory_nbytes is not None or limits.max_processes is not None
         if self._cgroups is None:
@@ -267,10 +254,7 @@ class Containment:
         return node
 
     async def __aexit__(self, *_: object) -> None:
-        """End the janitor, and remove the run's control group.
-
-        Processes that still run are left to the janitor.
-        """
+        """End the janitor, unless it has to look after processes that still run."""
         if self._janitor is not None:
             with anyio.CancelScope(shield=True):
                 await self._janitor.aclose()

@@ -35,11 +35,7 @@ class Listener(NamedTuple):
 
 
 class Belongings(NamedTuple):
-    """What processes hold.
-
-    :ivar gpu: some process had a GPU open.
-    :ivar processes: pid and start time of each.
-    """
+    """What processes hold; ``processes``: pid and start time of each."""
 
     ports: tuple[Listener, ...] = ()
     gpu: bool = False
@@ -97,10 +93,7 @@ class Stocktaking:
         return self._note(take(self._pids()), now) if now >= self._look_at else None
 
     def last_time(self, now: float) -> Belongings | None:
-        """The inventory joined with the last one, if that has changed.
-
-        Some of the processes may be gone already.
-        """
+        """The inventory joined with the last one (some may be gone), if changed."""
         found, old = take(self._pids()), self._last
         ports = dict.fromkeys((*found.ports, *old.ports))
         processes = dict.fromkeys((*found.processes, *old.processes))

@@ -61,8 +61,7 @@ def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> 
 
     :param saved: the state that it left, if there is one.
     :param identity: the id of its state folder; empty: it has none.
-    :param spare: pids of processes that this one has started, as they inherit its
-        environment.
+    :param spare: processes that this one has started: they inherit its environment.
     """
     spared = {os.getpid(), *parents(os.getpid()), *spare}
     records = saved.shims if saved is not None else ()
@@ -94,8 +93,7 @@ def sweep(
 ) -> list[LeftoverFound]:
     """Kill what :func:`find` finds, until nothing is found any more. Blocks.
 
-    :return: each process that was found; ``swept`` False: it was still there after
-        ``timeout_s``.
+    :return: what was found; ``swept`` False: it was still there after ``timeout_s``.
     """
     seen: dict[tuple[int, int], LeftoverFound] = {}
     grace = Grace()

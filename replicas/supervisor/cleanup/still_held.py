@@ -32,11 +32,7 @@ _SMI_TIMEOUT_S = 5.0
 
 
 class HoldUps:
-    """Obstacles of one generation.
-
-    Each is reported once, as a :class:`~replicas.telemetry.events.HeldUp`; the status
-    shows it as long as it lasts.
-    """
+    """Obstacles of one generation: each is reported once, and shown while it lasts."""
 
     def __init__(self, emit: Callable[[Event], None], group: str, replica: int, generation: int) -> None:
         self._emit = emit
@@ -82,11 +78,7 @@ def _named(pid: int, command: str) -> str:
 
 
 class StillHeld(NamedTuple):
-    """A resource that is still held.
-
-    :ivar what: such as ``port 127.0.0.1:8000``.
-    :ivar holder: such as ``process 1234 (python serve.py)``.
-    """
+    """``port 127.0.0.1:8000``, and its holder ``process 1234 (python serve.py)``."""
 
     what: str
     holder: str
@@ -125,10 +117,7 @@ async def wait_clear(
 
 
 def held(old: Sequence[Belongings]) -> list[StillHeld]:
-    """Resources of old generations that are still held, and their holders.
-
-    Blocks: some milliseconds, with a GPU up to 5 s for nvidia-smi.
-    """
+    """What old generations still hold. Blocks: with a GPU up to 5 s for nvidia-smi."""
     return [found for one in old for found in (*_ports(one), *_gpu(one))]
 
 

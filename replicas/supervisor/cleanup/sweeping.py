@@ -69,8 +69,7 @@ class Sweep:
 
     :param nonces: marks of the dead shims.
     :param groups: control groups in which they started everything.
-    :param known: start times of their processes by pid, as the shims last reported
-        them.
+    :param known: pids and start times that the shims last reported.
     """
 
     def __init__(
@@ -83,11 +82,7 @@ class Sweep:
         self._grace = Grace()
 
     def run(self, timeout_s: float) -> list[int]:
-        """Kill the processes until none is seen any more. Blocks.
-
-        :return: those that are still there after ``timeout_s``: pids, or
-            :data:`UNSEEN`.
-        """
+        """Kill the processes, and return what is left after ``timeout_s``. Blocks."""
         return sorted(until_quiet(self._once, timeout_s))
 
     def _once(self) -> set[int]:

@@ -26,11 +26,7 @@ _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a generation ends.
-
-    :ivar reason: bounded label of the restart.
-    :ivar text: one human-readable line.
-    """
+    """Why a generation ends: the restart's bounded label, and one line of text."""
 
     reason: RestartReason
     text: str
@@ -41,9 +37,7 @@ class Health:
     """The health of one generation.
 
     :ivar view: the coordinator's last view of it.
-    :ivar was_ready: it has been ready.
     :ivar left: a rank has left in order since it was ready, and is not expected back.
-    :ivar unready_at: when it was last found not ready any more.
     """
 
     view: Readiness | None = None
@@ -98,10 +92,7 @@ def _words(rank: RankExit) -> str:
 
 
 def exited(group: str, replica: int, generation: int, reports: list[ExitReport], *, reason: str) -> ReplicaExited:
-    """The event for the end of a generation's programs.
-
-    Only the first rank's log lines and error are kept.
-    """
+    """The event for the end of the programs, with log lines of the first rank only."""
     outcomes: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost", "stopped")
     found = {report.outcome for report in reports}
     ranks = sorted((rank for report in reports for rank in report.ranks), key=lambda rank: (rank.at, rank.rank))

@@ -65,8 +65,8 @@ class Host(_Ground, Protocol):
     def may_resume(self, group: str, replica: int) -> bool:
         """Whether a replica whose delay is over may start again.
 
-        A group that restarts as a whole waits for its last replica. If a reload changed
-        the replica's share of the machine, the share is taken first.
+        A group that restarts as a whole waits for its last replica; and the share of
+        the machine is taken, which a reload may have changed.
         """
         ...
 

@@ -68,10 +68,7 @@ DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "r
 
 
 class Fleet:
-    """The groups of a run, from :meth:`start` to :meth:`drain`.
-
-    Create it on the event loop. It is the ``Host`` of its replicas
-    (:mod:`replicas.supervisor.fleet.environment`).
+    """The groups of a run; the ``Host`` of its replicas. Create it on the event loop.
 
     :param saved: a dead supervisor's state of its groups.
     :param wall: the time of day, in seconds.
@@ -214,10 +211,7 @@ class Fleet:
             await self._looked.wait_for(condition)
 
     async def wait_ready(self, groups: Iterable[Group]) -> None:
-        """Wait until these groups are ready.
-
-        :raises replicas.errors.WorldError: a replica failed, or the run ended.
-        """
+        """Wait until these groups are ready; a failure or the run's end is an error."""
         chosen = list(groups)
 
         def settled() -> bool:
@@ -253,10 +247,7 @@ class Fleet:
         return [replica for group in self.groups.values() for replica in group.replicas.values()]
 
     def group(self, name: str) -> Group:
-        """The group of this name.
-
-        :raises replicas.errors.UsageError: there is none.
-        """
+        """The group of this name; another name is a UsageError."""
         group = self.groups.get(name) if isinstance(name, str) else None
         if group is None:
             raise errors.UsageError(
@@ -265,10 +256,7 @@ class Fleet:
         return group
 
     def targets(self, target: str | None) -> list[Replica]:
-        """The replicas that ``group`` or ``group/index`` names; None: all.
-
-        :raises replicas.errors.UsageError: there is no such group or replica.
-        """
+        """Replicas by ``group`` or ``group/index`` (else a UsageError); None: all."""
         if target is None:
             return self.all()
         name, slash, index = target.partition("/") if isinstance(target, str) else (target, "", "")
@@ -366,7 +354,7 @@ class Fleet:
     async def scale(self, name: str, replicas: int, *, reason: DrainReason = "scaled") -> None:
         """Start more replicas without waiting, or drain the highest and wait.
 
-        The caller may be cancelled: what was begun goes on.
+        What was begun goes on when the caller is cancelled.
         """
         group = self.group(name)
         before, group.size, group.configured = group.size, replicas, group.config.replicas
@@ -414,10 +402,9 @@ class Fleet:
         await self.scale(name, 0, reason="reloaded")
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
-        """End the replicas and start their next generation.
+        """End the replicas, and wait for the start of their next generation, or a stop.
 
-        Waits until that is being started (rolling: until all are ready or finished), or
-        the replicas are stopped meanwhile.
+        Rolling: until all are ready or finished.
         """
         replicas = self.targets(target)
         self.refuse_while_draining()
@@ -446,8 +433,7 @@ class Fleet:
 
         A replica that is stopped meanwhile is left as it is, and not waited for.
 
-        :raises replicas.errors.WorldError: one failed, or the run ended; the others are
-            left as they are.
+        :raises replicas.errors.WorldError: one failed, or the run ended.
         """
         chosen = list(replicas)
         todo = [replica.index for replica in chosen]
@@ -476,8 +462,7 @@ class Fleet:
     def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
         """Start failed replicas, and those in backoff, at once.
 
-        Their groups have a full budget again, as have groups that have spent some of it
-        without a failed replica.
+        Their groups, and those that have spent some of it, have a full budget again.
         """
         chosen = self.targets(target)
         self.refuse_while_draining()
@@ -501,10 +486,8 @@ class Fleet:
     async def drain(self, target: str | None = None, *, hurry: bool = False, reason: DrainReason = "requested") -> None:
         """End replicas, and wait until no process of them is left.
 
-        The whole run ends with dependent groups first. Replicas of a target then rest
-        until they are restarted.
-
-        :param hurry: SIGKILL at once; also hurries a drain that is under way.
+        Replicas of a target then rest until they are restarted. ``hurry``: SIGKILL at
+        once, also in a drain that is under way.
         """
         if target is not None:
             await self._drain_some(target, hurry=hurry)

@@ -18,8 +18,7 @@ class Group:
     """A group's replicas by index, and the state that outlives them.
 
     :param saved: a dead supervisor's state of the group.
-    :param now: seconds of the loop's clock.
-    :param wall: seconds of the time of day.
+    :param now: seconds of the loop's clock; ``wall``: of the time of day.
     :param rng: source of the jitter of restarts.
     """
 
@@ -125,10 +124,7 @@ class Group:
 
     @property
     def finished(self) -> bool:
-        """Whether enough replicas have finished, and the others have failed.
-
-        A replica that was stopped by hand has not finished.
-        """
+        """Whether enough have finished (not been stopped), and the others failed."""
         return is_done(self.staying, self.config.min_ready)
 
     @property

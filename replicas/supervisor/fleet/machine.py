@@ -28,10 +28,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     :ivar gpus: names for ``CUDA_VISIBLE_DEVICES``.
     :ivar gpus_from: source of the names, or why there are none.
-    :ivar gpu_order: the ``CUDA_DEVICE_ORDER`` that the names need; empty: the present
-        one.
-    :ivar limits_refused: why memory and processes of a replica cannot be limited, with
-        the remedy; empty: they can.
+    :ivar gpu_order: the ``CUDA_DEVICE_ORDER`` that they need; empty: the present one.
+    :ivar limits_refused: why memory and processes cannot be limited; empty: they can.
     """
 
     gpus: tuple[str, ...] = ()
@@ -43,9 +41,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Machine:
-    """This machine, within the bounds of this process.
-
-    Its CPU set, its cgroups and ``CUDA_VISIBLE_DEVICES`` bound it.
+    """This machine, bounded by CPU set, cgroups and ``CUDA_VISIBLE_DEVICES``.
 
     :param gpus: look for GPUs, which may take a second, and 20 s if the driver hangs.
     """
@@ -93,8 +89,7 @@ def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
 def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
     """The number that ``command`` prints (:mod:`replicas.linux.nvml`), or None and why.
 
-    Blocks no longer than ``timeout_s``: a process that hangs in the driver may outlive
-    SIGKILL, and is not waited for.
+    Blocks for ``timeout_s`` at most: what hangs in the driver may outlive SIGKILL.
     """
     null = subprocess.DEVNULL
     asked = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)

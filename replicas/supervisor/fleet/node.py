@@ -87,11 +87,8 @@ def start_helper(
 
 
 class Node:
-    """One shim, from its start until nothing of its node is left.
+    """One shim, until nothing of its node is left. For the event loop's thread only.
 
-    For the event loop's thread only.
-
-    :param spec: what the shim is to run.
     :param changed: called after each step: started, rendezvous known, main process
         ended, everything gone.
     :param lock: descriptor of the run's lock, which the shim keeps open while it lives.
@@ -188,15 +185,12 @@ class Node:
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
         """SIGTERM now, SIGKILL after ``timeout_s``; a later call can only shorten that.
 
-        :param stacks: first save the stacks of all ranks to their logs, which takes up
-            to 3 s.
+        :param stacks: first save all stacks to their logs, which takes up to 3 s.
         """
         self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks})
 
     async def stacks(self, timeout_s: float = 5.0) -> dict[str, str]:
-        """Stacks of its ranks by ``group/replica/rank``, also saved to their logs.
-
-        Empty when the shim ends first.
+        """Stacks of its ranks by ``group/replica/rank``; none if the shim ends first.
 
         :raises TimeoutError: the shim does not answer.
         """
@@ -221,18 +215,14 @@ class Node:
 
     @property
     def remains(self) -> Remains | None:
-        """Processes that SIGKILL has not ended yet.
-
-        None: there are none, or the shim is silent and it is not known.
-        """
+        """Processes that SIGKILL has not ended; None: none, or the shim is silent."""
         heard = self._finishing or time.monotonic() - self._answered_at < REMAINS_INTERVAL_S + _PAUSE_S
         return self._remains if heard else None
 
     def silent_s(self, now: float) -> float:
         """Seconds since an unanswered ping. Call it every second: it sends the pings.
 
-        A frozen shim neither reports the end of its ranks nor ends them. Time in which
-        this process itself did not run does not count.
+        Time in which this process itself did not run does not count.
         """
         pause_s = now - self._looked_at
         self._looked_at = now
@@ -246,10 +236,7 @@ class Node:
         return 0.0
 
     def abandon(self) -> None:
-        """Leave the shim, which then ends its node within some seconds.
-
-        For a supervisor that is being torn down.
-        """
+        """Leave the shim, which then ends its node within some seconds."""
         self._close_control()
         if self._sweeper is not None:
             self._sweeper.cancel()  # the janitor takes over

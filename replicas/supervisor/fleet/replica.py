@@ -58,19 +58,12 @@ _TURNS_FOR_EACH_CORE = 2
 
 
 def new_turns() -> asyncio.Semaphore:
-    """Limit of concurrent starts: supervisor and machine stay responsive.
-
-    Starting a process keeps the event loop for some milliseconds, and the new process
-    keeps a core for more.
-    """
+    """Limit of concurrent starts, which keep the event loop and the cores busy."""
     return asyncio.Semaphore(_TURNS_FOR_EACH_CORE * len(os.sched_getaffinity(0)))
 
 
 async def _turn(turns: asyncio.Semaphore) -> Callable[[], None]:
-    """Wait for a turn; it ends when the result is called first, or after ``TURN_S``.
-
-    So a start that hangs holds up no other.
-    """
+    """Wait for a turn, which ends when the result is called, or after ``TURN_S``."""
     await turns.acquire()
     once = contextlib.ExitStack()
     once.callback(turns.release)
@@ -82,10 +75,8 @@ class Replica:
     """One replica of a group. Create it on the event loop.
 
     :param group: the group's config; a reload may replace it.
-    :param index: number of the replica in its group, from 0.
     :param restarts: the group's restart rules, shared by its replicas.
-    :param generation: number of generations that an earlier object of this replica
-        used.
+    :param generation: number of generations that an earlier object of it used.
     :param turns: limits how many replicas start at once (:func:`new_turns`).
     :param start_shim: for tests.
     """
@@ -186,17 +177,13 @@ class Replica:
 
         :param hurry_s: skip the sync: SIGTERM now, SIGKILL after this time. A later
             call can only shorten it. None: finish the sync first.
-        :param run_over: the whole run ends: processes that do not die in time are left
-            behind.
+        :param run_over: processes that do not die in time are left behind.
         """
         self._run_over |= run_over
         self._end_on_request("leave", hurry_s)
 
     def halt(self, hurry_s: float | None = None) -> None:
-        """Stop the replica until a restart; a settled one stays as it is.
-
-        :param hurry_s: as in :meth:`stop`.
-        """
+        """Stop the replica until a restart, as :meth:`stop`, if it is not settled."""
         if not self.life.settled:
             self._end_on_request("halt", hurry_s)
 
@@ -214,10 +201,7 @@ class Replica:
         self.poke()
 
     def fail(self, reason: str) -> None:
-        """End the replica because its group has failed.
-
-        It rests until a reset or restart. A settled one stays as it is.
-        """
+        """End the replica because its group has failed, until a reset or restart."""
         if self.life.settled or self._ending:
             return
         self._ending, self._cause = "fail", Cause("group", reason)
@@ -232,9 +216,8 @@ class Replica:
             self._ending = ""
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
-        """Start a new generation; spends no budget.
+        """Start a new generation, which spends no budget; ``drain``: after the sync.
 
-        :param drain: let the present one finish its sync first.
         :raises replicas.errors.UsageError: the replica is being stopped for good.
         """
         if self._ending == "leave":
@@ -252,10 +235,7 @@ class Replica:
         self.poke()
 
     def reset(self) -> bool:
-        """Start again now; False: it has neither failed nor is in backoff.
-
-        For use when the cause of its failure is mended.
-        """
+        """Start again now; False: it has neither failed nor is in backoff."""
         if self._ending or self.life.state not in ("failed", "backoff"):
             return False
         self._apply(ReplicaEvent.RESET)
@@ -308,8 +288,8 @@ class Replica:
     def member_lost(self, rank: int, reason: str) -> None:
         """Handle the loss of a member: ``lease``, ``overflow``, ``left`` and others.
 
-        A member that *left* is done. One that is silent, or does not read, is frozen.
-        Any other end will be seen in its process.
+        One that is silent, or does not read, is frozen. Any other end will be seen in
+        its process.
         """
         if reason == "left":
             self._health.left = True
@@ -369,10 +349,7 @@ class Replica:
     # ------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Run until :meth:`stop` and the end of the last process.
-
-        When cancelled, it leaves its shims to end by themselves.
-        """
+        """Run until :meth:`stop` and the last process's end; a cancel leaves those."""
         try:
             while not (self._ending == "leave" and self.life.settled):
                 if self.life.state == "starting":
@@ -454,10 +431,7 @@ class Replica:
         return self._wanted
 
     def _follow(self) -> None:
-        """Act on the nodes' messages: share the rendezvous, end all when one failed.
-
-        Also reports lost log lines, and the end of the members to the coordinator.
-        """
+        """Act on the nodes' messages, and tell the coordinator of the members' end."""
         generation = self._generation
         generation.introduce()
         for loss in generation.take_losses():
@@ -522,10 +496,7 @@ class Replica:
         self._rest_if_settled()
 
     def _judge_end(self, cause: Cause | None) -> RestartVerdict:
-        """The verdict of the group's restart rules.
-
-        Of a requested restart they decide only whether it waits for others.
-        """
+        """The verdict of the rules; of a request only whether it waits for others."""
         now = self._now()
         if cause is not None and cause.reason in FREE_REASONS:
             return RestartVerdict(self._restarts.resume_in_s(now) if cause.reason == "group" else 0.0)

@@ -17,11 +17,7 @@ _MANY = 1000
 
 
 def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
-    """One line about this transition; empty: it tells nothing new.
-
-    :param resume_in_s: seconds until the next generation, for a replica in backoff.
-    :param logs: folder of the run's logs.
-    """
+    """One line about this transition; empty: it tells nothing new."""
     name = f"{transition.group}/{transition.replica}"
     again = f" (generation {transition.generation})" if transition.generation > 1 else ""
     reason = transition.reason
@@ -51,10 +47,7 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
 
 
 class FailureReports:
-    """Reports of failures.
-
-    Losses are reported once for each replica, place and reason; the events count them.
-    """
+    """Reports of failures; of losses, once for each replica, place and reason."""
 
     def __init__(self) -> None:
         self._said: set[tuple[str, int, str, str]] = set()

@@ -39,17 +39,13 @@ _Node = _Moment | Literal["source", "sink"]
 
 
 def machine_for(config: Config) -> Machine:
-    """Look up this machine, with GPUs only if the config asks for some.
-
-    Blocks, for up to some seconds where it asks for GPUs.
-    """
+    """This machine, with GPUs (which takes some seconds) only if they are wanted."""
     return look(gpus=any(group.resources.gpus for group in config.groups.values()))
 
 
 def check_plan(config: Config) -> list[str]:
-    """Check a plan for ``replicas check``. Blocks, as :func:`machine_for` does.
+    """Check a plan for ``replicas check``, and return notes on it. Blocks.
 
-    :return: notes on the plan.
     :raises replicas.errors.BadConfig: it does not fit this machine.
     """
     machine = machine_for(config)
@@ -227,10 +223,7 @@ class Resources:
         return self._held.get((group, index), ())
 
     def take(self, group: GroupConfig, index: int) -> str:
-        """Give the replica its GPUs, all or none; safe to call again.
-
-        :return: what it lacks, in words; empty: it has its GPUs now.
-        """
+        """Give the replica its GPUs, all or none; return what it lacks, in words."""
         need = _gpus_of(group)
         if len(self.held(group.name, index)) == need:
             return ""

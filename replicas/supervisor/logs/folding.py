@@ -24,11 +24,7 @@ _UP = re.compile(rb"\x1b\[\d*A")
 
 
 class Folded(NamedTuple):
-    """Output of one fold.
-
-    :ivar lines: complete lines, each with its end.
-    :ivar used: consumed bytes of the input.
-    """
+    """Complete lines, each with its end, and the number of consumed bytes."""
 
     lines: bytes
     used: int

@@ -22,11 +22,7 @@ _TIMES_INTERVAL_S = 1.0
 
 
 class RotatedFile:
-    """A rotated file with this object as its only writer.
-
-    :param keep: number of older parts to keep.
-    :param times: True to write the times beside it.
-    """
+    """A rotated file of which ``keep`` older parts stay; this is its only writer."""
 
     def __init__(self, path: Path, max_nbytes: int, keep: int, *, times: bool) -> None:
         self.path = path
@@ -39,8 +35,6 @@ class RotatedFile:
 
     def append(self, lines: bytes) -> None:
         """Write all of ``lines`` or nothing, into the next part if this one is full.
-
-        The file is created in any case.
 
         :raises OSError: the disk is full or fails.
         """
@@ -81,8 +75,6 @@ class RotatedFile:
 
         For that, parts are moved only up to the first free number, and a part's times
         move before the part itself.
-
-        :raises OSError: a part cannot be renamed.
         """
         self.close()
         free = (number for number in range(1, self._keep) if not self._part(number).exists())
@@ -111,18 +103,15 @@ class RotatedFile:
 
     def close(self) -> None:
         """Close the open files; never fails."""
-        open_ones = [descriptor for descriptor in (self._file, self._times) if descriptor is not None]
+        for descriptor in (self._file, self._times):
+            if descriptor is not None:
+                _close(descriptor)
         self._file = self._times = None
         self._noted_at = 0.0
-        for descriptor in open_ones:
-            _close(descriptor)
 
 
 def _close(descriptor: int) -> None:
-    """Close, ignoring errors: the descriptor is closed in any case.
-
-    On NFS, ``close`` reports errors of earlier writes (no room, EIO).
-    """
+    """Close; errors (on NFS, of earlier writes) do not matter: it is closed anyway."""
     with contextlib.suppress(OSError):
         os.close(descriptor)
 

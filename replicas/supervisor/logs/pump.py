@@ -16,10 +16,9 @@ pump had read and not yet written is lost: usually one line, at most one read an
 line. Its successor ends a torn line and notes the gap in every log.
 
 The pump is forked, not exec'ed: it starts with some ms less of CPU time, and takes
-3 MiB instead of 6. It keeps only the pipes of the shim, leads a session of its own and
-ignores SIGTERM, which systemd sends to every process of a unit. It ends when no writer
-is left (the shim has closed its ends, and the processes that it started are gone), or
-soon after the shim is dead.
+3 MiB instead of 6. It leads a session of its own and ignores SIGTERM, which systemd
+sends to every process of a unit. It ends when no writer is left, or soon after the shim
+is dead.
 
 One loop waits for pipes, orders and the terminal::
 
@@ -51,7 +50,7 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from replicas.supervisor.logs.folding import Folder
@@ -86,10 +85,9 @@ def waiting_nbytes(pipe: int) -> int:
 
 
 def is_pump(pid: int) -> bool:
-    """True if this process names itself a log pump.
+    """True if this process names itself a log pump, as anybody can.
 
-    Names can be forged: use this for the order in which processes are ended, never to
-    decide whether one is.
+    Use it for the order in which processes are ended, never to decide whether.
     """
     try:
         return Path(f"/proc/{pid}/comm").read_text().rstrip() == COMM
@@ -105,16 +103,14 @@ def _has_ended(pipe: int) -> bool:
 
 
 class LogSource:
-    """One log, as the shim made it, with the facts that the shim reads of it.
+    """One log as the shim made it, with facts in memory that shim and pumps share.
 
-    These facts (number of reads, rank, last lines) lie in memory shared between the
-    shim and every pump it forks; only the pump writes them.
+    Only the pump writes these facts (number of reads, rank, last lines).
 
     :param name: of the file, without ``.log``; empty: ``rank-<r>``, with the rank that
         the guard reports.
     :param pipes: the ends to read from.
-    :param shown: True for the logs of ranks, which are shown on the terminal if that is
-        wanted, and have times.
+    :param shown: the log of a rank: shown on the terminal if wanted, and has times.
     """
 
     def __init__(self, name: str, pipes: tuple[int, ...], shown: bool = False) -> None:
@@ -129,16 +125,23 @@ class LogSource:
         """Number of reads so far."""
         return self._numbers[0]
 
-    def count_read(self) -> None:
-        self._numbers[0] += 1
+    @reads.setter
+    def reads(self, count: int) -> None:
+        self._numbers[0] = count
 
     @property
     def rank(self) -> int:
         """Rank whose log this is, as its guard reported; -1 before that."""
         return self._numbers[1] - 1
 
-    def name_rank(self, rank: int) -> None:
+    @rank.setter
+    def rank(self, rank: int) -> None:
         self._numbers[1] = 1 + rank
+
+    @property
+    def title(self) -> str:
+        """Name of the file; empty: its rank is not known yet."""
+        return self.name or (f"rank-{self.rank}" if self.rank >= 0 else "")
 
     def tail(self) -> bytes:
         """Last bytes of the log, even if the file had no room for them."""
@@ -152,12 +155,7 @@ class LogSource:
 
 
 class Log:
-    """One log: its streams and its file.
-
-    :param replica: ``group/replica``.
-    :param replaces: True if this pump succeeds one that was killed.
-    :param now: monotonic seconds.
-    """
+    """One log of ``group/replica``; ``replaces``: after a pump that was killed."""
 
     def __init__(
         self, source: LogSource, folder: Path, max_nbytes: int, keep: int, replica: str, *, replaces: bool = False
@@ -181,17 +179,13 @@ class Log:
         self.dropped = 0
         """Number of lines that this pump could not write."""
         self.why_dropped = ""
-        if self._name:
+        if source.title:
             self._write(b"", time.monotonic())
-
-    @property
-    def _name(self) -> str:
-        return self.source.name or (f"rank-{self.source.rank}" if self.source.rank >= 0 else "")
 
     @property
     def prefix(self) -> str:
         """Prefix of its lines on a terminal."""
-        return f"{self._replica}.{self._name.removeprefix('rank-')}"
+        return f"{self._replica}.{self.source.title.removeprefix('rank-')}"
 
     @property
     def due(self) -> float | None:
@@ -209,7 +203,7 @@ class Log:
             return None if _has_ended(pipe) else b""
         self.taken = min(nbytes, self._read_nbytes)
         data = self._unread[index] + os.read(pipe, self.taken)
-        self.source.count_read()
+        self.source.reads += 1
         if not self._begun[index]:
             data = self._learn_rank(data, index, now)
         lines, used = self._folders[index].fold(data, now)
@@ -227,7 +221,7 @@ class Log:
             return data
         self._begun[index] = True
         if self.source.rank < 0:
-            self.source.name_rank(int(number))
+            self.source.rank = int(number)
             self.close()  # earlier output stays in a file of its own
             self._file = None
         self._write(b"", now)
@@ -274,10 +268,7 @@ class Log:
         return lines
 
     def _write(self, lines: bytes, now: float) -> bool:
-        """Append to the file, after a note about missing lines.
-
-        Without lines, it only creates the file, so that users see it.
-        """
+        """Append to the file, after a note about missing lines; at least create it."""
         if self.trouble and now < self._retry_at:
             return False
         missing = self._gap
@@ -285,7 +276,7 @@ class Log:
             what = f"{self._lost_lines} lines ({self._lost_nbytes} bytes) are missing here: {self.trouble}"
             missing += f"replicas: {what}\n".encode()
         if self._file is None:
-            path = self._folder / f"{self._name or f'unknown-{self.source.pipes[0]}'}.log"
+            path = self._folder / f"{self.source.title or f'unknown-{self.source.pipes[0]}'}.log"
             self._file = RotatedFile(path, *self._limits, times=self.source.shown)
         try:
             self._file.append(missing + lines)
@@ -303,7 +294,7 @@ class Pump:
     """The pump's loop. ``run`` returns when all streams have ended.
 
     :param control: socket to the shim: ``drain``, answered with ``drained``, and
-        ``dropped``, which reports lost lines.
+        ``dropped``.
     :param tee: descriptor of the terminal; None if lines are not shown there.
     """
 
@@ -313,8 +304,7 @@ class Pump:
         self._selector = selectors.EpollSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
         self._open: dict[int, tuple[Log, int]] = {}
-        self._ended: set[Log] = set()
-        self._told: dict[str, int] = {}
+        self._told = {"file": 0, "tee": 0}
         self._tell_at: float | None = None
         self._tee: Tee | None = None
         self._tee_waits = False
@@ -334,7 +324,13 @@ class Pump:
             if self._tell_at is not None and now >= self._tell_at:
                 self._tell_at = None
             for pipe in sorted(key.data for key, _ in events if type(key.data) is int):
-                self._read(pipe, now)
+                log, index = self._open[pipe]
+                lines = log.read(index, now)
+                if lines is not None:
+                    self._show(log, lines)
+                    continue
+                self._selector.unregister(pipe)
+                del self._open[pipe]
             for log in self._logs:
                 if log.due is not None and now >= log.due:
                     self._show(log, log.late(now))
@@ -343,7 +339,7 @@ class Pump:
                 if key.data is None:
                     self._on_order()
                 elif key.data is self._tee:
-                    self._write_tee()
+                    self._on_tee(lambda tee: tee.write())
         now = time.monotonic()
         for log in self._logs:
             self._show(log, log.finish(now))
@@ -357,17 +353,6 @@ class Pump:
         times += [] if self._leave_at is None else [self._leave_at]
         times += [] if self._tell_at is None else [self._tell_at]
         return max(0.0, min(times) - time.monotonic()) if times else None
-
-    def _read(self, pipe: int, now: float) -> None:
-        if pipe not in self._open:
-            return
-        log, index = self._open[pipe]
-        lines = log.read(index, now)
-        if lines is None:
-            self._selector.unregister(pipe)
-            del self._open[pipe]
-        else:
-            self._show(log, lines)
 
     def _on_order(self) -> None:
         try:
@@ -398,31 +383,22 @@ class Pump:
 
     def _tell_dropped(self, now: float, *, at_once: bool = False) -> None:
         """Report newly lost lines to the shim, at most once a second."""
-        lost = {"file": sum(log.dropped for log in self._logs), "tee": 0 if self._tee is None else self._tee.dropped}
-        new = {where: count - self._told.get(where, 0) for where, count in lost.items()}
-        if not any(count > 0 for count in new.values()):
-            return
         if self._tell_at is not None and now < self._tell_at and not at_once:
             return
-        self._tell_at = now + _TELL_INTERVAL_S
-        reasons = {
-            "file": next((log.why_dropped for log in self._logs if log.why_dropped), ""),
-            "tee": "" if self._tee is None else self._tee.why_dropped,
-        }
-        for where, count in new.items():
-            if count > 0:
-                self._told[where] = lost[where]
-                message = {"type": "dropped", "count": count, "where": where, "reason": reasons[where]}
-                orders.send(self._control, message)
+        counting: dict[str, Sequence[Log | Tee]] = {"file": self._logs, "tee": [self._tee] if self._tee else []}
+        for where, counters in counting.items():
+            new = sum(one.dropped for one in counters) - self._told[where]
+            if new > 0:
+                self._told[where] += new
+                self._tell_at = now + _TELL_INTERVAL_S
+                reason = next((one.why_dropped for one in counters if one.why_dropped), "")
+                orders.send(self._control, orders.LogLoss(new, where, reason).message())
 
     # ------------------------------------------------------------ the terminal
 
     def _show(self, log: Log, lines: bytes) -> None:
         if lines and self._tee is not None and log.source.shown:
             self._on_tee(lambda tee: tee.show(lines, log.prefix))
-
-    def _write_tee(self) -> None:
-        self._on_tee(lambda tee: tee.write())
 
     def _on_tee(self, use: Callable[[Tee], None]) -> None:
         """Call ``use`` on the tee, and poll the tee while it has unwritten lines."""

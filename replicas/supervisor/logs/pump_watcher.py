@@ -55,11 +55,7 @@ _SPEAK_INTERVAL_S = 0.01
 
 
 class PumpWatcher:
-    """Keeps a log pump running for the shim.
-
-    :param tee: descriptor of the supervisor's stderr, if lines are wanted there.
-    :param dropped: called when lines are lost.
-    """
+    """Keeps a log pump running for the shim; ``dropped``: called at lost lines."""
 
     def __init__(
         self, spec: NodeSpec, selector: selectors.BaseSelector, tee: int | None, dropped: Callable[[LogLoss], None]
@@ -69,7 +65,7 @@ class PumpWatcher:
         self._tee = tee
         self._tell_dropped = dropped
         self._writers: dict[str, tuple[int, ...]] = {}
-        self._sources: list[LogSource] = []
+        self._sources: dict[str, LogSource] = {}
         self._pid = 0
         self._pidfd: int | None = None
         self._control: socket.socket | None = None
@@ -95,7 +91,7 @@ class PumpWatcher:
 
     def _add(self, key: str, name: str, count: int, *, shown: bool = False) -> None:
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(count)]
-        self._sources.append(LogSource(name, tuple(reader for reader, _ in pipes), shown))
+        self._sources[key] = LogSource(name, tuple(reader for reader, _ in pipes), shown)
         self._writers[key] = tuple(writer for _, writer in pipes)
 
     # ------------------------------------------------------------ for the writers
@@ -112,7 +108,8 @@ class PumpWatcher:
     def say(self, rank: int, text: str) -> None:
         """Write lines to a rank's log as if they were its own, without waiting."""
         key = self._key(f"rank {rank}")
-        if key is None or self._closed or not self._is_named(key):
+        # Until a worker of torchrun has told its rank, its pipes take nothing else.
+        if key is None or self._closed or not self._sources[key].title:
             note(text)
             return
         block = b""
@@ -141,19 +138,10 @@ class PumpWatcher:
 
     def _key(self, name: str) -> str | None:
         """Key of the log of ``torchrun``, ``forkserver`` or ``rank <RANK>``."""
-        for key, source in zip(self._writers, self._sources, strict=True):
+        for key, source in self._sources.items():
             if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key
         return None
-
-    def _is_named(self, key: str) -> bool:
-        """True if the log has its name.
-
-        Until a worker of torchrun has reported its rank, its pipes must have no other
-        input.
-        """
-        source = self._sources[list(self._writers).index(key)]
-        return bool(source.name) or source.rank >= 0
 
     # ------------------------------------------------------------ the pump
 
@@ -204,7 +192,7 @@ class PumpWatcher:
             folder = Path(spec.log_dir)
             _rename(f"replicas log pump of {name}")
             limits = (spec.log_max_nbytes, spec.log_keep)
-            logs = [Log(source, folder, *limits, name, replaces=self._replaces) for source in self._sources]
+            logs = [Log(source, folder, *limits, name, replaces=self._replaces) for source in self._sources.values()]
             remove_old_generations(folder, spec.log_keep_generations)
             Pump(logs, control, self._tee, name).run()
             code = 0
@@ -214,7 +202,7 @@ class PumpWatcher:
             os._exit(code)
 
     def _readers(self) -> list[int]:
-        return [pipe for source in self._sources for pipe in source.pipes]
+        return [pipe for source in self._sources.values() for pipe in source.pipes]
 
     def ended(self, code: int) -> None:
         """Handle the end of the pump, which was reaped."""
@@ -263,7 +251,7 @@ class PumpWatcher:
 
     def look(self, now: float) -> None:
         """Kill a pump that does not read. Called about every second."""
-        reads = tuple(source.reads for source in self._sources)
+        reads = tuple(source.reads for source in self._sources.values())
         if reads != self._moved[0] or not any(waiting_nbytes(pipe) for pipe in self._readers()):
             self._moved = (reads, now)
         elif now - self._moved[1] >= STUCK_S and self._pidfd is not None:
@@ -281,14 +269,11 @@ class PumpWatcher:
             self._speak(now)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = self._start_at = None
-            self._say_unread()
+            unread = sum(waiting_nbytes(pipe) for pipe in self._readers())
+            if unread:
+                note(f"no log pump came to an end within {_CLOSE_S:g} s: {unread} bytes are in no log")
             if self._pidfd is not None:
                 send_signal(self._pidfd, signal.SIGKILL)
-
-    def _say_unread(self) -> None:
-        unread = sum(waiting_nbytes(pipe) for pipe in self._readers())
-        if unread:
-            note(f"no log pump came to an end within {_CLOSE_S:g} s: {unread} bytes are in no log")
 
     # ------------------------------------------------------------ the end
 
@@ -311,15 +296,12 @@ class PumpWatcher:
     def last_lines(self, name: str) -> tuple[str, ...]:
         """Last lines of ``torchrun``, ``forkserver`` or ``rank <RANK>``."""
         key = self._key(name)
-        if key is None:
-            return ()
-        source = self._sources[list(self._writers).index(key)]
-        return last_lines(source.tail(), _LAST_LINES, _LINE_NCHARS)
+        return () if key is None else last_lines(self._sources[key].tail(), _LAST_LINES, _LINE_NCHARS)
 
     def close(self) -> None:
         """Close the shim's ends of the pipes: the pump ends when it has read all.
 
-        It is killed after a second. Until then a pump that dies is replaced as usual.
+        It is killed after a second; one that dies before that is replaced.
         """
         if self._closed:
             return

@@ -30,11 +30,7 @@ _SLOW = "nobody reads them fast enough"
 
 
 class Tee:
-    """Non-blocking output to the supervisor's stderr.
-
-    :param descriptor: of the supervisor's stderr; it stays open.
-    :param name: of the replica.
-    """
+    """Output to the supervisor's stderr. OSError: the other side is gone for good."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self._name = name
@@ -45,12 +41,11 @@ class Tee:
         self.dropped = 0
         """Number of lines not shown, in all."""
         self.why_dropped = _SLOW
-        self._socket: socket.socket | None = None
-        self._file: int | None = None
         kind = os.fstat(descriptor).st_mode
         self._regular = stat.S_ISREG(kind)
-        if stat.S_ISSOCK(kind):
-            self._socket = socket.socket(fileno=os.dup(descriptor))
+        self._socket = socket.socket(fileno=os.dup(descriptor)) if stat.S_ISSOCK(kind) else None
+        if self._socket is not None:
+            self._file = self._socket.fileno()
         elif self._regular:
             self._file = descriptor
         else:
@@ -59,9 +54,6 @@ class Tee:
 
     def fileno(self) -> int:
         """Descriptor to poll while :attr:`waiting`."""
-        if self._socket is not None:
-            return self._socket.fileno()
-        assert self._file is not None
         return self._file
 
     @property
@@ -70,10 +62,7 @@ class Tee:
         return bool(self._blocks)
 
     def show(self, lines: bytes, prefix: str) -> None:
-        """Queue complete lines, and write as many as possible.
-
-        :raises OSError: the other side is gone for good.
-        """
+        """Queue complete lines, and write as many as possible."""
         if self._queued >= _QUEUE_NBYTES:
             self._drop(lines.count(b"\n"))
         else:
@@ -107,10 +96,7 @@ class Tee:
             self._blocks.append(block)
 
     def write(self) -> None:
-        """Write as much as possible now.
-
-        :raises OSError: the other side is gone for good.
-        """
+        """Write as much as possible now."""
         while self._blocks:
             block = self._blocks[0]
             try:
@@ -134,10 +120,7 @@ class Tee:
                 self._say_dropped()
 
     def finish(self, timeout_s: float) -> None:
-        """Write the rest, as far as it is taken within ``timeout_s``.
-
-        :raises OSError: the other side is gone for good.
-        """
+        """Write the rest, as far as it is taken within ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self, select.POLLOUT)
@@ -159,5 +142,4 @@ class Tee:
     def _put(self, block: bytes) -> int:
         if self._socket is not None:
             return self._socket.send(block, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        assert self._file is not None
         return os.write(self._file, block)

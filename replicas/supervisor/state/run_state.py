@@ -55,10 +55,7 @@ SCHEMA = 1
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """A process on the machine and boot that :attr:`Saved.machine` names.
-
-    :ivar start_time: in clock ticks since boot.
-    """
+    """A process on the machine and boot that :attr:`Saved.machine` names."""
 
     pid: int
     start_time: int
@@ -69,11 +66,9 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
 
 class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One shim that was started, or was about to be.
+    """One shim that was started, or (``process`` None) was about to be.
 
     :ivar nonce: the mark in the environment of all its processes.
-    :ivar process: None: it had not been started yet.
-    :ivar cgroup: path of its control group; empty: none.
     """
 
     nonce: str
@@ -96,7 +91,6 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """The saved state of a replica.
 
     :ivar generation: the last one that was started, or was about to be.
-    :ivar restarts: by reason.
     :ivar cycles: restarts in a row without progress.
     :ivar halted: it was stopped by hand, and rests until it is restarted.
     """
@@ -109,12 +103,9 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The saved state of a group.
+    """The saved state of a group; ``spent``: the restarts in the budget's window.
 
-    :ivar size: wanted replicas.
-    :ivar configured: the config's number at that time; a config with another number
-        overrides ``size``.
-    :ivar spent: the restarts in the budget's window.
+    :ivar configured: the config's number; another one there overrides ``size``.
     """
 
     size: int
@@ -124,10 +115,7 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def once_removed(self) -> SavedGroup:
-        """What to keep after the group is removed: the generations of its replicas.
-
-        Logs of a later group of this name must not be mixed with its logs.
-        """
+        """Its replicas' generations, as a later group of its name has other logs."""
         used = {index: SavedReplica(generation=one.generation) for index, one in self.replicas.items()}
         return SavedGroup(size=0, replicas=used)
 
@@ -135,11 +123,10 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """One saved state of a run.
 
-    :param machine: boot and pid namespace in which the process records are valid
-        (:func:`machine`).
-    :param supervisor: the process that wrote it.
-    :param seq: number of the last event that ``tally`` has counted.
-    :param helpers: processes of the run that belong to no replica, such as the store.
+    :ivar machine: where the process records are valid (:func:`machine`).
+    :ivar supervisor: the process that wrote it.
+    :ivar seq: number of the last event that ``tally`` has counted.
+    :ivar helpers: processes of the run that belong to no replica, such as the store.
     """
 
     schema: int = SCHEMA
@@ -163,10 +150,7 @@ class _Head(msgspec.Struct):
 
 
 class RunState:
-    """The state file, for the supervisor that holds the run's lock.
-
-    :param path: ``<state_dir>/state.json``.
-    """
+    """``<state_dir>/state.json``, for the supervisor that holds the run's lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -177,20 +161,14 @@ class RunState:
         self._problem = ""
 
     def peek(self) -> Saved | None:
-        """Read the state without the run's lock; None: no good one.
-
-        An unusable file is not set aside.
-        """
+        """Read the state without the run's lock; None: no good one."""
         try:
             return decode(private.read(self.path))
         except (OSError, ValueError):
             return None
 
     def load(self) -> Saved | None:
-        """Read the state that a dead supervisor left; None: there is none (any more).
-
-        An unusable file is set aside.
-        """
+        """Read what a dead supervisor left, if anything; set an unusable file aside."""
         try:
             return decode(private.read(self.path))
         except FileNotFoundError:
@@ -226,10 +204,7 @@ class RunState:
 
 
 def decode(data: bytes) -> Saved:
-    """Decode a state.
-
-    :raises ValueError: it is not a state of this version; the text says why.
-    """
+    """Decode a state; a ValueError says why it is none of this version."""
     try:
         schema = msgspec.json.decode(data, type=_Head).schema
     except MALFORMED as error:

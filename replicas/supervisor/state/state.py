@@ -61,10 +61,7 @@ _IDENTITY = re.compile(rb"[0-9a-f]{32}")
 
 
 def identity_of(folder: Path) -> str:
-    """The id of this state folder; empty: none.
-
-    :raises OSError: the file cannot be read, or is another user's.
-    """
+    """The id of this state folder; empty: none. OSError: it cannot be read."""
     try:
         found = private.read(folder / "id").strip()
     except FileNotFoundError:
@@ -73,10 +70,7 @@ def identity_of(folder: Path) -> str:
 
 
 def give_identity(folder: Path) -> str:
-    """The id of this state folder, created if missing. Hold the run's lock.
-
-    :raises OSError: the file cannot be read or written.
-    """
+    """The id of this state folder, created if missing. Hold the run's lock."""
     found = identity_of(folder)
     if not found:
         found = secrets.token_hex(16)
@@ -115,10 +109,7 @@ class StateDir:
 
     @property
     def lock(self) -> int:
-        """Descriptor of the held lock.
-
-        Shims inherit it, so that the run stays taken while one lives.
-        """
+        """Descriptor of the held lock, which shims inherit and so keep taken."""
         assert self._lock is not None
         return self._lock
 
@@ -171,12 +162,9 @@ class StateDir:
         private.make_folder(self.logs)
 
     def sweep(self, spare: Collection[int] = ()) -> list[LeftoverFound]:
-        """Kill what a dead supervisor left alive.
+        """Kill what a dead supervisor left alive, but ``spare``. Blocks up to 5 s.
 
         Only for a start that nothing can stop any more: a failed start kills nothing.
-        Blocks up to 5 s, until nothing of it is left.
-
-        :param spare: pids of processes that this supervisor has started.
         """
         found = leftovers.sweep(self._left, self.identity, _SWEEP_S, spare=spare)
         if self._left is not None and self.saved is None:
@@ -211,8 +199,7 @@ class StateDir:
     def _sweep_orphans(self) -> None:
         """Kill the processes that hold a dead supervisor's lock.
 
-        This process does not have the lock: another may take it at any moment. So the
-        state is used only if the supervisor that wrote it is dead.
+        Another may take it at any moment: the state counts only if its writer is dead.
         """
         saved = self.run_state.peek()
         if saved is None or saved.supervisor is None or not saved.of_this_machine() or saved.supervisor.alive():
@@ -235,17 +222,11 @@ class StateDir:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was under way when its last supervisor ended.
-
-        Also true if the state was unusable: its budgets are then lost.
-        """
+        """Whether the run was under way; also if its state was unusable."""
         return self.saved is not None or self.run_state.set_aside is not None
 
     def open_events(self, max_nbytes: int) -> EventLog:
-        """Open the run's events, behind those of a dead supervisor.
-
-        The first ones report what :meth:`acquire` found.
-        """
+        """Open the run's events, behind a dead supervisor's; report what was found."""
         saved = self.saved
         events = EventLog(
             self.events_file,
@@ -262,10 +243,7 @@ class StateDir:
         return events
 
     def write(self, *, endpoint: str, token: str, socket: Path | None = None) -> None:
-        """Write the token (mode 0600), and the addresses of control port and socket.
-
-        :raises replicas.errors.WorldError: the disk does not take it.
-        """
+        """Write the token (mode 0600), and the addresses of control port and socket."""
         where = {"endpoint": endpoint, "pid": os.getpid(), "run": self.run, "socket": str(socket or "")}
         try:
             private.create(self.token_file, token.encode())
@@ -279,11 +257,8 @@ class StateDir:
     def release(self, *, ended: bool = False) -> None:
         """Remove the token and the endpoint file, and release the lock.
 
-        Logs and events stay.
-
-        :param ended: the run has ended in order, and the next start begins afresh.
-            Otherwise (it could not be started, or was preempted) the next supervisor
-            resumes from the state.
+        :param ended: in order: the next start begins afresh. Otherwise (it could not be
+            started, or was preempted) the next supervisor resumes from the state.
         """
         if self._lock is None:
             return
@@ -304,10 +279,8 @@ class StateDir:
 class _Owner(NamedTuple):
     """The supervisor that the lock file names.
 
-    :ivar pid: ``unknown``: the lock has just been taken and is not signed yet, or an
-        abandoned shim holds it.
-    :ivar machine: boot and pid namespace in which the pid is valid; empty: an older
-        release did not write it.
+    :ivar pid: ``unknown``: not signed yet, or an abandoned shim holds it.
+    :ivar machine: where the pid is valid; empty: an older release did not write it.
     """
 
     pid: str = "unknown"
@@ -331,10 +304,7 @@ class _Owner(NamedTuple):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is on another machine or in another container.
-
-        A folder may be shared, with its locks.
-        """
+        """Whether it is on another machine or in a container that shares the folder."""
         return bool(self.machine) and self.machine != machine()
 
     @property
