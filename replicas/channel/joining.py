@@ -18,8 +18,7 @@ from replicas.channel.loop import session_loop
 from replicas.common import own_loop
 from replicas.environ import Environment
 from replicas.linux import stacks
-from replicas.memory.beacon import own_beacon
-from replicas.memory.process import own_process
+from replicas.memory.beacon import own_beacon, own_process
 from replicas.messages import PROTOCOL, Hello, arguments
 from replicas.messages.bounds import RANKS_MAX, clean
 from replicas.sidecar.device_probe import prove_device

@@ -38,9 +38,8 @@ from replicas.core.members.heartbeats import Silence
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.lanes import SECRET_NBYTES
 from replicas.core.versions.manifests import Joined, read
-from replicas.memory.beacon import own_beacon
+from replicas.memory.beacon import own_beacon, own_process
 from replicas.memory.kept import MemoryHolder
-from replicas.memory.process import own_process
 from replicas.messages.identity import Member
 
 __all__ = ["Engine"]

@@ -14,12 +14,25 @@ import secrets
 from collections.abc import Sequence
 
 from replicas.linux.files import open_plain
+from replicas.linux.machine import boot_id, namespace
+from replicas.linux.processes import START_TIME, stat_fields
 from replicas.messages import Beacon
+from replicas.messages.identity import ProcessIdentity
 
-__all__ = ["find", "own_beacon"]
+__all__ = ["find", "own_beacon", "own_process"]
 
 _NONCE_NBYTES = 32
 _beacon: Beacon | None = None
+
+
+def own_process() -> ProcessIdentity:
+    """Pid, start time, boot id and pid namespace of this process."""
+    return ProcessIdentity(
+        pid=os.getpid(),
+        start_time=int(stat_fields("self")[START_TIME]),
+        boot_id=boot_id(),
+        pid_namespace=namespace("pid"),
+    )
 
 
 def own_beacon() -> Beacon:

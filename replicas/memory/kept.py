@@ -8,17 +8,17 @@ A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living p
 that mark it as held (:mod:`replicas.linux.locks`). From then on the owner does not
 refill the memory, and it is not freed when the owner ends.
 
-:class:`MemoryHolder` holds the newest committed version of a channel in the
-coordinator's process. The coordinator does not use the version: it only lets it outlive
-its source. Members open it there as they would have opened it in the source. Nothing is
-mapped or copied. Memory that cannot be held (of another host or user; of a GPU, which
-ends with its owner) is not kept.
+:class:`MemoryHolder` lets the newest committed version of a channel outlive its source:
+members open it in the coordinator's process as they would have opened it in the source.
+Nothing is mapped or copied. Memory that cannot be held (of another host or user; of a
+GPU, which ends with its owner) is not kept.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import operator
 import os
 
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
@@ -45,8 +45,7 @@ def hold(place: SlotPlace, version: int) -> int:
     :param place: as named by its owner or by another holder.
     :param version: the version in it, for error texts.
     :raises Gone: the process has ended, or the memory is gone or reused.
-    :raises NoCapacity: this process has no descriptor or memory left for it at the
-        moment.
+    :raises NoCapacity: this process has no descriptor or memory left at the moment.
     :raises WorldError: this process can never open it, though it may exist.
     """
     what = f"version {version} in the memory of process {place.pid}"
@@ -79,7 +78,7 @@ def hold(place: SlotPlace, version: int) -> int:
 class MemoryHolder:
     """Memory that this process keeps alive for others, by key."""
 
-    _living: Living[MemoryHolder] = Living()
+    _living: Living[MemoryHolder] = Living(operator.methodcaller("forget"))
 
     def __init__(self) -> None:
         self._held: dict[object, tuple[int, int]] = {}
@@ -121,11 +120,3 @@ class MemoryHolder:
         for fd, _ in self._held.values():
             os.close(fd)
         self._held.clear()
-
-
-def _forget_all() -> None:
-    for keeper in list(MemoryHolder._living):
-        keeper.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)

@@ -9,9 +9,10 @@ raises in it, Python discards the exception and Ctrl-C is lost. Here the callbac
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 __all__ = ["Living"]
@@ -20,11 +21,17 @@ T = TypeVar("T")
 
 
 class Living(Generic[T]):
-    """A set of the live objects that were added; usable on any thread."""
+    """A set of the live objects that were added; usable on any thread.
 
-    def __init__(self) -> None:
+    :param in_child: called with each of them in a forked child, for sets that live as
+        long as the process.
+    """
+
+    def __init__(self, in_child: Callable[[T], object] | None = None) -> None:
         self._known: dict[int, weakref.ref[T]] = {}
         self._dead: deque[weakref.ref[T]] = deque()
+        if in_child is not None:
+            os.register_at_fork(after_in_child=lambda: [in_child(one) for one in self])
 
     def __iter__(self) -> Iterator[T]:
         """The live objects, each once, in no order."""

@@ -19,7 +19,7 @@ from replicas import errors
 from replicas.channel import Channel, Receipt
 from replicas.channel import hub as hub_module
 from replicas.coordinator import GroupShape
-from replicas.memory.process import own_process
+from replicas.memory.beacon import own_process
 from replicas.messages import (
     PROTOCOL,
     Heartbeat,

@@ -7,7 +7,7 @@ import pytest
 
 from replicas.coordinator.addresses import check_reach
 from replicas.errors import Preflight
-from replicas.memory.process import own_process
+from replicas.memory.beacon import own_process
 from replicas.messages import Hello
 from tests.support.channel_world import World, channel_config
 

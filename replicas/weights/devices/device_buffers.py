@@ -4,11 +4,9 @@ Theory of operation
 ===================
 
 The memfd of a :class:`DeviceBuffer` is one page. It names the device and the size, and
-holds the handles by which other processes open the memory and an event. A process that
-may open the page may therefore open the memory. All locks, places, claims, offers and
-retirements of the file hold for the memory. The memory is one allocation of the
-driver's, not of torch's allocator, so that no setting of that allocator
-(``expandable_segments``) can make it unshareable.
+holds the handles by which other processes open the memory and an event: who may open
+the page may open the memory. All locks, places, claims, offers and retirements of the
+file hold for the memory.
 
 *Order.* Writers and readers of one buffer are in several processes and on any streams.
 Locks keep them apart, and each waits on the host for its own device work before it
@@ -41,6 +39,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -50,7 +49,7 @@ from replicas.errors import NoCapacity, UsageError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import reopen
 from replicas.weights.devices.accelerator import DeviceMemory, Event, device_of
-from replicas.weights.memory.buffers import AllocationStopped, Buffer
+from replicas.weights.memory.buffers import Buffer
 
 __all__ = ["PAGE_NBYTES", "DeviceBuffer"]
 
@@ -93,12 +92,8 @@ class DeviceBuffer(Buffer):
         self._written: Event | None = None
 
     @classmethod
-    def allocate_on(
-        cls, device: str, nbytes: int, name: str, *, stop: Callable[[], bool] = lambda: False
-    ) -> DeviceBuffer:
-        """See :meth:`Buffer.allocate`."""
-        if stop():
-            raise AllocationStopped
+    def _allocated(cls, nbytes: int, name: str, check: Callable[[], None], device: str) -> Buffer:
+        check()
         _lingering.sweep()
         gpu = device_of(device)
         try:
@@ -116,15 +111,12 @@ class DeviceBuffer(Buffer):
         except BaseException:
             memory.close()
             raise
-        buffer._locks_in = os.getpid()
         buffer._memory, buffer._written = memory, written
         return buffer
 
     @classmethod
-    def adopted(cls, fd: int, device: str, *, writable: bool) -> DeviceBuffer:
-        """The buffer described by the page ``fd``, which is taken over.
-
-        The memory itself is opened at its first use.
+    def _adopted(cls, fd: int, device: str, *, writable: bool) -> Buffer:
+        """The buffer described by the page ``fd``, taken over; opened at its first use.
 
         :raises WorldError: ``fd`` is no such page, or names another device.
         """
@@ -191,14 +183,17 @@ class DeviceBuffer(Buffer):
         else:
             memory.close()
 
+    def forget(self) -> None:
+        """Nothing: a forked child inherits no GPU memory, and leaves the page alone."""
+
     def _open_memory(self) -> DeviceMemory:
+        """Open the memory, and mark its page while it is open here."""
         if self._memory is None:
-            fd = self._open_fd
-            mark = _Mark(fd)
+            mark = os.fdopen(reopen(self._open_fd), "rb", buffering=0)
             try:
-                self._memory = device_of(self.device).open(
-                    self._page.memory, self.nbytes, self.device, on_free=mark.close
-                )
+                locks.mark(mark.fileno(), locks.OPENED)
+                device = device_of(self.device)
+                self._memory = device.open(self._page.memory, self.nbytes, self.device, on_free=mark.close)
             except BaseException:
                 mark.close()
                 raise
@@ -212,23 +207,6 @@ class DeviceBuffer(Buffer):
 
 
 Buffer.on_device = DeviceBuffer
-
-
-class _Mark:
-    """Marks a page as having its memory open here, by a file description of its own."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = reopen(fd)
-        try:
-            locks.mark(self._fd, locks.OPENED)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 def _write_page(page: _Page, name: str) -> int:
@@ -262,31 +240,31 @@ def _read_page(fd: int, device: str) -> _Page:
     return page
 
 
+@dataclass(eq=False)
 class _Leftover:
-    """The memory of a closed buffer; ``page`` duplicates the owner's descriptor."""
+    """The memory of a closed buffer.
 
-    def __init__(self, page: int, memory: DeviceMemory, written: Event | None) -> None:
-        self._page = page
-        self._memory = memory
-        self._written = written  # destroyed only with the memory: others may still use it
+    :ivar page: duplicates the owner's descriptor.
+    :ivar written: destroyed only with the memory: others may still use it.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return self._memory.nbytes
+    page: int
+    memory: DeviceMemory
+    written: Event | None
 
     def end(self) -> bool:
         """Free the memory if it is neither open nor held elsewhere.
 
         No other process can open it once the exclusive lock is held.
         """
-        if not locks.hold_exclusive(self._page):
+        if not locks.hold_exclusive(self.page):
             return False
         with contextlib.suppress(OSError):  # a kernel without such locks: no other process can open it either
-            if locks.marked(self._page, locks.OPENED):
+            if locks.marked(self.page, locks.OPENED):
                 return False
-        self._memory.close()
-        self._written = None
-        os.close(self._page)
+        self.memory.close()
+        self.written = None
+        os.close(self.page)
         return True
 
 
@@ -326,8 +304,7 @@ class _Lingering:
     def stop(self) -> None:
         """Stop freeing memory: the process ends."""
         self._ending.set()
-        thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join(_END_S)
 
     def forget(self) -> None:
@@ -338,7 +315,7 @@ class _Lingering:
     def nbytes(self) -> int:
         with self._sweeping:
             self.sweep()
-            return sum(one.nbytes for one in self._left)
+            return sum(one.memory.nbytes for one in self._left)
 
     def _watch(self) -> None:
         while not self._ending.is_set():

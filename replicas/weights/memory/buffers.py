@@ -9,24 +9,24 @@ every process that has it is killed. Its pages are allocated at once
 first touch of a page is ten times slower than the next).
 
 Sidecars share it by its descriptor. Other members *open* it (:meth:`Buffer.open`)
-through ``/proc`` of a process that has it, read-only, with locks of their own (see
-:mod:`replicas.linux.locks`). An opened buffer is for reading: the library reads it
-through :meth:`Buffer.readable`, which is never handed out; users read it through
+through ``/proc`` of a process that has it, read-only, with locks of their own
+(:mod:`replicas.linux.locks`). The library reads an opened buffer through
+:meth:`Buffer.readable`, which is never handed out; users read it through
 :meth:`Buffer.private`.
-
-The bytes may be in GPU memory instead of the file
-(:mod:`replicas.weights.devices.device_buffers`). The file is then a page that tells how
-to open them, and everything about locks stays the same.
 
 The owner *claims* its buffer before it writes, and *offers* it when a version is
 complete in it. The next claim checks that the version has no holder and no mapping any
 more.
+
+The bytes may be in GPU memory (:mod:`replicas.weights.devices.device_buffers`). The
+file is then a page that tells how to open them, and all about locks stays the same.
 """
 
 from __future__ import annotations
 
 import fcntl
 import itertools
+import operator
 import os
 import threading
 from collections.abc import Callable
@@ -40,11 +40,11 @@ from replicas.linux import locks
 from replicas.memory.kept import hold
 from replicas.memory.living import Living
 from replicas.messages import SlotPlace
-from replicas.weights.devices.accelerator import Accelerator, Registration, accelerator
+from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.memory.capacity import check_capacity
-from replicas.weights.memory.mappings import KeptMappings, map_private, map_readable, map_shared
+from replicas.weights.memory.mappings import KeptMappings, Mapping, map_private, map_readable, map_shared
 
-__all__ = ["AllocationStopped", "Buffer", "BufferWatcher", "Claim", "DeviceKind"]
+__all__ = ["AllocationStopped", "Buffer", "BufferWatcher", "Claim"]
 
 _ALLOCATE_NBYTES = 64 << 20
 
@@ -59,16 +59,6 @@ class BufferWatcher(Protocol):
     """Is told when a buffer that it has views or mappings of is closed."""
 
     def buffer_closed(self, key: int) -> None: ...
-
-
-class DeviceKind(Protocol):
-    """Factory of buffers whose bytes are on a GPU."""
-
-    def allocate_on(self, device: str, nbytes: int, name: str, *, stop: Callable[[], bool]) -> Buffer:
-        """See :meth:`Buffer.allocate`."""
-
-    def adopted(self, fd: int, device: str, *, writable: bool) -> Buffer:
-        """See :meth:`Buffer.adopt`."""
 
 
 class Buffer:
@@ -88,9 +78,9 @@ class Buffer:
         imports this module.
     """
 
-    on_device: ClassVar[DeviceKind]
+    on_device: ClassVar[type[Buffer]]
     _keys = itertools.count(1)
-    _living: Living[Buffer] = Living()
+    _living: Living[Buffer] = Living(operator.methodcaller("forget"))
     device = ""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
@@ -105,12 +95,9 @@ class Buffer:
         self.released = False
         self._locks_in = 0
         self._lock = threading.Lock()
-        self._mapped: torch.Tensor | None = None
+        self._mapping: Mapping | None = None
         self._origin: SlotPlace | None = None
         self._kept: KeptMappings | None = None
-        self._pin: Registration | None = None
-        self._pin_refused = False
-        self._pinning = threading.Lock()
         self._living.add(self)
 
     @staticmethod
@@ -124,24 +111,27 @@ class Buffer:
             left.
         :raises AllocationStopped: ``stop`` returned true.
         """
-        if device:
-            return Buffer.on_device.allocate_on(device, nbytes, name, stop=stop)
-        what = f"the buffer {name!r}"
-        check_capacity(nbytes, what)
-        buffer = Buffer(os.memfd_create(name[:200], os.MFD_CLOEXEC), nbytes)
-        buffer._locks_in = os.getpid()
 
         def check() -> None:
             if stop():
                 raise AllocationStopped
 
+        buffer = (Buffer.on_device if device else Buffer)._allocated(nbytes, name, check, device)
+        buffer._locks_in = os.getpid()
+        return buffer
+
+    @classmethod
+    def _allocated(cls, nbytes: int, name: str, check: Callable[[], None], device: str) -> Buffer:
+        what = f"the buffer {name!r}"
+        check_capacity(nbytes, what)
+        buffer = cls(os.memfd_create(name[:200], os.MFD_CLOEXEC), nbytes)
         try:
             for start in range(0, nbytes, _ALLOCATE_NBYTES):
                 check()
                 check_capacity(nbytes - start, what)  # others allocate, too
                 os.posix_fallocate(buffer.fd, start, min(_ALLOCATE_NBYTES, nbytes - start))
             if nbytes:
-                buffer._mapped = map_shared(buffer.fd, nbytes, check)
+                buffer._mapping = map_shared(buffer.fd, nbytes, check)
         except (OSError, ValueError) as error:
             buffer.close()
             raise NoCapacity(f"{what} of {nbytes} bytes cannot be allocated: {error}") from error
@@ -158,9 +148,11 @@ class Buffer:
         :raises WorldError: the descriptor's page for GPU memory cannot be used here.
         """
         writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-        if device:
-            return Buffer.on_device.adopted(fd, device, writable=writable)
-        return Buffer(fd, os.fstat(fd).st_size, writable=writable)
+        return (Buffer.on_device if device else Buffer)._adopted(fd, device, writable=writable)
+
+    @classmethod
+    def _adopted(cls, fd: int, device: str, *, writable: bool) -> Buffer:
+        return cls(fd, os.fstat(fd).st_size, writable=writable)
 
     @staticmethod
     def open(place: SlotPlace, version: int) -> Buffer:
@@ -175,11 +167,7 @@ class Buffer:
         :raises WorldError: it cannot be opened here, though it may exist.
         """
         fd = hold(place, version)
-        buffer: Buffer
-        if place.device:
-            buffer = Buffer.on_device.adopted(fd, place.device, writable=False)
-        else:
-            buffer = Buffer(fd, place.nbytes, writable=False)
+        buffer = (Buffer.on_device if place.device else Buffer)._adopted(fd, place.device, writable=False)
         buffer._locks_in = os.getpid()
         buffer.serial, buffer.offered, buffer._origin = place.serial, version, place
         return buffer
@@ -196,7 +184,11 @@ class Buffer:
         """
         if not locks.hold_exclusive(self._open_fd):
             return "held"
-        if self._in_sight():
+        try:
+            in_sight = locks.marked(self.fd, locks.MAPPED)
+        except OSError:  # no such locks: no other process can have mapped it; users here know until when they may read
+            in_sight = False
+        if in_sight:
             locks.let_go(self.fd)
             return "in sight"
         if self.offered:
@@ -214,12 +206,6 @@ class Buffer:
         locks.mark(self._open_fd, self.serial)
         self.offered, self.released = version, False
         locks.let_go(self.fd)
-
-    def _in_sight(self) -> bool:
-        try:
-            return locks.marked(self.fd, locks.MAPPED)
-        except OSError:  # no such locks: no other process can have mapped it; users here know until when they may read
-            return False
 
     # ------------------------------------------------------------ for all
 
@@ -254,19 +240,20 @@ class Buffer:
 
         Writing to them, if the buffer is not writable, is a SIGSEGV.
         """
-        mapped = self._mapped
-        return locked(self._lock, self._map) if mapped is None else mapped
+        return (self._mapping or locked(self._lock, self._map)).tensor
 
-    def _map(self) -> torch.Tensor:
-        if self._mapped is None:
+    def _map(self) -> Mapping:
+        if self._mapping is None:
             fd = self._open_fd
             if not self.nbytes:
-                self._mapped = torch.empty(0, dtype=torch.uint8)
+                self._mapping = Mapping(torch.empty(0, dtype=torch.uint8))
             elif self.writable:
-                self._mapped = map_shared(fd, self.nbytes, lambda: None)
+                self._mapping = map_shared(fd, self.nbytes)
+            elif self._kept is None or self._origin is None:
+                self._mapping = map_readable(fd, self.nbytes)
             else:
-                self._mapped = self._map_readable(fd)
-        return self._mapped
+                self._mapping = self._kept.map(fd, self._origin)
+        return self._mapping
 
     def private(self) -> torch.Tensor:
         """A copy-on-write view, uint8 of shape ``[nbytes]``; on a GPU a copy.
@@ -287,25 +274,12 @@ class Buffer:
         found = accelerator()
         if found is None or not self.nbytes:
             return False
-        return locked(self._pinning, self._pin_for, found)
-
-    def _pin_for(self, device: Accelerator) -> bool:
-        if self._pin is not None or self._pin_refused:
-            return self._pin is not None
-        mapped = self.readable()
-        if self._kept is not None and self._origin is not None:
-            pinned = self._kept.pin(self._origin.inode, mapped, device)
-            if pinned is not None:
-                return pinned
-        if self._pin is None and not self._pin_refused and self.fd >= 0:
-            self._pin = device.register(mapped, read_only=not self.writable)
-            self._pin_refused = self._pin is None
-        return self._pin is not None
+        return (self._mapping or locked(self._lock, self._map)).pin(found)
 
     @property
     def pinned(self) -> bool:
         """Whether :meth:`pin` has pinned it."""
-        return self._pin is not None
+        return self._mapping is not None and self._mapping.pinned
 
     # ------------------------------------ order of GPU work; no-ops for host memory
 
@@ -325,10 +299,9 @@ class Buffer:
     def close(self) -> None:
         """Close it; its last mapping and descriptor in any process free the memory."""
         fd, self.fd = self.fd, -1
-        self._mapped = None
-        pin, self._pin = self._pin, None
-        if pin is not None:
-            pin.close()
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None and not mapping.kept:
+            mapping.unpin()
         if fd < 0:
             return
         if self._locks_in == os.getpid():  # a forked child shares the locks, and must not release them
@@ -345,10 +318,9 @@ class Buffer:
     def forget(self) -> None:
         """Drop memory and locks in a forked child (such as a DataLoader's worker).
 
-        The user's tensors over the memory stay valid. GPU memory is not inherited, and
-        its page is left as it is.
+        The user's tensors over the memory stay valid.
         """
-        fd, self.fd, self._mapped, self._kept, self._pin = self.fd, -1, None, None, None
+        fd, self.fd, self._mapping, self._kept = self.fd, -1, None, None
         if fd >= 0:
             os.close(fd)
 
@@ -357,21 +329,3 @@ class Buffer:
         if self.fd < 0:
             raise ValueError("the buffer is closed")
         return self.fd
-
-    def _map_readable(self, fd: int) -> torch.Tensor:
-        if self._kept is None or self._origin is None:
-            return map_readable(fd, self.nbytes)
-        found = self._kept.find(self._origin.inode, self.nbytes)
-        if found is None:
-            found = map_readable(fd, self.nbytes)
-            self._kept.keep(self._origin, found)
-        return found
-
-
-def _forget_all() -> None:
-    for buffer in list(Buffer._living):
-        if not buffer.device:
-            buffer.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)

@@ -13,12 +13,12 @@ because Python's mmap keeps a duplicate of the descriptor: a buffer's locks must
 with the buffer, not with the last tensor.
 
 *Kept mappings.* An owner alternates between a few buffers, and a reader maps each of
-them again and again. A mapping for reading shows all later writes of the owner, so it
-can be reused: :class:`KeptMappings` keeps it, and the next mapping of the same file
-(the same inode) costs nothing. A kept mapping keeps memory alive that its owner may
-have closed. Therefore a mapping that no held slot uses is dropped when the owner's
-descriptor is no longer that file, or when it was not used for :data:`KEPT_USES`
-versions. A file whose mapping is kept cannot end, so its inode number is not reused.
+them again and again. A mapping for reading shows all later writes of the owner, so
+:class:`KeptMappings` keeps it, and the next mapping of the same file (the same inode)
+costs nothing. It keeps memory alive that its owner may have closed. Therefore a mapping
+that no held slot uses is dropped when the owner's descriptor is no longer that file, or
+when it was not used for :data:`KEPT_USES` versions. A file whose mapping is kept cannot
+end, so its inode number is not reused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ import contextlib
 import ctypes
 import errno
 import mmap
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -42,7 +44,7 @@ from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import Accelerator, Registration
 
-__all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared"]
+__all__ = ["KEPT_USES", "KeptMappings", "Mapping", "map_private", "map_readable", "map_shared"]
 
 KEPT_USES = 8
 """A kept mapping is dropped after this many uses of others."""
@@ -56,37 +58,54 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def map_shared(fd: int, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
+class Mapping:
+    """Mapped memory as a tensor, pinned at most once.
+
+    :param tensor: uint8 of shape ``[nbytes]``.
+    :ivar kept: a :class:`KeptMappings` has it, and unpins it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *, read_only: bool = False) -> None:
+        self.tensor = tensor
+        self.kept = False
+        self._read_only = read_only
+        self._pin: Registration | None = None
+        self._refused = False
+        self._pinning = threading.Lock()
+
+    @property
+    def pinned(self) -> bool:
+        return self._pin is not None
+
+    def pin(self, device: Accelerator) -> bool:
+        """Pin it, which takes as long as a copy; False: impossible."""
+        return locked(self._pinning, self._register, device)
+
+    def _register(self, device: Accelerator) -> bool:
+        if self._pin is None and not self._refused:
+            self._pin = device.register(self.tensor, read_only=self._read_only)
+            self._refused = self._pin is None
+        return self.pinned
+
+    def unpin(self) -> None:
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.close()
+
+
+def map_shared(fd: int, nbytes: int, check: Callable[[], None] = lambda: None) -> Mapping:
     """Map shared memory for reading and writing, with all its pages.
 
     ``check`` is called every few megabytes, and may raise.
     """
-    own = reopen(fd, os.O_RDWR)
-    try:
-        mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(own)
-    tensor = _bytes_of(mapping)
+    tensor = _bytes_of(_mapped(fd, nbytes, os.O_RDWR, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE))
     _populate(tensor.data_ptr(), nbytes, _MADV_POPULATE_WRITE, check)
-    return tensor
+    return Mapping(tensor)
 
 
-def _bytes_of(mapping: object) -> torch.Tensor:
-    """A tensor over memory, which it keeps alive.
-
-    Any thread may write to it, whatever inference mode this thread is in.
-    """
-    with torch.inference_mode(False):
-        return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def map_readable(fd: int, nbytes: int) -> torch.Tensor:
+def map_readable(fd: int, nbytes: int) -> Mapping:
     """Map shared memory for reading, with all its pages; writing is a SIGSEGV."""
-    own = reopen(fd)
-    try:
-        mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    finally:
-        os.close(own)
+    mapping = _mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_SHARED, mmap.PROT_READ)
     address = numpy.frombuffer(mapping, dtype=numpy.uint8).ctypes.data
     # torch has no read-only tensors, and warns about buffers that report themselves as
     # read-only; this array does not.
@@ -94,7 +113,7 @@ def map_readable(fd: int, nbytes: int) -> torch.Tensor:
     array.mapping = mapping  # type: ignore[attr-defined]  # lives as long as the array, which the tensor keeps
     tensor = _bytes_of(array)
     _populate(address, nbytes, _MADV_POPULATE_READ, lambda: None)
-    return tensor
+    return Mapping(tensor, read_only=True)
 
 
 def map_private(fd: int, nbytes: int) -> torch.Tensor:
@@ -102,14 +121,24 @@ def map_private(fd: int, nbytes: int) -> torch.Tensor:
 
     It is not populated: faulting pages in as they are read costs less.
     """
-    own = reopen(fd)
+    prot = mmap.PROT_READ | mmap.PROT_WRITE
+    return torch.frombuffer(_mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_PRIVATE, prot, mark=True), dtype=torch.uint8)
+
+
+def _mapped(fd: int, nbytes: int, mode: int, flags: int, prot: int, *, mark: bool = False) -> mmap.mmap:
+    own = reopen(fd, mode)
     try:
-        locks.mark(own, locks.MAPPED)
-        # The mapping keeps a duplicate of `own`, and so the mark, until it is gone.
-        mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        if mark:  # the mapping keeps a duplicate of `own`, and so the mark, until it is gone
+            locks.mark(own, locks.MAPPED)
+        return mmap.mmap(own, nbytes, flags=flags, prot=prot)
     finally:
         os.close(own)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _bytes_of(mapping: object) -> torch.Tensor:
+    """A tensor over memory, which it keeps alive; any thread may write to it."""
+    with torch.inference_mode(False):
+        return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None]) -> None:
@@ -122,24 +151,17 @@ def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None])
             return  # a kernel before 5.14 has no such advice; pages then come at first touch
 
 
+@dataclass(eq=False)
 class _Kept:
-    def __init__(self, tensor: torch.Tensor, place: SlotPlace, used: int) -> None:
-        self.tensor = tensor
-        self.place = place
-        self.used = used
-        self.pin: Registration | None = None
-        self.pin_refused = self.dropped = False
-        self.pinning = threading.Lock()  # not the shared lock: pinning takes as long as a copy
-
-    def drop(self) -> Registration | None:
-        self.dropped = True
-        return self.pin
+    mapping: Mapping
+    place: SlotPlace
+    used: int
 
 
 class KeptMappings:
     """Kept read-only mappings, by inode. Thread-safe."""
 
-    _living: Living[KeptMappings] = Living()
+    _living: Living[KeptMappings] = Living(operator.methodcaller("forget"))
 
     def __init__(self) -> None:
         self._living.add(self)
@@ -152,65 +174,55 @@ class KeptMappings:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, inode: int, nbytes: int) -> torch.Tensor | None:
+    def map(self, fd: int, place: SlotPlace) -> Mapping:
+        """The kept mapping of the file at ``place``, else a new one of ``fd``."""
+        found = self.find(place.inode, place.nbytes)
+        if found is None:
+            found = map_readable(fd, place.nbytes)
+            before = locked(self._lock, self._keep, place, found)
+            if before is not None:
+                before.unpin()
+        return found
+
+    def find(self, inode: int, nbytes: int) -> Mapping | None:
         """The kept mapping of this file, or None."""
         return locked(self._lock, self._find, inode, nbytes)
 
-    def _find(self, inode: int, nbytes: int) -> torch.Tensor | None:
+    def _find(self, inode: int, nbytes: int) -> Mapping | None:
         kept = self._kept.get(inode)
-        if kept is None or kept.tensor.numel() != nbytes:
+        if kept is None or kept.mapping.tensor.numel() != nbytes:
             return None
         self._uses += 1
         kept.used = self._uses
-        return kept.tensor
+        return kept.mapping
 
-    def keep(self, place: SlotPlace, tensor: torch.Tensor) -> None:
-        """Keep the mapping of the file at ``place``."""
-        _unpin([locked(self._lock, self._keep, place, tensor)])
-
-    def _keep(self, place: SlotPlace, tensor: torch.Tensor) -> Registration | None:
+    def _keep(self, place: SlotPlace, mapping: Mapping) -> Mapping | None:
+        """Keep it; return the one that it replaces."""
         self._uses += 1
         if self._closed:
             return None
-        before = self._kept.get(place.inode)
-        self._kept[place.inode] = _Kept(tensor, place, self._uses)
-        return None if before is None else before.drop()
+        before = self._drop(place.inode)
+        self._kept[place.inode] = _Kept(mapping, place, self._uses)
+        mapping.kept = True
+        return before
 
-    def pin(self, inode: int, tensor: torch.Tensor, device: Accelerator) -> bool | None:
-        """Pin the kept mapping of this file for copies to ``device``.
-
-        It stays pinned while it is kept. False: it cannot be pinned; None: ``tensor``
-        is not kept.
-        """
-        kept = self._kept.get(inode)
-        return None if kept is None or kept.tensor is not tensor else locked(kept.pinning, self._pin, kept, device)
-
-    def _pin(self, kept: _Kept, device: Accelerator) -> bool | None:
-        if kept.pin is not None or kept.pin_refused:
-            return kept.pin is not None
-        pin = device.register(kept.tensor, read_only=True)
-        if locked(self._lock, self._pinned, kept, pin):
-            return pin is not None
-        if pin is not None:
-            pin.close()
-        return None
-
-    @staticmethod
-    def _pinned(kept: _Kept, pin: Registration | None) -> bool:
-        if not kept.dropped:
-            kept.pin, kept.pin_refused = pin, pin is None
-        return not kept.dropped
+    def _drop(self, inode: int) -> Mapping | None:
+        kept = self._kept.pop(inode, None)
+        if kept is None:
+            return None
+        kept.mapping.kept = False
+        return kept.mapping
 
     def sweep(self, needed: Iterable[int]) -> None:
         """Drop mappings no longer needed; ``needed``: inodes of the held slots."""
         wanted = set(needed)
-        pins: list[Registration | None] = []
+        dropped: list[Mapping | None] = []
         with self._lock:
             for inode, kept in list(self._kept.items()):
                 if inode not in wanted and (self._uses - kept.used >= KEPT_USES or not _is_there(kept.place)):
-                    pins.append(self._kept.pop(inode).drop())
-        if any(pins):  # the caller must not wait
-            thread = threading.Thread(target=_unpin, args=(pins,), name="replicas unpin", daemon=True)
+                    dropped.append(self._drop(inode))
+        if any(one is not None and one.pinned for one in dropped):  # the caller must not wait
+            thread = threading.Thread(target=_unpin, args=(dropped,), name="replicas unpin", daemon=True)
             thread.start()
             self._unpinning = [*(one for one in self._unpinning if one.is_alive()), thread]
 
@@ -218,9 +230,8 @@ class KeptMappings:
         """Drop all mappings, and keep none from now on."""
         with self._lock:
             self._closed = True
-            pins = [kept.drop() for kept in self._kept.values()]
-            self._kept.clear()
-        _unpin(pins)
+            dropped = [self._drop(inode) for inode in list(self._kept)]
+        _unpin(dropped)
         for thread in self._unpinning:
             thread.join(_UNPIN_S)
 
@@ -229,18 +240,10 @@ class KeptMappings:
         self._lock, self._kept, self._unpinning, self._closed = threading.Lock(), {}, [], True
 
 
-def _forget_all() -> None:
-    for kept in list(KeptMappings._living):
-        kept.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
-
-
-def _unpin(pins: Iterable[Registration | None]) -> None:
-    for pin in pins:
-        if pin is not None:
-            pin.close()
+def _unpin(mappings: Iterable[Mapping | None]) -> None:
+    for mapping in mappings:
+        if mapping is not None:
+            mapping.unpin()
 
 
 def _is_there(place: SlotPlace) -> bool:
