@@ -81,8 +81,13 @@ class GpuRank:
         rank's slots, wherever they are."""
         self._accelerator.synchronize()
         free, total = self._accelerator.free_nbytes(self._uuid)
-        slots = sum(channel._hub.arena.statistics().nbytes for channel in self._channels.values())
-        return {"used_nbytes": total - free, "slots_nbytes": slots}
+        arenas = [channel._hub.arena for channel in self._channels.values()]
+        slots = [slot._buffer for arena in arenas for slot in arena.slots]
+        others = [
+            buffer for arena in arenas for buffer in (*arena.pool.retired, *(one for one, _ in arena.pool._spare))
+        ]
+        nbytes = sum(buffer.nbytes for buffer in (*slots, *others) if buffer is not None)
+        return {"used_nbytes": total - free, "slots_nbytes": nbytes}
 
     def fill(self, what: str, seed: int) -> dict[str, Any]:
         """Make the weights, of the set of that name, each tensor by itself."""

@@ -1,8 +1,8 @@
-"""Views of a slot's bytes as tensors, and their in-place copy into a model."""
+"""Views of a slot's bytes as tensors, and copies: to a model, of parts to images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -13,9 +13,30 @@ from replicas.weights.copying import copy_pairs
 from replicas.weights.dtensor import is_dtensor, local_box
 from replicas.weights.places import Places
 from replicas.weights.sources import Ties, known_values
-from replicas.weights.tensors import is_castable, is_copied, overlaps_itself, torch_dtype, written_as_bits
+from replicas.weights.tensors import is_castable, is_copied, overlaps_itself, piece_view, torch_dtype, written_as_bits
 
-__all__ = ["load_into", "views"]
+__all__ = ["load_into", "named_views", "part_pairs", "scatter_parts", "views"]
+
+
+def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.Tensor]:
+    """A view of ``data`` for each tensor, as in :func:`views`: of all of it, or of the
+    rank's own piece.
+
+    :param data: uint8: the data section of an image, or a packed part with at most one
+        piece of each tensor.
+    """
+    places = Places(manifest)
+    found = dict(zip(places.order, places.views(data, as_bits=False), strict=True))
+    pieces = manifest.pieces
+    numbers = {piece.tensor: number for number, piece in enumerate(pieces or ())}
+    named: dict[str, torch.Tensor] = {}
+    for number, spec in enumerate(manifest.tensors):
+        view = found.get(number if pieces is None else numbers.get(number, -1))
+        if view is None:
+            shape = spec.shape if pieces is None else (0,)
+            view = torch.empty(shape, dtype=torch_dtype(spec.dtype), device=data.device)
+        named[spec.name] = view
+    return named
 
 
 def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, torch.Tensor]:
@@ -27,14 +48,26 @@ def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, t
         ``slot.buffer.tensor()`` or ``.private()``.
     """
     whole = manifest.whole if isinstance(manifest, PartManifest) else manifest
-    places = Places(PartManifest(whole.tensors, whole.aliases))
-    found = dict(zip(places.order, places.views(image[whole.data_offset :], as_bits=False), strict=True))
-    return {
-        spec.name: found[number]
-        if number in found
-        else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=image.device)
-        for number, spec in enumerate(whole.tensors)
-    }
+    return named_views(image[whole.data_offset :], PartManifest(whole.tensors, whole.aliases))
+
+
+def scatter_parts(manifest: Manifest, part: int, source: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy the pieces of one part to their places in an image.
+
+    :param source: uint8, the packed part ``part`` of ``manifest``.
+    :param data: uint8, the data section of the image.
+    """
+    copy_pairs(part_pairs(manifest, part, source, data))
+
+
+def part_pairs(
+    manifest: Manifest, part: int, source: torch.Tensor, data: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The copies of :func:`scatter_parts`, as pairs of image view and part view."""
+    for piece in (manifest.parts or ())[part]:
+        view = piece_view(data, manifest, piece)
+        chunk = source[piece.source_offset : piece.source_offset + view.numel() * view.itemsize]
+        yield view, chunk.view(view.dtype).view(view.shape)
 
 
 def load_into(

@@ -21,8 +21,7 @@ from replicas.sidecar.rank_side.client import SidecarFailed, TransferResult, Tra
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.loading import views
-from replicas.weights.memory.arena import Arena
-from replicas.weights.memory.slots import Slot
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.packing import stage
 from tests.gpu.card import BACKEND, DEVICE, REAL, as_host, bits, card, uuid
 from tests.support.channels import channel_world, wait_until

@@ -19,6 +19,7 @@ from replicas.weights.feed import Feed
 from replicas.weights.memory import buffers
 from replicas.weights.packing import Staged, stage
 from tests.support.channels import channel_world
+from tests.support.memory import statistics
 
 pytestmark = pytest.mark.anyio
 
@@ -76,7 +77,7 @@ async def test_no_memory_for_it_is_the_same_error_on_all_ranks(ranks: str, monke
     async with channel_world(config, trainer=GroupShape(1, 2)) as world:
         trainers = [await world.join("trainer", 0, rank, 2) for rank in range(2)]
         poor = trainers[0]._hub.arena
-        monkeypatch.setattr(poor._pool, "_name", "poor")
+        monkeypatch.setattr(poor.pool, "_name", "poor")
 
         def check_capacity(nbytes: int, what: str) -> None:
             if "'poor" in what:
@@ -91,7 +92,7 @@ async def test_no_memory_for_it_is_the_same_error_on_all_ranks(ranks: str, monke
             assert caught.value.unanimous
         assert walked.count(COUNT) == 2
         assert [slot.state for slot in poor.slots] == ["free"] * len(poor.slots)
-        assert poor.statistics().nbytes == 0
+        assert statistics(poor).nbytes == 0
         monkeypatch.undo()
         receipts = await asyncio.gather(*(publish(trainer, stream()) for trainer in trainers))
         assert {receipt.version for receipt in receipts} == {2}

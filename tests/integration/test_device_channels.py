@@ -27,6 +27,7 @@ from tests.integration.test_coordinator_restart import world_of
 from tests.support import fake_accelerator
 from tests.support.channels import ChannelWorld, channel_world, wait_until
 from tests.support.fake_accelerator import fake_memory_nbytes
+from tests.support.memory import statistics
 from tests.support.ranks import ELEMENTS, RankProcess
 from tests.support.sidecars import shared_forkserver
 
@@ -99,8 +100,8 @@ async def test_members_on_one_gpu_copy_within_it(monkeypatch: pytest.MonkeyPatch
             assert [await load(rollout) for rollout in rollouts] == [(value, value)] * 2
         assert lanes(world) == []
         for member in (trainer, *rollouts):
-            statistics = member._hub.arena.statistics()
-            assert (statistics.foreign, statistics.held) == (0, 2), "each has copies of its own"
+            found = statistics(member._hub.arena)
+            assert (found.foreign, found.held) == (0, 2), "each has copies of its own"
         known: Holdings = rollouts[0]._hub.holdings
         digest = known.latest_digest
         assert digest.startswith("d"), "it was made on the GPU"

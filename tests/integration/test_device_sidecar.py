@@ -21,9 +21,8 @@ from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.devices.device_digest import device_digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
-from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.memory.slots import Slot
 from replicas.weights.packing import stage
 from tests.support import fake_accelerator, far_accelerator
 from tests.support.channels import wait_until

@@ -30,9 +30,8 @@ from replicas.sidecar.rank_side.client import (
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
-from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.memory.slots import Slot
 from replicas.weights.packing import stage
 from tests.support.sidecars import (
     Lane,

@@ -25,8 +25,7 @@ from replicas.linux import stalls
 from replicas.linux.processes import start_time
 from replicas.sidecar.rank_side import forks, pulse
 from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
-from replicas.weights.memory.arena import Arena
-from replicas.weights.memory.slots import Slot
+from replicas.weights.memory.arena import Arena, Slot
 from tests.support.channels import channel_world, wait_until
 from tests.support.processes import name_of
 from tests.support.runs import eventually, running

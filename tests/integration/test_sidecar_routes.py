@@ -20,9 +20,8 @@ from replicas.sidecar.rank_side.pulse import SILENCE_S
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
-from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.memory.slots import Slot
 from replicas.weights.packing import stage
 from tests.support.channels import wait_until
 from tests.support.sidecars import Lane, lane, shared_forkserver

@@ -10,17 +10,44 @@ import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from replicas.core.versions.manifest import Manifest, TensorSpec
-from replicas.weights.memory.arena import Arena
-from replicas.weights.memory.slots import Slot
+from replicas.weights.memory.arena import Arena, Slot
 
-__all__ = ["MANIFEST", "Child", "fill", "memory_left"]
+__all__ = ["MANIFEST", "ArenaStatistics", "Child", "fill", "memory_left", "statistics"]
 
 MANIFEST = Manifest((TensorSpec("x", "float32", (8,)),))
 PATIENCE_S = 30
+
+
+class ArenaStatistics(NamedTuple):
+    """A snapshot of an arena's slots, buffers and memory.
+
+    ``held``: own slots that hold a version. ``foreign``: mapped slots. ``retired``:
+    buffers left to their readers. ``spare``: buffers without a slot. ``nbytes``: own
+    memory, retired and spare included. ``kept``: kept mappings.
+    """
+
+    slots: int
+    held: int
+    foreign: int
+    retired: int
+    spare: int
+    nbytes: int
+    kept: int
+
+
+def statistics(arena: Arena) -> ArenaStatistics:
+    own = [slot._buffer for slot in arena.slots if slot._buffer is not None]
+    held = sum(slot.state in ("held", "leaving") for slot in arena.slots)
+    retired, spare = arena.pool.retired, [buffer for buffer, _ in arena.pool._spare]
+    nbytes = sum(buffer.nbytes for buffer in (*own, *retired, *spare))
+    return ArenaStatistics(
+        len(arena.slots), held, len(arena.foreign), len(retired), len(spare), nbytes, len(arena._kept)
+    )
 
 
 def fill(arena: Arena, version: int, manifest: Manifest = MANIFEST) -> Slot:

@@ -26,6 +26,7 @@ import torch
 
 import replicas
 from replicas import errors
+from tests.support.memory import statistics
 
 __all__ = ["ELEMENTS", "RankProcess"]
 
@@ -219,7 +220,7 @@ class _Rank:
 
     def arena(self) -> dict[str, Any]:
         arena = self._channel._hub.arena
-        return {**arena.statistics()._asdict(), "in_use": arena.in_use(), "versions": sorted(arena.held())}
+        return {**statistics(arena)._asdict(), "in_use": arena.in_use(), "versions": sorted(arena.held())}
 
     def names(self) -> list[str]:
         """Its threads."""

@@ -218,7 +218,7 @@ class Filling:
         assert manifest is not None
         check_size(manifest)
         if feed.device != "cpu" and not self._hub.device:
-            self._hub.arena.pinning = True  # preallocated memory is then for copies from a GPU
+            self._hub.arena.pool.pinning = True  # preallocated memory is then for copies from a GPU
         slot = self._slot(job, partial(self._free_slot, job, manifest))
         if staged is not None:
             return manifest, staged.write(slot.data, CopyOptions(slot.buffer, begun=begun))

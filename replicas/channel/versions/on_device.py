@@ -29,8 +29,8 @@ from replicas.core.versions.manifest import Manifest
 from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import device_of
 from replicas.weights.digest import digest_of
+from replicas.weights.loading import part_pairs, scatter_parts
 from replicas.weights.memory.arena import Arena, Buffer, Slot
-from replicas.weights.memory.parts import part_pairs, scatter_parts
 
 __all__ = ["Copied", "copy_image", "copy_part"]
 

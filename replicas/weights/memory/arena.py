@@ -17,15 +17,13 @@ stay *filling* while its writer may still write.
 once they are neither pinned nor protected here.
 
 **Readers in other processes** hold this memory by kernel locks
-(:mod:`replicas.linux.locks`), which also end with a killed process. A held buffer is
-not written to: its slot is not reused, even when its version has been released here.
-Two kinds of readers are not waited for: those that keep a mapping of a version after
-letting go of its lock, and those that hold a version which no responsive member still
-holds (:meth:`Arena.released`: the holder is frozen, and evicted). Their buffer is
-*retired*, that is, left to them. The slot gets another buffer from the
-:class:`~replicas.weights.memory.pool.Pool`, which also preallocates the memory of slots
-that have none yet. The kernel does not report the end of a lock: to wait for a slot,
-poll.
+(:mod:`replicas.linux.locks`), also when its version has been released here. Two kinds
+of readers are not waited for: those that keep a mapping of a version after letting go
+of its lock, and those that hold a version which no responsive member still holds
+(:meth:`Arena.released`: the holder is frozen, and evicted). Their buffer is *retired*,
+that is, left to them, and the slot gets another from the
+:class:`~replicas.weights.memory.pool.Pool`. The kernel does not report the end of a
+lock: to wait for a slot, poll.
 """
 
 from __future__ import annotations
@@ -33,38 +31,86 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
-from replicas.core.membership import SLOT, SlotEvent
+from replicas.core.membership import SLOT, SlotEvent, SlotState
 from replicas.core.versions.manifest import Manifest, PartManifest
 from replicas.errors import Gone
 from replicas.linux import locks
 from replicas.messages import SlotPlace
-from replicas.weights.memory.buffers import Buffer, BufferWatcher
+from replicas.weights.digest import DigestKind
+from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.mappings import KeptMappings
 from replicas.weights.memory.pool import Pool
-from replicas.weights.memory.slots import Slot
 
-__all__ = ["Arena", "ArenaStatistics", "Buffer", "BufferWatcher", "Slot"]
+__all__ = ["Arena", "Buffer", "Slot"]
 
 
-class ArenaStatistics(NamedTuple):
-    """A snapshot of an arena's slots, buffers and memory.
+class Slot:
+    """One slot of an arena, which alone changes its fields, under its lock.
 
-    ``held``: own slots that hold a version. ``foreign``: mapped slots. ``retired``:
-    buffers left to their readers. ``spare``: buffers without a slot. ``nbytes``: own
-    memory, retired and spare included. ``kept``: kept mappings.
+    :ivar state: ``free``, ``filling``, ``held``, ``leaving`` or ``closed``.
+    :ivar foreign: it is the memory of another member of this host.
+    :ivar manifest: of an image (:class:`Manifest`, or a :class:`PartManifest` without
+        pieces), or of a packed part.
+    :ivar digest: of the data, once held.
+    :ivar sharing: how many processes of this host are known to have received its
+        version together.
     """
 
-    slots: int
-    held: int
-    foreign: int
-    retired: int
-    spare: int
-    nbytes: int
-    kept: int
+    def __init__(self, index: int, state: SlotState = "free", *, foreign: bool = False) -> None:
+        self.index = index
+        self.state: SlotState = state
+        self.foreign = foreign
+        self.version = 0
+        self.manifest: Manifest | PartManifest | None = None
+        self.digest = ""
+        self.pins = 0
+        self.sharing = 1
+        self._buffer: Buffer | None = None
+
+    @property
+    def buffer(self) -> Buffer:
+        """The memory of a slot that is not free."""
+        if self._buffer is None:
+            raise ValueError(f"slot {self.index} has no buffer")
+        return self._buffer
+
+    def drop_buffer(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
+    @property
+    def image(self) -> Manifest | None:
+        """The manifest of the whole image in it; None for a packed part."""
+        if isinstance(self.manifest, PartManifest):
+            return self.manifest.whole if self.manifest.pieces is None else None
+        return self.manifest
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The data section of an image, or a whole packed part: uint8, shared.
+
+        It is on a GPU if the slot is. Writing to a foreign slot's is a SIGSEGV.
+        """
+        image = self.image
+        return self.buffer.readable()[image.data_offset if image else 0 :]
+
+    @property
+    def digest_kind(self) -> DigestKind:
+        """The kind of its data's digest: by device or host memory."""
+        return "device" if self.buffer.device else "host"
+
+    @property
+    def place(self) -> SlotPlace:
+        """The place by which others of this host can open it, while it is held."""
+        return self.buffer.place
+
+    def __repr__(self) -> str:
+        kind = "foreign " if self.foreign else ""
+        return f"<Slot {self.index} {kind}{self.state} version={self.version} pins={self.pins}>"
 
 
 class Arena:
@@ -76,14 +122,13 @@ class Arena:
     :param name: names its memory in ``/proc/PID/maps``.
     :param device: UUID of the GPU for its own memory; empty: host memory. On a GPU no
         header is written.
-    :param pin: pin preallocated host memory, as a target of copies from a GPU. See
-        :attr:`pinning`.
     :param on_drop: called with a version whose slot was given to another version, or
         was foreign and is no longer needed.
     :param on_change: called after a slot became free or lost its last pin: a waiting
         :meth:`acquire` may succeed now.
     :ivar protected: versions that must not be evicted; replace or change it at will,
         then call :meth:`trim`.
+    :ivar pool: allocates the memory of its slots.
     """
 
     def __init__(
@@ -92,9 +137,8 @@ class Arena:
         *,
         name: str = "replicas",
         device: str = "",
-        pin: bool = False,
-        on_drop: Callable[[int], None] | None = None,
-        on_change: Callable[[], None] | None = None,
+        on_drop: Callable[[int], None] = lambda version: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         if slots < 1:
             raise ValueError(f"an arena needs at least one slot, not {slots}")
@@ -106,10 +150,9 @@ class Arena:
         self._foreign: list[Slot] = []
         self._adopted = 0
         self._kept = KeptMappings()
-        self._pool = Pool(name, slots, device)
-        self._pool.pinning = pin
+        self.pool = Pool(name, slots, device)
         self._closed = False
-        self._end = weakref.finalize(self, self._pool.close)
+        self._end = weakref.finalize(self, self.pool.close)
         self._end.atexit = False
 
     @property
@@ -122,24 +165,6 @@ class Arena:
         """The slots mapped from other members."""
         with self._lock:
             return tuple(self._foreign)
-
-    @property
-    def device(self) -> str:
-        """UUID of the GPU that holds its own memory; empty: host memory."""
-        return self._pool.device
-
-    @property
-    def pinning(self) -> bool:
-        """Whether preallocated memory is pinned (:meth:`Buffer.pin`).
-
-        Pinning takes as long as a copy. Set it once it is known that bytes of a GPU
-        will be copied there.
-        """
-        return self._pool.pinning
-
-    @pinning.setter
-    def pinning(self, pin: bool) -> None:
-        self._pool.pinning = pin
 
     # ------------------------------------------------------------ memory of its own
 
@@ -154,7 +179,7 @@ class Arena:
             unfit = sum(
                 slot.state == "free" and slot._buffer is not None for slot in self._slots if not _fits(slot, nbytes)
             )
-        self._pool.prepare(nbytes, bare + unfit)
+        self.pool.prepare(nbytes, bare + unfit)
 
     def acquire(self, version: int, manifest: Manifest | PartManifest) -> Slot | None:
         """Take a slot to fill with ``version``, its header written; None: all in use.
@@ -169,7 +194,7 @@ class Arena:
         with self._lock:
             if self._closed:
                 return None
-            self._pool.beat(sum(slot._buffer is None for slot in self._slots))
+            self.pool.beat(sum(slot._buffer is None for slot in self._slots))
             slot = self._choose(nbytes)
             if slot is None:
                 return None
@@ -183,7 +208,7 @@ class Arena:
             raise
         finally:
             if dropped:
-                self._dropped([dropped])
+                self.on_drop(dropped)
         self.prepare(nbytes)
         return slot
 
@@ -216,7 +241,7 @@ class Arena:
                     self._clear(slot, "released")
                 case "leaving":
                     self._clear(slot, "let_go")
-        self._changed()
+        self.on_change()
 
     def release(self, version: int) -> bool:
         """Free the slot of ``version``, now or with its last pin; False: not held.
@@ -231,7 +256,7 @@ class Arena:
                 slot.state = SLOT.next(slot.state, "released_in_use")
                 return True
             self._clear(slot, "released")
-        self._changed()
+        self.on_change()
         return True
 
     def released(self, version: int) -> None:
@@ -243,7 +268,7 @@ class Arena:
             for slot in self._slots:
                 if slot._buffer is not None and slot._buffer.offered == version:
                     slot._buffer.released = True
-        self._changed()
+        self.on_change()
 
     def lent(self) -> set[int]:
         """Versions no longer held here that others may still read in this memory."""
@@ -299,7 +324,8 @@ class Arena:
             for slot in unneeded:
                 self._clear(slot, "close")
             self._kept.sweep(slot.buffer.place.inode for slot in self._foreign)
-        self._dropped(versions)
+        for version in versions:
+            self.on_drop(version)
 
     # ------------------------------------------------------------ readers here
 
@@ -312,7 +338,7 @@ class Arena:
 
     def unpin(self, slot: Slot) -> None:
         """Remove a pin; the last one drops a leaving, or unprotected foreign, slot."""
-        dropped: list[int] = []
+        dropped = 0
         with self._lock:
             if slot.pins < 1:
                 raise ValueError(f"{slot!r} is not pinned")
@@ -321,11 +347,12 @@ class Arena:
             if last and slot.state == "leaving":
                 self._clear(slot, "let_go")
             elif last and (self._closed or (slot.foreign and slot.version not in self.protected)):
-                dropped = [slot.version] if slot.foreign and not self._closed else []
+                dropped = slot.version if slot.foreign and not self._closed else 0
                 self._clear(slot, "close")
-        self._dropped(dropped)
+        if dropped:
+            self.on_drop(dropped)
         if last:
-            self._changed()
+            self.on_change()
 
     def find(self, version: int) -> Slot | None:
         """The slot that holds ``version`` complete, or None."""
@@ -362,23 +389,13 @@ class Arena:
         """The slots in use and their users, as text for an error."""
         with self._lock:
             texts = [text for slot in self._slots if (text := self._use(slot))]
-        retired = self._pool.retired
+        retired = self.pool.retired
         text = f"the {len(self._slots)} slots have {', '.join(texts)}" if texts else "none"
         if retired:
             processes = {pid for buffer in retired for pid in locks.holders(buffer.place.inode)}
             who = f", held by {_processes(processes)}" if processes else ""
             text += f"; {len(retired)} older buffers are still mapped by readers{who}"
         return text
-
-    def statistics(self) -> ArenaStatistics:
-        """A snapshot of slots, buffers and memory."""
-        with self._lock:
-            own = [slot._buffer for slot in self._slots if slot._buffer is not None]
-            held = sum(slot.state in ("held", "leaving") for slot in self._slots)
-            foreign = len(self._foreign)
-        retired, spare = self._pool.retired, self._pool.spare
-        nbytes = sum(buffer.nbytes for buffer in (*own, *retired, *spare))
-        return ArenaStatistics(len(self._slots), held, foreign, len(retired), len(spare), nbytes, len(self._kept))
 
     def close(self) -> None:
         """Free the memory of all slots; a filling or pinned one keeps it until done."""
@@ -388,7 +405,7 @@ class Arena:
                 if slot.state not in ("filling", "closed") and not slot.pins:
                     self._clear(slot, "close")
             self._kept.close()
-        self._pool.close()
+        self.pool.close()
         self._end.detach()  # no Python runs when this is garbage-collected, maybe on a thread being interrupted
 
     # ------------------------------------------------------------ inside
@@ -418,7 +435,7 @@ class Arena:
             if claim == "in sight" or buffer.released:
                 retirable.append((slot, buffer))
         for slot, buffer in retirable:
-            if self._pool.retire(buffer):
+            if self.pool.retire(buffer):
                 slot._buffer = None
                 return slot
         return None
@@ -426,8 +443,8 @@ class Arena:
     def _fit(self, slot: Slot, nbytes: int) -> None:
         """Give the slot memory of exactly ``nbytes``, with its image's header."""
         if not _fits(slot, nbytes):
-            self._drop_buffer(slot)
-            slot._buffer = self._pool.take(nbytes, len(self._slots))
+            slot.drop_buffer()
+            slot._buffer = self.pool.take(nbytes, len(self._slots))
         image = slot.image
         if image is not None and not slot.buffer.device:  # device memory cannot be read as a file
             header = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
@@ -440,14 +457,9 @@ class Arena:
         if slot.state == "free" and (slot.foreign or self._closed):
             slot.state = SLOT.next(slot.state, "close")
         if slot.state == "closed":
-            self._drop_buffer(slot)
+            slot.drop_buffer()
             if slot.foreign:
                 self._foreign.remove(slot)
-
-    def _drop_buffer(self, slot: Slot) -> None:
-        if slot._buffer is not None:
-            slot._buffer.close()
-            slot._buffer = None
 
     def _use(self, slot: Slot) -> str:
         if slot.state == "filling":
@@ -458,15 +470,6 @@ class Arena:
         uses = ["open"] if slot.pins else []
         uses += [f"read by {_processes(readers)}"] if readers else []
         return f"version {slot.version or slot.buffer.offered} ({', '.join(uses) or 'kept'})"
-
-    def _dropped(self, versions: Sequence[int]) -> None:
-        if self.on_drop is not None:
-            for version in versions:
-                self.on_drop(version)
-
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
 
 
 def _fits(slot: Slot, nbytes: int) -> bool:

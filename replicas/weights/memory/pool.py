@@ -6,19 +6,19 @@ Theory of operation
 *Spare* buffers wait for a slot. A background thread allocates them as soon as a size is
 known (:meth:`Pool.prepare`), because fresh pages cost ten times the copy, and only the
 first publish should have to wait for them. A caller that needs a buffer while one is
-being allocated waits for that one instead of allocating a second.
+being allocated waits for that one.
 
 *Retired* buffers were taken from their slots because readers may still use their
-content. There are at most as many as the arena has slots; once their locks are free
-they become spare again. Spare buffers beyond the number of slots without memory are
-kept for a while only: a reader that always keeps something of the previous version
-needs one for each version.
+content. Once their locks are free they become spare again. Spare buffers beyond the
+number of slots without memory are kept for a while only: a reader that always keeps
+something of the previous version needs one for each version.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from replicas.errors import NoCapacity, WorldError
 from replicas.weights.devices.accelerator import device_of
@@ -86,7 +86,7 @@ class Pool:
                     return
                 nbytes = self._nbytes
             try:
-                buffer = Buffer.allocate(nbytes, self._next_name(), stop=lambda: self._closed, device=self.device)
+                buffer = self._allocate(nbytes, lambda: self._closed)
                 if self.pinning:
                     buffer.pin()
             except (WorldError, AllocationStopped) as error:
@@ -122,7 +122,19 @@ class Pool:
                 self._changed.wait()  # notified for each buffer that is made or fails
             if nbytes == self._nbytes and self._wanted:
                 self._wanted -= 1
-        return found or self._allocate(nbytes)
+        if found is None:
+            try:
+                found = self._allocate(nbytes)
+            except NoCapacity:
+                with self._changed:
+                    spares, self._spare = self._spare, []
+                if not spares:
+                    raise
+                for buffer, _ in spares:
+                    buffer.close()
+                found = self._allocate(nbytes)
+            found.claim()
+        return found
 
     def retire(self, buffer: Buffer) -> bool:
         """Leave ``buffer`` to its readers; False: not done, too many are retired."""
@@ -162,28 +174,11 @@ class Pool:
         with self._changed:
             return tuple(self._retired)
 
-    @property
-    def spare(self) -> tuple[Buffer, ...]:
+    def _allocate(self, nbytes: int, stop: Callable[[], bool] = lambda: False) -> Buffer:
         with self._changed:
-            return tuple(buffer for buffer, _ in self._spare)
-
-    def _allocate(self, nbytes: int) -> Buffer:
-        try:
-            buffer = Buffer.allocate(nbytes, self._next_name(), device=self.device)
-        except NoCapacity:
-            if not self._drop_spares():
-                raise
-            buffer = Buffer.allocate(nbytes, self._next_name(), device=self.device)
-        buffer.claim()
-        return buffer
-
-    def _drop_spares(self) -> bool:
-        """Close the spare buffers; False: there were none."""
-        with self._changed:
-            spares, self._spare = self._spare, []
-        for buffer, _ in spares:
-            buffer.close()
-        return bool(spares)
+            self._made += 1
+            name = f"{self._name}-{self._made}"
+        return Buffer.allocate(nbytes, name, stop=stop, device=self.device)
 
     def _take_spare(self, nbytes: int) -> Buffer | None:
         self._sweep()
@@ -201,22 +196,14 @@ class Pool:
                 self._spare.append((buffer, self._beats))
                 self._changed.notify_all()
 
-    def _available(self) -> tuple[int, str]:
-        """Bytes available for new buffers, and the name of the limit."""
-        if not self.device:
-            return available_nbytes()
-        return device_of(self.device).free_nbytes(self.device)[0], f"the GPU {self.device}"
-
-    def _next_name(self) -> str:
-        with self._changed:
-            self._made += 1
-            return f"{self._name}-{self._made}"
-
     def _warn(self, nbytes: int, slots: int) -> None:
         if nbytes in self._warned or nbytes < PREPARED_NBYTES:
             return
         self._warned.add(nbytes)
-        available, limit = self._available()
+        if self.device:
+            available, limit = device_of(self.device).free_nbytes(self.device)[0], f"the GPU {self.device}"
+        else:
+            available, limit = available_nbytes()
         fit = available // nbytes + sum(buffer.nbytes == nbytes for buffer, _ in self._spare)
         if fit < slots:
             logger.warning(

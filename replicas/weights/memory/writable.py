@@ -8,13 +8,11 @@ A :class:`WritableSlot` maps names to tensors that are views of a free slot. It 
 slot held before: all of them must be written each time.
 
 Once taken, others read it, and it must not be written any more. The kernel's
-protections cost more than the copy that is saved (20 ms for 269 MB), and are not used:
-``mprotect`` takes 15-40 ms twice for each publish, and a late write ends the trainer by
-SIGSEGV; replacing the pages by a copy-on-write mapping takes 40 ms, and then 150 ms to
-fault them in again. Instead, the tensors themselves are emptied: a late write through
-one of them is a Python error of shape, and reading the mapping is a UsageError. Views
-that the trainer made of them (slices, ``param.data``) cannot be emptied: they must not
-be kept.
+protections cost more than the copy that is saved (20 ms for 269 MB): ``mprotect`` takes
+15-40 ms twice for each publish, a copy-on-write mapping 190 ms. Instead, the tensors
+themselves are emptied: a late write through one of them is a Python error of shape, and
+reading the mapping is a UsageError. Views that the trainer made of them (slices,
+``param.data``) cannot be emptied: they must not be kept.
 """
 
 from __future__ import annotations
@@ -28,10 +26,9 @@ import torch
 from replicas.core.versions.manifest import PartManifest
 from replicas.errors import UsageError
 from replicas.weights.devices.device_copies import Begun
+from replicas.weights.loading import named_views
 from replicas.weights.memory.arena import Slot
 from replicas.weights.packing import Packing, packing_of
-from replicas.weights.places import Places
-from replicas.weights.tensors import torch_dtype
 
 __all__ = ["WritableSlot"]
 
@@ -57,7 +54,9 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self.slot = slot
         self._drop = drop
         self._state: Literal["open", "taken", "dropped"] = "open"
-        self._tensors = _tensors(slot, manifest)
+        if manifest.pieces is not None and len({piece.tensor for piece in manifest.pieces}) < len(manifest.pieces):
+            raise UsageError("arena_like cannot hold several pieces of one tensor", hint="publish them as Shards")
+        self._tensors = named_views(slot.data, manifest)
         self._names = [*self._tensors, *(alias for alias, _ in manifest.aliases)]
         self._aliases = dict(manifest.aliases)
 
@@ -123,22 +122,3 @@ class WritableSlot(Mapping[str, torch.Tensor]):
             for tensor in self._tensors.values():
                 tensor.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[call-overload]  # the stub lacks this form
         self._tensors.clear()
-
-
-def _tensors(slot: Slot, manifest: PartManifest) -> dict[str, torch.Tensor]:
-    """A view for each tensor: all of it in an image, the rank's own piece in a part."""
-    places = Places(manifest)
-    views = dict(zip(places.order, places.views(slot.data, as_bits=False), strict=True))
-    numbers = {number: number for number in range(len(manifest.tensors))}
-    if manifest.pieces is not None:
-        numbers = {piece.tensor: number for number, piece in enumerate(manifest.pieces)}
-        if len(numbers) < len(manifest.pieces):
-            raise UsageError("arena_like cannot hold several pieces of one tensor", hint="publish them as Shards")
-    found: dict[str, torch.Tensor] = {}
-    for number, spec in enumerate(manifest.tensors):
-        view = views.get(numbers.get(number, -1))
-        shape = spec.shape if manifest.pieces is None else (0,)
-        if view is None:
-            view = torch.empty(shape, dtype=torch_dtype(spec.dtype), device=slot.data.device)
-        found[spec.name] = view
-    return found

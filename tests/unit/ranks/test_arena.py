@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 
 from replicas.core.versions.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.errors import Gone
-from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.pool import SPARE_BEATS
-from replicas.weights.memory.slots import Slot
-from tests.support.memory import MANIFEST, fill, memory_left
+from tests.support.memory import MANIFEST, fill, memory_left, statistics
 
 OTHER = Manifest((TensorSpec("x", "float32", (9,)),))
 
@@ -159,12 +158,12 @@ def test_an_own_view_that_is_kept_never_changes_and_its_memory_comes_back() -> N
     view = first.private()[MANIFEST.data_offset :].view(torch.float32)
     fill(arena, 2)
     assert view.tolist() == [1.0] * 8
-    assert arena.statistics()[3:5] == (1, 0)
+    assert statistics(arena)[3:5] == (1, 0)
     second = slot.buffer.private()
     del view
     fill(arena, 3)
     assert slot.buffer is first
-    assert arena.statistics()[3:5] == (1, 0)
+    assert statistics(arena)[3:5] == (1, 0)
     del second
     arena.close()
     assert not memory_left()
@@ -176,7 +175,7 @@ def test_a_version_that_nobody_reads_is_rather_evicted() -> None:
     view = one.buffer.private()
     assert fill(arena, 3) is two
     assert arena.find(1) is one
-    assert arena.statistics().retired == 0
+    assert statistics(arena).retired == 0
     del view
     arena.close()
 
@@ -186,7 +185,7 @@ def test_no_more_memory_is_left_to_readers_than_there_are_slots() -> None:
     views = []
     for version in range(1, 5):
         views.append(fill(arena, version).buffer.private())
-    assert arena.statistics() == (2, 2, 0, 2, 0, 4 * MANIFEST.image_nbytes, 0)
+    assert statistics(arena) == (2, 2, 0, 2, 0, 4 * MANIFEST.image_nbytes, 0)
     assert arena.acquire(5, MANIFEST) is None
     assert arena.in_use() == (
         "the 2 slots have version 3 (kept), version 4 (kept); 2 older buffers are still mapped by readers"
@@ -205,10 +204,10 @@ def test_memory_that_no_slot_needs_is_closed_after_a_while() -> None:
     del view
     for version in range(3, 3 + SPARE_BEATS):
         fill(arena, version)
-        assert arena.statistics()[3:5] == (0, 1)
+        assert statistics(arena)[3:5] == (0, 1)
     fill(arena, 100)
     fill(arena, 101)
-    assert arena.statistics()[3:5] == (0, 0)
+    assert statistics(arena)[3:5] == (0, 0)
     arena.close()
 
 
@@ -240,7 +239,7 @@ def test_released_versions_are_not_waited_for() -> None:
     arena.released(1)
     assert changes == [None]
     fill(arena, 2)
-    assert arena.statistics().retired == 1
+    assert statistics(arena).retired == 1
     again = reader_of(slot)
     assert arena.acquire(3, MANIFEST) is None  # that was about version 1
     assert float(reader.readable()[MANIFEST.data_offset :].view(torch.float32)[0]) == 1.0
@@ -296,12 +295,12 @@ def test_whatever_readers_do_no_view_ever_changes(seed: int) -> None:
                 arena.released(chance.randint(1, version + 1))
         assert all(bool((view == number).all()) for number, view in views)
         assert all(float(reader.readable()[-4:].view(torch.float32)) == reader.offered for reader in readers)
-        assert arena.statistics().retired <= 2
+        assert statistics(arena).retired <= 2
     for reader in readers:
         reader.close()
     views.clear()
     fill(arena, version + 1)
-    assert arena.statistics().retired == 0
+    assert statistics(arena).retired == 0
     arena.close()
     del slot, reader
     readers.clear()
@@ -369,10 +368,10 @@ def test_adopting_keeps_the_mapping_for_the_next_version() -> None:
         assert slot.data.view(torch.float32)[0] == version
         address = slot.data.data_ptr()
         arena.trim()
-    assert arena.statistics().kept == 1
+    assert statistics(arena).kept == 1
     owner.close()
     arena.trim()
-    assert arena.statistics().kept == 0
+    assert statistics(arena).kept == 0
     arena.close()
 
 

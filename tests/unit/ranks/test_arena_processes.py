@@ -12,12 +12,11 @@ import torch
 from replicas.errors import Gone
 from replicas.memory.kept import MemoryHolder
 from replicas.messages import SlotPlace
-from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.mappings import KeptMappings
-from replicas.weights.memory.slots import Slot
 from tests.support.memfds import memories
-from tests.support.memory import MANIFEST, Child, fill
+from tests.support.memory import MANIFEST, Child, fill, statistics
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_kill_9_of_a_reader_releases_what_it_holds(arena: Arena, child: Callable
     assert arena.acquire(2, MANIFEST) is None
     reader.kill()
     assert fill(arena, 2) is slot
-    assert arena.statistics().retired == 0
+    assert statistics(arena).retired == 0
 
 
 def test_a_view_that_outlives_its_update_never_changes(arena: Arena, child: Callable[..., Child]) -> None:
@@ -101,10 +100,10 @@ def test_a_view_that_outlives_its_update_never_changes(arena: Arena, child: Call
     assert slot.buffer is not first
     assert reader.ask("look") == str([1.0] * 8)
     assert arena.in_use().endswith("; 1 older buffers are still mapped by readers")
-    assert arena.statistics().retired == 1
+    assert statistics(arena).retired == 1
     assert reader.ask("drop") == "done"
     fill(arena, 5)
-    assert arena.statistics()[3:5] == (0, 1)
+    assert statistics(arena)[3:5] == (0, 1)
 
 
 def test_a_frozen_reader_is_not_waited_for_once_nobody_needs_the_version(
@@ -121,7 +120,7 @@ def test_a_frozen_reader_is_not_waited_for_once_nobody_needs_the_version(
     assert reader.ask("look") == str([1.0] * 8)
     reader.kill()
     fill(arena, 3)
-    assert arena.statistics().retired == 0
+    assert statistics(arena).retired == 0
 
 
 class Owner:
@@ -177,7 +176,7 @@ def test_a_forked_child_of_a_reader_keeps_its_view_and_not_the_version(
     assert slot.buffer is not before
     worker.kill()
     fill(arena, 3)
-    assert arena.statistics().retired == 0
+    assert statistics(arena).retired == 0
 
 
 def test_a_forked_child_keeps_no_memory_of_ours(child: Callable[..., Child]) -> None:

@@ -17,13 +17,12 @@ from replicas.memory.kept import MemoryHolder
 from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.devices.device_buffers import PAGE_NBYTES
 from replicas.weights.digest import digest_of
-from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.mappings import KeptMappings
-from replicas.weights.memory.slots import Slot
 from tests.support.device_memory import lingering_nbytes
 from tests.support.fake_accelerator import NAME, FakeAccelerator, fake_memory_nbytes
-from tests.support.memory import Child, memory_left
+from tests.support.memory import Child, memory_left, statistics
 
 GPU = "FAKE-0"
 MANIFEST = Manifest((TensorSpec("x", "float32", (8,)),))
@@ -232,13 +231,13 @@ def fill(arena: Arena, version: int) -> Slot:
 def test_an_arena_on_a_device(gpu: FakeAccelerator) -> None:
     arena = Arena(1, name="test", device=GPU)
     slot = fill(arena, 1)
-    assert (arena.device, slot.buffer.device, slot.digest_kind, slot.digest[0]) == (GPU, GPU, "device", "d")
+    assert (arena.pool.device, slot.buffer.device, slot.digest_kind, slot.digest[0]) == (GPU, GPU, "device", "d")
     assert slot.data.view(torch.float32).eq(1).all()
     reader = arena.borrow(slot.place, 1)
     assert arena.acquire(2, MANIFEST) is None
     arena.released(1)  # its reader is frozen: the memory is left to it
     second = fill(arena, 2)
-    assert arena.statistics().retired == 1
+    assert statistics(arena).retired == 1
     assert reader.readable()[MANIFEST.data_offset :].view(torch.float32).eq(1).all()
     reader.close()
     fill(arena, 3)
@@ -252,7 +251,7 @@ def test_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_MEMORY_NBYTES", str(nbytes))
     monkeypatch.setattr("replicas.weights.devices.device_buffers._LINGER_LOOK_S", 0.01)
     arena = Arena(2, name="test", device=GPU)
-    arena._pool.retire(Buffer.allocate(nbytes, "test", device=GPU))
+    arena.pool.retire(Buffer.allocate(nbytes, "test", device=GPU))
     slot = fill(arena, 1)  # what is spare is used
     arena.protected = {1}
     with pytest.raises(NoCapacity, match="bytes free"):
@@ -301,9 +300,10 @@ def test_host_memory_is_pinned_once(monkeypatch: pytest.MonkeyPatch, gpu: FakeAc
 
 def test_memory_made_ahead_is_pinned_on_request(gpu: FakeAccelerator) -> None:
     gpu.pinned.clear()
-    arena = Arena(1, name="test", pin=True)
+    arena = Arena(1, name="test")
+    arena.pool.pinning = True
     arena.prepare(1 << 20)
-    arena._pool.take(1 << 20, 1).close()
+    arena.pool.take(1 << 20, 1).close()
     assert gpu.pinned == [1 << 20]
     arena.close()
 

@@ -19,8 +19,7 @@ from replicas.weights.devices.device_digest import device_digest_of
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.loading import load_into, views
-from replicas.weights.memory.arena import Arena
-from replicas.weights.memory.slots import Slot
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, packing_of, stage
 from tests.support.device_memory import lingering_nbytes

@@ -29,8 +29,7 @@ from replicas.sidecar.buckets import Bucket, buckets_of_part, split_piece
 from replicas.sidecar.transfer import scatter
 from replicas.weights.feed import Feed, Mode, Shard
 from replicas.weights.loading import load_into, views
-from replicas.weights.memory.arena import Arena
-from replicas.weights.memory.slots import Slot
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.packing import Packer, stage
 from replicas.weights.tensors import bits, torch_dtype
 from tests.support.packing import pack

@@ -27,10 +27,8 @@ from replicas.weights.copy_pool import ALONE_NBYTES, CopyPool, helpers_for, one_
 from replicas.weights.copying import PROGRESS_NBYTES, STEP_NBYTES, Copier, Prefix, Step, copy_pairs
 from replicas.weights.digest import BLOCK_NBYTES, Digest, digest_of
 from replicas.weights.feed import Feed, Shard
-from replicas.weights.loading import views
-from replicas.weights.memory.arena import Arena
-from replicas.weights.memory.parts import scatter_parts
-from replicas.weights.memory.slots import Slot
+from replicas.weights.loading import scatter_parts, views
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
 from replicas.weights.places import Places
