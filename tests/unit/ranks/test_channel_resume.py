@@ -480,6 +480,7 @@ async def test_nothing_piles_up_over_many_versions_and_coordinators(target: Worl
         await target.session.next(wire.Loaded)
         if version % 10 == 0:
             target.new_coordinator(latest=version)
+        await asyncio.sleep(0)  # tasks that wait for nothing end
         target.loop.tasks = {task for task in target.loop.tasks if not task.done()}
         assert len(target.loop.tasks) < 5
         target.tell(wire.LaneDrop(f"lane {version}"))
