@@ -8,11 +8,9 @@ queue until it is empty, so none waits for a slow one. A pool lives as long as o
 a thread costs 0.1 ms to start, nothing is left behind, and a fork meets no pool thread.
 
 Each thread runs torch single-threaded, under :func:`one_thread`. Otherwise OpenMP
-divides each copy of more than 32,768 elements among all cores; it ends with a barrier,
-after which its threads spin for a while. With one core busy otherwise (a digest,
-another process that loads), every barrier waits for the thread that was preempted
-(measured: 2.5 times slower). :func:`one_thread` sets OpenMP's number of threads *for
-this thread only*; ``torch.set_num_threads`` would change it for the user, too.
+divides each copy of more than 32,768 elements among all cores and ends it with a
+barrier. With one core busy otherwise (a digest, another process that loads), every
+barrier waits for the thread that was preempted (measured: 2.5 times slower).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -46,9 +44,9 @@ _set_omp_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 def one_thread() -> Iterator[None]:
     """Run torch single-threaded on this thread within the block.
 
-    Other threads, and threads started later, keep their number: OpenMP keeps it for
-    each thread, and torch asks OpenMP. The block changes nothing for a torch without
-    OpenMP, or with another OpenMP library than the one found here.
+    OpenMP, which torch asks, has a number for each thread; ``torch.set_num_threads``
+    would change it for the user, too. The block changes nothing for a torch with
+    another OpenMP library than the one found here, or none.
     """
     before = torch.get_num_threads()  # torch sets up the number of a new thread with this call
     if _set_omp_threads is None or before == 1:
@@ -69,8 +67,7 @@ def cores() -> int:
 def helpers_for(nbytes: int, sharing: int = 1) -> int:
     """The number of helper threads that speed up a copy of ``nbytes``.
 
-    :param sharing: how many processes of this machine are known to do such work at the
-        same time.
+    :param sharing: how many processes of this machine do such work at the same time.
     """
     return max(0, min(cores() // max(1, sharing) - 1, MOST_HELPERS, nbytes // ALONE_NBYTES))
 
@@ -137,9 +134,9 @@ class CopyPool:
             raise self._error
 
     def close(self) -> None:
-        """Take no more tasks, and wait for the running ones despite interrupts.
+        """Take no more tasks and wait for the running ones; then raise an interrupt.
 
-        An interrupt is raised after the wait. A chore may still run on return.
+        A chore may still run on return.
         """
         interrupt: BaseException | None = None
         for _ in range(PATIENCE):
@@ -171,10 +168,9 @@ class CopyPool:
                 latch.set()
 
     def _next(self) -> Callable[[], None] | None:
-        try:
+        with suppress(IndexError):
             return self._queue.popleft()
-        except IndexError:
-            return None
+        return None
 
     # ------------------------------------------------------------ helpers
 

@@ -12,13 +12,13 @@ and the digest follows.
 With three cores or more, a helper hashes a block as soon as it is filled. With two,
 hashing beside the copy slows the caller: 269 MB took 17 ms to copy, 32 ms with the
 digest beside the copy, 20 ms with the digest behind it. There the digest waits until
-the last byte is copied; then as many threads as there are cores hash, and the caller
-does not wait for them.
+the last byte is copied; then as many threads as there are cores hash.
 
 Tensors on a GPU are copied by :mod:`replicas.weights.devices.device_copies`; here only
-:func:`copy_pairs` copies them, on the caller's current stream, and waits. On a kind of
-device that is no :class:`~replicas.weights.devices.accelerator.Accelerator`, the
-caller's thread copies them, with one synchronisation for each batch.
+:func:`copy_pairs` and :func:`copy_elements` copy them, on the caller's current stream,
+and wait. On a kind of device that is no
+:class:`~replicas.weights.devices.accelerator.Accelerator`, the caller's thread copies
+them, with one synchronisation for each step.
 
 Steps begin in the order of their bytes, so the filled bytes grow from the start of the
 run. A sender that streams them meanwhile learns the length of the prefix without holes
@@ -31,7 +31,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 import xxhash
@@ -39,8 +38,9 @@ import xxhash
 from replicas.common.waits import locked
 from replicas.weights import streaming
 from replicas.weights.copy_pool import ALONE_NBYTES, CopyPool, cores, helpers_for
-from replicas.weights.devices.accelerator import Accelerator, accelerator
+from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.digest import BLOCK_NBYTES, combined
+from replicas.weights.tensors import written_as_bits
 
 __all__ = [
     "PROGRESS_NBYTES",
@@ -50,17 +50,12 @@ __all__ = [
     "Progress",
     "Runs",
     "Step",
+    "copy_elements",
     "copy_pairs",
-    "wait_for_devices",
 ]
 
 STEP_NBYTES = 4 << 20
 """Bytes per step, about: 1 MiB made two threads a fifth slower, 16 MiB no faster."""
-DEVICE_NBYTES = 64 << 20
-"""Bytes of copies from a device to start before waiting for them.
-
-With ``progress`` it is a quarter; copies within a device are batched only then.
-"""
 PROGRESS_NBYTES = 8 << 20
 """Bytes between two calls of ``progress``: as much as a sender sends at once."""
 
@@ -84,11 +79,6 @@ class Step:
         """Copy on the CPU, with casts; ``past_caches``: :func:`streaming.pays`."""
         streaming.copy_all(self.destinations, self.sources, past_caches=past_caches)
 
-    def begin(self) -> None:
-        """Enqueue copies from or to a device on the current stream, with casts."""
-        with torch.no_grad():
-            torch._foreach_copy_(self.destinations, self.sources, True)
-
 
 @dataclass(frozen=True, eq=False)
 class Runs:
@@ -101,12 +91,10 @@ class Runs:
     sizes: streaming.Addresses
 
     def run(self, *, past_caches: bool = False) -> None:
-        """Copy the runs; ``past_caches``: :func:`streaming.pays` for the whole copy."""
         streaming.copy_runs(self.to, self.sources, self.sizes, past_caches=past_caches)
 
 
-def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for this thread's current streams on the devices of these tensors."""
+def _wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
     for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
         torch.accelerator.current_stream(device).synchronize()
 
@@ -117,14 +105,12 @@ def copy_pairs(
     sharing: int = 1,
     on_device: Callable[[], object] = lambda: None,
 ) -> None:
-    """Copy the second tensor of each pair to the first, with casts where dtypes differ.
+    """Copy the second tensor of each pair to the first, of the same shape, with casts.
 
-    Both have the same shape. Several threads copy tensors on the CPU; this thread
-    alone, on its current streams, copies tensors on a device. Everything is copied on
-    return.
+    Several threads copy tensors on the CPU; this thread alone, on its current streams,
+    copies tensors on a device. Everything is copied on return.
 
-    :param sharing: how many processes of this machine are known to do this at the same
-        time.
+    :param sharing: see :func:`helpers_for`.
     :param on_device: called before the first copy from or to a device: to pin host
         memory.
     """
@@ -156,7 +142,10 @@ def copy_pairs(
     used: set[str] = set()
     if device is not None and enqueued:
         on_device()
-        used = _enqueue(device, enqueued)
+        destinations, sources = [one for one, _ in enqueued], [one for _, one in enqueued]
+        with streaming.writing(destinations):
+            device.copy(destinations, sources)
+        used = {uuid for tensor in (*destinations, *sources) if (uuid := device.uuid_of(tensor))}
     owner = _Caller()
     pool = CopyPool(helpers_for(nbytes, sharing), owner=owner)
     try:
@@ -168,19 +157,27 @@ def copy_pairs(
         if device is not None:
             for uuid in used:
                 device.synchronize(uuid)
-    wait_for_devices(elsewhere)
+    _wait_for_devices(elsewhere)
 
 
 class _Caller:
     """The pool's owner: it is gone once the call has ended, however it ended."""
 
 
-def _enqueue(device: Accelerator, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> set[str]:
-    """Enqueue the copies; return the UUIDs of the devices to synchronise."""
-    destinations, sources = [one for one, _ in pairs], [one for _, one in pairs]
-    with streaming.writing(destinations):
-        device.copy(destinations, sources)
-    return {uuid for tensor in (*destinations, *sources) if (uuid := device.uuid_of(tensor))}
+def copy_elements(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy values of any dtype, device and strides, with casts.
+
+    Host memory is filled on return.
+    """
+    device = accelerator()
+    with torch.no_grad():
+        if destination.dtype == source.dtype:
+            destination, source = written_as_bits(destination, source)
+        if device is not None and (uuid := device.uuid_of(source) or device.uuid_of(destination)):
+            device.copy([destination], [source])
+            device.synchronize(uuid)
+        else:
+            destination.copy_(source)
 
 
 def _parts(destination: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -197,10 +194,7 @@ def _parts(destination: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[to
 
 
 class Prefix:
-    """Counts the bytes filled from the start without a hole, and reports ``progress``.
-
-    Its methods are called one at a time.
-    """
+    """Counts the bytes filled from the start without a hole, for ``progress``."""
 
     def __init__(self, nbytes: int, progress: Progress) -> None:
         self._nbytes = nbytes
@@ -240,8 +234,7 @@ class Copier:
     :param progress: told how far ``data`` is filled from its start.
     :param begun: called with this copier before its first helper starts.
     :ivar step_nbytes: bytes per step, about.
-    :ivar digest: of all of ``data``, once :meth:`finish` was called; set on a helper's
-        thread.
+    :ivar digest: of all of ``data``, set on a helper's thread after :meth:`finish`.
     """
 
     step_nbytes = STEP_NBYTES
@@ -276,9 +269,7 @@ class Copier:
     def __enter__(self) -> Copier:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -298,16 +289,11 @@ class Copier:
 
     def run_here(self, steps: Iterable[Step]) -> None:
         """Like :meth:`run`, on this thread alone and in order: for device tensors."""
-        waiting: list[Step] = []
-        nbytes, most = 0, DEVICE_NBYTES if self._prefix is None else DEVICE_NBYTES // 4
         for step in steps:
-            step.begin()
-            waiting.append(step)
-            nbytes += step.end - step.start
-            if nbytes >= most:
-                self._arrived(waiting)
-                nbytes = 0
-        self._arrived(waiting)
+            with torch.no_grad():
+                torch._foreach_copy_(step.destinations, step.sources, True)
+            _wait_for_devices(step.sources)
+            self.filled(step.start, step.end)
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
         """Copy one tensor on this thread, filling the bytes ``start`` to ``end``."""
@@ -315,11 +301,9 @@ class Copier:
         self.filled(start, end)
 
     def written(self) -> None:
-        """Record that all bytes are filled."""
         self.filled(0, sum(self._unfilled))
 
     def filled(self, start: int, end: int) -> None:
-        """Record that the bytes ``start`` to ``end`` are filled."""
         locked(self._pool.lock, self._fill, start, end)
 
     def _fill(self, start: int, end: int) -> None:
@@ -336,10 +320,7 @@ class Copier:
                     self._pool.changed.notify()
 
     def finish(self) -> None:
-        """End the copy: everything is filled, and helpers complete the digest.
-
-        :raises ValueError: some bytes were never filled.
-        """
+        """End the copy, or raise ValueError: some bytes were never filled."""
         locked(self._pool.lock, self._finish)
         if not self._blocks:
             self._bytes = None
@@ -360,12 +341,6 @@ class Copier:
         step.run(past_caches=self._past_caches)
         self.filled(step.start, step.end)
 
-    def _arrived(self, waiting: list[Step]) -> None:
-        wait_for_devices(source for step in waiting for source in step.sources)
-        for step in waiting:
-            self.filled(step.start, step.end)
-        waiting.clear()
-
     def _chore(self) -> Callable[[], None] | None:
         """The next block to hash, or None; called with the lock held."""
         if self._bytes is not None and self._ready and (self._finished or self._beside):
@@ -373,21 +348,14 @@ class Copier:
             return functools.partial(self._hash, block, self._bytes[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES])
         return None
 
-    def _grow(self) -> None:
-        """Start a helper for the core that the caller has freed.
-
-        A helper calls this: the caller would wait for the new thread.
-        """
-        more = locked(self._pool.lock, self._idle_cores)
-        if more > 0:
-            self._pool.grow(more)
-
     def _idle_cores(self) -> int:
+        """How many helpers to start for the cores that the caller has freed."""
         return cores() - self._pool.helpers if self._pool.helpers and self._finished and self._ready else 0
 
     def _hash(self, block: int, data: memoryview) -> None:
         try:
-            self._grow()
+            if (more := locked(self._pool.lock, self._idle_cores)) > 0:  # here: the caller would wait for the threads
+                self._pool.grow(more)
             self._blocks[block] = xxhash.xxh3_128_digest(data)
         except Exception as error:  # noqa: BLE001  # raised by the digest; an interrupt goes to the caller
             self.digest.set_exception(error)
@@ -397,7 +365,7 @@ class Copier:
             self.digest.set_result(combined(self._blocks))
 
     def _hashed(self) -> bool:
-        """Count one hashed block; True if it was the last."""
+        """Whether this block was the last."""
         self._unhashed -= 1
         if not self._unhashed:
             self._bytes = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -26,10 +27,7 @@ DigestKind = Literal["host", "device"]
 
 
 def combined(blocks: Iterable[bytes]) -> str:
-    """The digest of a stream, from the binary xxh3-128 of its blocks.
-
-    The last block may be short.
-    """
+    """The digest of a stream, from the binary xxh3-128 of its blocks."""
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
@@ -69,7 +67,13 @@ def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host"
         on a stream of this library: earlier writes to the tensor must have completed.
     """
     if kind == "device":
-        return _device_digest_of(data)
+        if not isinstance(data, torch.Tensor):
+            raw = bytearray(data)
+            data = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        gpu = accelerator()
+        uuid = gpu.uuid_of(data) if gpu is not None else ""
+        with gpu.on_side_stream(uuid) if gpu is not None and uuid else nullcontext():
+            return device_digest_of(data)
     view = data.numpy().data if isinstance(data, torch.Tensor) else memoryview(data)
     blocks: dict[int, bytes] = {}
 
@@ -82,14 +86,3 @@ def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host"
     finally:
         pool.close()
     return combined(blocks[start] for start in sorted(blocks))
-
-
-def _device_digest_of(data: torch.Tensor | memoryview | bytes) -> str:
-    if not isinstance(data, torch.Tensor):
-        data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
-    gpu = accelerator()
-    uuid = gpu.uuid_of(data) if gpu is not None else ""
-    if gpu is None or not uuid:
-        return device_digest_of(data)
-    with gpu.on_side_stream(uuid):
-        return device_digest_of(data)

@@ -9,9 +9,9 @@ an exception of the user's code nothing is left to walk; after an error of the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -19,14 +19,12 @@ from torch.nn.parameter import is_lazy
 from replicas.core.versions.manifest import PartManifest, TensorSpec
 from replicas.errors import ManifestMismatch, ReplicasError, UsageError
 from replicas.messages import arguments
-from replicas.messages.bounds import plain
-from replicas.weights.dtensor import Box, is_dtensor, local_box
+from replicas.messages.bounds import plain, shown
 from replicas.weights.layout import Entry, layout
-from replicas.weights.sources import Declared, Ties, can_be_walked, declared, known_values, streamed_values
 from replicas.weights.streaming import Addresses
-from replicas.weights.tensors import dtype_name, is_castable
+from replicas.weights.tensors import Box, dtype_name, is_castable, is_dtensor, local_box
 
-__all__ = ["Feed", "Mode", "Shard", "Sources"]
+__all__ = ["Feed", "Mode", "Shard", "Sources", "Ties", "known_values"]
 
 Mode = Literal["image", "parts"]
 
@@ -74,14 +72,44 @@ class Sources:
     addresses: Addresses | None
 
 
+class Ties:
+    """Finds tensors that share one storage.
+
+    Only for values that all exist at once: a stream may reuse memory.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[object, str] = {}
+
+    def alias(self, name: str, value: object) -> str | None:
+        """The first name of this same tensor, if it came before; equal on all ranks."""
+        if not isinstance(value, torch.Tensor) or is_lazy(value):
+            return None
+        if is_dtensor(value):
+            key = (tuple(value.shape), str(value.placements), self._key(value.to_local()))
+        elif value.numel() and value.layout is torch.strided and not value.is_meta:
+            key = ((), "", self._key(value))
+        else:
+            return None
+        first = self._first.setdefault(key, name)
+        return first if first != name else None
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> object:
+        # The storage object, not its address: a rank whose shard is empty must see the
+        # tie, too.
+        storage = tensor.untyped_storage()._cdata
+        lazy = tensor.is_conj(), tensor.is_neg()
+        return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, lazy
+
+
 class Feed:
     """Walks a set of weights once, in order.
 
     :param weights: a module, a mapping, an iterable of pairs, or an object with
         ``metadata()`` and iteration; values are Tensor, DTensor, :class:`Shard`, or
         None (skipped).
-    :param dtype: cast plain floating tensors (float16, bfloat16, float32, float64) to
-        this; others stay as they are.
+    :param dtype: see :meth:`cast_to`.
     :param mode: ``"image"``: DTensors are gathered, Shards refused. ``"parts"``: the
         rank's own pieces, no communication.
     :ivar finished: the end was reached, or the user's code raised: there is nothing
@@ -96,7 +124,6 @@ class Feed:
 
     def __init__(self, weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> None:
         self.mode: Mode = mode
-        self.dtype: torch.dtype | None = None
         self.finished = False
         self.user_failed = False
         self.device = "cpu"
@@ -108,9 +135,10 @@ class Feed:
         self.cast_to(dtype)
 
     def cast_to(self, dtype: torch.dtype | None) -> None:
-        """Cast plain floating tensors to ``dtype``; None: they stay as they are.
+        """Cast plain floating tensors to ``dtype``; others, or all for None, stay.
 
-        :raises UsageError: ``dtype`` is no plain floating dtype.
+        :raises UsageError: ``dtype`` is no plain floating dtype (float16, bfloat16,
+            float32, float64).
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and is_castable(dtype)):
             raise UsageError(f"publish cannot cast to {dtype}", hint="name a plain floating dtype, e.g. torch.bfloat16")
@@ -125,19 +153,42 @@ class Feed:
         entries = self.known_entries()
         if entries is not None:
             return layout(entries, self.mode)
-        rows = self._declared() if self.mode == "image" else None
-        if rows is None:
-            return None
-        return PartManifest(tuple(TensorSpec(name, self._published(dtype), shape) for name, dtype, shape in rows))
+        specs = self._declared() if self.mode == "image" else None
+        return None if specs is None else PartManifest(specs)
 
-    def _declared(self) -> list[Declared] | None:
+    def _declared(self) -> tuple[TensorSpec, ...] | None:
+        """What ``metadata()`` says that the object's iteration will give; else None.
+
+        It gives a mapping of names to tensors (meta tensors will do) or ``(dtype,
+        shape)``, or an iterable of ``(name, tensor)``, ``(name, dtype, shape)`` or
+        objects with these three as attributes (vLLM's ``ParamMeta``).
+        """
         try:
-            return declared(self.weights)
+            metadata = getattr(self.weights, "metadata", None)
+            if isinstance(self.weights, (torch.nn.Module, Mapping)) or not callable(metadata):
+                return None
+            described: Any = metadata()
+            rows = described.items() if isinstance(described, Mapping) else described
+            return tuple(map(self._declared_row, rows))
         except ManifestMismatch:  # invalid rows
             raise
         except BaseException:  # metadata() itself raised
             self._end(failed=True)
             raise
+
+    def _declared_row(self, row: object) -> TensorSpec:
+        match (row.name, row) if hasattr(row, "name") else tuple(row) if isinstance(row, Iterable) else ():
+            case (
+                (str(name), torch.dtype() as dtype, shape)
+                | (str(name), (torch.dtype() as dtype, shape))
+                | (str(name), object(dtype=torch.dtype() as dtype, shape=shape))
+            ):
+                return TensorSpec(plain(name), self._published(dtype), tuple(int(extent) for extent in shape))
+            case _:
+                raise ManifestMismatch(
+                    f"metadata() gave {shown(row)}",
+                    hint="give a mapping of names to (dtype, shape), or rows with name, dtype and shape",
+                )
 
     def known(self) -> dict[str, object] | None:
         """All names and values of a module or a mapping; None for a stream."""
@@ -168,10 +219,7 @@ class Feed:
         Raises the exceptions of the user's code, and :class:`ManifestMismatch` for a
         value that cannot be published.
         """
-        while True:
-            step = self._step()
-            if step is None:
-                return
+        while (step := self._step()) is not None:
             name, value = step
             if value is not None:
                 yield self._entry(name, value, self._ties, gather=True)
@@ -184,33 +232,33 @@ class Feed:
         try:
             while (step := self._step()) is not None:
                 name, value = step
-                if self.mode == "image" and is_dtensor(value) and self._tied(name, value) is None:
+                if self.mode == "image" and is_dtensor(value) and not (self._ties and self._ties.alias(name, value)):
                     self._gather(value)
         except UsageError:
             if self.user_failed:
                 raise
             return  # weights that cannot be walked
 
-    def _tied(self, name: Any, value: Any) -> str | None:
-        return self._ties.alias(name, value) if self._ties is not None else None
-
     def _open(self) -> None:
-        if self._source is None:
-            if not can_be_walked(self.weights):
-                self._end(failed=False)
-                raise UsageError(
-                    f"publish cannot take a {type(self.weights).__name__}",
-                    hint="give a module, a mapping, or an iterable of (name, tensor)",
-                )
-            try:
-                self._known = known_values(self.weights)
-                self._source = iter(self._known.items()) if self._known is not None else streamed_values(self.weights)
-            except BaseException:
-                self._end(failed=True)
-                raise
-            self._ties = Ties() if self._known is not None else None
+        if self._source is not None:
+            return
+        if not isinstance(self.weights, (torch.nn.Module, Iterable)) or isinstance(self.weights, torch.Tensor):
+            self._end(failed=False)
+            raise UsageError(
+                f"publish cannot take a {type(self.weights).__name__}",
+                hint="give a module, a mapping, or an iterable of (name, tensor)",
+            )
+        try:
+            self._known = known_values(self.weights)
+            pairs = self._known.items() if self._known is not None else cast("Iterable[Any]", self.weights)
+            self._source = iter(pairs)
+        except BaseException:
+            self._end(failed=True)
+            raise
+        self._ties = Ties() if self._known is not None else None
 
     def _step(self) -> tuple[Any, Any] | None:
+        """The next name and value, whatever they are; None: the end."""
         if self.finished:
             return None
         self._open()
@@ -223,9 +271,7 @@ class Feed:
         except BaseException:
             self._end(failed=True)
             raise
-        if not isinstance(step, (tuple, list)) or len(step) != 2:
-            return None, step
-        return step[0], step[1]
+        return (step[0], step[1]) if isinstance(step, (tuple, list)) and len(step) == 2 else (None, step)
 
     def _end(self, *, failed: bool) -> None:
         self.finished, self.user_failed = True, failed
@@ -271,12 +317,15 @@ class Feed:
                 f"publish was given {given}", hint="give pairs of a name and a tensor, Shard or None"
             )
         name = plain(name)
-        device = (value.tensor if isinstance(value, Shard) else value).device.type
-        if device != "cpu":
-            self.device = device
-        if isinstance(value, Shard):
-            return self._shard_entry(name, value)
-        shape, dtype = tuple(value.shape), self._published(value.dtype)
+        tensor = value.tensor if isinstance(value, Shard) else value
+        if tensor.device.type != "cpu":
+            self.device = tensor.device.type
+        if isinstance(value, Shard) and self.mode == "image":
+            raise ManifestMismatch(
+                f"tensor {name!r} is a Shard, but only the leader of this source carries bytes",
+                hint='set ranks = "all" for the source, or publish whole tensors',
+            )
+        shape, dtype = tuple(value.shape), self._published(tensor.dtype)
         if alias is not None:
             return Entry(name, None, dtype, shape, None, alias)
         box: Box | None = ((0,) * len(shape), shape) if all(shape) else None
@@ -285,24 +334,33 @@ class Feed:
                 return Entry(name, gathered, dtype, shape, box)
             box = local_box(value, name)
             return Entry(name, value.to_local().detach() if box else None, dtype, shape, box)
-        _check_plain(name, value)
-        return Entry(name, value.detach(), dtype, shape, box)
-
-    def _shard_entry(self, name: str, value: Shard) -> Entry:
-        if self.mode == "image":
-            raise ManifestMismatch(
-                f"tensor {name!r} is a Shard, but only the leader of this source carries bytes",
-                hint='set ranks = "all" for the source, or publish whole tensors',
-            )
-        _check_plain(name, value.tensor)
-        box = (value.offsets, tuple(value.tensor.shape)) if value.tensor.numel() else None
-        return Entry(name, value.tensor.detach(), self._published(value.tensor.dtype), value.shape, box)
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "is on the meta device" if tensor.is_meta else f"has layout {tensor.layout}"
+            raise ManifestMismatch(f"tensor {name!r} {kind}", hint="publish dense tensors that have values")
+        if isinstance(value, Shard):
+            box = (value.offsets, tuple(tensor.shape)) if tensor.numel() else None
+        return Entry(name, tensor.detach(), dtype, shape, box)
 
     def _published(self, dtype: torch.dtype) -> str:
         return dtype_name(self.dtype if self.dtype is not None and is_castable(dtype) else dtype)
 
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        kind = "is on the meta device" if tensor.is_meta else f"has layout {tensor.layout}"
-        raise ManifestMismatch(f"tensor {name!r} {kind}", hint="publish dense tensors that have values")
+def known_values(weights: object) -> dict[str, object] | None:
+    """The values of a module (parameters, persistent buffers) or mapping; else None."""
+    if isinstance(weights, torch.nn.Module):
+        state = _unwrapped(weights).state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if name.rpartition(".")[2] != "_extra_state"}
+    if isinstance(weights, Mapping):
+        return dict(weights) if type(weights) is dict else dict(weights.items())
+    return None
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DistributedDataParallel or torch.compile: unprefixed names."""
+    while True:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+            module = inner
+        else:
+            return module

@@ -1,21 +1,24 @@
-"""The entries of a walk over weights, and the manifest built from them."""
+"""The entries of a walk over weights, their manifest, and the byte ranges of both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from math import prod
 from typing import Literal
 
+import numpy as np
 import torch
 
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec, item_nbytes, packed_offsets
 from replicas.errors import ManifestMismatch
-from replicas.weights.devices.accelerator import accelerator
-from replicas.weights.dtensor import Box
-from replicas.weights.tensors import written_as_bits
+from replicas.weights.copying import STEP_NBYTES, Runs, Step
+from replicas.weights.streaming import Addresses
+from replicas.weights.tensors import Box, bits, is_copied, torch_dtype
 
-__all__ = ["Entry", "copy_elements", "layout"]
+__all__ = ["Cut", "Entry", "Places", "Writer", "layout"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +42,7 @@ class Entry:
 
 
 def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartManifest:
-    """Build the manifest of these entries.
-
-    A part's pieces are packed without holes, by falling item size.
+    """The manifest of these entries. A part's pieces are packed, by falling item size.
 
     :raises ManifestMismatch: a name came twice, or shards of one tensor disagree about
         its dtype or shape.
@@ -68,28 +69,195 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
         part = PartManifest(tensors, tuple(aliases))
     else:
         numbers = {name: number for number, name in enumerate(specs)}
-        offsets = packed_offsets([(specs[name].dtype, _nbytes(specs[name].dtype, box)) for name, box in pieces])
+        dtypes = [specs[name].dtype for name, _ in pieces]
+        sizes = [prod(box[1]) * item_nbytes(dtype) for dtype, (_, box) in zip(dtypes, pieces, strict=True)]
+        offsets = packed_offsets(list(zip(dtypes, sizes, strict=True)))
         packed = [Piece(numbers[name], *box, offset) for (name, box), offset in zip(pieces, offsets, strict=True)]
         part = PartManifest(tensors, tuple(aliases), tuple(packed))
     part.validate()
     return part
 
 
-def _nbytes(dtype: str, box: Box) -> int:
-    return prod(box[1]) * item_nbytes(dtype)
+@dataclass(frozen=True)
+class Cut:
+    """What one step copies: bytes ``start`` to ``end``, pieces ``first`` to ``last``.
 
-
-def copy_elements(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values, cast where dtypes differ; any dtype, device and strides.
-
-    Host memory is filled on return.
+    :param axis: -1: whole pieces; else ``rows`` indices of this axis of piece
+        ``first``, from ``row`` on.
     """
-    device = accelerator()
-    with torch.no_grad():
-        if destination.dtype == source.dtype:
-            destination, source = written_as_bits(destination, source)
-        if device is not None and (uuid := device.uuid_of(source) or device.uuid_of(destination)):
-            device.copy([destination], [source])
-            device.synchronize(uuid)
+
+    start: int
+    end: int
+    first: int
+    last: int
+    axis: int = -1
+    row: int = 0
+    rows: int = 0
+
+    def of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, or rows of one, that it takes of a list with one per piece."""
+        if self.axis < 0:
+            return tensors[self.first : self.last]
+        return [tensors[self.first].narrow(self.axis, self.row, self.rows)]
+
+
+class Places:
+    """The byte ranges of a manifest's pieces, in their order, without empty pieces.
+
+    :ivar order: each piece's index among the tensors of an image, or the pieces of a
+        part.
+    """
+
+    def __init__(self, manifest: PartManifest) -> None:
+        specs = manifest.tensors
+        if manifest.pieces is None:
+            given = [(start, spec.dtype, spec.shape) for start, spec in zip(manifest.whole.offsets, specs, strict=True)]
+            self._keys = [(number, (0,) * len(spec.shape), spec.shape) for number, spec in enumerate(specs)]
         else:
-            destination.copy_(source)
+            given = [(piece.source_offset, specs[piece.tensor].dtype, piece.shape) for piece in manifest.pieces]
+            self._keys = [(piece.tensor, piece.offsets, piece.shape) for piece in manifest.pieces]
+        order = [number for number, (_, _, shape) in enumerate(given) if all(shape)]
+        order.sort(key=lambda number: given[number][0])
+        self.order = order
+        self._starts = [given[number][0] for number in order]
+        self._dtypes = [given[number][1] for number in order]
+        self._shapes = [given[number][2] for number in order]
+        self._counts = [prod(shape) for shape in self._shapes]
+        self._cuts: dict[int, list[Cut]] = {}
+
+    @cached_property
+    def index(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]:
+        """Number of each piece in this order, by tensor number, offsets and shape."""
+        return {self._keys[number]: index for index, number in enumerate(self.order)}
+
+    @cached_property
+    def odd(self) -> tuple[int, ...]:
+        """Pieces whose dtype not every torch can copy: copied as integers."""
+        return tuple(index for index, dtype in enumerate(self._dtypes) if not is_copied(torch_dtype(dtype)))
+
+    def cuts(self, nbytes: int = STEP_NBYTES) -> list[Cut]:
+        """Cuts of about ``nbytes``, which together are everything; cached."""
+        if (found := self._cuts.get(nbytes)) is not None:
+            return found
+        cuts: list[Cut] = []
+        first = start = behind = 0
+        for index in range(len(self._shapes)):
+            begin, end = self.extent(index)
+            if index > first and end - start > nbytes:
+                cuts.append(Cut(start, behind, first, index))
+                first, start = index, begin
+            if end - begin > nbytes:
+                cuts.extend(_rows(index, begin, end - begin, self._shapes[index], nbytes))
+                first, start = index + 1, end
+            behind = end
+        if first < len(self._shapes):
+            cuts.append(Cut(start, behind, first, len(self._shapes)))
+        self._cuts[nbytes] = cuts
+        return cuts
+
+    def steps(self, destinations: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> Iterator[Step]:
+        """Steps of about ``nbytes``; both lists are in the order of the bytes."""
+        for cut in self.cuts(nbytes):
+            yield Step(cut.start, cut.end, cut.of(destinations), cut.of(sources))
+
+    @cached_property
+    def _extents(self) -> tuple[Addresses, Addresses]:
+        """First byte of each piece, and their sizes."""
+        items = np.array([item_nbytes(dtype) for dtype in self._dtypes], dtype=np.uintp)
+        return np.array(self._starts, dtype=np.uintp), items * np.array(self._counts, dtype=np.uintp)
+
+    def runs(self, data: torch.Tensor, sources: Addresses) -> Iterator[Runs]:
+        """Steps that copy all to ``data``, from the addresses of contiguous pieces."""
+        starts, sizes = self._extents
+        to = starts + np.uintp(data.data_ptr())
+        for cut in self.cuts():
+            if cut.axis < 0:
+                whole = slice(cut.first, cut.last)
+                yield Runs(cut.start, cut.end, to[whole], sources[whole], sizes[whole])
+                continue
+            one, skipped = slice(cut.first, cut.first + 1), np.uintp(cut.start - self._starts[cut.first])
+            size = np.array([cut.end - cut.start], dtype=np.uintp)
+            yield Runs(cut.start, cut.end, to[one] + skipped, sources[one] + skipped, size)
+
+    def extent(self, index: int) -> tuple[int, int]:
+        """First byte of piece ``index``, and the byte behind its last."""
+        start = self._starts[index]
+        return start, start + self._counts[index] * item_nbytes(self._dtypes[index])
+
+    @torch.inference_mode(False)  # any thread may write to the views, whatever mode this one is in
+    def views(self, data: torch.Tensor, *, as_bits: bool = True) -> list[torch.Tensor]:
+        """All pieces, as views of ``data``.
+
+        :param data: uint8: the data section of an image, or a packed part.
+        :param as_bits: give :attr:`odd` pieces as integers.
+        """
+        found: list[torch.Tensor] = []
+        for dtype, indices in groupby(range(len(self._dtypes)), key=self._dtypes.__getitem__):
+            run = list(indices)
+            first, last = run[0], run[-1]
+            end = self._starts[last] + self._counts[last] * item_nbytes(dtype)
+            flat = data[self._starts[first] : end].view(torch_dtype(dtype))
+            parts = flat.split_with_sizes(self._counts[first : last + 1])
+            found += [part.view(shape) for part, shape in zip(parts, self._shapes[first : last + 1], strict=True)]
+        for index in self.odd if as_bits else ():
+            found[index] = bits(found[index])
+        return found
+
+
+def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
+    """Cut one piece into runs of bytes along its first axis longer than 1."""
+    axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
+    row_nbytes = nbytes // shape[axis]
+    rows = max(1, step_nbytes // row_nbytes)
+    for row in range(0, shape[axis], rows):
+        count = min(rows, shape[axis] - row)
+        yield Cut(start, start + count * row_nbytes, index, index + 1, axis, row, count)
+        start += count * row_nbytes
+
+
+class Writer:
+    """Copies entries one by one to ``destinations``, as from :meth:`Places.views`."""
+
+    def __init__(self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor]) -> None:
+        self._manifest = manifest
+        self._places = places
+        self._destinations = destinations
+        self._specs = {spec.name: (number, spec) for number, spec in enumerate(manifest.tensors)}
+        self._aliases = dict(manifest.aliases)
+        self._missing = dict(places.index)
+        self._odd = set(places.odd)
+        self._unseen = set(self._specs)
+
+    def write(self, entry: Entry, put: Callable[[torch.Tensor, torch.Tensor, int, int], None]) -> None:
+        """Copy one entry to its place by ``put(destination, source, start, end)``.
+
+        :raises ManifestMismatch: the manifest has no place for it.
+        """
+        if entry.alias_of is not None:
+            if self._aliases.get(entry.name) != entry.alias_of:
+                raise ManifestMismatch(f"tensor {entry.name!r} is tied to {entry.alias_of!r}, which it was not before")
+            return
+        number, spec = self._specs.get(entry.name, (-1, None))
+        if spec is None:
+            raise ManifestMismatch(f"tensor {entry.name!r} is not in the manifest")
+        if entry.dtype != spec.dtype or entry.shape != spec.shape:
+            raise ManifestMismatch(
+                f"tensor {entry.name!r} is {TensorSpec(entry.name, entry.dtype, entry.shape)}, the manifest says {spec}"
+            )
+        self._unseen.discard(entry.name)
+        if entry.box is None or entry.tensor is None:
+            return
+        index = self._missing.pop((number, *entry.box), None)
+        if index is None:
+            known = (number, *entry.box) in self._places.index
+            what = "came twice" if known else f"has another part than before: {entry.box[1]} at {entry.box[0]}"
+            raise ManifestMismatch(f"tensor {entry.name!r} {what}")
+        source = bits(entry.tensor) if index in self._odd else entry.tensor
+        put(self._destinations[index], source, *self._places.extent(index))
+
+    def finish(self) -> None:
+        """Raise ManifestMismatch, naming the first tensor that did not come."""
+        absent = self._unseen | {self._manifest.tensors[key[0]].name for key in self._missing}
+        if absent:
+            first = next(spec.name for spec in self._manifest.tensors if spec.name in absent)
+            raise ManifestMismatch(f"tensor {first!r} did not come ({len(absent)} missing in all)")

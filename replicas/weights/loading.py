@@ -10,10 +10,18 @@ from torch.nn.parameter import is_lazy
 from replicas.core.versions.manifest import Manifest, PartManifest
 from replicas.errors import ManifestMismatch
 from replicas.weights.copying import copy_pairs
-from replicas.weights.dtensor import is_dtensor, local_box
-from replicas.weights.places import Places
-from replicas.weights.sources import Ties, known_values
-from replicas.weights.tensors import is_castable, is_copied, overlaps_itself, piece_view, torch_dtype, written_as_bits
+from replicas.weights.feed import Ties, known_values
+from replicas.weights.layout import Places
+from replicas.weights.tensors import (
+    is_castable,
+    is_copied,
+    is_dtensor,
+    local_box,
+    overlaps_itself,
+    piece_view,
+    torch_dtype,
+    written_as_bits,
+)
 
 __all__ = ["load_into", "named_views", "part_pairs", "scatter_parts", "views"]
 
@@ -40,9 +48,7 @@ def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.T
 
 
 def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, torch.Tensor]:
-    """The tensors of an image by name, in the publisher's order, without aliases.
-
-    They are views of ``image``.
+    """Views of the tensors of an image, in the publisher's order, without aliases.
 
     :param image: uint8 of shape ``[manifest.image_nbytes]``, header included:
         ``slot.buffer.tensor()`` or ``.private()``.
@@ -85,10 +91,8 @@ def load_into(
     parameter gets its local part, without communication. Everything is checked before
     the first byte is written.
 
-    :param sharing: how many processes of this machine are known to load at the same
-        time.
-    :param on_device: called before the first copy from or to a device: to pin the host
-        memory of ``tensors``.
+    :param sharing: how many processes of this machine load at the same time.
+    :param on_device: called before the first copy from or to a device.
     :raises ManifestMismatch: naming the tensors that are missing, unknown, or of
         another shape or dtype; ``model`` is unchanged.
     """

@@ -4,25 +4,23 @@ Theory of operation
 ===================
 
 A publish walks the weights once (:class:`replicas.weights.feed.Feed`). Weights whose
-layout is known before the walk (:meth:`Feed.plan`: a module, a mapping, an object with
-``metadata()``) are written straight into the slot by :meth:`Packer.pack`. The layout of
-a plain iterable is unknown: pass the manifest of the channel's last publish, or make
-private copies of everything with :func:`stage`, which then knows the manifest.
+layout is known before the walk (:meth:`Packer.plan`: a module, a mapping, an object
+with ``metadata()``) are written straight into the slot by :meth:`Packer.pack`. The
+layout of a plain iterable is unknown: pass the manifest of the channel's last publish,
+or make private copies of everything with :func:`stage`, which then knows the manifest.
 
 A module or a mapping that needs no gather is copied *at once*: all its tensors exist,
 so several threads copy them in the order of their bytes, in large steps
 (:mod:`replicas.weights.copying`). A :class:`Packer` remembers the layout of the last
 publish (:mod:`replicas.weights.planned`) and the views of each slot, so that repeating
-a publish of many small tensors costs little more than the copy. Everything else is
-copied tensor by tensor, each before the next one is asked for. Bytes that are copied at
-once may be sent meanwhile, since no user code can run in between
-(:meth:`Packer.knows`); the sender learns how far they are filled from the start.
+a publish of many small tensors costs little more than the copy. Bytes that are copied
+at once may be sent meanwhile, since no user code can run in between
+(:meth:`Packer.knows`). Everything else is copied tensor by tensor, each before the next
+one is asked for.
 
-Another thread computes the digest beside the copy; :class:`Packing` has it a moment
-later.
-
-The caller's thread only enqueues copies from or to a device, and goes on
-(:mod:`replicas.weights.devices.device_copies`). The packing tells when they are done.
+Another thread computes the digest beside the copy. The caller's thread only enqueues
+copies from or to a device, and goes on (:mod:`replicas.weights.devices.device_copies`):
+:class:`Packing` tells when they are done.
 
 :meth:`Packer.pack` and :func:`stage` drain the feed to its end before they raise an
 error of the library, because its steps may be collectives of the user's group. The
@@ -46,13 +44,12 @@ import torch
 
 from replicas.core.versions.manifest import PartManifest
 from replicas.weights.copy_pool import cores
-from replicas.weights.copying import Copier, Progress
+from replicas.weights.copying import Copier, Progress, copy_elements
 from replicas.weights.devices.accelerator import Accelerator, accelerator
 from replicas.weights.devices.device_copies import Begun, CopyOptions, DeviceCopies
 from replicas.weights.feed import Feed
-from replicas.weights.layout import Entry, copy_elements, layout
+from replicas.weights.layout import Entry, Places, Writer, layout
 from replicas.weights.memory.arena import Slot
-from replicas.weights.places import Places, Writer, steps
 from replicas.weights.planned import Planned
 from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import bits, torch_dtype
@@ -75,13 +72,11 @@ class Packing:
 
 
 _ON_CPU = operator.attrgetter("is_cpu")
-
-Fill = Callable[[Copier | DeviceCopies], None]
-"""Copies all weights, or reports that they are already in place."""
+Copies = Copier | DeviceCopies
 
 
 def _filled(
-    fill: Fill,
+    fill: Callable[[Copies], object],
     data: torch.Tensor,
     options: CopyOptions,
     progress: Progress | None = None,
@@ -91,6 +86,7 @@ def _filled(
 ) -> Packing:
     """Fill ``data`` and start its digest: the only way, for all kinds of weights.
 
+    :param fill: copies all weights, or reports that they are already in place.
     :param device: makes the copies; None: threads of the CPU do.
     :param beside: see :class:`Copier`.
     """
@@ -109,19 +105,11 @@ def _filled(
 def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
     """Start the digest of a slot that is filled already; return at once.
 
-    Device writes to it, and copies from a device to pinned memory, that are on the
-    current stream are waited for first; for ``begun`` see :class:`CopyOptions`.
+    Writes of a device to it that are on the current stream are waited for first.
     """
     buffer = slot.buffer
     device = accelerator() if buffer.device or buffer.pinned else None
     return _filled(lambda copies: copies.written(), slot.data, CopyOptions(buffer, begun=begun), device=device)
-
-
-def _walk(feed: Feed, writer: Writer, copies: Copier | DeviceCopies) -> None:
-    """Copy each tensor of a walk before asking for the next one."""
-    for entry in feed:
-        writer.write(entry, copies)
-    writer.finish()
 
 
 def _device_for(sources: list[torch.Tensor], options: CopyOptions) -> Accelerator | None:
@@ -130,36 +118,19 @@ def _device_for(sources: list[torch.Tensor], options: CopyOptions) -> Accelerato
     return device if device is not None and (options.device or any(map(device.owns, sources))) else None
 
 
-def _copy(
-    places: Places,
-    destinations: list[torch.Tensor],
-    sources: list[torch.Tensor],
-    data: torch.Tensor,
-    options: CopyOptions,
-    progress: Progress | None = None,
-) -> Packing:
-    """Copy tensors that all exist; both lists are in the order of their bytes."""
-
-    def copy(copies: Copier | DeviceCopies) -> None:
-        made = steps(places, destinations, sources, copies.step_nbytes)
-        if isinstance(copies, DeviceCopies) or all(map(_ON_CPU, sources)):
-            copies.run(made)
-        else:
-            copies.run_here(made)
-
-    return _filled(copy, data, options, progress, device=_device_for(sources, options))
-
-
-def _copy_runs(
-    places: Places, sources: Addresses, data: torch.Tensor, options: CopyOptions, progress: Progress | None
-) -> Packing:
+def _copy_runs(places: Places, sources: Addresses, data: torch.Tensor, copies: Copies) -> None:
     """Copy bytes of host memory by their addresses, in the order of the places."""
+    assert isinstance(copies, Copier)
+    copies.run(places.runs(data, sources))
 
-    def copy(copies: Copier | DeviceCopies) -> None:
-        assert isinstance(copies, Copier)
-        copies.run(places.runs(data, sources))
 
-    return _filled(copy, data, options, progress, device=None)
+def _copy(places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor], copies: Copies) -> None:
+    """Copy tensors that all exist; both lists are in the order of their bytes."""
+    steps = places.steps(destinations, sources, copies.step_nbytes)
+    if isinstance(copies, DeviceCopies) or all(map(_ON_CPU, sources)):
+        copies.run(steps)
+    else:
+        copies.run_here(steps)
 
 
 class Packer:
@@ -210,9 +181,8 @@ class Packer:
         :param manifest: from :meth:`plan`, or of an earlier publish of the same
             weights.
         :param progress: told how far the slot's data is filled from its start. The last
-            call reports all of it; it comes before this returns, or once
-            :attr:`Packing.copies` are done, and not at all when this raises or those
-            fail.
+            call reports all of it, before this returns or once :attr:`Packing.copies`
+            are done; it does not come when this raises or those fail.
         :param hold: see :class:`CopyOptions`, as for ``begun``.
         :raises ManifestMismatch: the feed gave something else than ``manifest`` says;
             the feed has been drained.
@@ -222,26 +192,35 @@ class Packer:
         sources, feed.sources = feed.sources, None
         try:
             if not known or sources is None or self._planned is None:
-                places = self._places_of(manifest)
-                walk = partial(_walk, feed, Writer(manifest, places, self._destinations(manifest, places, slot)))
-                beside = torch.get_num_threads() < cores()  # torch copies with its own threads here
-                return _filled(walk, slot.data, options, progress, device=accelerator(), beside=beside)
-            places = self._planned.places
-            if sources.addresses is not None and _device_for(sources.tensors, options) is None:
-                packing = _copy_runs(places, sources.addresses, slot.data, options, progress)
+                return self._walk(feed, manifest, slot, options, progress)
+            places, device = self._planned.places, _device_for(sources.tensors, options)
+            if sources.addresses is not None and device is None:
+                fill = partial(_copy_runs, places, sources.addresses, slot.data)
             else:
-                destinations = self._destinations(manifest, places, slot)
-                packing = _copy(places, destinations, sources.tensors, slot.data, options, progress)
+                fill = partial(_copy, places, self._destinations(manifest, places, slot), sources.tensors)
+            packing = _filled(fill, slot.data, options, progress, device=device)
             feed.take_known()
         except BaseException:
             feed.drain()
             raise
         return packing
 
-    def _places_of(self, manifest: PartManifest) -> Places:
+    def _walk(
+        self, feed: Feed, manifest: PartManifest, slot: Slot, options: CopyOptions, progress: Progress | None
+    ) -> Packing:
+        """Copy each tensor of a walk before asking for the next one."""
         if self._places is None or self._places[0].hash != manifest.hash:
             self._places = manifest, Places(manifest)
-        return self._places[1]
+        places = self._places[1]
+        writer = Writer(manifest, places, self._destinations(manifest, places, slot))
+
+        def fill(copies: Copies) -> None:
+            for entry in feed:
+                writer.write(entry, copies.put)
+            writer.finish()
+
+        beside = torch.get_num_threads() < cores()  # torch copies with its own threads here
+        return _filled(fill, slot.data, options, progress, device=accelerator(), beside=beside)
 
     def _destinations(self, manifest: PartManifest, places: Places, slot: Slot) -> list[torch.Tensor]:
         buffer = slot.buffer
@@ -253,7 +232,6 @@ class Packer:
         return destinations
 
     def buffer_closed(self, key: int) -> None:
-        """Drop the views of this buffer."""
         self._views.pop(key, None)
 
 
@@ -272,13 +250,12 @@ class Staged:
         sources = [tensor for tensor in (tensors[number] for number in places.order) if tensor is not None]
         for index in places.odd:
             sources[index] = bits(sources[index])
-        return _copy(places, places.views(data), sources, data, options)
+        fill = partial(_copy, places, places.views(data), sources)
+        return _filled(fill, data, options, device=_device_for(sources, options))
 
 
 def stage(feed: Feed) -> Staged:
-    """Walk ``feed`` and keep private CPU copies of its tensors.
-
-    An iterator may free a tensor when it goes on to the next.
+    """Walk ``feed`` and keep private CPU copies: an iterator may free what it gave.
 
     :raises ManifestMismatch: a value cannot be published; the feed has been drained.
     """

@@ -8,10 +8,8 @@ shapes, dtypes and ties, with other values. Then the manifest is the same, too, 
 is the place of each tensor. :class:`Planned` remembers the layout of the last set, and
 :meth:`Planned.sources` compares a new set with it by whole lists, at half a microsecond
 a tensor. It answers None for any difference and for values of an unusual kind; the set
-is then planned anew, with all checks.
-
-Ties are compared by address: tied tensors must share one address again, and all others
-must have different ones. No tensor is kept.
+is then planned anew, with all checks. Ties are compared by address: tied tensors must
+share one address again, and all others must have different ones. No tensor is kept.
 
 When each tensor is contiguous in host memory, with just the bytes to publish, they are
 copied by their addresses, without a view of either side
@@ -23,19 +21,17 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from replicas.core.versions.manifest import PartManifest
 from replicas.weights import streaming
-from replicas.weights.dtensor import is_dtensor
 from replicas.weights.feed import Feed, Shard, Sources
-from replicas.weights.layout import Entry
-from replicas.weights.places import Places
+from replicas.weights.layout import Entry, Places
 from replicas.weights.streaming import Addresses
-from replicas.weights.tensors import bits, torch_dtype
+from replicas.weights.tensors import bits, is_dtensor, torch_dtype
 
 __all__ = ["Planned"]
 
@@ -47,16 +43,12 @@ _ON_CPU = operator.attrgetter("is_cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-@dataclass(frozen=True, eq=False)
-class _Seen:
-    """Addresses of tensors, one that is not on the CPU, and whether all are runs.
-
-    ``runs``: each tensor is one run of just the bytes to copy.
-    """
-
+class _Seen(NamedTuple):
     addresses: Addresses
     elsewhere: torch.Tensor | None
+    """One that is not on the CPU."""
     runs: bool
+    """Each tensor is one run of just the bytes to copy."""
 
 
 class Planned:
@@ -93,8 +85,7 @@ class Planned:
         kinds = {(dtype, entry.dtype) for dtype, entry in zip(self._dtypes, entries, strict=tensors is not None)}
         self._casts = any(dtype != torch_dtype(published) for dtype, published in kinds)
         self._complex = any(dtype.is_complex for dtype, _ in kinds)
-        seen = self._look(tensors) if tensors is not None else None
-        self._usable = tensors is not None and seen is not None and self._tied_alike(tensors, seen.addresses)
+        self._usable = tensors is not None and self._look(tensors) is not None
 
     def first_sources(self, entries: Sequence[Entry]) -> Sources | None:
         """The tensors of the planned ``entries``; None when some must be gathered."""
@@ -111,13 +102,15 @@ class Planned:
         if any(_form(values[number]) != form for number, form in self._special):
             return None
         tensors = self._tensors(values)
-        seen = self._look(tensors) if tensors is not None else None
-        if tensors is None or seen is None or not self._tied_alike(tensors, seen.addresses):
+        seen = None if tensors is None else self._look(tensors)
+        if tensors is None or seen is None:
             return None
         if seen.elsewhere is not None:
             feed.device = seen.elsewhere.device.type
         if seen.runs:
-            return Sources(self._picked(tensors), seen.addresses if self._picks_all else seen.addresses[self._picks])
+            if self._picks_all:
+                return Sources(list(tensors), seen.addresses)
+            return Sources([tensors[number] for number in self._picks], seen.addresses[self._picks])
         return Sources(self._ordered(tensors), None)
 
     def _tensors(self, values: Sequence[object]) -> list[torch.Tensor] | None:
@@ -134,7 +127,7 @@ class Planned:
         return found
 
     def _look(self, tensors: Sequence[torch.Tensor]) -> _Seen | None:
-        """Inspect what may differ from the last set; None if a shape or dtype does.
+        """Inspect what may differ from the last set; None if shapes, dtypes or ties do.
 
         It takes :data:`LOOK` tensors at a time: the first check brings them into the
         caches for the next ones.
@@ -155,9 +148,17 @@ class Planned:
                 return None
             if elsewhere is None:
                 elsewhere = next(itertools.filterfalse(_ON_CPU, some), None)
-            runs = runs and elsewhere is None and self._are_runs(some)
+            runs = (
+                runs
+                and elsewhere is None
+                and all(map(torch.Tensor.is_contiguous, some))
+                and not any(map(torch.Tensor.is_neg, some))
+                and not (self._complex and any(map(torch.Tensor.is_conj, some)))
+            )
         if any(tensors[int(number)].numel() for number in np.flatnonzero(addresses == 0)):
             return None  # on the meta device
+        if not self._tied_alike(tensors, addresses):
+            return None
         return _Seen(addresses, elsewhere, runs)
 
     def _tied_alike(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> bool:
@@ -168,17 +169,6 @@ class Planned:
             addresses[tie] == addresses[first] != 0 and _strides(tensors[tie]) == _strides(tensors[first])
             for tie, first in self._ties
         )
-
-    def _are_runs(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether each tensor is contiguous, with no pending conjugate or negative."""
-        return (
-            all(map(torch.Tensor.is_contiguous, tensors))
-            and not any(map(torch.Tensor.is_neg, tensors))
-            and not (self._complex and any(map(torch.Tensor.is_conj, tensors)))
-        )
-
-    def _picked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(tensors) if self._picks_all else [tensors[number] for number in self._picks]
 
     def _ordered(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         found = [tensors[number] for number in self._picks]

@@ -3,12 +3,11 @@
 Theory of operation
 ===================
 
-torch copies with ordinary stores, and so does memcpy for anything smaller than most of
-the cache: each line is read from memory before it is overwritten. Weights are larger
-than any cache, and no reader comes while a copy is still cached. ``streaming.c``,
-compiled when the package is installed (``hatch_build.py``), copies them with
-non-temporal stores: on two cores, 269 MB took 13 ms instead of 18; on one thread, 18 ms
-instead of 28.
+torch copies with ordinary stores, as does memcpy below most of the cache's size: each
+line is read from memory before it is overwritten. Weights are larger than any cache,
+and no reader comes while a copy is still cached. ``streaming.c``, compiled when the
+package is installed (``hatch_build.py``), copies them with non-temporal stores: on two
+cores, 269 MB took 13 ms instead of 18; on one thread, 18 ms instead of 28.
 
 torch also takes a microsecond for each tensor, however small. Where both sides are runs
 of the same bytes, one call copies all of them (:func:`copy_runs`): 100,000 tensors of
@@ -80,8 +79,7 @@ def pays(nbytes: int) -> bool:
 def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
     """Allow in-place writes to these tensors within the block, on this thread.
 
-    Tensors made in inference mode, such as an engine's parameters, can be written only
-    in that mode, which each thread has of its own; other tensors in either.
+    Tensors made in inference mode can be written only in that mode, others in either.
     """
     inference = any(map(torch.Tensor.is_inference, destinations))
     with torch.inference_mode() if inference else torch.no_grad():
@@ -89,14 +87,11 @@ def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def copy_runs(to: Addresses, sources: Addresses, sizes: Addresses, *, past_caches: bool = False) -> None:
-    """Copy runs of bytes; needs :data:`available`. It releases the GIL.
-
-    No run may overlap another.
+    """Copy runs of bytes that do not overlap, without the GIL; needs :data:`available`.
 
     :param past_caches: the result of :func:`pays` for the whole copy.
     """
-    function = _stream if past_caches else _copy
-    function(to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes))
+    (_stream if past_caches else _copy)(to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes))
 
 
 def copy_all(
@@ -109,8 +104,7 @@ def copy_all(
     """Copy each source to the destination of the same shape, on the CPU, with casts.
 
     :param past_caches: the result of :func:`pays` for the whole copy.
-    :param inference: some destinations were made in inference mode (see
-        :func:`writing`).
+    :param inference: some destinations were made in inference mode.
     """
     if past_caches and _stream is not None and len(destinations) <= MOST_PIECES:
         pairs = list(zip(destinations, sources, strict=True))
@@ -138,13 +132,6 @@ def _simple(to: torch.Tensor, source: torch.Tensor) -> bool:
 def _copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if not pairs:
         return
-    table = np.array(
-        [
-            [to.data_ptr() for to, _ in pairs],
-            [source.data_ptr() for _, source in pairs],
-            [to.nbytes for to, _ in pairs],
-        ],
-        dtype=np.uintp,
-    )
-    copy_runs(*table, past_caches=True)
+    table = np.array([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs], dtype=np.uintp)
+    copy_runs(*np.ascontiguousarray(table.T), past_caches=True)
     torch.autograd.graph.increment_version([to for to, _ in pairs])  # as every write of torch's own does

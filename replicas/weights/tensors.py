@@ -1,20 +1,35 @@
-"""Helpers for torch tensors: dtype names, bit views, and pieces of an image."""
+"""Helpers for torch tensors: dtype names, bit views, pieces of an image, DTensors.
+
+Importing ``torch.distributed.tensor`` takes as long as importing torch, so it is
+imported only where a DTensor can exist. torch.distributed.checkpoint computes where a
+shard lies (``__create_chunk_list__``, by which its planner learns what each rank
+saves). Its planner does not fit: the deduplication of replicas needs all SavePlans in
+one place, by a collective that pickles.
+"""
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from math import prod
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
 from replicas.core.versions.manifest import Manifest, Piece, item_nbytes
 from replicas.errors import ManifestMismatch
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 __all__ = [
+    "Box",
     "bits",
     "dtype_name",
     "is_castable",
     "is_copied",
+    "is_dtensor",
+    "local_box",
     "overlaps_itself",
     "piece_view",
     "torch_dtype",
@@ -32,10 +47,7 @@ _COPIED = {
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of ``dtype`` without ``torch.``.
-
-    :raises ManifestMismatch: tensors of this dtype cannot be moved.
-    """
+    """torch's name of ``dtype``; ManifestMismatch: its tensors cannot be moved."""
     name = str(dtype).removeprefix("torch.")
     item_nbytes(name)
     return name
@@ -43,10 +55,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype called ``name``.
-
-    :raises ManifestMismatch: this torch does not have it.
-    """
+    """The dtype called ``name``; ManifestMismatch: this torch does not have it."""
     item_nbytes(name)
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
@@ -65,15 +74,12 @@ def is_copied(dtype: torch.dtype) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as integers of the same size (any strides): always copyable."""
+    """The elements as integers of the same size, which every torch copies."""
     return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
 
 
 def written_as_bits(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both tensors, of one dtype, as :func:`bits`; the destination shares its memory.
-
-    That holds for a conjugate or negative view, too.
-    """
+    """Both, of one dtype, as :func:`bits`; the destination shares its memory."""
     if destination.is_conj():
         destination, source = destination.conj(), source.conj()
     if destination.is_neg():
@@ -109,3 +115,65 @@ def piece_view(data: torch.Tensor, manifest: Manifest, piece: Piece) -> torch.Te
     for axis, (offset, extent) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
         whole = whole.narrow(axis, offset, extent)
     return whole
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and shape of a part of a tensor."""
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether ``value`` is a DTensor; False before the DTensor module is imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_box(tensor: DTensor, name: str) -> Box | None:
+    """The box of this rank's local tensor in the global one; None if it is empty.
+
+    Needs no communication.
+
+    :raises ManifestMismatch: the local tensor is no box of the global one (partial
+        sums, strided shards).
+    """
+    from torch.distributed.tensor import Replicate
+
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ManifestMismatch(
+            f"tensor {name!r} is a DTensor with placements {tensor.placements}",
+            hint="redistribute it to Shard or Replicate first",
+        )
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    if all(isinstance(placement, Replicate) for placement in tensor.placements):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    offsets, shape = (tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if len(chunks) == 1 else ((), ())
+    if shape != tuple(tensor.to_local().shape) or not _is_contiguous_block(tensor):
+        raise ManifestMismatch(
+            f"tensor {name!r}: the local shard under placements {tensor.placements} is not one box of the tensor",
+            hint="redistribute it to plain Shard placements, or pass it as Shard(tensor, offsets, shape)",
+        )
+    return (offsets, shape) if all(shape) else None
+
+
+def _is_contiguous_block(tensor: DTensor) -> bool:
+    """Whether the local shard is one block: strided shards are, in some orders only.
+
+    They come from FSDP over tensor parallelism. One index is followed through all
+    placements.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
+    for axis in {placement.dim for placement in tensor.placements if isinstance(placement, _StridedShard)}:
+        index = torch.arange(tensor.shape[axis]).view([-1 if dim == axis else 1 for dim in range(tensor.ndim)])
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if getattr(placement, "dim", None) == axis:
+                chunks, _ = placement._split_tensor(  # type: ignore[attr-defined]  # Shard and _StridedShard have it
+                    index, tensor.device_mesh.size(mesh_dim), with_padding=False, contiguous=True
+                )
+                index = chunks[coordinate[mesh_dim]]
+        rows = index.flatten()
+        if rows.numel() and int(rows[-1] - rows[0]) != rows.numel() - 1:
+            return False
+    return True

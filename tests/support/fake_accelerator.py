@@ -170,24 +170,12 @@ class FakeMemory(DeviceMemory):
     def __init__(
         self, owner: FakeAccelerator, fd: int, nbytes: int, uuid: str, on_free: Callable[[], None] | None
     ) -> None:
-        self.uuid = uuid
-        self.nbytes = nbytes
-        self.handle = b"" if on_free else _handle(fd)
         mapping = mmap.mmap(fd, max(1, nbytes))
-        self._tensor: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
-        start = self._tensor.untyped_storage().data_ptr()
+        super().__init__(torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes], b"" if on_free else _handle(fd))
+        start = self.tensor.untyped_storage().data_ptr()
         number = next(_tokens)
         owner.ranges[number] = (start, start + max(1, nbytes), uuid)
         weakref.finalize(mapping, _free, owner, number, fd, nbytes, on_free, os.getpid()).atexit = False
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        if self._tensor is None:
-            raise ValueError("the memory is closed")
-        return self._tensor
-
-    def close(self) -> None:
-        self._tensor = None
 
 
 def _free(

@@ -17,8 +17,8 @@ from replicas.channel.pending import Receipt
 from replicas.core.versions.tensor_specs import item_nbytes
 from replicas.messages import OperationGo, OperationKind, ReceiptData, ReduceOp, Segment
 from replicas.messages.identity import Member
+from replicas.weights.copying import copy_elements
 from replicas.weights.devices.accelerator import Event, device_of
-from replicas.weights.layout import copy_elements
 from replicas.weights.memory.arena import Buffer
 from replicas.weights.tensors import dtype_name
 

@@ -16,7 +16,7 @@ from replicas.common.waits import locked
 from replicas.core.versions.manifest import segment_layout
 from replicas.errors import NoCapacity
 from replicas.messages import Segment
-from replicas.weights.layout import copy_elements
+from replicas.weights.copying import copy_elements
 from replicas.weights.memory.arena import Buffer
 from replicas.weights.tensors import dtype_name, torch_dtype, typed
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
+from replicas.weights.copying import copy_elements
 from replicas.weights.devices.accelerator import Event, accelerator, device_of
-from replicas.weights.layout import copy_elements
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.tensors import written_as_bits
 

@@ -3,27 +3,24 @@
 Theory of operation
 ===================
 
-Code outside this interface is independent of CUDA: :class:`Accelerator` is abstract,
-and :mod:`replicas.weights.devices.cuda` implements it for CUDA. The environment
-variable ``REPLICAS_ACCELERATOR="package.module:Class"`` plugs in another kind; it must
-be equal in every process of a run (ranks, and the sidecars forked for them). The tests'
-fake is such a class.
+Code outside this interface is independent of CUDA:
+:mod:`replicas.weights.devices.cuda` implements it. The environment variable
+``REPLICAS_ACCELERATOR="package.module:Class"`` plugs in another kind, such as the
+tests' fake; it must be equal in every process of a run.
 
 A *device* is named by its UUID, in the form of ``CUDA_VISIBLE_DEVICES`` (``GPU-...``,
 ``MIG-...``): UUIDs mean the same in every process, device numbers do not.
 
-*Order.* Work is enqueued on a thread's current stream, and done later.
-:meth:`Accelerator.copy`, :meth:`Event.record` and :meth:`Event.wait` enqueue, and so
-does every torch operation on a device tensor. But streams of other threads, and the
-fake's streams, are not ordered with each other: before torch reads what
-:meth:`~Accelerator.copy` has copied, wait (``event.synchronize()``, ``event.wait()``
-before a later ``copy``, or :meth:`Accelerator.synchronize`). The library's own threads
-work inside :meth:`Accelerator.on_side_stream`, never on the default stream, which waits
-for the user's kernels and delays them.
+*Order.* Work is enqueued on a thread's current stream, and done later. Streams are not
+ordered with each other: before torch reads what :meth:`Accelerator.copy` has copied,
+wait (``event.synchronize()``, ``event.wait()`` before a later ``copy``, or
+:meth:`Accelerator.synchronize`). The library's own threads work inside
+:meth:`Accelerator.on_side_stream`, never on the default stream, which waits for the
+user's kernels and delays them.
 
 *Memory.* :class:`DeviceMemory` is freed or unmapped when it is closed *and* no tensor
-over it is left, like a mapping. The owner's memory must outlive all processes that have
-it open; :mod:`replicas.weights.devices.device_buffers` ensures that.
+over it is left. The owner's memory must outlive all processes that have it open;
+:mod:`replicas.weights.devices.device_buffers` ensures that.
 """
 
 from __future__ import annotations
@@ -47,33 +44,33 @@ DEFAULT = "replicas.weights.devices.cuda:Cuda"
 _NO_GPU_HINT = 'install a build of torch with CUDA, show it the GPU (CUDA_VISIBLE_DEVICES), or set staging = "host"'
 
 
-class DeviceMemory(ABC):
+class DeviceMemory:
     """One run of bytes on a device.
 
-    :ivar uuid: the device.
-    :ivar nbytes: its size.
-    :ivar handle: lets another process open it (:meth:`Accelerator.open`); empty for
+    :param tensor: uint8 of shape ``[nbytes]``; it and its views keep the memory alive.
+    :param handle: lets another process open it (:meth:`Accelerator.open`); empty for
         memory opened from another process.
+    :param owner: kept until it is closed, also by a tensor of no bytes.
     """
 
-    uuid: str
-    nbytes: int
-    handle: bytes
+    def __init__(self, tensor: torch.Tensor, handle: bytes, owner: object = None) -> None:
+        self.nbytes = tensor.nbytes
+        self.handle = handle
+        self._tensor: torch.Tensor | None = tensor
+        self._owner = owner
 
     @property
-    @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """uint8 of shape ``[nbytes]``; it and its views keep the memory alive.
+        if self._tensor is None:
+            raise ValueError("the device memory is closed")
+        return self._tensor
 
-        :raises ValueError: the memory is closed.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Free own memory, or unmap another process's, with the last tensor over it.
 
         Enqueued work on it must have ended. Closing it again does nothing.
         """
+        self._tensor = self._owner = None
 
 
 class Event(ABC):
@@ -106,10 +103,7 @@ class Event(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether the event has been reached.
-
-        :raises WorldError: as :meth:`synchronize`.
-        """
+        """Whether the event has been reached; raises as :meth:`synchronize`."""
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
@@ -117,7 +111,7 @@ class Event(ABC):
 
 
 class Registration(ABC):
-    """Pinned host memory; it keeps the memory alive."""
+    """Pinned host memory, which it keeps alive."""
 
     @abstractmethod
     def close(self) -> None:
@@ -127,7 +121,8 @@ class Registration(ABC):
 class Accelerator(ABC):
     """One kind of device. Every method is thread-safe.
 
-    A forked child must call :func:`accelerator` again.
+    Methods that take the UUID of a device that this process cannot use raise
+    :class:`WorldError`; without one they mean the current device.
 
     :ivar kind: torch's device type of its tensors.
     :ivar group_backend: the process group backend that transfers its memory in place.
@@ -143,10 +138,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def device(self) -> str:
-        """UUID of this thread's current device; empty if none can be used.
-
-        Initialises no more than needed.
-        """
+        """UUID of this thread's current device; empty if none can be used."""
 
     @abstractmethod
     def visible(self) -> tuple[str, ...]:
@@ -161,17 +153,13 @@ class Accelerator(ABC):
 
     @abstractmethod
     def torch_device(self, uuid: str) -> torch.device:
-        """torch's device for this UUID in this process.
-
-        :raises WorldError: the device is not visible here.
-        """
+        """torch's device for this UUID in this process."""
 
     @abstractmethod
     def uuid_of(self, tensor: torch.Tensor) -> str:
         """UUID of the device that holds ``tensor``; empty for host memory."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies on a device of this kind."""
         return bool(self.uuid_of(tensor))
 
     @abstractmethod
@@ -198,9 +186,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
-        """Pin contiguous host memory, so that copies from and to it are asynchronous.
-
-        It takes about as long as a copy.
+        """Pin contiguous host memory, which takes about as long as a copy.
 
         :param read_only: this process has mapped it for reading only.
         :return: None where it cannot be pinned (logged once): copies still work, but
@@ -209,10 +195,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
-        """A new event of a device, by default the current one.
-
-        Interprocess events cannot have ``timing``.
-        """
+        """A new event of a device. Interprocess events cannot have ``timing``."""
 
     @abstractmethod
     def open_event(self, handle: bytes, uuid: str) -> Event:
@@ -225,7 +208,7 @@ class Accelerator(ABC):
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Enqueue copies on this thread's current stream, with casts between dtypes.
 
-        They go from device to device or between device and host. It returns at once
+        They go from device to device or between device and host, and return at once
         where the host memory is pinned. Host memory must stay until the copies are
         done. Memory of torch's device allocator may be freed at once if it was
         allocated on the same stream, else only after :meth:`keep`.
@@ -233,17 +216,14 @@ class Accelerator(ABC):
 
     @abstractmethod
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Delay reuse of these tensors' memory, if freed, behind the enqueued work.
-
-        That is the work of this thread's current stream.
-        """
+        """Delay reuse of their memory, if freed, behind the current stream's work."""
 
     @abstractmethod
     def on_side_stream(self, uuid: str = "") -> AbstractContextManager[None]:
         """Run this thread's work within the block on a stream of the library.
 
-        The stream is ordered only behind its own earlier work. The device (by default
-        the current one) is the current one within the block.
+        It is ordered only behind its own earlier work. The device is the current one
+        within the block.
         """
 
     @abstractmethod
@@ -268,8 +248,6 @@ _chosen: tuple[int, str, Accelerator | None] = (0, "", None)
 def accelerator() -> Accelerator | None:
     """The accelerator of this process, chosen once; None if there is none.
 
-    Initialises nothing.
-
     :raises UsageError: ``REPLICAS_ACCELERATOR`` names no such class.
     """
     name = os.environ.get(environ.ACCELERATOR) or DEFAULT
@@ -279,9 +257,18 @@ def accelerator() -> Accelerator | None:
 
 def _choose(name: str) -> Accelerator | None:
     global _chosen  # one for each process, as the devices are; a forked child chooses again
-    if _chosen[:2] != (os.getpid(), name):
-        kind = _load(name)
-        _chosen = (os.getpid(), name, kind() if kind.present() else None)
+    if _chosen[:2] == (os.getpid(), name):
+        return _chosen[2]
+    module, _, attribute = name.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{environ.ACCELERATOR}={name!r} cannot be loaded: {error}", hint="it must be package.module:Class"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Accelerator)):
+        raise UsageError(f"{environ.ACCELERATOR}={name!r} is not an Accelerator", hint="derive it from Accelerator")
+    _chosen = (os.getpid(), name, kind() if kind.present() else None)
     return _chosen[2]
 
 
@@ -294,16 +281,3 @@ def device_of(uuid: str) -> Accelerator:
     if found is None:
         raise WorldError(f"this process cannot use GPUs, and the memory is on {uuid}", hint=_NO_GPU_HINT)
     return found
-
-
-def _load(name: str) -> type[Accelerator]:
-    module, _, attribute = name.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"{environ.ACCELERATOR}={name!r} cannot be loaded: {error}", hint="it must be package.module:Class"
-        ) from error
-    if not (isinstance(kind, type) and issubclass(kind, Accelerator)):
-        raise UsageError(f"{environ.ACCELERATOR}={name!r} is not an Accelerator", hint="derive it from Accelerator")
-    return kind

@@ -9,11 +9,10 @@ torch's. So CUDA IPC can share it whatever torch's allocator does (memory of its
 rounded up to 2 MiB: a smaller allocation would share its neighbours, too.
 
 A tensor over such memory is made through ``__cuda_array_interface__``. Its storage
-keeps the object that it was made from (a
-:class:`~replicas.weights.devices.cuda_objects.Block`), which frees or unmaps the memory
-when it is collected; the driver then waits for all work on that memory. A process
-cannot open its own IPC handles, so they are looked up. A forked child must not touch
-inherited memory, and does not. Nor can it use CUDA once its parent has called the
+keeps the object that it was made from (a :class:`Block`), which frees or unmaps the
+memory when it is collected; the driver then waits for all work on that memory. A
+process cannot open its own IPC handles, so they are looked up. A forked child must not
+touch inherited memory, and does not. Nor can it use CUDA once its parent has called the
 driver; programs that fork ask torch about that (vLLM does), and so torch is initialised
 at once (:meth:`Cuda.device`), which creates no context.
 
@@ -56,15 +55,16 @@ from replicas.weights.devices.cuda_driver import (
     IpcHandle,
     Pointer,
     call,
+    first_line,
     library,
     list_devices,
     memory_info,
     new_stream,
+    typed,
     uncaptured,
 )
-from replicas.weights.devices.cuda_objects import Block, CudaEvent, CudaMemory, CudaRegistration, first_line, typed
 
-__all__ = ["Cuda"]
+__all__ = ["Block", "Cuda"]
 
 logger = logging.getLogger("replicas.weights")
 
@@ -81,6 +81,82 @@ _IPC_HINT = (
     "run all containers of a machine with --ipc=host, in one PID namespace and as one user, or set "
     'staging = "host" on the channel'
 )
+
+
+class Block:
+    """Device memory from which tensors are made; given back when it is collected."""
+
+    def __init__(self, address: int, nbytes: int, give_back: Callable[[], None]) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        end = weakref.finalize(self, _in_this_process, os.getpid(), give_back)
+        end.atexit = False  # the end of the process frees it
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
+    """uint8 of shape ``[nbytes]``; its storage keeps ``block``.
+
+    Any thread may write to it, whatever inference mode this thread is in.
+    """
+    with torch.inference_mode(False), uncaptured():
+        if not block.nbytes:
+            return torch.empty(0, dtype=torch.uint8, device=device)
+        return torch.as_tensor(block, device=device)
+
+
+def _in_this_process(pid: int, give_back: Callable[[], None], *kept: object) -> None:
+    """Finalizers: nothing in a forked child. ``kept`` is alive until then."""
+    if pid == os.getpid():
+        give_back()
+
+
+class CudaEvent(Event):
+    def __init__(self, event: Any, uuid: str, index: int, handle: bytes = b"") -> None:
+        self.handle = handle
+        self._event = event
+        self._uuid = uuid
+        self._index = index
+
+    def record(self) -> None:
+        with typed(self._uuid):
+            self._event.record(_cuda.current_stream(self._index))
+
+    def wait(self) -> None:
+        with typed(self._uuid):
+            self._event.wait(_cuda.current_stream(self._index))
+
+    def synchronize(self) -> None:
+        # Not on the thread's current device, where it would create a context.
+        with typed(self._uuid), _cuda.device(self._index), uncaptured():
+            self._event.synchronize()
+
+    def query(self) -> bool:
+        with typed(self._uuid), _cuda.device(self._index), uncaptured():
+            return bool(self._event.query())
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        with typed(self._uuid), uncaptured():
+            return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class CudaRegistration(Registration):
+    def __init__(self, host: torch.Tensor, give_back: Callable[[], None]) -> None:
+        self._end = weakref.finalize(self, _in_this_process, os.getpid(), give_back, host)  # mapped until then
+        self._end.atexit = False
+
+    def close(self) -> None:
+        self._end()
 
 
 class Cuda(Accelerator):
@@ -172,7 +248,7 @@ class Cuda(Accelerator):
                     ) from error
                 raise WorldError(f"memory of GPU {uuid} cannot be shared: {error}", hint=_IPC_HINT) from error
         self._own[bytes(handle.reserved)] = block
-        return CudaMemory(block, uuid, torch.device("cuda", index), bytes(handle.reserved))
+        return DeviceMemory(tensor_over(block, torch.device("cuda", index)), bytes(handle.reserved), block)
 
     def open(
         self, handle: bytes, nbytes: int, uuid: str, *, on_free: Callable[[], None] = lambda: None
@@ -187,11 +263,15 @@ class Cuda(Accelerator):
                 kept.clear()
                 on_free()
 
-            return CudaMemory(Block(own.address, nbytes, forget), uuid, device, b"")
+            block = Block(own.address, nbytes, forget)
+            return DeviceMemory(tensor_over(block, device), b"", block)
         address = Pointer()
         with self._in_context(index):
+            if len(handle) != ctypes.sizeof(IpcHandle):
+                raise WorldError(f"{len(handle)} bytes are no handle of CUDA's, which has {ctypes.sizeof(IpcHandle)}")
+            theirs = IpcHandle.from_buffer_copy(handle)
             try:
-                call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _ipc_handle(handle), _LAZY_PEER_ACCESS)
+                call("cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, _LAZY_PEER_ACCESS)
             except DriverError as error:
                 raise WorldError(
                     f"memory of another process on GPU {uuid} cannot be opened by CUDA IPC: {error}", hint=_IPC_HINT
@@ -201,7 +281,8 @@ class Cuda(Accelerator):
             self._give_back("cuIpcCloseMemHandle", index, address.value)
             on_free()
 
-        return CudaMemory(Block(address.value, nbytes, give_back), uuid, device, b"")
+        block = Block(address.value, nbytes, give_back)
+        return DeviceMemory(tensor_over(block, device), b"", block)
 
     def free_nbytes(self, uuid: str) -> tuple[int, int]:
         with self._in_context(self._index(uuid)):
@@ -215,7 +296,15 @@ class Cuda(Accelerator):
         address = host.data_ptr()
         with self._in_context(index):
             try:
-                self._pin(address, host.nbytes, read_only=read_only)
+                try:
+                    flags = _PORTABLE | _READ_ONLY if read_only else _PORTABLE
+                    call("cuMemHostRegister_v2", address, host.nbytes, flags)
+                except DriverError:
+                    # Where the GPU uses the host's page tables the flag is not needed,
+                    # and may be unknown.
+                    if not read_only:
+                        raise
+                    call("cuMemHostRegister_v2", address, host.nbytes, _PORTABLE)
             except DriverError as error:
                 if not self._refused and error.number != ALREADY_REGISTERED:
                     self._refused = True
@@ -226,16 +315,6 @@ class Cuda(Accelerator):
                     )
                 return None
         return CudaRegistration(host, lambda: self._give_back("cuMemHostUnregister", index, address))
-
-    @staticmethod
-    def _pin(address: int, nbytes: int, *, read_only: bool) -> None:
-        if read_only:
-            # Where the GPU uses the host's page tables the flag is not needed, and may
-            # be unknown.
-            with contextlib.suppress(DriverError):
-                call("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY)
-                return
-        call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
 
     def _take(self, address: Any, nbytes: int) -> None:
         try:
@@ -371,9 +450,3 @@ class _Streams:
     def __del__(self) -> None:
         for index, stream in self.streams.items():
             self._idle.setdefault(index, []).append(stream)
-
-
-def _ipc_handle(handle: bytes) -> IpcHandle:
-    if len(handle) != ctypes.sizeof(IpcHandle):
-        raise WorldError(f"{len(handle)} bytes are no handle of CUDA's, which has {ctypes.sizeof(IpcHandle)}")
-    return IpcHandle.from_buffer_copy(handle)

@@ -16,6 +16,8 @@ import uuid as uuids
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from replicas.errors import NoCapacity, WorldError
 
 __all__ = [
@@ -27,10 +29,12 @@ __all__ = [
     "IpcHandle",
     "Pointer",
     "call",
+    "first_line",
     "library",
     "list_devices",
     "memory_info",
     "new_stream",
+    "typed",
     "uncaptured",
 ]
 
@@ -103,6 +107,23 @@ class DriverError(Exception):
             super().__init__(f"{function} failed with {number}")
         else:
             super().__init__(f"{function} says {name.value.decode()}")
+
+
+@contextlib.contextmanager
+def typed(uuid: str) -> Iterator[None]:
+    """Turn torch's device errors into the library's error classes."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise NoCapacity(f"GPU {uuid} has not enough memory left: {first_line(error)}") from error
+    except RuntimeError as error:
+        if not isinstance(error, torch.AcceleratorError) and "CUDA" not in str(error):
+            raise
+        raise WorldError(f"GPU {uuid} failed: {first_line(error)}", hint=BROKEN_HINT) from error
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def call(function: str, *arguments: Any) -> None:

@@ -5,11 +5,10 @@ Theory of operation
 
 Publishing tensors in device memory does not block the caller's thread: it *enqueues*
 all copies, and later work on its stream comes behind them. One *batch* is some 64 MiB,
-or everything when no reader needs it in parts; an event is recorded behind it. (Within
-a GPU a batch of 64 MiB would take as long as its events.) A thread for this publish,
-the *follower*, waits for one event after the other and reports the bytes that have
-arrived: to the digest (and the sender) of host memory, which work meanwhile, or at the
-end to the digest on the device. It also is where device failures show up::
+or everything when no reader needs it in parts; an event is recorded behind it. A thread
+for this publish, the *follower*, waits for one event after the other and reports the
+bytes that have arrived: to the digest (and the sender) of host memory, which work
+meanwhile, or at the end to the digest on the device. Device failures show up there::
 
     caller     wait for last readers · copy · event · copy · event · copy · end
     follower                           arrived · arrived · arrived · copied · digest
@@ -20,10 +19,9 @@ copies until ``copied`` is done, even if the publish has failed: it is not freed
 earlier, and no thread waits for a device that hangs.
 
 **Freeing sources.** The copies are on the caller's current stream, like any operation
-of torch. A tensor that was allocated on that stream may be freed once its copy is
-enqueued (when an iterator goes on): the next use of its memory comes behind the copy on
-the same stream. It may be written, for the same reason. Tensors of other streams need
-the precautions torch requires: the current stream must wait for theirs, and
+of torch. A tensor that was allocated on that stream may be freed or written once its
+copy is enqueued (when an iterator goes on). Tensors of other streams need the
+precautions torch requires: the current stream must wait for theirs, and
 ``record_stream``.
 
 **Aside** (``hold=False``): a stream of the library copies weights that all exist, after
@@ -43,13 +41,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
 from replicas.common.waits import Latch
 from replicas.errors import NoCapacity, ReplicasError, SyncError, WorldError
-from replicas.weights.copying import DEVICE_NBYTES, Copier, Prefix, Progress, Step
+from replicas.weights.copying import Copier, Prefix, Progress, Step
 from replicas.weights.devices.accelerator import Accelerator, Event
 from replicas.weights.devices.device_digest import device_digest_of
 from replicas.weights.memory.buffers import Buffer
@@ -57,9 +54,15 @@ from replicas.weights.streaming import copy_all
 
 __all__ = ["CopyOptions", "DeviceCopies"]
 
+DEVICE_NBYTES = 64 << 20
+"""Bytes of copies from a device in one batch.
+
+With ``progress`` it is a quarter; copies within a device are batched only then: there a
+batch would take as long as its events.
+"""
+
 _Batch = tuple[list[Event], list[tuple[int, int]]]
 """The events of a batch, and the byte ranges that are filled when they are reached."""
-
 
 Begun = Callable[["DeviceCopies | Copier"], object]
 """Called with the object that copies, so that it can be stopped or waited for."""
@@ -71,8 +74,7 @@ class CopyOptions:
 
     :param buffer: the slot's memory, claimed; None: host memory that is not pinned.
     :param hold: copy on the caller's stream; False: on one of the library's, *aside*.
-    :param begun: called with the copying object before the first copy, on the caller's
-        thread.
+    :param begun: called before the first copy, on the caller's thread.
     """
 
     buffer: Buffer | None = None
@@ -112,32 +114,16 @@ class _DeviceSink:
         self._data = None  # device memory lives as long as a tensor over it
 
 
-class _HostSink:
-    """Hashes host memory as its bytes arrive, beside the rest of the copy."""
-
-    def __init__(self, data: torch.Tensor, progress: Progress | None) -> None:
-        self._copier = Copier(data, beside=True, progress=progress)
-        self.digest = self._copier.digest
-        self.filled = self._copier.filled
-        self.finish = self._copier.finish
-
-    def close(self) -> None:
-        self._copier.__exit__(None, None, None)
-
-
 class DeviceCopies:
     """Fills one run of bytes by device copies, in a ``with`` block on one thread.
 
-    After an exception in the block, enqueued copies still end.
+    It is used as a :class:`Copier`. After an exception in the block, enqueued copies
+    still end.
 
-    :param data: uint8, one-dimensional, contiguous; each of its bytes is filled once.
-    :param progress: told how far ``data`` is filled from its start.
     :ivar copied: everything has been copied; its result: seconds for which the caller's
         stream was held. It fails when the device has failed, or the block has raised.
         Set on the follower's thread, before the digest is asked for.
     :ivar ended: set after ``copied``, for waits that may be interrupted.
-    :ivar step_nbytes: bytes per step, about.
-    :ivar digest: of all of ``data``.
     """
 
     def __init__(
@@ -152,13 +138,13 @@ class DeviceCopies:
         self._aside_alone = False
         self._nbytes = data.numel()
         self._filled = 0
-        self._sink: _DeviceSink | _HostSink
+        self._sink: _DeviceSink | Copier
         if self._device:
             self._sink = _DeviceSink(accelerator, data, self._device, progress)
         else:
-            self._sink = _HostSink(data, progress)
+            self._sink = Copier(data, beside=True, progress=progress)  # hashes what has arrived
         self.digest = self._sink.digest
-        self._most, self.step_nbytes = DEVICE_NBYTES, DEVICE_NBYTES
+        self._most = self.step_nbytes = DEVICE_NBYTES
         if not self._device:
             self._most = DEVICE_NBYTES if progress is None else DEVICE_NBYTES // 4
             self.step_nbytes = DEVICE_NBYTES // 4
@@ -175,7 +161,7 @@ class DeviceCopies:
         try:
             options.begun(self)
         except BaseException as error:
-            self._give_up(error)
+            self._give_up(f"{type(error).__name__}: {error}")
             raise
 
     # ------------------------------------------------------------ the caller's thread
@@ -183,37 +169,36 @@ class DeviceCopies:
     def __enter__(self) -> DeviceCopies:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             return
         try:
             with suppress(ReplicasError):  # a failed device copies nothing any more
                 self._end_batch()
         finally:
-            self._give_up(error)
+            self._give_up(f"{type(error).__name__}: {error}")
 
     def abandon(self) -> None:
         """Give up a copy whose block was left without ``__exit__``, by an interrupt.
 
         Enqueued copies still end. On any thread; calling it again does nothing.
         """
-        self._batches.put(SyncError("given up: its block was left", phase="pack", hint=""))
+        self._give_up("its block was left")
 
-    def _give_up(self, error: BaseException) -> None:
-        """Give up with the error's text only: its traceback would keep the tensors."""
-        self._batches.put(SyncError(f"given up: {type(error).__name__}: {error}", phase="pack", hint=""))
+    def _give_up(self, why: str) -> None:
+        """Give up with a text only: a traceback would keep the tensors."""
+        self._batches.put(SyncError(f"given up: {why}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
-        """Copy ``source`` to bytes ``start`` to ``end``, on the current stream.
+        """Copy ``source`` on the current stream; it may be freed and written at once.
 
-        ``source`` may be freed and written at once. The current stream may differ from
-        call to call, as inside an iterator: each copy waits for the one before.
+        The stream may differ from call to call, as inside an iterator: each copy waits
+        for the one before.
         """
         uuid = self._accelerator.uuid_of(source)
         if uuid:
-            self._wait_for_last()
+            for event in self._last.values():
+                event.wait()
             self._enqueue([destination], [source], {uuid})
             for one in {uuid, self._device} - {""}:
                 if one not in self._last:
@@ -245,25 +230,16 @@ class DeviceCopies:
                 self._end_batch()  # with its events on the streams of the copies
 
     def written(self) -> None:
-        """Take all bytes as filled by the enqueued work of the current stream.
-
-        That is the stream of the slot's device, or else of this thread's current
-        device.
-        """
+        """Take all bytes as filled by the enqueued work of the current stream."""
         self._use({self._device or self._accelerator.device()})
         self._note(0, self._nbytes)
 
     def finish(self) -> None:
-        """End the enqueueing; the follower does everything else.
-
-        :raises ValueError: some bytes were never filled.
-        """
+        """End the enqueueing, or raise ValueError: some bytes were never filled."""
         if self._filled != self._nbytes:
             raise ValueError(f"{self._nbytes - self._filled} bytes were not filled")
         self._end_batch()
         self._batches.put(None)
-
-    # ------------------------------------------------------------ any thread
 
     def fence(self) -> None:
         """Order later work on this thread's current streams behind the copies."""
@@ -282,10 +258,7 @@ class DeviceCopies:
         self._accelerator.copy(destinations, sources)
 
     def _copy_from_host(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy from host memory, blocking.
-
-        Copies to a device use a stream that does not wait for the caller's.
-        """
+        """Copy, blocking; to a device on a stream that waits for no other."""
         if not self._device:
             copy_all(destinations, sources)
             return
@@ -302,10 +275,7 @@ class DeviceCopies:
             event.record()
 
     def _aside(self, uuids: set[str]) -> ExitStack:
-        """Make streams of the library the current ones of these devices.
-
-        They wait for the enqueued work of the caller's streams.
-        """
+        """Make streams of ours current, behind the enqueued work of the caller's."""
         before = {uuid: self._accelerator.event(uuid) for uuid in uuids}
         for event in before.values():
             event.record()
@@ -322,13 +292,9 @@ class DeviceCopies:
         if self._batch_nbytes >= self._most:
             self._end_batch()
 
-    def _wait_for_last(self) -> None:
-        for event in self._last.values():
-            event.wait()
-
     def _end_batch(self) -> None:
-        if self._used:
-            self._wait_for_last()
+        for last in self._last.values() if self._used else ():
+            last.wait()
         for uuid in self._used:
             self._ends[uuid] = event = self._accelerator.event(uuid, timing=True)
             event.record()

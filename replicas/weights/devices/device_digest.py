@@ -18,10 +18,8 @@ with fixed odd random keys ``k[i]``::
 Each step is a bijection of a word, so a change of one word always changes ``first``.
 The keys tell positions apart. The shifts keep changes of high bits, which a product
 alone would leave high, from cancelling each other. The digest detects errors, not
-forgery. ``t ^= t >> 32`` works on halves of words, in place, because torch's shift
-keeps the sign. The temporary of a block stays in the device's cache.
-
-All of it runs on the thread's current stream; only reading the sums blocks.
+forgery. ``t ^= t >> 32`` works on halves of words, because torch's shift keeps the
+sign. All of it runs on the thread's current stream; only reading the sums blocks.
 """
 
 from __future__ import annotations
@@ -135,7 +133,8 @@ def _combined(sums: Sequence[torch.Tensor], nbytes: int) -> str:
 
 def _sums(blocks: torch.Tensor) -> torch.Tensor:
     """Both sums of each whole block, or of one shorter block; block by block."""
-    keys = _keys_on(blocks.device, -(-min(blocks.numel(), _BLOCK_NBYTES) // 8))
+    count = -(-min(blocks.numel(), _BLOCK_NBYTES) // 8)
+    keys = locked(_lock, _keys_on, count, blocks.device)[:count]
     with torch.no_grad():
         if blocks.numel() % 8 or blocks.data_ptr() % 8 or blocks.storage_offset() % 8:
             padded = torch.zeros(-(-blocks.numel() // 8), dtype=torch.int64, device=blocks.device)
@@ -143,7 +142,8 @@ def _sums(blocks: torch.Tensor) -> torch.Tensor:
         else:
             padded = blocks.view(torch.int64)
         mixed = padded.view(-1, keys.numel()) * keys
-        low, high = _halves(mixed)
+        halves = mixed.view(torch.int32).view(*mixed.shape, 2)
+        low, high = halves[..., 0], halves[..., 1]
         low.bitwise_xor_(high)
         mixed.mul_(_C)
         low.bitwise_xor_(high)
@@ -153,17 +153,8 @@ def _sums(blocks: torch.Tensor) -> torch.Tensor:
         return torch.stack((first, mixed.sum(1)), 1).flatten()
 
 
-def _halves(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    pairs = words.view(torch.int32).view(*words.shape, 2)
-    return pairs[..., 0], pairs[..., 1]
-
-
-def _keys_on(device: torch.device, count: int) -> torch.Tensor:
-    """The first ``count`` keys, cached for each device; the same for any ``count``."""
-    return locked(_lock, _made_keys, count, device)[:count]
-
-
-def _made_keys(count: int, device: torch.device) -> torch.Tensor:
+def _keys_on(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` keys or more, cached for each device; the same for any ``count``."""
     found = _keys.get(device)
     if found is None or found.numel() < count:
         found = _random(min(_WORDS, 1 << (count - 1).bit_length()), device)

@@ -47,10 +47,12 @@ from replicas.weights.memory.pool import Pool
 __all__ = ["Arena", "Buffer", "Slot"]
 
 
+_FREED: dict[SlotState, SlotEvent] = {"filling": "abandoned", "held": "released", "leaving": "let_go"}
+
+
 class Slot:
     """One slot of an arena, which alone changes its fields, under its lock.
 
-    :ivar state: ``free``, ``filling``, ``held``, ``leaving`` or ``closed``.
     :ivar foreign: it is the memory of another member of this host.
     :ivar manifest: of an image (:class:`Manifest`, or a :class:`PartManifest` without
         pieces), or of a packed part.
@@ -100,7 +102,6 @@ class Slot:
 
     @property
     def digest_kind(self) -> DigestKind:
-        """The kind of its data's digest: by device or host memory."""
         return "device" if self.buffer.device else "host"
 
     @property
@@ -116,16 +117,14 @@ class Slot:
 class Arena:
     """A fixed number of own slots, and foreign ones. Every method is thread-safe.
 
-    Callbacks run without the lock held.
-
     :param slots: how many versions fit in its own memory.
     :param name: names its memory in ``/proc/PID/maps``.
-    :param device: UUID of the GPU for its own memory; empty: host memory. On a GPU no
-        header is written.
-    :param on_drop: called with a version whose slot was given to another version, or
-        was foreign and is no longer needed.
-    :param on_change: called after a slot became free or lost its last pin: a waiting
-        :meth:`acquire` may succeed now.
+    :param device: UUID of the GPU for its own memory, without headers; empty: host
+        memory.
+    :param on_drop: called, without the lock held, with a version whose slot was given
+        to another version, or was foreign and is no longer needed.
+    :param on_change: called likewise after a slot became free or lost its last pin: a
+        waiting :meth:`acquire` may succeed now.
     :ivar protected: versions that must not be evicted; replace or change it at will,
         then call :meth:`trim`.
     :ivar pool: allocates the memory of its slots.
@@ -157,36 +156,28 @@ class Arena:
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Its own slots."""
         return tuple(self._slots)
 
     @property
     def foreign(self) -> Sequence[Slot]:
-        """The slots mapped from other members."""
         with self._lock:
             return tuple(self._foreign)
 
     # ------------------------------------------------------------ memory of its own
 
     def prepare(self, nbytes: int) -> None:
-        """Allocate memory for the slots that lack it, in the background.
-
-        Call it as soon as the size is known. Where memory is short nothing happens:
-        :meth:`acquire` reports it when the memory is needed.
-        """
+        """Allocate memory for the slots that lack it, in the background, if it fits."""
         with self._lock:
-            bare = sum(slot._buffer is None for slot in self._slots)
-            unfit = sum(
-                slot.state == "free" and slot._buffer is not None for slot in self._slots if not _fits(slot, nbytes)
-            )
-        self.pool.prepare(nbytes, bare + unfit)
+            lacking = [
+                slot._buffer is None or (slot.state == "free" and not _fits(slot, nbytes)) for slot in self._slots
+            ]
+        self.pool.prepare(nbytes, sum(lacking))
 
     def acquire(self, version: int, manifest: Manifest | PartManifest) -> Slot | None:
         """Take a slot to fill with ``version``, its header written; None: all in use.
 
-        Readers in other processes may be using them. The kernel does not report when
-        they let go: try again every few hundredths of a second, and at each
-        ``on_change``. It blocks only for memory that is being allocated.
+        Then try again every few hundredths of a second, for readers in other processes,
+        and at each ``on_change``. It blocks only for memory that is being allocated.
 
         :raises NoCapacity: its memory cannot be allocated; the slot stays free.
         """
@@ -230,24 +221,14 @@ class Arena:
     def free(self, slot: Slot) -> None:
         """Forget a slot's content and keep its memory; a free slot stays free."""
         with self._lock:
-            match slot.state:
-                case "free" | "closed":
-                    pass
-                case "filling":
-                    if slot._buffer is not None:
-                        slot._buffer.abandon()
-                    self._clear(slot, "abandoned")
-                case "held":
-                    self._clear(slot, "released")
-                case "leaving":
-                    self._clear(slot, "let_go")
+            if slot.state == "filling" and slot._buffer is not None:
+                slot._buffer.abandon()
+            if (event := _FREED.get(slot.state)) is not None:
+                self._clear(slot, event)
         self.on_change()
 
     def release(self, version: int) -> bool:
-        """Free the slot of ``version``, now or with its last pin; False: not held.
-
-        It counts as not held from now on.
-        """
+        """Free the slot of ``version``, now or with its last pin; False: not held."""
         with self._lock:
             slot = self.find(version)
             if slot is None:
@@ -280,10 +261,7 @@ class Arena:
     # ------------------------------------------------------------ memory of others
 
     def borrow(self, place: SlotPlace, version: int) -> Buffer:
-        """Open another member's memory briefly; the caller closes the buffer.
-
-        See :meth:`Buffer.open`.
-        """
+        """:meth:`Buffer.open` another member's memory briefly; the caller closes it."""
         buffer = Buffer.open(place, version)
         buffer.keep_mappings_in(self._kept)
         return buffer
@@ -298,14 +276,12 @@ class Arena:
         :raises ValueError: the version is held here already.
         """
         with self._lock:
-            error: Exception | None = None
             if self._closed:
-                error = Gone("the arena is closed", version=version)
-            elif self.find(version) is not None:
-                error = ValueError(f"version {version} is held here already")
-            if error is not None:
                 buffer.close()
-                raise error
+                raise Gone("the arena is closed", version=version)
+            if self.find(version) is not None:
+                buffer.close()
+                raise ValueError(f"version {version} is held here already")
             self._adopted += 1
             slot = Slot(len(self._slots) + self._adopted, "held", foreign=True)
             slot.version, slot.manifest, slot.digest, slot._buffer = version, manifest, digest, buffer
@@ -314,10 +290,7 @@ class Arena:
             return slot
 
     def trim(self) -> None:
-        """Drop foreign slots neither pinned nor protected.
-
-        Call it when ``protected`` has changed.
-        """
+        """Drop foreign slots neither pinned nor protected, as ``protected`` changed."""
         with self._lock:
             unneeded = [slot for slot in self._foreign if not slot.pins and slot.version not in self.protected]
             versions = [slot.version for slot in unneeded]

@@ -56,8 +56,6 @@ class AllocationStopped(Exception):  # not an error: the caller's ``stop`` asked
 
 
 class BufferWatcher(Protocol):
-    """Is told when a buffer that it has views or mappings of is closed."""
-
     def buffer_closed(self, key: int) -> None: ...
 
 
@@ -156,16 +154,7 @@ class Buffer:
 
     @staticmethod
     def open(place: SlotPlace, version: int) -> Buffer:
-        """Open and hold another process's memory: no refill until this is closed.
-
-        The caller must know that the process is the intended one.
-
-        :param place: as named by the memory's owner, or by another holder.
-        :param version: the version in it, for error texts.
-        :raises Gone: the process has ended, or the memory no longer exists, or is used
-            for something else.
-        :raises WorldError: it cannot be opened here, though it may exist.
-        """
+        """:func:`replicas.memory.kept.hold` it: no refill until this is closed."""
         fd = hold(place, version)
         buffer = (Buffer.on_device if place.device else Buffer)._adopted(fd, place.device, writable=False)
         buffer._locks_in = os.getpid()
@@ -177,10 +166,9 @@ class Buffer:
     def claim(self) -> Claim:
         """Claim the buffer before writing.
 
-        "claimed": it has no readers, and none can come from now on. "held": a process
-        holds its content. "in sight": none does, but a private mapping of it may be
-        alive in some process, this one included. In the last two cases nothing has
-        changed.
+        "claimed": it has no readers, and none can come from now on. Else nothing has
+        changed: "held": a process holds its content; "in sight": a private mapping of
+        it may be alive in some process, this one included.
         """
         if not locks.hold_exclusive(self._open_fd):
             return "held"
@@ -218,16 +206,11 @@ class Buffer:
 
     @property
     def path(self) -> str:
-        """A path that opens this buffer as a file, while both process and buffer live.
-
-        :raises UsageError: it is on a GPU.
-        """
+        """Opens it as a file, while process and buffer live; UsageError on a GPU."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def tensor(self) -> torch.Tensor:
         """The shared bytes to read and write, uint8 of shape ``[nbytes]``.
-
-        The mapping lives as long as a tensor uses it.
 
         :raises ValueError: it is another process's memory, or closed.
         """
@@ -258,8 +241,7 @@ class Buffer:
     def private(self) -> torch.Tensor:
         """A copy-on-write view, uint8 of shape ``[nbytes]``; on a GPU a copy.
 
-        Writes stay with the caller. Its content stays as it is while a tensor uses it,
-        even after the buffer is closed.
+        Its content stays as it is while a tensor uses it, also after :meth:`close`.
         """
         fd = self._open_fd
         return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
@@ -267,9 +249,8 @@ class Buffer:
     def pin(self) -> bool:
         """Pin its mapping, for asynchronous copies with a GPU; False: impossible.
 
-        It is pinned once, until it is closed; another process's memory as long as the
-        mapping is kept. It takes about as long as a copy. The buffer must not be closed
-        while a copy is in flight.
+        It is pinned until it is closed, or as long as its mapping is kept. It must not
+        be closed while a copy is in flight.
         """
         found = accelerator()
         if found is None or not self.nbytes:
@@ -278,7 +259,6 @@ class Buffer:
 
     @property
     def pinned(self) -> bool:
-        """Whether :meth:`pin` has pinned it."""
         return self._mapping is not None and self._mapping.pinned
 
     # ------------------------------------ order of GPU work; no-ops for host memory
@@ -287,10 +267,7 @@ class Buffer:
         """Record the owner's writes, enqueued on this thread's current stream."""
 
     def wait_for_write(self) -> None:
-        """Order this thread's current stream behind the recorded write.
-
-        For the owner's process and its sidecars.
-        """
+        """Order this thread's current stream, of the owner or a sidecar, behind it."""
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
         """Keep mappings of another process's memory in ``kept``, past :meth:`close`."""
@@ -316,10 +293,7 @@ class Buffer:
         self.close()
 
     def forget(self) -> None:
-        """Drop memory and locks in a forked child (such as a DataLoader's worker).
-
-        The user's tensors over the memory stay valid.
-        """
+        """Drop memory and locks in a forked child; the user's tensors stay valid."""
         fd, self.fd, self._mapping, self._kept = self.fd, -1, None, None
         if fd >= 0:
             os.close(fd)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from replicas.errors import NoCapacity, Preflight, UsageError, WorldError
-from replicas.weights.devices import cuda, cuda_driver, cuda_objects
+from replicas.weights.devices import cuda, cuda_driver
 from replicas.weights.devices.cuda import Cuda
 from replicas.weights.devices.cuda_driver import IpcHandle, Pointer
 
@@ -141,7 +141,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: made.calls.append(f"set_device {index}"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(made, "cached", 0))
 
-    def over(block: cuda_objects.Block, device: torch.device) -> torch.Tensor:
+    def over(block: cuda.Block, device: torch.device) -> torch.Tensor:
         described = block.__cuda_array_interface__
         assert described["typestr"] == "|u1"
         assert device == torch.device("cuda", 0)
@@ -149,7 +149,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         array.block = block
         return torch.frombuffer(array, dtype=torch.uint8)
 
-    monkeypatch.setattr(cuda_objects, "tensor_over", over)
+    monkeypatch.setattr(cuda, "tensor_over", over)
     yield made
     assert not made.contexts
     assert not made.mode
@@ -281,13 +281,13 @@ def test_host_memory_is_pinned_for_all_contexts(driver: Driver, caplog: pytest.L
 def test_errors_of_the_device_are_errors_of_ours() -> None:
     with (
         pytest.raises(WorldError, match="GPU x failed: CUDA error: an illegal memory access") as caught,
-        cuda_objects.typed("x"),
+        cuda_driver.typed("x"),
     ):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nlong advice")
     assert "restart the replica" in caught.value.hint
-    with pytest.raises(NoCapacity), cuda_objects.typed("x"):
+    with pytest.raises(NoCapacity), cuda_driver.typed("x"):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(RuntimeError, match="of another kind"), cuda_objects.typed("x"):
+    with pytest.raises(RuntimeError, match="of another kind"), cuda_driver.typed("x"):
         raise RuntimeError("of another kind")
 
 

@@ -27,11 +27,11 @@ from replicas.weights.copy_pool import ALONE_NBYTES, CopyPool, helpers_for, one_
 from replicas.weights.copying import PROGRESS_NBYTES, STEP_NBYTES, Copier, Prefix, Step, copy_pairs
 from replicas.weights.digest import BLOCK_NBYTES, Digest, digest_of
 from replicas.weights.feed import Feed, Shard
+from replicas.weights.layout import Places
 from replicas.weights.loading import scatter_parts, views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
-from replicas.weights.places import Places
 from replicas.weights.planned import LOOK
 from replicas.weights.tensors import bits
 from tests.support.packing import pack
@@ -389,7 +389,7 @@ def test_large_tensors_are_cut_and_small_ones_batched() -> None:
         "wide": torch.ones(2, 3, dtype=torch.float64),
     }
     places = Places(Feed(given).plan())  # type: ignore[arg-type]  # a mapping has a plan
-    cuts = places.cuts
+    cuts = places.cuts()
     assert [cut.start for cut in cuts[1:]] == [cut.end for cut in cuts[:-1]]
     assert all(cut.end - cut.start <= STEP_NBYTES for cut in cuts)
     assert len(cuts) < 20
