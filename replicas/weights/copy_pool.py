@@ -65,10 +65,7 @@ def cores() -> int:
 
 
 def helpers_for(nbytes: int, sharing: int = 1) -> int:
-    """The number of helper threads that speed up a copy of ``nbytes``.
-
-    :param sharing: how many processes of this machine do such work at the same time.
-    """
+    """Helper threads that speed up a copy which ``sharing`` processes do alike."""
     return max(0, min(cores() // max(1, sharing) - 1, MOST_HELPERS, nbytes // ALONE_NBYTES))
 
 
@@ -118,10 +115,7 @@ class CopyPool:
         return self.helpers
 
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Run all tasks; return when the last has ended.
-
-        Raises the first error of a task; tasks not begun by then are dropped.
-        """
+        """Run all tasks until the last has ended, or raise the first error of one."""
         self._queue.extend(tasks)
         locked(self.lock, self.changed.notify_all)
         try:
@@ -134,10 +128,7 @@ class CopyPool:
             raise self._error
 
     def close(self) -> None:
-        """Take no more tasks and wait for the running ones; then raise an interrupt.
-
-        A chore may still run on return.
-        """
+        """Wait for the running tasks, take no more; then raise an interrupt, if any."""
         interrupt: BaseException | None = None
         for _ in range(PATIENCE):
             try:

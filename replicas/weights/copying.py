@@ -165,10 +165,7 @@ class _Caller:
 
 
 def copy_elements(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values of any dtype, device and strides, with casts.
-
-    Host memory is filled on return.
-    """
+    """Copy values of any dtype, device and strides, with casts, until filled."""
     device = accelerator()
     with torch.no_grad():
         if destination.dtype == source.dtype:

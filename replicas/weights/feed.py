@@ -196,13 +196,7 @@ class Feed:
         return self._known
 
     def known_entries(self) -> list[Entry] | None:
-        """The values of :meth:`known` as entries, without gathers.
-
-        The ``tensor`` of a DTensor may be missing.
-
-        :raises ManifestMismatch: a value cannot be published. The feed still has to be
-            drained.
-        """
+        """The known values as entries, without gathers; raises as :meth:`plan`."""
         known = self.known()
         if known is None:
             return None
@@ -214,21 +208,14 @@ class Feed:
         self._end(failed=False)
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield the entries.
-
-        Raises the exceptions of the user's code, and :class:`ManifestMismatch` for a
-        value that cannot be published.
-        """
+        """Yield the entries; raises as the user's code does, or ManifestMismatch."""
         while (step := self._step()) is not None:
             name, value = step
             if value is not None:
                 yield self._entry(name, value, self._ties, gather=True)
 
     def drain(self) -> None:
-        """Walk to the end and discard everything, taking part in gathers.
-
-        Raises only the exceptions of the user's code.
-        """
+        """Walk to the end, with gathers; raises only as the user's code does."""
         try:
             while (step := self._step()) is not None:
                 name, value = step
@@ -277,10 +264,7 @@ class Feed:
         self.finished, self.user_failed = True, failed
 
     def _gather(self, value: Any) -> torch.Tensor:
-        """Gather a DTensor by a collective of the user's own group.
-
-        Its failure is the user's error, and ends the walk.
-        """
+        """Gather by a collective of the user's group: it fails as the user's code."""
         try:
             with torch.no_grad():
                 gathered: torch.Tensor = value.detach().full_tensor()
@@ -290,10 +274,7 @@ class Feed:
         return gathered
 
     def _entry(self, name: Any, value: Any, ties: Ties | None, *, gather: bool) -> Entry:
-        """One value as an entry.
-
-        The gather comes before any check: this rank's peers are in it already.
-        """
+        """One value as an entry. The gather comes first: the peers are in it."""
         try:
             alias = ties.alias(name, value) if ties is not None else None
             gathered = None

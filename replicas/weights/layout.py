@@ -229,10 +229,7 @@ class Writer:
         self._unseen = set(self._specs)
 
     def write(self, entry: Entry, put: Callable[[torch.Tensor, torch.Tensor, int, int], None]) -> None:
-        """Copy one entry to its place by ``put(destination, source, start, end)``.
-
-        :raises ManifestMismatch: the manifest has no place for it.
-        """
+        """Copy one entry by ``put(destination, source, start, end)``."""
         if entry.alias_of is not None:
             if self._aliases.get(entry.name) != entry.alias_of:
                 raise ManifestMismatch(f"tensor {entry.name!r} is tied to {entry.alias_of!r}, which it was not before")

@@ -4,23 +4,21 @@ Theory of operation
 ===================
 
 A publish walks the weights once (:class:`replicas.weights.feed.Feed`). Weights whose
-layout is known before the walk (:meth:`Packer.plan`: a module, a mapping, an object
-with ``metadata()``) are written straight into the slot by :meth:`Packer.pack`. The
-layout of a plain iterable is unknown: pass the manifest of the channel's last publish,
-or make private copies of everything with :func:`stage`, which then knows the manifest.
+layout is known before the walk (:meth:`Packer.plan`) are written straight into the slot
+by :meth:`Packer.pack`. The layout of a plain iterable is unknown: pass the manifest of
+the channel's last publish, or make private copies of everything with :func:`stage`,
+which then knows the manifest.
 
 A module or a mapping that needs no gather is copied *at once*: all its tensors exist,
 so several threads copy them in the order of their bytes, in large steps
 (:mod:`replicas.weights.copying`). A :class:`Packer` remembers the layout of the last
-publish (:mod:`replicas.weights.planned`) and the views of each slot, so that repeating
-a publish of many small tensors costs little more than the copy. Bytes that are copied
-at once may be sent meanwhile, since no user code can run in between
+publish (:mod:`replicas.weights.planned`) and the views of each slot. Bytes that are
+copied at once may be sent meanwhile, since no user code can run in between
 (:meth:`Packer.knows`). Everything else is copied tensor by tensor, each before the next
 one is asked for.
 
 Another thread computes the digest beside the copy. The caller's thread only enqueues
-copies from or to a device, and goes on (:mod:`replicas.weights.devices.device_copies`):
-:class:`Packing` tells when they are done.
+copies from or to a device (:mod:`replicas.weights.devices.device_copies`).
 
 :meth:`Packer.pack` and :func:`stage` drain the feed to its end before they raise an
 error of the library, because its steps may be collectives of the user's group. The
@@ -103,10 +101,7 @@ def _filled(
 
 
 def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
-    """Start the digest of a slot that is filled already; return at once.
-
-    Writes of a device to it that are on the current stream are waited for first.
-    """
+    """Start the digest of a filled slot, behind the current stream's writes to it."""
     buffer = slot.buffer
     device = accelerator() if buffer.device or buffer.pinned else None
     return _filled(lambda copies: copies.written(), slot.data, CopyOptions(buffer, begun=begun), device=device)

@@ -77,10 +77,7 @@ def pays(nbytes: int) -> bool:
 
 @contextmanager
 def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Allow in-place writes to these tensors within the block, on this thread.
-
-    Tensors made in inference mode can be written only in that mode, others in either.
-    """
+    """Allow in-place writes on this thread, also to tensors made in inference mode."""
     inference = any(map(torch.Tensor.is_inference, destinations))
     with torch.inference_mode() if inference else torch.no_grad():
         yield

@@ -157,11 +157,7 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
 
 
 def _is_contiguous_block(tensor: DTensor) -> bool:
-    """Whether the local shard is one block: strided shards are, in some orders only.
-
-    They come from FSDP over tensor parallelism. One index is followed through all
-    placements.
-    """
+    """Whether a strided local shard (FSDP over tensor parallelism) is one block."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())

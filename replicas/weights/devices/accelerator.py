@@ -66,10 +66,7 @@ class DeviceMemory:
         return self._tensor
 
     def close(self) -> None:
-        """Free own memory, or unmap another process's, with the last tensor over it.
-
-        Enqueued work on it must have ended. Closing it again does nothing.
-        """
+        """Free or unmap it with its last tensor; enqueued work must have ended."""
         self._tensor = self._owner = None
 
 
@@ -88,18 +85,11 @@ class Event(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Order later work of this thread's current stream behind the event.
-
-        The device waits, not the thread. An event never recorded counts as reached.
-        """
+        """Order later work of this thread's current stream behind it, if recorded."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block this thread until the event, without busy-waiting and without the GIL.
-
-        :raises WorldError: the device has failed, through any earlier work of this
-            process on it.
-        """
+        """Block until the event, not busy-waiting; WorldError: the device failed."""
 
     @abstractmethod
     def query(self) -> bool:
@@ -146,10 +136,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def select(self, uuid: str) -> None:
-        """Use only this device, in a process that has used none yet.
-
-        :raises Preflight: it cannot be used here.
-        """
+        """Use only this device, in a process that has used none, or raise Preflight."""
 
     @abstractmethod
     def torch_device(self, uuid: str) -> torch.device:
@@ -164,10 +151,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int, uuid: str) -> DeviceMemory:
-        """Allocate memory that other processes can open.
-
-        :raises NoCapacity: the device has less memory left.
-        """
+        """Allocate memory that others can open; NoCapacity: too little is left."""
 
     @abstractmethod
     def open(
@@ -199,10 +183,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def open_event(self, handle: bytes, uuid: str) -> Event:
-        """Open an interprocess event of another process, or of this one.
-
-        :raises WorldError: it cannot be opened here.
-        """
+        """Open an interprocess event of any process; WorldError: it cannot be."""
 
     @abstractmethod
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -228,17 +209,11 @@ class Accelerator(ABC):
 
     @abstractmethod
     def on_stream(self, stream: object) -> AbstractContextManager[None]:
-        """Run this thread's work within the block on ``stream``, a torch stream.
-
-        None: the current stream.
-        """
+        """Run this thread's work in the block on a torch stream; None: the current."""
 
     @abstractmethod
     def synchronize(self, uuid: str = "") -> None:
-        """Wait for the work of this thread's current stream, without busy-waiting.
-
-        :raises WorldError: the device has failed.
-        """
+        """Wait for this thread's current stream, as :meth:`Event.synchronize` does."""
 
 
 _lock = threading.Lock()
@@ -246,10 +221,7 @@ _chosen: tuple[int, str, Accelerator | None] = (0, "", None)
 
 
 def accelerator() -> Accelerator | None:
-    """The accelerator of this process, chosen once; None if there is none.
-
-    :raises UsageError: ``REPLICAS_ACCELERATOR`` names no such class.
-    """
+    """The accelerator of this process, chosen once; None if there is none."""
     name = os.environ.get(environ.ACCELERATOR) or DEFAULT
     chosen = _chosen
     return chosen[2] if chosen[:2] == (os.getpid(), name) else locked(_lock, _choose, name)
@@ -273,10 +245,7 @@ def _choose(name: str) -> Accelerator | None:
 
 
 def device_of(uuid: str) -> Accelerator:
-    """The accelerator, for memory known to be on device ``uuid``.
-
-    :raises WorldError: this process has no accelerator.
-    """
+    """The accelerator, for memory on device ``uuid``; WorldError: there is none."""
     found = accelerator()
     if found is None:
         raise WorldError(f"this process cannot use GPUs, and the memory is on {uuid}", hint=_NO_GPU_HINT)

@@ -9,25 +9,22 @@ torch's. So CUDA IPC can share it whatever torch's allocator does (memory of its
 rounded up to 2 MiB: a smaller allocation would share its neighbours, too.
 
 A tensor over such memory is made through ``__cuda_array_interface__``. Its storage
-keeps the object that it was made from (a :class:`Block`), which frees or unmaps the
-memory when it is collected; the driver then waits for all work on that memory. A
-process cannot open its own IPC handles, so they are looked up. A forked child must not
-touch inherited memory, and does not. Nor can it use CUDA once its parent has called the
-driver; programs that fork ask torch about that (vLLM does), and so torch is initialised
-at once (:meth:`Cuda.device`), which creates no context.
+keeps a :class:`Block`, which frees or unmaps the memory when it is collected; the
+driver then waits for all work on that memory. A process cannot open its own IPC
+handles, so they are looked up. A forked child does not touch inherited memory. Nor can
+it use CUDA once its parent has called the driver; programs that fork ask torch about
+that (vLLM does), and so torch is initialised at once (:meth:`Cuda.device`), which
+creates no context.
 
-*Streams* of the library are created by the driver. torch's streams are a pool of 32
-that are handed out repeatedly: one of them could be the stream on which the user trains
-or captures a graph. Each thread has one stream, reused by another thread when it has
-ended: torch's allocator keeps memory for each stream, so streams must be few. A capture
-by another thread must not be disturbed:
-:func:`~replicas.weights.devices.cuda_driver.uncaptured`.
+*Streams* of the library are created by the driver. torch's are a pool of 32 that are
+handed out repeatedly: one could be the stream on which the user trains or captures a
+graph. Each thread has one, reused by another thread when it has ended: torch's
+allocator keeps memory for each stream.
 
-The driver and torch number devices alike, in the order of ``CUDA_VISIBLE_DEVICES``; the
-driver gives their UUIDs without creating a context. A thread that has not chosen a
-device has number 0 as its current one; work on that by mistake would create a context
-there, of some hundred megabytes. The default device is therefore that of the first call
-of :meth:`Cuda.device`, by the thread that joins.
+The driver and torch number devices alike, in the order of ``CUDA_VISIBLE_DEVICES``. A
+thread that has not chosen a device has number 0 as its current one; work on that by
+mistake would create a context there, of some hundred megabytes. The default device is
+therefore that of the first call of :meth:`Cuda.device`, by the thread that joins.
 """
 
 from __future__ import annotations
@@ -44,25 +41,10 @@ from typing import Any
 import torch
 
 from replicas.errors import NoCapacity, Preflight, UsageError, WorldError
+from replicas.weights.devices import cuda_driver as driver
 from replicas.weights.devices.accelerator import Accelerator, DeviceMemory, Event, Registration
 from replicas.weights.devices.cuda_copies import enqueue
-from replicas.weights.devices.cuda_driver import (
-    ALREADY_REGISTERED,
-    BROKEN_HINT,
-    OUT_OF_MEMORY,
-    Contexts,
-    DriverError,
-    IpcHandle,
-    Pointer,
-    call,
-    first_line,
-    library,
-    list_devices,
-    memory_info,
-    new_stream,
-    typed,
-    uncaptured,
-)
+from replicas.weights.devices.cuda_driver import DriverError, first_line, typed, uncaptured
 
 __all__ = ["Block", "Cuda"]
 
@@ -104,10 +86,7 @@ class Block:
 
 
 def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
-    """uint8 of shape ``[nbytes]``; its storage keeps ``block``.
-
-    Any thread may write to it, whatever inference mode this thread is in.
-    """
+    """uint8, writable on any thread; its storage keeps ``block``."""
     with torch.inference_mode(False), uncaptured():
         if not block.nbytes:
             return torch.empty(0, dtype=torch.uint8, device=device)
@@ -169,7 +148,7 @@ class Cuda(Accelerator):
         self._lock = threading.RLock()  # garbage collection in this very thread may give memory back
         self._visible: tuple[str, ...] | None = None
         self._home = ""
-        self._contexts = Contexts()
+        self._contexts = driver.Contexts()
         self._own: weakref.WeakValueDictionary[bytes, Block] = weakref.WeakValueDictionary()
         self._own_events: weakref.WeakValueDictionary[bytes, CudaEvent] = weakref.WeakValueDictionary()
         self._refused = False
@@ -180,7 +159,7 @@ class Cuda(Accelerator):
 
     @classmethod
     def present(cls) -> bool:
-        return bool(_backends.cuda.is_built()) and torch.version.cuda is not None and library() is not None
+        return bool(_backends.cuda.is_built()) and torch.version.cuda is not None and driver.library() is not None
 
     def device(self) -> str:
         visible = self.visible()
@@ -200,7 +179,7 @@ class Cuda(Accelerator):
         with self._lock:
             if self._visible is None:
                 try:
-                    self._visible = list_devices()
+                    self._visible = driver.list_devices()
                 except (DriverError, WorldError) as error:
                     logger.info("no GPU can be used: %s", error)
                     self._visible = ()
@@ -233,15 +212,21 @@ class Cuda(Accelerator):
     def allocate(self, nbytes: int, uuid: str) -> DeviceMemory:
         index = self._index(uuid)
         wanted = max(1, -(-nbytes // _GRANULE_NBYTES)) * _GRANULE_NBYTES
-        address, handle = Pointer(), IpcHandle()
+        address, handle = driver.Pointer(), driver.IpcHandle()
         with self._in_context(index):
             try:
-                self._take(address, wanted)
+                try:
+                    driver.call("cuMemAlloc_v2", ctypes.byref(address), wanted)
+                except DriverError as error:
+                    if error.number != driver.OUT_OF_MEMORY:
+                        raise
+                    _cuda.empty_cache()  # memory that torch's allocator keeps unused
+                    driver.call("cuMemAlloc_v2", ctypes.byref(address), wanted)
                 block = Block(address.value, nbytes, lambda: self._give_back("cuMemFree_v2", index, address.value))
-                call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+                driver.call("cuIpcGetMemHandle", ctypes.byref(handle), address)
             except DriverError as error:
-                if error.number == OUT_OF_MEMORY:
-                    free, total = memory_info()
+                if error.number == driver.OUT_OF_MEMORY:
+                    free, total = driver.memory_info()
                     raise NoCapacity(
                         f"{nbytes} bytes do not fit on GPU {uuid}: {free} of its {total} bytes are free",
                         hint='lower `slots`, leave more of the GPU free, or set staging = "host" on the channel',
@@ -265,13 +250,15 @@ class Cuda(Accelerator):
 
             block = Block(own.address, nbytes, forget)
             return DeviceMemory(tensor_over(block, device), b"", block)
-        address = Pointer()
+        address = driver.Pointer()
         with self._in_context(index):
-            if len(handle) != ctypes.sizeof(IpcHandle):
-                raise WorldError(f"{len(handle)} bytes are no handle of CUDA's, which has {ctypes.sizeof(IpcHandle)}")
-            theirs = IpcHandle.from_buffer_copy(handle)
+            if len(handle) != ctypes.sizeof(driver.IpcHandle):
+                raise WorldError(
+                    f"{len(handle)} bytes are no handle of CUDA's, which has {ctypes.sizeof(driver.IpcHandle)}"
+                )
+            theirs = driver.IpcHandle.from_buffer_copy(handle)
             try:
-                call("cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, _LAZY_PEER_ACCESS)
+                driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, _LAZY_PEER_ACCESS)
             except DriverError as error:
                 raise WorldError(
                     f"memory of another process on GPU {uuid} cannot be opened by CUDA IPC: {error}", hint=_IPC_HINT
@@ -287,9 +274,9 @@ class Cuda(Accelerator):
     def free_nbytes(self, uuid: str) -> tuple[int, int]:
         with self._in_context(self._index(uuid)):
             try:
-                return memory_info()
+                return driver.memory_info()
             except DriverError as error:
-                raise WorldError(f"GPU {uuid} failed: {error}", hint=BROKEN_HINT) from error
+                raise WorldError(f"GPU {uuid} failed: {error}", hint=driver.BROKEN_HINT) from error
 
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
         index = self._index(self._default())
@@ -298,15 +285,15 @@ class Cuda(Accelerator):
             try:
                 try:
                     flags = _PORTABLE | _READ_ONLY if read_only else _PORTABLE
-                    call("cuMemHostRegister_v2", address, host.nbytes, flags)
+                    driver.call("cuMemHostRegister_v2", address, host.nbytes, flags)
                 except DriverError:
                     # Where the GPU uses the host's page tables the flag is not needed,
                     # and may be unknown.
                     if not read_only:
                         raise
-                    call("cuMemHostRegister_v2", address, host.nbytes, _PORTABLE)
+                    driver.call("cuMemHostRegister_v2", address, host.nbytes, _PORTABLE)
             except DriverError as error:
-                if not self._refused and error.number != ALREADY_REGISTERED:
+                if not self._refused and error.number != driver.ALREADY_REGISTERED:
                     self._refused = True
                     logger.warning(
                         "%d bytes of host memory cannot be pinned: copies to and from the GPU are slower, and block "
@@ -316,24 +303,11 @@ class Cuda(Accelerator):
                 return None
         return CudaRegistration(host, lambda: self._give_back("cuMemHostUnregister", index, address))
 
-    def _take(self, address: Any, nbytes: int) -> None:
-        try:
-            call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
-        except DriverError as error:
-            if error.number != OUT_OF_MEMORY:
-                raise
-            _cuda.empty_cache()  # memory that torch's allocator keeps unused
-            call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
-
     def _give_back(self, function: str, index: int, address: int) -> None:
-        """Free memory; errors are only logged.
-
-        It runs in finalizers: no caller would get the error. The next operation reports
-        a broken context.
-        """
+        """Free memory in a finalizer: errors, which none would get, are logged."""
         try:
             with self._in_context(index):
-                call(function, address)
+                driver.call(function, address)
         except (DriverError, WorldError) as error:
             logger.info("memory is not given back before this process ends: %s", error)
 
@@ -389,10 +363,10 @@ class Cuda(Accelerator):
             return self._idle[index].pop()
         with self._in_context(index):
             try:
-                return _cuda.ExternalStream(new_stream(), device=index)
+                return _cuda.ExternalStream(driver.new_stream(), device=index)
             except DriverError as error:
                 raise WorldError(
-                    f"GPU {self.visible()[index]} has no stream for us: {error}", hint=BROKEN_HINT
+                    f"GPU {self.visible()[index]} has no stream for us: {error}", hint=driver.BROKEN_HINT
                 ) from error
 
     @contextlib.contextmanager

@@ -8,16 +8,14 @@ megabytes within its memory, or 250 KB to the host. A model has thousands of sma
 tensors, so they are copied in batches:
 
 *Within the device*, all pairs below :data:`LARGE_NBYTES` of the same two dtypes go to
-``torch._foreach_copy_``, which copies some hundred tensors by one kernel. It does so
-only when all are on one device, dense and alike in their dtypes. Some releases of torch
-do not check the dtypes of the destinations, and write garbage where they differ: so the
-pairs are sorted here.
+``torch._foreach_copy_``: some hundred tensors by one kernel, if all are on one device,
+dense and alike in their dtypes. Some releases of torch do not check the dtypes of the
+destinations, and write garbage where they differ: so the pairs are sorted here.
 
 *Between device and host*, small tensors that are adjacent in host memory, as those of a
-slot are, become one transfer from or to temporary memory on the device, and are copied
-within the device from or to there. The temporary comes from torch's allocator on the
-current stream, so it is reused as soon as the stream is done with it; where there is no
-memory for it, tensors are copied one by one. Casts happen on the device.
+slot are, become one transfer from or to temporary memory on the device, from torch's
+allocator on the current stream; where there is none, tensors are copied one by one.
+Casts happen on the device.
 
 torch copies all other tensors one by one. Nothing blocks, except for host memory that
 is not pinned, or has gaps.

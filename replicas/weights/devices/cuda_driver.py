@@ -127,11 +127,7 @@ def first_line(error: BaseException) -> str:
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a driver function.
-
-    :raises DriverError: it failed.
-    :raises WorldError: the driver's library is missing.
-    """
+    """Call a driver function, or raise DriverError; WorldError: it is missing."""
     found = library()
     if found is None:
         raise WorldError("there is no CUDA driver on this machine: libcuda.so.1 cannot be loaded")

@@ -8,27 +8,22 @@ holds the handles by which other processes open the memory and an event: who may
 the page may open the memory. All locks, places, claims, offers and retirements of the
 file hold for the memory.
 
-*Order.* Writers and readers of one buffer are in several processes and on any streams.
-Locks keep them apart, and each waits on the host for its own device work before it
-reports completion: a reader before it drops its lock or pin, a sidecar before it
-answers, a writer before it offers a version. So no stream waits for a reader. Only the
+*Order.* Locks keep writers and readers apart, and each waits on the host for its own
+device work before it reports completion, so no stream waits for a reader. Only the
 memory that a rank gives its sidecar for an operation may have work in flight: the owner
-records the page's event behind that work (:meth:`~DeviceBuffer.record_write`), and the
-sidecar's stream waits for it (:meth:`~DeviceBuffer.wait_for_write`), as does the rank's
-before the next write.
+records the page's event behind that work, and the sidecar's stream waits for it, as
+does the rank's before the next write. An event of a killed process may never be
+reached, and a stream that waits for it hangs for ever
+(https://github.com/pytorch/pytorch/pull/15974): only sidecars, which are killed at
+their deadline, wait for events of another process.
 
-An event of a killed process may never be reached, and a stream that waits for it hangs
-for ever (https://github.com/pytorch/pytorch/pull/15974). So only sidecars wait for
-events of another process: they are killed at their deadline.
-
-*The end.* Memory that its owner has freed must not be used: on a GPU that is no
-harmless read of old bytes, but may end the reader's context. So a process that opens
-the memory marks the page (:data:`~replicas.linux.locks.OPENED`), by a file description
-of its own, until the last tensor over it is gone; the mark ends with the process. If
-the page is marked or locked when its owner closes the buffer, the memory is freed only
-once it is neither (:class:`_Lingering`). When the owner's process ends, the memory
-ends, too, even while it is open elsewhere; therefore having it open never counts as
-holding a version.
+*The end.* Use of memory that its owner has freed may end the reader's context. So a
+process that opens the memory marks the page (:data:`~replicas.linux.locks.OPENED`), by
+a file description of its own, until the last tensor over it is gone; the mark ends with
+the process. If the page is marked or locked when its owner closes the buffer, the
+memory is freed only once it is neither (:class:`_Lingering`). It ends with its owner's
+process even while it is open elsewhere: having it open never counts as holding a
+version.
 """
 
 from __future__ import annotations
@@ -116,10 +111,7 @@ class DeviceBuffer(Buffer):
 
     @classmethod
     def _adopted(cls, fd: int, device: str, *, writable: bool) -> Buffer:
-        """The buffer described by the page ``fd``, taken over; opened at its first use.
-
-        :raises WorldError: ``fd`` is no such page, or names another device.
-        """
+        """Opened at its first use; WorldError: ``fd`` is no page of this device."""
         try:
             return cls(fd, _read_page(fd, device), writable=writable)
         except BaseException:
@@ -134,12 +126,7 @@ class DeviceBuffer(Buffer):
         )
 
     def readable(self) -> torch.Tensor:
-        """The shared bytes, uint8 of shape ``[nbytes]``, on the device.
-
-        They must not be written in a buffer that is not writable.
-
-        :raises WorldError: the memory cannot be opened here.
-        """
+        """The shared bytes on the device; WorldError: they cannot be opened here."""
         with self._lock:
             return self._open_memory().tensor
 
@@ -253,10 +240,7 @@ class _Leftover:
     written: Event | None
 
     def end(self) -> bool:
-        """Free the memory if it is neither open nor held elsewhere.
-
-        No other process can open it once the exclusive lock is held.
-        """
+        """Free the memory, unless it is open or held elsewhere."""
         if not locks.hold_exclusive(self.page):
             return False
         with contextlib.suppress(OSError):  # a kernel without such locks: no other process can open it either
@@ -291,15 +275,14 @@ class _Lingering:
                 self._thread = threading.Thread(target=self._watch, name="replicas device memory", daemon=True)
                 self._thread.start()
 
-    def sweep(self) -> bool:
-        """Free all memory that no process has open any more; False: some is left."""
+    def sweep(self) -> None:
+        """Free all memory that no process has open any more."""
         with self._sweeping:
             with self._lock:
                 left, self._left = self._left, []
             still = [one for one in left if not one.end()]
             with self._lock:
                 self._left += still
-                return not self._left
 
     def stop(self) -> None:
         """Stop freeing memory: the process ends."""

@@ -3,26 +3,22 @@
 Theory of operation
 ===================
 
-Publishing tensors in device memory does not block the caller's thread: it *enqueues*
-all copies, and later work on its stream comes behind them. One *batch* is some 64 MiB,
-or everything when no reader needs it in parts; an event is recorded behind it. A thread
-for this publish, the *follower*, waits for one event after the other and reports the
-bytes that have arrived: to the digest (and the sender) of host memory, which work
-meanwhile, or at the end to the digest on the device. Device failures show up there::
+The caller's thread *enqueues* all copies, and later work on its stream comes behind
+them. An event is recorded behind each *batch*. A thread for this publish, the
+*follower*, waits for one event after the other and reports the bytes that have arrived:
+to the digest (and the sender) of host memory, which work meanwhile, or at the end to
+the digest on the device. Device failures show up there::
 
     caller     wait for last readers · copy · event · copy · event · copy · end
     follower                           arrived · arrived · arrived · copied · digest
 
-``copied`` is a future whose result is how long the caller's stream was held: the time
-between two events recorded there, before and behind the copies. A slot belongs to its
-copies until ``copied`` is done, even if the publish has failed: it is not freed
-earlier, and no thread waits for a device that hangs.
+A slot belongs to its copies until ``copied`` is done, even if the publish has failed:
+it is not freed earlier, and no thread waits for a device that hangs.
 
 **Freeing sources.** The copies are on the caller's current stream, like any operation
 of torch. A tensor that was allocated on that stream may be freed or written once its
-copy is enqueued (when an iterator goes on). Tensors of other streams need the
-precautions torch requires: the current stream must wait for theirs, and
-``record_stream``.
+copy is enqueued. Tensors of other streams need the precautions torch requires: the
+current stream must wait for theirs, and ``record_stream``.
 
 **Aside** (``hold=False``): a stream of the library copies weights that all exist, after
 waiting for the enqueued work of the caller's stream. The caller's stream goes on at
@@ -179,10 +175,7 @@ class DeviceCopies:
             self._give_up(f"{type(error).__name__}: {error}")
 
     def abandon(self) -> None:
-        """Give up a copy whose block was left without ``__exit__``, by an interrupt.
-
-        Enqueued copies still end. On any thread; calling it again does nothing.
-        """
+        """Give up, on any thread, what an interrupt left without ``__exit__``."""
         self._give_up("its block was left")
 
     def _give_up(self, why: str) -> None:

@@ -93,10 +93,7 @@ class Slot:
 
     @property
     def data(self) -> torch.Tensor:
-        """The data section of an image, or a whole packed part: uint8, shared.
-
-        It is on a GPU if the slot is. Writing to a foreign slot's is a SIGSEGV.
-        """
+        """The data section of an image, or a packed part; read-only if foreign."""
         image = self.image
         return self.buffer.readable()[image.data_offset if image else 0 :]
 
@@ -241,10 +238,7 @@ class Arena:
         return True
 
     def released(self, version: int) -> None:
-        """Stop waiting for locks on ``version`` in this arena's memory.
-
-        No responsive member of this host has it any more.
-        """
+        """Stop waiting for locks on ``version``: no responsive member needs it."""
         with self._lock:
             for slot in self._slots:
                 if slot._buffer is not None and slot._buffer.offered == version:
@@ -387,10 +381,7 @@ class Arena:
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")
 
     def _choose(self, nbytes: int) -> Slot | None:
-        """A free slot, or the oldest evictable version's; its buffer claimed or gone.
-
-        Free slots with memory of the right size come first.
-        """
+        """A free slot, rather one that fits, or the oldest evictable; claimed."""
         free = sorted((slot for slot in self._slots if slot.state == "free"), key=lambda slot: not _fits(slot, nbytes))
         evictable = [
             slot

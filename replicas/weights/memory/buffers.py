@@ -3,20 +3,18 @@
 Theory of operation
 ===================
 
-A :class:`Buffer` is a memfd: it has no name in any file system, so nothing is left when
-every process that has it is killed. Its pages are allocated at once
-(``posix_fallocate``: a clean error instead of a SIGBUS later) and mapped at once (the
-first touch of a page is ten times slower than the next).
+A :class:`Buffer` is a memfd: nothing is left when every process that has it is killed.
+Its pages are allocated at once (``posix_fallocate``: a clean error instead of a SIGBUS
+later) and mapped at once (the first touch of a page is ten times slower than the next).
 
 Sidecars share it by its descriptor. Other members *open* it (:meth:`Buffer.open`)
-through ``/proc`` of a process that has it, read-only, with locks of their own
-(:mod:`replicas.linux.locks`). The library reads an opened buffer through
-:meth:`Buffer.readable`, which is never handed out; users read it through
-:meth:`Buffer.private`.
+through ``/proc`` of a process that has it, read-only, with locks of their own. The
+library reads an opened buffer through :meth:`Buffer.readable`, which is never handed
+out; users read it through :meth:`Buffer.private`.
 
 The owner *claims* its buffer before it writes, and *offers* it when a version is
 complete in it. The next claim checks that the version has no holder and no mapping any
-more.
+more (:mod:`replicas.linux.locks`).
 
 The bytes may be in GPU memory (:mod:`replicas.weights.devices.device_buffers`). The
 file is then a page that tells how to open them, and all about locks stays the same.
@@ -210,19 +208,13 @@ class Buffer:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def tensor(self) -> torch.Tensor:
-        """The shared bytes to read and write, uint8 of shape ``[nbytes]``.
-
-        :raises ValueError: it is another process's memory, or closed.
-        """
+        """The shared bytes, uint8; ValueError if they are not writable or closed."""
         if not self.writable:
             raise ValueError("the buffer is the memory of somebody else: it can only be read")
         return self.readable()
 
     def readable(self) -> torch.Tensor:
-        """The shared bytes, uint8 of shape ``[nbytes]``.
-
-        Writing to them, if the buffer is not writable, is a SIGSEGV.
-        """
+        """The shared bytes, uint8; writing to them, if not writable, is a SIGSEGV."""
         return (self._mapping or locked(self._lock, self._map)).tensor
 
     def _map(self) -> Mapping:
@@ -277,7 +269,7 @@ class Buffer:
         """Close it; its last mapping and descriptor in any process free the memory."""
         fd, self.fd = self.fd, -1
         mapping, self._mapping = self._mapping, None
-        if mapping is not None and not mapping.kept:
+        if mapping is not None and mapping.kept is None:
             mapping.unpin()
         if fd < 0:
             return

@@ -4,21 +4,19 @@ Theory of operation
 ===================
 
 The first touch of a page through a new mapping costs a page fault, and an allocation if
-no process has touched the page yet: together ten times the copy. ``madvise`` does both
-for many pages at once. It is called through ctypes, which releases the GIL;
-``mmap.madvise`` does not.
+no process has touched it yet: together ten times the copy. ``madvise`` does both for
+many pages at once, through ctypes, which releases the GIL; ``mmap.madvise`` does not.
 
 Every mapping is made through a *file description of its own* (the file is reopened),
 because Python's mmap keeps a duplicate of the descriptor: a buffer's locks must end
 with the buffer, not with the last tensor.
 
-*Kept mappings.* An owner alternates between a few buffers, and a reader maps each of
-them again and again. A mapping for reading shows all later writes of the owner, so
-:class:`KeptMappings` keeps it, and the next mapping of the same file (the same inode)
-costs nothing. It keeps memory alive that its owner may have closed. Therefore a mapping
-that no held slot uses is dropped when the owner's descriptor is no longer that file, or
-when it was not used for :data:`KEPT_USES` versions. A file whose mapping is kept cannot
-end, so its inode number is not reused.
+*Kept mappings.* A reader maps the few buffers of an owner again and again. A mapping
+for reading shows all later writes of the owner, so :class:`KeptMappings` keeps it for
+the next mapping of the same file (the same inode). It keeps memory alive that its owner
+may have closed. Therefore a mapping that no held slot uses is dropped when the owner's
+descriptor is no longer that file, or when it was not used for :data:`KEPT_USES`
+versions. A file whose mapping is kept cannot end, so its inode number is not reused.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -62,12 +59,14 @@ class Mapping:
     """Mapped memory as a tensor, pinned at most once.
 
     :param tensor: uint8 of shape ``[nbytes]``.
-    :ivar kept: a :class:`KeptMappings` has it, and unpins it.
+    :ivar kept: whose memory it is, if a :class:`KeptMappings` has it, and unpins it.
+    :ivar used: the number of its last use there.
     """
 
     def __init__(self, tensor: torch.Tensor, *, read_only: bool = False) -> None:
         self.tensor = tensor
-        self.kept = False
+        self.kept: SlotPlace | None = None
+        self.used = 0
         self._read_only = read_only
         self._pin: Registration | None = None
         self._refused = False
@@ -94,10 +93,7 @@ class Mapping:
 
 
 def map_shared(fd: int, nbytes: int, check: Callable[[], None] = lambda: None) -> Mapping:
-    """Map shared memory for reading and writing, with all its pages.
-
-    ``check`` is called every few megabytes, and may raise.
-    """
+    """Map to read and write, with all pages; ``check`` is called now and then."""
     tensor = _bytes_of(_mapped(fd, nbytes, os.O_RDWR, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE))
     _populate(tensor.data_ptr(), nbytes, _MADV_POPULATE_WRITE, check)
     return Mapping(tensor)
@@ -117,10 +113,7 @@ def map_readable(fd: int, nbytes: int) -> Mapping:
 
 
 def map_private(fd: int, nbytes: int) -> torch.Tensor:
-    """Map copy-on-write, marked as mapped while it lives, here or in a forked child.
-
-    It is not populated: faulting pages in as they are read costs less.
-    """
+    """Map copy-on-write, marked as mapped while it lives, faulted in as it is read."""
     prot = mmap.PROT_READ | mmap.PROT_WRITE
     return torch.frombuffer(_mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_PRIVATE, prot, mark=True), dtype=torch.uint8)
 
@@ -151,13 +144,6 @@ def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None])
             return  # a kernel before 5.14 has no such advice; pages then come at first touch
 
 
-@dataclass(eq=False)
-class _Kept:
-    mapping: Mapping
-    place: SlotPlace
-    used: int
-
-
 class KeptMappings:
     """Kept read-only mappings, by inode. Thread-safe."""
 
@@ -166,7 +152,7 @@ class KeptMappings:
     def __init__(self) -> None:
         self._living.add(self)
         self._lock = threading.Lock()
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, Mapping] = {}
         self._uses = 0
         self._unpinning: list[threading.Thread] = []
         self._closed = False
@@ -190,38 +176,34 @@ class KeptMappings:
 
     def _find(self, inode: int, nbytes: int) -> Mapping | None:
         kept = self._kept.get(inode)
-        if kept is None or kept.mapping.tensor.numel() != nbytes:
+        if kept is None or kept.tensor.numel() != nbytes:
             return None
         self._uses += 1
         kept.used = self._uses
-        return kept.mapping
+        return kept
 
     def _keep(self, place: SlotPlace, mapping: Mapping) -> Mapping | None:
         """Keep it; return the one that it replaces."""
         self._uses += 1
         if self._closed:
             return None
-        before = self._drop(place.inode)
-        self._kept[place.inode] = _Kept(mapping, place, self._uses)
-        mapping.kept = True
+        before = self._kept.get(place.inode)
+        if before is not None:
+            before.kept = None
+        self._kept[place.inode] = mapping
+        mapping.kept, mapping.used = place, self._uses
         return before
-
-    def _drop(self, inode: int) -> Mapping | None:
-        kept = self._kept.pop(inode, None)
-        if kept is None:
-            return None
-        kept.mapping.kept = False
-        return kept.mapping
 
     def sweep(self, needed: Iterable[int]) -> None:
         """Drop mappings no longer needed; ``needed``: inodes of the held slots."""
         wanted = set(needed)
-        dropped: list[Mapping | None] = []
+        dropped: list[Mapping] = []
         with self._lock:
             for inode, kept in list(self._kept.items()):
-                if inode not in wanted and (self._uses - kept.used >= KEPT_USES or not _is_there(kept.place)):
-                    dropped.append(self._drop(inode))
-        if any(one is not None and one.pinned for one in dropped):  # the caller must not wait
+                if inode not in wanted and (self._uses - kept.used >= KEPT_USES or not _is_there(kept.kept)):
+                    dropped.append(self._kept.pop(inode))
+                    kept.kept = None
+        if any(one.pinned for one in dropped):  # the caller must not wait
             thread = threading.Thread(target=_unpin, args=(dropped,), name="replicas unpin", daemon=True)
             thread.start()
             self._unpinning = [*(one for one in self._unpinning if one.is_alive()), thread]
@@ -230,7 +212,10 @@ class KeptMappings:
         """Drop all mappings, and keep none from now on."""
         with self._lock:
             self._closed = True
-            dropped = [self._drop(inode) for inode in list(self._kept)]
+            dropped = list(self._kept.values())
+            self._kept.clear()
+            for one in dropped:
+                one.kept = None
         _unpin(dropped)
         for thread in self._unpinning:
             thread.join(_UNPIN_S)
@@ -240,14 +225,13 @@ class KeptMappings:
         self._lock, self._kept, self._unpinning, self._closed = threading.Lock(), {}, [], True
 
 
-def _unpin(mappings: Iterable[Mapping | None]) -> None:
+def _unpin(mappings: Iterable[Mapping]) -> None:
     for mapping in mappings:
-        if mapping is not None:
-            mapping.unpin()
+        mapping.unpin()
 
 
-def _is_there(place: SlotPlace) -> bool:
+def _is_there(place: SlotPlace | None) -> bool:
     """Whether the owner still has this file under that descriptor."""
     with contextlib.suppress(OSError):  # the process has ended, or its /proc cannot be read
-        return Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode
+        return place is not None and Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode
     return False

@@ -4,9 +4,8 @@ Theory of operation
 ===================
 
 *Spare* buffers wait for a slot. A background thread allocates them as soon as a size is
-known (:meth:`Pool.prepare`), because fresh pages cost ten times the copy, and only the
-first publish should have to wait for them. A caller that needs a buffer while one is
-being allocated waits for that one.
+known (:meth:`Pool.prepare`), because fresh pages cost ten times the copy. A caller that
+needs a buffer while one is being allocated waits for that one.
 
 *Retired* buffers were taken from their slots because readers may still use their
 content. Once their locks are free they become spare again. Spare buffers beyond the
@@ -109,10 +108,7 @@ class Pool:
     # ------------------------------------------------------------ for a slot
 
     def take(self, nbytes: int, slots: int) -> Buffer:
-        """A claimed buffer of ``nbytes`` for one of ``slots`` slots.
-
-        :raises NoCapacity: there is no memory for it.
-        """
+        """A claimed buffer for one of ``slots`` slots; NoCapacity: no memory."""
         with self._changed:
             self._warn(nbytes, slots)
             while True:
@@ -146,10 +142,7 @@ class Pool:
             return True
 
     def beat(self, bare: int) -> None:
-        """Count a version: reclaim retired buffers without readers, close old spares.
-
-        :param bare: how many slots have no memory.
-        """
+        """Count a version: reclaim retired buffers; close old spares, but ``bare``."""
         with self._changed:
             self._beats += 1
             self._sweep()

@@ -97,10 +97,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
             self._close("dropped")
 
     def check_open(self) -> None:
-        """Check that it can still be written or published.
-
-        :raises UsageError: it was published before, or its block was left.
-        """
+        """Raise UsageError if it was published, or its block was left."""
         if self._state != "open":
             what = "was published" if self._state == "taken" else "was given back when its block was left"
             raise UsageError(f"this writable slot {what}", hint="call arena_like again for the next version")
@@ -110,10 +107,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self._close("taken")
 
     def digest(self, begun: Begun = lambda copies: None) -> Packing:
-        """Start the digest of what was written, once taken; return at once.
-
-        For the publish; see :func:`packing_of`.
-        """
+        """Start the digest of what was written, once taken; see :func:`packing_of`."""
         return packing_of(self.slot, begun)
 
     def _close(self, state: Literal["taken", "dropped"]) -> None:
