@@ -1,4 +1,4 @@
-"""Query nvidia-smi within a time limit: in a hung driver no signal reaches it."""
+"""Ask the NVIDIA driver within a time limit: in a hung driver no signal reaches it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import threading
 
-__all__ = ["gpu_processes"]
+__all__ = ["ask", "gpu_processes"]
 
 _KILL_S = 0.2
 _lock = threading.Lock()
@@ -29,6 +29,18 @@ def gpu_processes(fields: str, timeout_s: float) -> list[str]:
         _stuck[:] = [one for one in _stuck if one.poll() is None]
         if _stuck:
             raise subprocess.TimeoutExpired(command, timeout_s)
+    code, text = ask(command, timeout_s)
+    if code != 0:
+        raise subprocess.CalledProcessError(code, command)
+    return text.splitlines()
+
+
+def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
+    """Return the exit code and output of a program that asks the driver. Blocks.
+
+    :raises subprocess.TimeoutExpired: it does not answer; one that outlives SIGKILL is
+        not waited for.
+    """
     null = subprocess.DEVNULL
     asked = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
     assert asked.stdout is not None
@@ -43,6 +55,4 @@ def gpu_processes(fields: str, timeout_s: float) -> list[str]:
             with _lock:
                 _stuck.append(asked)  # a later call reaps it, once the driver returns
         raise
-    if asked.returncode != 0:
-        raise subprocess.CalledProcessError(asked.returncode, command)
-    return text.splitlines()
+    return asked.returncode, text

@@ -1,27 +1,15 @@
 """sd_notify: report the supervisor's state to systemd, or to another listener.
 
-Theory of operation
-===================
+:class:`Notifier` speaks the protocol of sd_notify(3): one datagram of ``NAME=value``
+lines per message. It never waits: fields that the receiver's full buffer does not take
+are sent with the next message.
 
-The protocol is one datagram of ``NAME=value`` lines per message, sent to the Unix
-socket that ``NOTIFY_SOCKET`` names (a leading ``@`` means an abstract one); see
-sd_notify(3). :class:`Notifier` speaks it and never waits: fields that the receiver's
-full buffer does not take are sent with the next message. Without ``NOTIFY_SOCKET``
-nothing is sent.
-
-:class:`Watcher` is the supervisor's reporting task. It sends
-
-* ``READY=1`` when the control port answers and the replicas are being started. Whether
-  they are ready is in ``STATUS`` and ``/readyz``: a start must not fail because a model
-  loads for longer than systemd waits.
-* ``STATUS`` at each change.
-* ``STOPPING=1`` once the run drains, and ``EXTEND_TIMEOUT_USEC`` as long as the drain
-  goes on; its own deadlines bound it.
-* ``WATCHDOG=1`` at a third of the watchdog's time, but only if the control loop has run
-  since the last one: systemd kills a hung supervisor, and the shims then end their
-  processes.
-
-Around a reload on SIGHUP come ``RELOADING=1`` with ``MONOTONIC_USEC``, and ``READY=1``.
+:class:`Watcher` reports for the supervisor. ``READY=1`` is sent when the control port
+answers and the replicas are being started; whether they are ready is in ``STATUS`` and
+``/readyz``: a start must not fail because a model loads for longer than systemd waits.
+A drain sends ``EXTEND_TIMEOUT_USEC`` as long as it goes on; its own deadlines bound it.
+``WATCHDOG=1`` is sent only if the control loop has run since the last one: systemd
+kills a hung supervisor, and the shims then end their processes.
 """
 
 from __future__ import annotations

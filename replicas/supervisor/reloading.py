@@ -8,8 +8,7 @@ on. These steps run side by side: one that fails does not stop the others.
 Configs are accepted one after the other, but the changes of one may take long, or never
 end (replicas that do not become ready). So the next reload does not wait for them: it
 cancels the rolling restarts of the groups that it restarts or removes, and the reload
-that began those raises an error that says so. Removals go on; a group that is added
-again waits for its own removal.
+that began those raises an error. A group that is added again waits for its own removal.
 """
 
 from __future__ import annotations

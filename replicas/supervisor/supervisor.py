@@ -5,16 +5,13 @@ Theory of operation
 
 One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events,
 the coordinator (store, sessions, control port) and the control socket, and gives the
-groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`, which starts, watches and
-ends them. All commands arrive here: from an embedding program, the control port, the
-socket or a signal.
+groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`. All commands arrive here:
+from an embedding program, the control port, the socket or a signal.
 
-Every event goes through :meth:`Supervisor.emit` to the event file, to its followers and
-into the counters. State that must survive a kill is written (:meth:`Supervisor.save`)
-before it takes effect; a supervisor that finds the state of a dead one resumes from it.
-At the end the replicas end first, then the events close, and the coordinator and its
-port close last, so that ranks can leave in order. torch is never imported in this
-process.
+Every event goes through :meth:`Supervisor.emit`. State that must survive a kill is
+written (:meth:`Supervisor.save`) before it takes effect. At the end the replicas end
+first, then the events close, and the coordinator and its port close last, so that ranks
+can leave in order. torch is never imported in this process.
 """
 
 from __future__ import annotations
@@ -79,10 +76,8 @@ async def _finish_in_thread(
 ) -> T:
     """Run ``work`` in a thread; a cancellation waits until the thread has ended.
 
-    Otherwise the thread would go on while the caller undoes what it did.
-
-    :param given_up: called at a cancellation.
-    :param undo: called after it, if the work was done nevertheless.
+    It would go on while the caller undoes what it did. ``given_up`` is called at a
+    cancellation, ``undo`` after it if the work was done nevertheless.
     """
     task = asyncio.ensure_future(anyio.to_thread.run_sync(work))
     try:
@@ -146,18 +141,18 @@ class Supervisor:
 
     def _make_containment(self) -> Containment:
         limits = [group.resources for group in self.config.groups.values()]
+        needed = {name for name, field in LIMITS.items() for one in limits if getattr(one, field) is not None}
         return Containment(
             self.config.run.name,
             lambda group: self.fleet.groups[group].config.resources,
             lock=self.state.lock,
-            limits=frozenset(
-                name for name, field in LIMITS.items() for one in limits if getattr(one, field) is not None
-            ),
+            limits=frozenset(needed),
             door=self._door,
         )
 
     def _make_coordinator(self) -> Coordinator:
         config = self.config
+        access = ByToken(lambda: self.coordinator.token, self._refused)
         return Coordinator(
             config.channels,
             run=config.run.name,
@@ -167,7 +162,7 @@ class Supervisor:
             store_port=config.store.port,
             state_dir=config.run.state_dir,
             epochs=self._events.tally.epochs,
-            routes=control_routes(self, commands=self, streams=self, access=ByToken(self._token, self._refused)),
+            routes=control_routes(self, commands=self, streams=self, access=access),
             live=self.live,
         )
 
@@ -231,9 +226,6 @@ class Supervisor:
             # the task group's ExceptionGroup.
             await self._stack.__aexit__(None, None, None)
 
-    def _token(self) -> str:
-        return self.coordinator.token
-
     def _refused(self, reason: str) -> None:
         self.coordinator.engine.refused(reason)
 
@@ -281,7 +273,7 @@ class Supervisor:
         """
         fleet = self.fleet
         timeout_s = arguments.patience("wait_ready: timeout", timeout)
-        groups = list(fleet.groups.values()) if group is None else [fleet.group(group)]
+        groups = fleet.groups.values() if group is None else [fleet.group(group)]
         async with asyncio.timeout(timeout_s):
             await fleet.wait_ready(groups)
 
@@ -335,11 +327,9 @@ class Supervisor:
         Budgets, sizes and version numbers are kept for the next supervisor, and no
         budget is spent. Does nothing when the run is over.
         """
-        fleet = self.fleet
-        if fleet.over.is_set():
-            return
-        self._preempted = True
-        await fleet.drain(reason="preempted")
+        if not self.fleet.over.is_set():
+            self._preempted = True
+            await self.fleet.drain(reason="preempted")
 
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
         """Start replicas that failed or are in backoff at once, with a full budget.
@@ -448,7 +438,7 @@ class Supervisor:
         """Whether the store is up, and the event loop lags by less than 10 s."""
         return self.coordinator.store_up and self.coordinator.loop_lag_s < _STUCK_LOOP_S
 
-    # ------------------------------------------------------------ FleetEnvironment
+    # ------------------------------------------------------------ what the fleet asks
 
     def environment(self) -> Mapping[str, str]:
         return {
@@ -466,8 +456,7 @@ class Supervisor:
         self._report(text)
 
     def told(self, transition: Transition, resume_in_s: float) -> None:
-        text = line(transition, resume_in_s=resume_in_s, logs=self.state.logs)
-        if text:
+        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs):
             self._report(text)
 
     def emit(self, event: Event) -> None:
@@ -502,9 +491,7 @@ class Supervisor:
         """Records of the store and the janitor; looks up new processes only."""
         janitor = self._containment.janitor_pid if self._containment is not None else None
         known, self._helpers = self._helpers, {}
-        for pid in (self.coordinator.store_pid, janitor):
-            if pid is None:
-                continue
+        for pid in filter(None, (self.coordinator.store_pid, janitor)):
             try:
                 found = known.get(pid) or process_record(pid)
             except OSError as error:  # e.g. this process has no descriptor left
@@ -516,9 +503,7 @@ class Supervisor:
 
     def _on_channel_event(self, event: ChannelEvent) -> None:
         self.emit(event)
-        if isinstance(event, MemberLost):
-            if event.observes:
-                return
+        if isinstance(event, MemberLost) and not event.observes:
             self.fleet.member_lost(event.member.group, event.member.replica, event.member.rank, event.reason)
         elif isinstance(event, ReplicaIdle):
             self.fleet.idle(event.group, event.replica)

@@ -20,14 +20,12 @@ which they were written. A process is signalled through a pidfd, and only while 
 start time is the one that was found. This process and its ancestors are never touched,
 whatever their environment says.
 
-While the supervisor of the state file lives, the processes in its records are no
-leftovers: then only ``identity`` counts, for marks that the records do not name
-(``replicas doctor`` asks so).
+While the supervisor of the state file lives, only ``identity`` counts, for marks that
+its records do not name (``replicas doctor`` asks so).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
@@ -110,13 +108,9 @@ def sweep(
 
     if look():  # usually there is nothing, and one look is enough
         until_quiet(look, timeout_s)
-    groups = [Path(record.cgroup) for record in (saved.shims if saved is not None else ()) if record.cgroup]
-    for group in groups:
-        cgroups.leave(group, run=True)
-    for group in groups:
-        with contextlib.suppress(OSError):  # it is gone, or something is left in it
-            cgroups.remove(group)
-            group.parent.rmdir()  # the run's, if that was the last
+    for record in saved.shims if saved is not None else ():
+        if record.cgroup:
+            cgroups.leave(Path(record.cgroup), run=True)
     return [
         msgspec.structs.replace(one, swept=start_time(one.pid) != one.start_time)
         for one in sorted(seen.values(), key=lambda one: one.start_time)

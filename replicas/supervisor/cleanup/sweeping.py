@@ -19,8 +19,7 @@ them:
   ``TRACKERS_MAX_S`` in all (:class:`Grace`, which the shim uses, too).
 
 A process may take long to die of SIGKILL (a driver that frees GPU memory, a file server
-that does not answer, a freezer). :meth:`Sweep.run` then returns it, and is to be called
-again.
+that does not answer, a freezer): :meth:`Sweep.run` returns it, to be called again.
 """
 
 from __future__ import annotations

@@ -20,13 +20,11 @@ Groups start when their dependencies are met, and end in reverse order, one leve
 ``depends_on`` after the other. With ``strategy = "group"`` a failed replica ends the
 others of its group; they start again together, when the last of them is gone.
 
-A long command (a drain, a rolling restart) runs in its caller's task, which waits for
-conditions that the monitor sees (:meth:`Fleet.until`); nothing else waits for it, so
-that any number of commands and the status go on side by side.
+A long command runs in its caller's task, which waits for conditions that the monitor
+sees (:meth:`Fleet.until`): any number of commands and the status go on side by side.
 
-The clock is the loop's, and all else is behind
-:class:`~replicas.supervisor.fleet.environment.FleetEnvironment`, so that a whole fleet
-can run in virtual time.
+The clock is the loop's, and all else is behind ``FleetEnvironment``, so that a whole
+fleet can run in virtual time.
 """
 
 from __future__ import annotations

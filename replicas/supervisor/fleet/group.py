@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+
+import msgspec
 
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ordering import enough, is_done, is_good, is_lost, is_over
@@ -42,34 +45,24 @@ class Group:
         self._retired: dict[int, SavedReplica] = {}
         """State of replicas that are not there (any more), for a later one by index."""
         if saved is not None:
-            self._restore(saved, now, wall)
-
-    def _restore(self, saved: SavedGroup, now: float, wall: float) -> None:
-        if saved.configured == self.config.replicas:
-            self.size = saved.size
-        self._retired = dict(saved.replicas)
-        spent = [(max(0.0, wall - one.at), one.replica) for one in saved.spent]
-        cycles = {index: replica.cycles for index, replica in saved.replicas.items()}
-        self.rules.restore(spent=spent, cycles=cycles, now=now)
+            if saved.configured == config.replicas:
+                self.size = saved.size
+            self._retired = dict(saved.replicas)
+            spent = [(max(0.0, wall - one.at), one.replica) for one in saved.spent]
+            cycles = {index: replica.cycles for index, replica in saved.replicas.items()}
+            self.rules.restore(spent=spent, cycles=cycles, now=now)
 
     def saved(self, now: float, wall: float) -> SavedGroup:
         """The state that must survive a kill. ``now``, ``wall``: see the class."""
         cycles = self.rules.cycles
-        known = {**self._retired, **{index: _kept(replica) for index, replica in self.replicas.items()}}
+        known = self._retired | {index: _kept(replica) for index, replica in self.replicas.items()}
+        known |= {index: SavedReplica() for index in cycles.keys() - known.keys()}
         halted = {index for index, replica in self.replicas.items() if replica.halted}
-        for index in cycles.keys() - known.keys():
-            known[index] = SavedReplica()
         return SavedGroup(
             size=self.size,
             configured=self.configured,
             replicas={
-                index: SavedReplica(
-                    generation=one.generation,
-                    restarts=one.restarts,
-                    cycles=cycles.get(index, 0),
-                    last_exit=one.last_exit,
-                    halted=index in halted,
-                )
+                index: msgspec.structs.replace(one, cycles=cycles.get(index, 0), halted=index in halted)
                 for index, one in sorted(known.items())
             },
             spent=tuple(Spent(wall - age, replica) for age, replica in self.rules.budget.ages(now)),
@@ -103,14 +96,12 @@ class Group:
         self.rules.forget(replica.index)
 
     def restarts_by_reason(self) -> dict[str, int]:
-        totals: dict[str, int] = {}
-        for restarts in (
-            *(one.restarts for one in self._retired.values()),
-            *(replica.life.restarts for replica in self.replicas.values()),
-        ):
-            for reason, count in restarts.items():
-                totals[reason] = totals.get(reason, 0) + count
-        return totals
+        totals: Counter[str] = Counter()
+        for one in self._retired.values():
+            totals.update(one.restarts)
+        for replica in self.replicas.values():
+            totals.update(replica.life.restarts)
+        return dict(totals)
 
     @property
     def states(self) -> dict[int, ReplicaState]:
@@ -144,9 +135,8 @@ class Group:
     @property
     def failure(self) -> str:
         """Why the run cannot go on after the failures here; empty: it can."""
-        if self.failed is None or not (self.config.on_failure == "run" or is_lost(self.staying, self.config.min_ready)):
-            return ""
-        return self.words_of_failure()
+        ends = self.config.on_failure == "run" or is_lost(self.staying, self.config.min_ready)
+        return self.words_of_failure() if ends and self.failed is not None else ""
 
     @property
     def hopeless(self) -> bool:

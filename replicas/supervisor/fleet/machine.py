@@ -7,19 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from replicas.linux import nvml
 from replicas.linux.cgroups import LIMITS, find_own
+from replicas.linux.smi import ask
 
 __all__ = ["Machine", "look", "nvml_count", "visible_gpus"]
 
 _REMEDY = "start it as root or under systemd with Delegate=yes, or remove the limit"
 _NVML_S = 20.0
-_KILL_S = 0.2
 _NO_GPUS = ("", "-1", "NoDevFiles")
 
 
@@ -45,20 +44,25 @@ def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Mach
 
     :param gpus: look for GPUs, which may take a second, and 20 s if the driver hangs.
     """
-    names, gpus_from, order = _gpus(os.environ if environ is None else environ) if gpus else ((), "", "")
+    names: tuple[str, ...] = ()
+    gpus_from = order = ""
+    if gpus:
+        visible = visible_gpus(os.environ if environ is None else environ)
+        names, gpus_from, order = _nvml_gpus() if visible is None else (visible, "CUDA_VISIBLE_DEVICES", "")
+    cpus = len(os.sched_getaffinity(0))
+    for text in _cgroup_texts("cpu.max"):
+        quota, _, period = text.partition(" ")
+        if quota != "max":
+            cpus = min(cpus, max(1, int(quota) // int(period)))
+    memory_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         gpus=names,
         gpus_from=gpus_from,
         gpu_order=order,
-        cpus=_cpus(),
-        memory_nbytes=_memory_nbytes(),
+        cpus=cpus,
+        memory_nbytes=min([memory_nbytes, *(int(text) for text in _cgroup_texts("memory.max") if text != "max")]),
         limits_refused=_limits_refused(),
     )
-
-
-def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str, str]:
-    visible = visible_gpus(environ)
-    return _nvml_gpus() if visible is None else (visible, "CUDA_VISIBLE_DEVICES", "")
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -91,55 +95,31 @@ def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
 
     Blocks for ``timeout_s`` at most: what hangs in the driver may outlive SIGKILL.
     """
-    null = subprocess.DEVNULL
-    asked = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
-    assert asked.stdout is not None
     try:
-        text, _ = asked.communicate(timeout=timeout_s)
+        code, text = ask(command, timeout_s)
     except subprocess.TimeoutExpired:
-        asked.kill()
-        asked.stdout.close()
-        with suppress(subprocess.TimeoutExpired):
-            asked.wait(_KILL_S)
         return None, f"nothing within {timeout_s:g} s: the driver hangs"
     words = text.strip()
-    if asked.returncode == 0 and words.isdecimal():
+    if code == 0 and words.isdecimal():
         return int(words), ""
-    return None, words or f"nothing; it ended with {asked.returncode}"
-
-
-def _cpus() -> int:
-    cpus = len(os.sched_getaffinity(0))
-    for text in _cgroup_texts("cpu.max"):
-        quota, _, period = text.partition(" ")
-        if quota != "max":
-            cpus = min(cpus, max(1, int(quota) // int(period)))
-    return cpus
-
-
-def _memory_nbytes() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *(int(text) for text in _cgroup_texts("memory.max") if text != "max")])
+    return None, words or f"nothing; it ended with {code}"
 
 
 def _cgroup_texts(name: str) -> Iterator[str]:
     """Contents of this file in our cgroup (version 2) and in its ancestors."""
-    found = _own_cgroup()
-    for place in () if found is None else (found[1], *found[1].parents):
-        if found is not None and place.is_relative_to(found[0]):
-            try:
-                yield (place / name).read_text().strip()
-            except OSError:
-                continue  # the root has no limits, and a controller that is off has no file
-
-
-def _own_cgroup() -> tuple[Path, Path] | None:
-    """Mount point of cgroup v2 and this process's folder in it; None: not mounted."""
     mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
     root = next((Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"), None)
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)
-    return None if root is None or own is None else (root, root / own.lstrip("/"))
+    if root is None or own is None:
+        return
+    folder = root / own.lstrip("/")
+    for place in (folder, *folder.parents):
+        if place.is_relative_to(root):
+            try:
+                yield (place / name).read_text().strip()
+            except OSError:
+                continue  # the root has no limits, and a controller that is off has no file
 
 
 def _limits_refused() -> str:

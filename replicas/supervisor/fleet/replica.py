@@ -21,11 +21,7 @@ in this order:
 
 The next generation starts only after that, however long it takes: a process that does
 not die of SIGKILL is reported, and killed again and again. Only the end of the run
-leaves it behind.
-
-Everything here runs on the event loop; requests (:meth:`stop`, :meth:`halt`,
-:meth:`restart`, :meth:`check`) change the state at once and never wait. The clock is
-the loop's.
+leaves it behind. Requests change the state at once and never wait.
 """
 
 from __future__ import annotations

@@ -11,14 +11,13 @@ to some milliseconds).
 
 The shim makes the pipes and holds both ends of them, so that no writer ever gets
 SIGPIPE or notices the death of a pump: the shim
-(:mod:`replicas.supervisor.logs.pump_watcher`) forks another one. Data that a killed
-pump had read and not yet written is lost: usually one line, at most one read and one
-line. Its successor ends a torn line and notes the gap in every log.
+(:mod:`replicas.supervisor.logs.pump_watcher`) forks another one, which ends a torn line
+and notes the gap in every log. What a killed pump had read and not written is lost: at
+most one read and one line.
 
-The pump is forked, not exec'ed: it starts with some ms less of CPU time, and takes
-3 MiB instead of 6. It leads a session of its own and ignores SIGTERM, which systemd
-sends to every process of a unit. It ends when no writer is left, or soon after the shim
-is dead.
+The pump is forked, not exec'ed, which saves 3 MiB. It leads a session of its own and
+ignores SIGTERM, which systemd sends to every process of a unit. It ends when no writer
+is left, or soon after the shim is dead.
 
 One loop waits for pipes, orders and the terminal::
 

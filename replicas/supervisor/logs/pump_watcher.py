@@ -5,15 +5,12 @@ Theory of operation
 
 :class:`PumpWatcher` holds both ends of every pipe
 (:mod:`replicas.supervisor.logs.pump`). A pump that ends is replaced at once, later each
-time if it happens repeatedly; meanwhile the pipes buffer the output. A pump that was
-stopped, or hangs in a write, leaves bytes waiting unread: after ``STUCK_S`` it is
-killed, which loses the data that it had read and not written.
+time if it happens repeatedly; meanwhile the pipes buffer the output. A pump that leaves
+bytes waiting unread for ``STUCK_S`` (it was stopped, or hangs in a write) is killed.
 
 The workers of torchrun inherit no descriptors: their guards open the pipes in
-``/proc/<shim>/fd``. So no FIFO lies on a disk, and none is left behind.
-
-At the end (:meth:`PumpWatcher.close`) the shim closes its own ends, and the pump ends
-when no other process has one. Standard library only.
+``/proc/<shim>/fd``. So no FIFO lies on a disk, and none is left behind. Standard
+library only.
 """
 
 from __future__ import annotations

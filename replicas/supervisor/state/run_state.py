@@ -15,9 +15,8 @@ an event whose successors are in ``events.jsonl``. Versions are in the decision 
 which has its own file and rules (:mod:`replicas.coordinator.decisions`).
 
 A file of another schema, or a torn one, is moved to ``state.json.bad`` and reported; it
-is never fatal. Nor is a disk that takes no new file: that is counted, and reported
-once. The file is not synced: it outlives any death of the process, and after the death
-of the machine there is nothing to sweep and no budget to guard.
+is never fatal. Nor is a disk that takes no new file. The file is not synced: after the
+death of the machine there is nothing to sweep and no budget to guard.
 """
 
 from __future__ import annotations

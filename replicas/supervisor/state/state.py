@@ -4,10 +4,8 @@
 
     <state_dir>/lock             flock'ed by the supervisor and its shims; has its pid
     <state_dir>/id               identity of the folder; stays
-    <state_dir>/state.json       state (:mod:`replicas.supervisor.state.run_state`);
-                                 removed at the end
-    <state_dir>/events.jsonl     all events (:mod:`replicas.telemetry.event_log`), of
-                                 earlier runs too, and events.jsonl.1
+    <state_dir>/state.json       what a kill leaves (run_state.py); removed at the end
+    <state_dir>/events.jsonl     all events, of earlier runs too; and events.jsonl.1
     <state_dir>/decisions.jsonl  the decision log; removed at the end
     <state_dir>/token            mode 0600; removed at the end
     <state_dir>/endpoint.json    address of the control port; removed at the end
