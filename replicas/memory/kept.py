@@ -40,10 +40,8 @@ def hold(place: SlotPlace, version: int) -> int:
     """Open and lock memory of another process on this host; a read-only descriptor.
 
     Closing the descriptor ends the locks. The caller must have proven that the pid is
-    the process that named the place.
+    the process, owner or holder, that named the place.
 
-    :param place: as named by its owner or by another holder.
-    :param version: the version in it, for error texts.
     :raises Gone: the process has ended, or the memory is gone or reused.
     :raises NoCapacity: this process has no descriptor or memory left at the moment.
     :raises WorldError: this process can never open it, though it may exist.

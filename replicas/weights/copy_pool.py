@@ -72,7 +72,6 @@ def helpers_for(nbytes: int, sharing: int = 1) -> int:
 class CopyPool:
     """Runs tasks on the caller's thread and up to ``helpers`` more; close it after use.
 
-    :param helpers: threads to start; where one cannot be started, the caller does more.
     :param chores: called with ``lock`` held, returns work that a helper prefers to a
         task; None: nothing now.
     :param owner: held by a weak reference; helpers end when it is gone, for callers

@@ -108,11 +108,7 @@ def copy_pairs(
     """Copy the second tensor of each pair to the first, of the same shape, with casts.
 
     Several threads copy tensors on the CPU; this thread alone, on its current streams,
-    copies tensors on a device. Everything is copied on return.
-
-    :param sharing: see :func:`helpers_for`.
-    :param on_device: called before the first copy from or to a device: to pin host
-        memory.
+    those on a device. Before that ``on_device`` is called, to pin host memory.
     """
     device = accelerator()
     enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -225,12 +221,9 @@ class Copier:
 
     :param data: uint8, one-dimensional, contiguous, on the CPU; the steps fill each of
         its bytes once.
-    :param helpers: threads beside the caller's; None: :func:`helpers_for`, and at least
-        one for the digest.
+    :param helpers: threads beside the caller's; None: as many as help.
     :param beside: hash while copying; None: when there are two helpers or more.
-    :param progress: told how far ``data`` is filled from its start.
     :param begun: called with this copier before its first helper starts.
-    :ivar step_nbytes: bytes per step, about.
     :ivar digest: of all of ``data``, set on a helper's thread after :meth:`finish`.
     """
 

@@ -109,17 +109,14 @@ class Feed:
     :param weights: a module, a mapping, an iterable of pairs, or an object with
         ``metadata()`` and iteration; values are Tensor, DTensor, :class:`Shard`, or
         None (skipped).
-    :param dtype: see :meth:`cast_to`.
     :param mode: ``"image"``: DTensors are gathered, Shards refused. ``"parts"``: the
         rank's own pieces, no communication.
-    :ivar finished: the end was reached, or the user's code raised: there is nothing
-        left to drain.
+    :ivar finished: there is nothing left to drain.
     :ivar user_failed: the user's own code raised. (The exception is not kept: its
         frames hold this feed, and slots.)
-    :ivar device: device type of the tensors seen so far; ``"cpu"`` while all were on
-        the CPU.
-    :ivar sources: all tensors to copy, in the order of their bytes, when a
-        :class:`~replicas.weights.packing.Packer` found that all exist already.
+    :ivar device: device type of the tensors seen so far.
+    :ivar sources: set when a :class:`~replicas.weights.packing.Packer` found that all
+        tensors exist already.
     """
 
     def __init__(self, weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> None:
@@ -147,8 +144,7 @@ class Feed:
     def plan(self) -> PartManifest | None:
         """The manifest of the walk, without walking; None for a plain iterable.
 
-        :raises ManifestMismatch: a value cannot be published. The feed still has to be
-            drained.
+        :raises ManifestMismatch: a value cannot be published; drain the feed.
         """
         entries = self.known_entries()
         if entries is not None:

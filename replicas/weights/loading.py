@@ -27,11 +27,9 @@ __all__ = ["load_into", "named_views", "part_pairs", "scatter_parts", "views"]
 
 
 def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.Tensor]:
-    """A view of ``data`` for each tensor, as in :func:`views`: of all of it, or of the
-    rank's own piece.
+    """Views as :func:`views` of the data of an image, or of a packed part.
 
-    :param data: uint8: the data section of an image, or a packed part with at most one
-        piece of each tensor.
+    A part has at most one piece of each tensor.
     """
     places = Places(manifest)
     found = dict(zip(places.order, places.views(data, as_bits=False), strict=True))
@@ -58,11 +56,7 @@ def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, t
 
 
 def scatter_parts(manifest: Manifest, part: int, source: torch.Tensor, data: torch.Tensor) -> None:
-    """Copy the pieces of one part to their places in an image.
-
-    :param source: uint8, the packed part ``part`` of ``manifest``.
-    :param data: uint8, the data section of the image.
-    """
+    """Copy the packed part ``source`` to its places in ``data``, of an image; uint8."""
     copy_pairs(part_pairs(manifest, part, source, data))
 
 
@@ -89,10 +83,8 @@ def load_into(
     Names and shapes must match exactly; a plain floating dtype may differ and is cast.
     Tied parameters are written once and may come under any of their names. A DTensor
     parameter gets its local part, without communication. Everything is checked before
-    the first byte is written.
+    the first byte is written. For the options see :func:`copy_pairs`.
 
-    :param sharing: how many processes of this machine load at the same time.
-    :param on_device: called before the first copy from or to a device.
     :raises ManifestMismatch: naming the tensors that are missing, unknown, or of
         another shape or dtype; ``model`` is unchanged.
     """

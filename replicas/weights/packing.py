@@ -57,16 +57,14 @@ __all__ = ["Packer", "Packing", "Staged", "packing_of", "stage"]
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The outcome of a copy into a slot.
-
-    :param digest: of all of the slot's data; set a moment later, on another thread.
-    :param copy_s: how long the caller was held.
-    :param copies: device copies that may still run; None: everything is copied.
-    """
+    """The outcome of a copy into a slot."""
 
     digest: Future[str]
+    """Of all of the slot's data; set a moment later, on another thread."""
     copy_s: float
+    """How long the caller was held."""
     copies: DeviceCopies | None = None
+    """May still run; None: everything is copied."""
 
 
 _ON_CPU = operator.attrgetter("is_cpu")
@@ -86,7 +84,6 @@ def _filled(
 
     :param fill: copies all weights, or reports that they are already in place.
     :param device: makes the copies; None: threads of the CPU do.
-    :param beside: see :class:`Copier`.
     """
     started = time.monotonic()
     with (
@@ -138,11 +135,7 @@ class Packer:
         """By buffer key, until that buffer is closed."""
 
     def plan(self, feed: Feed) -> PartManifest | None:
-        """Like :meth:`Feed.plan`; cheap when the layout is that of the last call.
-
-        :raises ManifestMismatch: a value cannot be published. The feed still has to be
-            drained.
-        """
+        """As :meth:`Feed.plan`; cheap when the layout is that of the last call."""
         planned = self._planned
         if planned is not None and (sources := planned.sources(feed)) is not None:
             feed.sources = sources
@@ -173,14 +166,12 @@ class Packer:
     ) -> Packing:
         """Copy everything to its place in ``slot``, at once or tensor by tensor.
 
-        :param manifest: from :meth:`plan`, or of an earlier publish of the same
-            weights.
+        :param manifest: from :meth:`plan`, or of an earlier publish.
         :param progress: told how far the slot's data is filled from its start. The last
             call reports all of it, before this returns or once :attr:`Packing.copies`
             are done; it does not come when this raises or those fail.
-        :param hold: see :class:`CopyOptions`, as for ``begun``.
         :raises ManifestMismatch: the feed gave something else than ``manifest`` says;
-            the feed has been drained.
+            it has been drained.
         """
         options = CopyOptions(slot.buffer, hold, begun)
         known = self.knows(feed, manifest)

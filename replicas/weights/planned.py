@@ -52,12 +52,7 @@ class _Seen(NamedTuple):
 
 
 class Planned:
-    """The layout of one set of known weights, and the place of each tensor.
-
-    :param feed: whose :meth:`Feed.known` is not None.
-    :param entries: of ``feed``, from :meth:`Feed.known_entries`.
-    :param manifest: the layout of ``entries``.
-    """
+    """The layout of the known entries of a feed, and the place of each tensor."""
 
     def __init__(self, feed: Feed, entries: Sequence[Entry], manifest: PartManifest) -> None:
         known = feed.known() or {}

@@ -97,9 +97,9 @@ def _copy_mixed(pairs: Sequence[_Pair], on_device: Sequence[tuple[bool, bool]]) 
             _to_device(destination, source)
     _copy_within([destination for destination, _ in within], [source for _, source in within])
     for run in _runs(to_host, 0):
-        _gather(run)
+        _transfer(run, 0)
     for run in _runs(to_device, 1):
-        _scatter(run)
+        _transfer(run, 1)
 
 
 def _to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -144,28 +144,19 @@ def _copy_within(destinations: _Tensors, sources: _Tensors) -> None:
             destination.copy_(source, non_blocking=True)
 
 
-def _gather(run: Sequence[_Pair]) -> None:
-    """Copy a run of tensors to adjacent host memory, through one transfer."""
-    hosts, sources = [destination for destination, _ in run], [source for _, source in run]
-    held = _room(_length(hosts), sources[0].device) if len(run) > 1 else None
+def _transfer(run: Sequence[_Pair], host: int) -> None:
+    """Copy a run of tensors to (``host`` 0) or from (1) adjacent host memory."""
+    hosts, others = [pair[host] for pair in run], [pair[1 - host] for pair in run]
+    held = _room(_length(hosts), others[0].device) if len(run) > 1 else None
     if held is None:
         for pair in run:
-            _to_host(*pair)
-        return
-    _copy_within(_views(held, hosts), sources)
-    _bytes_of(hosts).copy_(held, non_blocking=True)
-
-
-def _scatter(run: Sequence[_Pair]) -> None:
-    """Copy a run of tensors from adjacent host memory, through one transfer."""
-    hosts, destinations = [source for _, source in run], [destination for destination, _ in run]
-    held = _room(_length(hosts), destinations[0].device) if len(run) > 1 else None
-    if held is None:
-        for pair in run:
-            _to_device(*pair)
-        return
-    held.copy_(_bytes_of(hosts), non_blocking=True)
-    _copy_within(destinations, _views(held, hosts))
+            (_to_device if host else _to_host)(*pair)
+    elif host:
+        held.copy_(_bytes_of(hosts), non_blocking=True)
+        _copy_within(others, _views(held, hosts))
+    else:
+        _copy_within(_views(held, hosts), others)
+        _bytes_of(hosts).copy_(held, non_blocking=True)
 
 
 def _runs(pairs: Sequence[_Pair], host: int) -> Iterator[list[_Pair]]:

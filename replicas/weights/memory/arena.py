@@ -54,11 +54,8 @@ class Slot:
     """One slot of an arena, which alone changes its fields, under its lock.
 
     :ivar foreign: it is the memory of another member of this host.
-    :ivar manifest: of an image (:class:`Manifest`, or a :class:`PartManifest` without
-        pieces), or of a packed part.
     :ivar digest: of the data, once held.
-    :ivar sharing: how many processes of this host are known to have received its
-        version together.
+    :ivar sharing: how many processes of this host have received its version together.
     """
 
     def __init__(self, index: int, state: SlotState = "free", *, foreign: bool = False) -> None:
@@ -261,13 +258,10 @@ class Arena:
         return buffer
 
     def adopt(self, version: int, manifest: Manifest | PartManifest, buffer: Buffer, digest: str = "") -> Slot:
-        """Add a held foreign slot with ``version`` in ``buffer``.
+        """Add a held foreign slot; ``buffer`` is taken over, also on failure.
 
-        ``buffer`` is taken over, also on failure. The slot stays until it is neither
-        pinned nor protected at a :meth:`trim` or at its own last unpin.
-
-        :raises Gone: the arena is closed.
-        :raises ValueError: the version is held here already.
+        It stays until it is neither pinned nor protected at a :meth:`trim` or at its
+        own last unpin. Raises Gone when the arena is closed.
         """
         with self._lock:
             if self._closed:

@@ -60,12 +60,9 @@ class BufferWatcher(Protocol):
 class Buffer:
     """Anonymous shared memory.
 
-    :ivar fd: its descriptor (close-on-exec), owned by this object.
-    :ivar nbytes: its size.
     :ivar device: UUID of the GPU that holds the bytes; empty: they are in the file.
     :ivar key: a number unique among all buffers of this process, ever.
-    :ivar watchers: called (``buffer_closed(key)``, on the closing thread) when it is
-        closed; held weakly.
+    :ivar watchers: called on the closing thread when it is closed; held weakly.
     :ivar writable: False for the memory of another process.
     :ivar serial: how often it has been filled.
     :ivar offered: the version of the last filling, for others to hold; 0: none.
@@ -140,8 +137,7 @@ class Buffer:
     def adopt(fd: int, device: str = "") -> Buffer:
         """A buffer received as a descriptor from another process; takes over ``fd``.
 
-        :param device: UUID of the GPU that holds the bytes.
-        :raises WorldError: the descriptor's page for GPU memory cannot be used here.
+        :raises WorldError: the page of memory of this ``device`` cannot be used here.
         """
         writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
         return (Buffer.on_device if device else Buffer)._adopted(fd, device, writable=writable)

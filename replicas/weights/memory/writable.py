@@ -87,13 +87,9 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self.drop()
 
     def drop(self) -> None:
-        """Give the slot back, unless it was published.
-
-        The slot is given back before the state changes: after an interrupt anywhere in
-        between, it is back, or this can be called again.
-        """
+        """Give the slot back, unless it was published."""
         if self._state == "open":
-            self._drop()
+            self._drop()  # first: after an interrupt it is back, or this can be called again
             self._close("dropped")
 
     def check_open(self) -> None:
