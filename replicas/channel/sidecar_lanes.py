@@ -34,10 +34,7 @@ PREFORK_DELAY_S = 0.2
 
 
 class SidecarLane:
-    """One process group as this member sees it.
-
-    ``turn``: lock that runs its operations one at a time, in the order of their Go.
-    """
+    """One process group as this member sees it."""
 
     def __init__(self, name: str, rank: int, backend: Backend) -> None:
         self.name = name
@@ -46,7 +43,7 @@ class SidecarLane:
         self.sidecar: Sidecar | None = None
         self.ended = False
         self.told_at = 0.0
-        self.turn = asyncio.Lock()
+        self.turn = asyncio.Lock()  # its operations run one at a time, in the order of their Go
 
     def end(self) -> None:
         """Kill the sidecar, if there is one."""
@@ -67,15 +64,13 @@ class SidecarLanes(Part):
         self._hub = hub
         self._lanes: dict[str, SidecarLane] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._preparing: asyncio.Task[None] | None = None
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         return {LaneAhead: self._ahead, LaneForm: self._form_asked, LaneDrop: self._drop}
 
     def get(self, name: str) -> SidecarLane:
-        """The lane called ``name``, formed.
-
-        :raises replicas.errors.Gone: it has ended, or is not formed yet.
-        """
+        """The lane called ``name``; Gone if it has ended or is not formed yet."""
         lane = self._lanes.get(name)
         if lane is None or lane.ended or lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {name} is gone", phase="form", hint="")
@@ -89,8 +84,8 @@ class SidecarLanes(Part):
 
     def prepare(self) -> None:
         """Connect to the forkserver (or start our own) before it is needed."""
-        if self._hub.over is None:
-            self._hub.spawn(self._prepare(), "forkserver")
+        if self._hub.over is None and (self._preparing is None or self._preparing.done()):
+            self._preparing = self._hub.spawn(self._prepare(), "forkserver")
 
     async def _prepare(self) -> None:
         try:
@@ -108,8 +103,7 @@ class SidecarLanes(Part):
             await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
 
     def _form_asked(self, message: LaneForm) -> None:
-        lane = SidecarLane(message.lane, message.rank, message.backend)
-        self._lanes[message.lane] = lane
+        self._lanes[message.lane] = lane = SidecarLane(message.lane, message.rank, message.backend)
         self._hub.spawn(self._form(lane, message), f"lane {lane.name}")
 
     async def _form(self, lane: SidecarLane, message: LaneForm) -> None:
