@@ -142,9 +142,8 @@ class Channel(Collectives):
         the Pending ends with the commit. Call it on every rank of a source replica, in
         the same order (with ``ranks = "leader"`` the leader alone suffices, unless
         gathering the weights needs the other ranks). The weights are walked once, in
-        order, on this thread and stream. They are walked to the end even after a
-        failure or a refused argument, because other ranks take part in the gathers;
-        then every rank raises the same error.
+        order, on this thread and stream, even after a failure or a refused argument,
+        because other ranks take part in the gathers; every rank raises the same error.
 
         A publish goes on when the coordinator is restarted. Without a verdict by the
         deadline it raises OutcomeUnknown; wait on the same Pending again to learn the
@@ -152,9 +151,8 @@ class Channel(Collectives):
 
         **On a GPU** the copies are only queued, on this thread's current stream, like
         any torch operation: later work on the stream may change the weights, and a
-        tensor allocated on it may be freed as soon as an iterable goes on. The call
-        does not wait for the copies; ``receipt.phases["hold"]`` is the time in seconds
-        for which they held the stream.
+        tensor allocated on it may be freed as soon as an iterable goes on. They hold
+        the stream for ``receipt.phases["hold"]`` seconds.
 
         :param weights: a slot of :meth:`arena_like`, a module (tied storage once), a
             mapping, an iterable of ``(name, Tensor | DTensor | Shard | None)``, or an

@@ -150,10 +150,7 @@ class Hub:
     # ------------------------------------------------------------ for the parts
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run ``function(*args)`` on the session thread, from any thread.
-
-        If it raises, the channel ends: a bug.
-        """
+        """Any thread: run a function on the session thread; an error is a bug."""
         self.loop.call(self._guarded, function, *args)
 
     def after(self, delay_s: float, function: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
@@ -165,11 +162,7 @@ class Hub:
         return self.loop.spawn(self._guarded_task(coroutine), f"{self.name}: {name}")
 
     def send(self, message: wire.FromMember) -> None:
-        """Session thread: send a message.
-
-        :raises replicas.errors.UsageError: it cannot be encoded or is too large; only
-            the operation that it belongs to must end.
-        """
+        """Session thread: send; a UsageError ends only the operation it belongs to."""
         if self.over is None:
             self.session.send(message)
 

@@ -10,11 +10,9 @@ only.
 
 **Fork.** A forked child (a DataLoader worker) inherits the descriptors but not the
 thread. If the child kept a session open, it would hide the death of the rank. In the
-child each registered descriptor is therefore replaced by ``/dev/null``: the connection
-is dropped while the number stays taken, so that an object that still has the number
-cannot close an unrelated file. The epoll instance is replaced too, because the child
-would share it with the parent. The child keeps the objects alive, unused, so that no
-finaliser runs on them.
+child each registered descriptor, epoll's too, is therefore replaced by ``/dev/null``:
+the number stays taken, so that an object that still has it cannot close an unrelated
+file. The child keeps the objects alive, unused, so that no finaliser runs on them.
 
 **The thread does not end on errors.** An exception that escapes the loop (a SystemExit
 in a handler, say) ends every channel with InternalError, so that no caller waits
@@ -82,10 +80,7 @@ class SessionLoop:
         self._thread = threading.Thread(target=self._run, name="replicas-session", daemon=True)
 
     def begin(self) -> SessionLoop:
-        """Start the thread, whose owner an interrupt in the constructor would lose.
-
-        :raises replicas.errors.NoCapacity: no thread can be started.
-        """
+        """Start the thread, whose owner an interrupt in the constructor would lose."""
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -122,30 +117,17 @@ class SessionLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether functions passed to :meth:`call` will run.
-
-        ``Thread.is_alive`` is not used: an interrupt inside it makes a live thread look
-        dead.
-        """
+        """Whether calls will run; an interrupt spoils ``Thread.is_alive``."""
         return self._begun and not self._over and not self._stopping
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run ``function(*args)`` on the loop soon, in call order, from any thread.
-
-        Never blocks.
-
-        :raises replicas.errors.InternalError: the thread has ended.
-        """
+        """Any thread: run ``function(*args)`` on the loop soon, in call order."""
         if self._over and not self._stopping:
             raise errors.InternalError("the session thread has ended")
         self.loop.call_soon_threadsafe(function, *args)
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        """Run the coroutine of ``make`` on the loop and wait for it on another thread.
-
-        :raises TimeoutError: it did not end in time. It is then cancelled, as it is
-            when the wait is interrupted.
-        """
+        """Wait on another thread for a coroutine; on a TimeoutError it is cancelled."""
         if threading.current_thread() is self._thread:
             raise errors.InternalError("the session thread cannot wait for itself")
         pending: Pending[T] = Pending("a call")
@@ -182,12 +164,7 @@ class SessionLoop:
             logger.error("task %s failed; please report this", task.get_name(), exc_info=error)
 
     async def forkserver(self, name: str | None) -> Forkserver:
-        """The forkserver at socket ``name``, or this process's own helper (None).
-
-        Shared, and made on first use; a dead one is replaced. On the loop's thread.
-
-        :raises OSError, RuntimeError: it cannot be started or reached.
-        """
+        """The forkserver at socket ``name`` (None: our own), made anew if dead."""
         key = name or ""
         task = self._forkservers.get(key)
         if task is not None and task.done():
@@ -254,10 +231,7 @@ _abandoned: list[SessionLoop] = []
 
 
 def session_loop() -> SessionLoop:
-    """The session loop of this process; started on first use, or when its thread ended.
-
-    :raises replicas.errors.NoCapacity: no thread can be started.
-    """
+    """The session loop of this process, started if there is none."""
     return locked(_lock, _session_loop)
 
 

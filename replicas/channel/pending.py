@@ -4,11 +4,10 @@ Theory of operation
 ===================
 
 A :class:`Pending` is made on any thread and ended once, by the session thread: the
-first call of ``_resolve`` or ``_fail`` wins and returns True. Three kinds of waiters
-may watch it at once: threads (a latch), asyncio tasks (woken by
-``call_soon_threadsafe`` of their own loop) and trio tasks (woken by ``run_sync_soon``
-of their own token). A waiter that times out or is cancelled only removes its own
-wake-up: waiting never changes the operation, and the value stays for the next waiter.
+first call of ``_resolve`` or ``_fail`` wins and returns True. Threads, asyncio tasks
+and trio tasks may wait for it at once. A waiter that times out or is cancelled only
+removes its own wake-up: waiting never changes the operation, and the value stays for
+the next waiter.
 
 **Settling.** An end with :class:`~replicas.errors.OutcomeUnknown` may be replaced once,
 when the outcome becomes known: by a value or another error (:meth:`Pending._settle`),
@@ -16,8 +15,8 @@ or by work that makes the value (:meth:`Pending._settle_by`). Such work writes i
 caller's tensors, so it runs only on the thread that waits again first.
 
 **Taking back.** A value that no waiter has looked at may be taken back for a newer one
-(:meth:`Pending._take_back`); the Pending has no outcome again until then. Looking and
-taking back hold one lock, so exactly one of them comes first.
+(:meth:`Pending._take_back`). Looking and taking back hold one lock, so exactly one of
+them comes first.
 
 ``_observed`` becomes True when an outcome is about to be handed to a waiter, ``_told``
 when it was handed over. A failed publish or collective that was not told is raised at
@@ -306,16 +305,13 @@ def _event_of_this_library() -> tuple[Any, Callable[[], None]]:
                 return  # the run is over, and its waiter with it
 
         return trio_event, wake_trio
-    loop = asyncio.get_running_loop()
-    event = asyncio.Event()
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
-        if loop.is_closed():
-            return  # the waiter went with its loop
         try:
             loop.call_soon_threadsafe(event.set)
         except RuntimeError:
-            if not loop.is_closed():
+            if not loop.is_closed():  # else the waiter went with its loop
                 raise
 
     return event, wake

@@ -112,20 +112,13 @@ class _Fruitless(Exception):
 
 
 class _Connection(ClientConnection):
-    """A connection that records when its last byte came, and checks the port's owner.
-
-    ``token_owners``: users on this machine who may see the token; None: any.
-    """
+    """A connection that records when a byte came, and checks the port's owner."""
 
     heard = 0.0
     token_owners: frozenset[int] | None = None
 
     async def handshake(self, *arguments: Any, **options: Any) -> None:
-        """Check the owner of the port, then shake hands.
-
-        :raises ConnectionRefusedError: another user took the coordinator's port while
-            it was free.
-        """
+        """Refuse a port that another user took while it was free, then shake hands."""
         if self.token_owners is not None:
             uids = listener_uids(self.transport.get_extra_info("socket"))
             if uids is not None and not (uids and uids <= self.token_owners):
@@ -138,13 +131,7 @@ class _Connection(ClientConnection):
 
 
 class Session:
-    """See the module's header.
-
-    :param endpoint: ``host:port``.
-    :param hello: complete except for the fields that change.
-    :param token_owners: users on this machine who may see the token; None: any that
-        listens at the endpoint.
-    """
+    """See the module's header. ``token_owners``: users here who may see the token."""
 
     def __init__(
         self,
@@ -180,11 +167,7 @@ class Session:
     # ------------------------------------------- for the channel, on the session thread
 
     async def open(self, timeout_s: float) -> None:
-        """Connect for the first time; the handler has been welcomed when this returns.
-
-        :raises replicas.errors.ReplicasError: refused, or no answer within
-            ``timeout_s``.
-        """
+        """Connect; the handler has been welcomed when this returns."""
         try:
             async with asyncio.timeout(timeout_s):
                 websocket = await self._retrying(self._connect_once)
@@ -198,11 +181,7 @@ class Session:
         self._task = self._loop.spawn(self._run(websocket), f"session {self._hello.channel}")
 
     def send(self, body: wire.FromMember) -> None:
-        """Queue a numbered message, to be sent (again) when connected; never blocks.
-
-        :raises replicas.errors.UsageError: it cannot be encoded, or is too large;
-            nothing is queued.
-        """
+        """Queue a message; UsageError if it cannot be encoded or is too large."""
         if self._closing:
             return
         kind, channel = type(body).__name__, self._hello.channel
@@ -254,10 +233,7 @@ class Session:
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
     async def _use(self, websocket: _Connection) -> None:
-        """Serve the connection until it ends.
-
-        :raises _Fruitless: it ended before any new message went either way.
-        """
+        """Serve the connection until it ends; _Fruitless without a new message."""
         began = time.monotonic()
         ended: BaseException | None = None
         try:

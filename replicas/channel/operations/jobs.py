@@ -68,11 +68,8 @@ class Job:
 class Unknown:
     """Operations of one channel whose outcome is unknown.
 
-    Runs on the session thread, except :meth:`check_collected`.
-
-    :param applied: called with the ref of an operation that turned out to have
-        succeeded.
-    :param release: called with a job that is no longer kept.
+    On the session thread, except :meth:`check_collected`. ``applied`` is called with
+    the ref of one that did succeed, ``release`` with a job that is no longer kept.
     """
 
     def __init__(self, hub: Hub, applied: Callable[[str], None], release: Callable[[Job], None]) -> None:
@@ -87,11 +84,7 @@ class Unknown:
         return tuple(job.ref for job in self._kept if job.ref and job.pending._unknown)
 
     def check_collected(self) -> None:
-        """On the caller's thread before a collective: raise if results are uncollected.
-
-        :raises replicas.errors.Gone: once for each operation that turned out to have
-            succeeded and whose results were not collected.
-        """
+        """On the caller's thread: raise Gone, once each, for uncollected results."""
         for job in self._kept:
             if job.pending._uncollected and not job.told:
                 job.told = True

@@ -21,12 +21,11 @@ outputs when their attempt is neither running nor wanted. An attempt runs until 
 sidecar has answered or is known to be dead.
 
 **Outcome unknown.** An operation ends by itself shortly after its deadline if no
-verdict came, or when there is a new coordinator. If this member had reported *done*,
-other members may have been told that it succeeded: it ends with OutcomeUnknown, its
-outputs are kept (those of the last few), and the next posts name it as unsettled. A
-late verdict, or OperationSettled, brings the outcome. If it succeeded, the thread that
-waits again writes its results; until then they are *uncollected*, and the next
-collective is refused once, with Gone, here or by the coordinator.
+verdict came, or when there is a new coordinator. If this member had reported *done*, it
+ends with OutcomeUnknown, and the next posts name it as unsettled. A late verdict, or
+OperationSettled, brings the outcome (:mod:`replicas.channel.operations.jobs`). While
+results are uncollected, the next collective is refused once, here or by the
+coordinator.
 
 **A new coordinator** knows of no operation. All end, except those that were posted
 while there was no session: no coordinator has seen them, and they are posted to the new
@@ -76,13 +75,7 @@ class RankOperations(Part):
     # ------------------------------------------------------------ caller's thread
 
     def start(self, operation: OperationCall, deadline_s: float) -> Pending[Receipt]:
-        """Copy the inputs and post.
-
-        :raises replicas.errors.NoCapacity: there is no memory for the copy; nothing was
-            posted.
-        :raises replicas.errors.Gone: an earlier operation succeeded, and its results
-            have not been collected.
-        """
+        """Copy the inputs and post; if it raises, nothing was posted."""
         if operation.kind not in ("send", "recv"):
             self._unknown.check_collected()
         job = Job(operation, deadline_s, self._hub.name)

@@ -11,8 +11,7 @@ import msgspec
 import torch
 
 from replicas import errors
-from replicas.channel.operations.scratch import read_segments, segments_of
-from replicas.channel.operations.tensor_copies import call_point, copy_out, gpu_of
+from replicas.channel.operations.scratch import call_point, copy_out, gpu_of, read_segments, segments_of
 from replicas.channel.pending import Receipt
 from replicas.core.versions.tensor_specs import item_nbytes
 from replicas.messages import OperationGo, OperationKind, ReceiptData, ReduceOp, Segment
@@ -93,11 +92,7 @@ class OperationCall:
         return self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """Layout of participant ``me``'s output buffer, as its sidecar fills it.
-
-        :raises replicas.errors.RanksDisagree: the caller's tensors do not fit what the
-            others posted.
-        """
+        """Layout of participant ``me``'s output buffer; the targets must fit."""
         self._targets(go, self._result_segments(go, me))
         if self.kind in ("all_reduce", "reduce", "reduce_scatter"):
             return go.segments[me]

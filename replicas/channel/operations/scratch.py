@@ -1,26 +1,34 @@
-"""Reusable buffers for the tensors of operations: fresh pages are slow.
+"""Reusable buffers for the tensors of operations, and the copies into and out of them.
 
-They are in host memory or, for operations on GPU tensors with ``staging = "device"``,
-on the rank's GPU.
+Fresh pages are slow, so a few buffers are kept. They are in host memory or, for
+operations on GPU tensors with ``staging = "device"``, on the rank's GPU.
+
+If a tensor is on a GPU, copies *in* run on the caller's own stream, so that they read
+the tensors as that stream leaves them. Those into GPU memory are only queued (a reader
+waits for its buffer's event), those from or into host memory are waited for. Copies
+*out* run on another thread, on a stream of its own, behind the work that was queued on
+the caller's stream at the call (:func:`call_point`), and are waited for: when the
+operation's Pending resolves, every stream may read the results.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from replicas.channel.operations.tensor_copies import copy_in
 from replicas.common.waits import locked
 from replicas.core.versions.manifest import segment_layout
 from replicas.errors import NoCapacity
 from replicas.messages import Segment
 from replicas.weights.copying import copy_elements
+from replicas.weights.devices.accelerator import Event, accelerator, device_of
 from replicas.weights.memory.arena import Buffer
-from replicas.weights.tensors import dtype_name, torch_dtype, typed
+from replicas.weights.tensors import dtype_name, torch_dtype, typed, written_as_bits
 
-__all__ = ["Scratch", "read_segments", "segments_of", "write_segments"]
+__all__ = ["Scratch", "call_point", "copy_out", "gpu_of", "read_segments", "segments_of", "write_segments"]
 
 KEPT = 6
 KEPT_ON_DEVICE = 2
@@ -28,10 +36,7 @@ PAGE_NBYTES = 4096
 
 
 class Scratch:
-    """A few buffers, kept for the next operation. Thread-safe.
-
-    :param device: UUID of the GPU that they are on; empty: host memory.
-    """
+    """A few buffers on GPU ``device`` or in host memory, for reuse. Thread-safe."""
 
     def __init__(self, name: str, device: str = "") -> None:
         self._name = name
@@ -42,23 +47,17 @@ class Scratch:
         self._closed = False
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes``.
-
-        :raises replicas.errors.NoCapacity: the memory is not there.
-        """
+        """A buffer of at least ``nbytes``, or NoCapacity."""
         found = self.take_idle(nbytes)
         if found is not None:
             return found
+        allocate = partial(Buffer.allocate, _rounded(nbytes), f"{self._name}-scratch", device=self._device)
         try:
-            return self._allocate(nbytes)
+            return allocate()
         except NoCapacity:
             if not self._drop_idle():
                 raise
-            return self._allocate(nbytes)
-
-    def _allocate(self, nbytes: int) -> Buffer:
-        name, wanted = f"{self._name}-scratch", _rounded(nbytes)
-        return Buffer.allocate(wanted, name, device=self._device)
+            return allocate()
 
     def take_idle(self, nbytes: int) -> Buffer | None:
         """A used buffer, or None if there is none of about this size. Never slow."""
@@ -73,10 +72,10 @@ class Scratch:
         return best
 
     def give(self, buffer: Buffer | None, *, spoiled: bool = False) -> None:
-        """Take ``buffer`` back. It must not be in use any more.
+        """Take ``buffer`` back; it is not in use any more.
 
-        :param spoiled: a process ended while it worked on the buffer. On a GPU the next
-            writer cannot learn when that work is over, so the buffer is freed.
+        ``spoiled``: a process ended while it worked on it. On a GPU it is freed: the
+        next writer could not learn when that work is over.
         """
         if buffer is None:
             return
@@ -111,23 +110,17 @@ def _rounded(nbytes: int) -> int:
 
 
 def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
-    """Dtypes and shapes of tensors, as sent to other members.
-
-    :raises replicas.errors.ManifestMismatch: a dtype that cannot be moved.
-    """
+    """Dtypes and shapes, as sent to other members."""
     return tuple(Segment(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
 
 
 def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequence[torch.Tensor], gpu: str = "") -> None:
-    """Copy ``tensors`` (any strides and device) to their places in ``buffer``.
-
-    :param gpu: UUID of the GPU that some of them are on. Copies into a buffer on that
-        GPU are queued on this thread's stream.
-    """
+    """Copy ``tensors`` to their places; within ``gpu``, queue it on this stream."""
     places = read_segments(buffer, segments)
     if gpu:
         buffer.wait_for_write()
-        copy_in(gpu, places, tensors)
+        if _copy(places, tensors):
+            device_of(gpu).synchronize(gpu)
         buffer.record_write()
         return
     for place, tensor in zip(places, tensors, strict=True):
@@ -142,3 +135,50 @@ def read_segments(buffer: Buffer, segments: Sequence[Segment]) -> tuple[torch.Te
         typed(data, offset, torch_dtype(segment.dtype), segment.shape)
         for offset, segment in zip(offsets, segments, strict=True)
     )
+
+
+def gpu_of(tensors: Sequence[torch.Tensor]) -> str:
+    """UUID of the GPU of the first tensor that is on one; empty: all in host memory."""
+    found = accelerator()
+    if found is None:
+        return ""
+    return next((uuid for uuid in map(found.uuid_of, tensors) if uuid), "")
+
+
+def call_point(gpu: str) -> Event:
+    """An event behind the work queued on this thread's current stream."""
+    point = device_of(gpu).event(gpu)
+    point.record()
+    return point
+
+
+def copy_out(
+    gpu: str, targets: Sequence[torch.Tensor], results: Sequence[torch.Tensor], source: Buffer, after: Sequence[Event]
+) -> None:
+    """Copy ``results`` in ``source`` to ``targets`` after the events, and wait."""
+    device = device_of(gpu)
+    with device.on_side_stream(gpu):
+        for event in after:
+            event.wait()
+        source.wait_for_write()
+        _copy(targets, results)
+        device.synchronize(gpu)
+
+
+def _copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> bool:
+    """Copy or queue each pair; returns whether a queued copy involves host memory."""
+    device = accelerator()
+    if device is None:
+        raise ValueError("there is no accelerator")
+    enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with_host = False
+    for destination, source in zip(destinations, sources, strict=True):
+        on_device = device.owns(destination), device.owns(source)
+        if any(on_device):
+            enqueued.append(written_as_bits(destination.detach(), source.detach()))
+            with_host = with_host or not all(on_device)
+        else:
+            copy_elements(destination.detach(), source.detach())
+    if enqueued:
+        device.copy(*zip(*enqueued, strict=True))
+    return with_host

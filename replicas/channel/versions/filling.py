@@ -29,10 +29,7 @@ __all__ = ["CopiesUnderWay", "Filling", "PublishJob"]
 
 @dataclass(eq=False)
 class PublishJob:
-    """One publish of this rank; fields change on the session thread.
-
-    :param given_meta: the user's ``meta``, or a function that makes it after the walk.
-    """
+    """One publish of this rank; fields change on the session thread."""
 
     asked_version: int | None
     deadline_s: float
@@ -76,10 +73,7 @@ class PublishJob:
         self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
 
     def ask_meta(self) -> None:
-        """Call the user's ``meta`` function after the walk; its exceptions pass.
-
-        :raises replicas.errors.UsageError: its result is not valid.
-        """
+        """Call the user's ``meta`` function after the walk; its exceptions pass."""
         if self.late_meta is None:
             return
         try:
@@ -147,10 +141,7 @@ class PublishJob:
 
 
 class CopiesUnderWay:
-    """Device copies of this process's publishes that have not ended.
-
-    Thread-safe, without a lock that an interrupt could leave taken.
-    """
+    """Device copies that have not ended; no lock that an interrupt could keep."""
 
     def __init__(self) -> None:
         self._copies: dict[int, DeviceCopies] = {}
@@ -180,11 +171,8 @@ class CopiesUnderWay:
 class Filling:
     """Fills slots, on the publishing thread, one at a time.
 
-    :param streaming: called on the session thread with a job, its manifest and its
-        device type, before a slot is filled that may be sent meanwhile.
-    :param grown: called there, after ``streaming``, with the number of bytes filled so
-        far.
-    :ivar last: the manifest of the last committed version.
+    On the session thread, ``streaming`` is called before a slot is filled that may be
+    sent meanwhile, then ``grown`` with the number of bytes filled so far.
     """
 
     def __init__(
@@ -203,8 +191,7 @@ class Filling:
     def fill(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
         """Copy the weights into a slot, or take the slot that the trainer has written.
 
-        :raises replicas.errors.ReplicasError: it failed; the slot still belongs to the
-            job.
+        If it fails, the slot still belongs to the job.
         """
         begun = partial(self._begun, job)
         if isinstance(feed.weights, WritableSlot):

@@ -40,12 +40,8 @@ async def free_slot(
 ) -> Slot:
     """Session thread, which interrupts do not reach: a slot to fill with ``version``.
 
-    :param version: 0: it has no number yet. Another version here with that number goes.
-    :param until: time (monotonic clock) at which it gives up.
-    :param check: called before and after each look; raises if no slot is wanted.
-    :param text: of the error, with ``phase``.
-    :raises replicas.errors.Busy: no slot became free in time; it names the users.
-    :raises replicas.errors.NoCapacity: there is no memory for it.
+    ``check``, called before and after each look, raises if no slot is wanted. At
+    ``until`` (monotonic clock) it is Busy: ``text``, and who uses the slots.
     """
     nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
     while True:

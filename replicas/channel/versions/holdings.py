@@ -47,11 +47,9 @@ class _Facts(msgspec.Struct):
 class Holdings:
     """The versions of one channel in this process.
 
-    :param name: name of the channel; its memory is named after it.
     :param call: runs a function on the session thread.
     :param on_drop: called there with a version whose slot was reused for another.
-    :ivar latest: the newest committed version known to this member.
-    :ivar latest_digest: its digest; empty while only its number is known.
+    :ivar latest_digest: of ``latest``; empty while only its number is known.
     :ivar assigned: the version that this replica was granted and this rank has yet to
         load; 0: none.
     """
@@ -173,10 +171,7 @@ class Holdings:
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
     async def compare(self, version: int, digest: str) -> bool:
-        """Whether the slot of a doubtful ``version`` has this digest.
-
-        Computed on a worker thread; the slot stays pinned.
-        """
+        """Whether the pinned slot of a doubtful ``version`` has this digest."""
         slot = self.arena.find_pinned(version)
         if slot is None:
             return True

@@ -1,17 +1,14 @@
 """Take back resources lent to the user's threads, even if an interrupt hits them.
 
-Theory of operation
-===================
-
 A publish that walks the weights, or a slot of ``arena_like``, ends when the user's
 thread says so. An interrupt may prevent that at any line, even at the first line of an
-``__exit__`` or a ``finally`` (:mod:`replicas.common.waits`). Each of them therefore has
-a :class:`Holder`: an object that only frames and objects of the user's own thread refer
-to. When the last reference is gone, the holder dies, and the resource is taken back.
+``__exit__`` or a ``finally`` (:mod:`replicas.common.waits`). Each therefore has a
+:class:`Holder`, to which only frames and objects of the user's own thread refer. When
+the last reference is gone, the resource is taken back.
 
-A weak reference notices the death. Its callback is written in C: it only appends to a
-deque, so no signal handler can run in it. The session thread checks the deque once a
-second, and whenever a publish or ``arena_like`` looks for a slot.
+The callback of the weak reference is written in C: it only appends to a deque, so no
+signal handler can run in it. The session thread checks the deque once a second, and
+whenever it looks for a slot.
 """
 
 from __future__ import annotations
@@ -31,10 +28,7 @@ class Holder:
 
 
 class Leases:
-    """The leases of one channel. On the session thread.
-
-    :param after: calls a function on the session thread after a delay in seconds.
-    """
+    """The leases of one channel. On the session thread."""
 
     def __init__(self, after: Callable[[float, Callable[[], None]], asyncio.TimerHandle]) -> None:
         self._after = after

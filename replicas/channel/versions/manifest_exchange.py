@@ -20,10 +20,7 @@ DECODED_NBYTES = 16 * 2**20
 
 
 class ManifestExchange(Part):
-    """Manifests of one channel. On the session thread.
-
-    :param published: encoding of the manifest with a hash that is being published here.
-    """
+    """Manifests of one channel; ``published`` finds one being published here."""
 
     def __init__(self, hub: Hub, published: Callable[[str], bytes | None]) -> None:
         self._hub = hub
@@ -48,8 +45,6 @@ class ManifestExchange(Part):
 
         It is requested once for all that wait, and the fetch goes on when no caller
         waits any longer, because the version will be offered again.
-
-        :raises replicas.errors.ReplicasError: it cannot be had.
         """
         known = self._own(manifest_hash)
         if known is not None:
@@ -62,10 +57,7 @@ class ManifestExchange(Part):
         return await asyncio.shield(self._fetches[manifest_hash][1])
 
     async def decoded(self, manifest_hash: str) -> Manifest:
-        """The manifest with this hash.
-
-        :raises replicas.errors.ReplicasError: it cannot be had.
-        """
+        """The manifest with this hash."""
         known = self._decoded.get(manifest_hash)
         if known is None:
             encoded = await self.get(manifest_hash)

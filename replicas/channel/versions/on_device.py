@@ -1,12 +1,9 @@
 """Copies between slots of members that share a GPU.
 
-Theory of operation
-===================
-
 Members that share a GPU do not send a version to each other, nor keep a view of each
-other's memory, which ends with the process that owns it. Each member copies the version
-into a slot of its own, at the speed of the GPU's memory, and reports the digest of its
-copy. The other's memory is open, and held by its locks, only during the copy.
+other's memory, which ends with the process that owns it. Each copies the version into a
+slot of its own, at the speed of the GPU's memory, and reports the digest of its copy.
+The other's memory is open, and held by its locks, only during the copy.
 
 All of this runs on worker threads, on a stream of its own. A copy is over when these
 functions return or raise.
@@ -50,10 +47,8 @@ class Copied(NamedTuple):
 def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: str) -> Copied:
     """Fill ``slot`` with another member's image at ``place``, on the same GPU.
 
-    :param digest: the digest that the copy must have; empty: not known.
-    :raises replicas.errors.Gone: the image is not there any more.
-    :raises replicas.errors.WorldError: it cannot be opened here, or the GPU has failed.
-    :raises replicas.errors.SyncError: the copy has another digest.
+    It must have ``digest``, if that is known. Errors: Gone (it is not there any more),
+    WorldError (it cannot be opened, or the GPU has failed), SyncError (wrong digest).
     """
     started = time.monotonic()
     with _gone_if_owner_ended(place, slot.version):
@@ -74,10 +69,7 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
 
 
 def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, device: str) -> None:
-    """Copy another member's part at ``place`` into the image in ``slot``.
-
-    Errors as in :func:`copy_image`.
-    """
+    """Copy another member's part into the image in ``slot``; see :func:`copy_image`."""
     with _gone_if_owner_ended(place, slot.version):
         source = arena.borrow(place, slot.version)
         try:
@@ -131,8 +123,7 @@ def _await_end(pid: int) -> None:
     """Wait for a process that is ending, so that its members are known to be lost.
 
     It has closed its files, and may take a while to release its GPU; until its end is
-    seen the coordinator has no better place to offer. A process with open files is not
-    ending.
+    seen the coordinator has no better place to offer.
     """
     try:
         if any(Path(f"/proc/{pid}/fd").iterdir()):

@@ -14,34 +14,26 @@ collectives of the user's own group, on the user's own stream. ::
     wait for a slot, walk the
     weights into it (or only walk) ───────▶  pin; when the digest, made behind
     return the Pending                       the copy, is there: Packed ──▶
-                                             ...
                                          ◀── PublishEnd: unpin, resolve
 
 **Several hosts.** When all tensors are known before the first is copied (a module, a
-mapping), no user code can delay the walk. The version is then sent to other hosts while
-it is packed: Packed(streaming) goes out as soon as there is a slot, and Filled when
-there is a digest.
+mapping), no user code can delay the walk. The version is then sent while it is packed:
+Packed(streaming) goes out as soon as there is a slot, Filled when there is a digest.
 
-**Tensors on a GPU** are only queued by the caller, on its current stream, and publish
-returns (:mod:`replicas.weights.devices.device_copies`). The slot counts as filled when
-the copies have arrived; a thread waits for them and reports that, and how long the
-caller's stream was held. Until then the slot belongs to the copies, even if the publish
-has failed or ended.
+**Tensors on a GPU** are only queued by the caller, on its current stream
+(:mod:`replicas.weights.devices.device_copies`). The slot counts as filled when the
+copies have arrived. Until then it belongs to them, even if the publish has ended.
 
-**In order.** A publish may have its digest before the publish ahead of it, which may be
-larger or on a slower stream. The coordinator commits in the order in which it is told,
-and refuses a version that a newer one has overtaken. So a packed publish is announced
-only when every earlier publish was announced or cannot be packed any more
-(:meth:`Publisher._announce`).
+**In order.** The coordinator refuses a version that a newer one has overtaken. A packed
+publish is therefore announced only when every earlier one was announced or cannot be
+packed any more (:meth:`Publisher._announce`).
 
 **Our own failure** (no memory, no slot, unusable tensors, not admitted): the weights
 are walked to the end all the same, then the error is raised. PackFailed goes out first,
 so that the other ranks need not wait, and the error raised is the verdict that comes
 back, the same on all ranks of the replica. **The user's own exception** passes through
-unchanged, after PackFailed: there is nothing left to walk.
-
-**Failures that no caller was told of** surface here: the leader's next publish fails
-with the earlier error, by the same path, so that the ranks of a replica agree.
+unchanged, after PackFailed: there is nothing left to walk. A failure that no caller was
+told of fails the leader's next publish by the same path, so that the ranks agree.
 
 Without a verdict a publish ends by itself :data:`~replicas.channel.hub.GRACE_S` after
 its deadline, once packed with OutcomeUnknown, because the coordinator may have decided.
@@ -88,8 +80,6 @@ class Publisher(Part):
         self._walking: PublishJob | None = None
         self._filling = Filling(hub, self._begun_to_fill, self._grown)
         self.copies = self._filling.copies
-
-    # ------------------------------------------------------------ caller's thread
 
     @property
     def mode(self) -> Mode:
@@ -209,7 +199,6 @@ class Publisher(Part):
             self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"), False)
 
     def _walked(self, job: PublishJob, device: str, pack_s: float) -> None:
-        """A rank that carries no bytes has walked the weights."""
         job.walked, job.pack_s = True, pack_s
         self._filled(job, None, device)
         job.ready = True
@@ -218,7 +207,6 @@ class Publisher(Part):
     def _packing(
         self, job: PublishJob, manifest: PartManifest, device: str, packing: Packing, started: float, returned: float
     ) -> None:
-        """The caller's part is done: all is copied, or under way on a device."""
         job.walked = True
 
         def copied(done: Future[float] | None, at: float) -> None:
@@ -236,10 +224,10 @@ class Publisher(Part):
         job = self._jobs.get(message.publish)
         if job is None:
             return
-        hub, known = self._hub, self._hub.holdings
+        known = self._hub.holdings
         if job.version not in (0, message.version):
             text = f"publish {job.number} was version {job.version}, and is now version {message.version}"
-            raise errors.InternalError(text, channel=hub.name)
+            raise errors.InternalError(text, channel=self._hub.name)
         job.version = message.version
         known.publishing.add(message.version)
         known.note(message.version, meta=job.meta)
@@ -249,7 +237,7 @@ class Publisher(Part):
     def _copied(
         self, job: PublishJob, manifest: PartManifest, device: str, held: Future[float] | None, pack_s: float
     ) -> None:
-        """All bytes are in the slot, or ``held`` has the error of the device copies."""
+        """All bytes are in the slot, or ``held`` has the device's error."""
         job.pack_s = pack_s
         if held is not None and (error := held.exception()) is not None:
             self._free(job)
@@ -264,15 +252,13 @@ class Publisher(Part):
             self._free(job)
             return
         if job.slot is not None:
-            arena = self._hub.arena
-            arena.hold(job.slot, "")  # not evicted before the pin: its version is protected
-            arena.pin(job.slot)
+            self._hub.arena.hold(job.slot, "")  # not evicted before the pin: its version is protected
+            self._hub.arena.pin(job.slot)
             self._hub.holdings.note(job.version, device=device)
         self._hub.holdings.note(job.version, meta=job.meta)
         job.packed, job.manifest, job.device = True, manifest, device
 
     def _digested(self, job: PublishJob, done: Future[str], digest_s: float) -> None:
-        """The digest of the packed slot is known, shortly after the packing."""
         if done.cancelled() or not job.packed:  # the copies have failed, or the publish has ended
             return
         error = done.exception()

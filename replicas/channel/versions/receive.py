@@ -2,18 +2,16 @@
 
 There is at most one ask. Its Pending stays the answer of :meth:`Receiver.receive` until
 a caller has taken the update; a wait that was given up loses nothing. A grant may come
-before the slot is here (this member is still catching up): the update is delivered when
-the slot is held. The update pins its slot from delivery to its end.
+before the slot is here (this member is still catching up): the update is delivered, and
+pins its slot, when the slot is held.
 
 A delivered update that no caller has waited for is given back as soon as a newer
-version is committed and held here: the old slot is released, and the Pending, which is
-pending again meanwhile, gets the newest. The coordinator is asked again, because
-another rank of the replica may have begun with the old version: then all ranks load
-that one. So a receive ahead of time blocks no publish, and gets the newest version.
-
-An update that was handed out but not touched does not count as taken either: an
-interrupt (a cancelled task, Ctrl-C) may have hit the caller between the two. The next
-receive hands it out again, or asks for a newer one.
+version is committed and held here: the Pending, pending again meanwhile, gets the
+newest. The coordinator is asked again, because another rank of the replica may have
+begun with the old version: then all ranks load that one. So a receive ahead of time
+blocks no publish, and gets the newest version. An update that was handed out but not
+touched does not count as taken either: an interrupt may have hit the caller between the
+two. The next receive hands it out again, or asks for a newer one.
 
 *At least.* The coordinator decides which version satisfies all ranks of the replica
 (:mod:`replicas.core.versions.rounds`). A version that was granted because another rank
@@ -121,14 +119,12 @@ class Receiver(Part):
         )
 
     def loaded(self, version: int, load_s: float) -> None:
-        """This rank serves ``version`` now."""
         if self._hub.over is not None:
             raise self._hub.over
         self._hub.loaded = version
         self._hub.call(self._report_loaded, version, load_s)
 
     def failed(self, version: int, error: BaseException) -> None:
-        """This rank may have loaded half of ``version``."""
         self._hub.loaded = 0
         self._hub.call(self._report_failed, version, self._as_wire(version, error))
 
@@ -148,7 +144,6 @@ class Receiver(Part):
         return {ReceiveGrant: self._grant}
 
     def new_term(self) -> None:
-        """Void a grant that was not delivered, and ask the new coordinator."""
         self._granted = 0
         if self._failure is not None:
             self._hub.send(self._failure)
@@ -277,11 +272,9 @@ class Receiver(Part):
         self.session_down(hub.no_answer(what + found, deadline_s))
 
     def session_down(self, error: errors.ReplicasError) -> None:
-        pending = self._asked
-        if pending is not None:
-            self._end_ask()
+        if self._asked is not None:
             self._hub.send(ReceiveCancel(self._asks))
-            pending._fail(error)
+            self.fail_all(error)
 
     def _report_loaded(self, version: int, load_s: float) -> None:
         self._failure = None

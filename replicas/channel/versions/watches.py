@@ -1,8 +1,7 @@
 """Waits for a newer commit, or for a version to be loaded by all targets.
 
-The coordinator watches one version at a time for each member: the oldest that a caller
-here waits for. However many callers wait, and whether or not their deadlines have
-passed, it has one watch per member and is told only of a change.
+However many callers wait here, and whether or not their deadlines have passed, the
+coordinator has one watch for this member, of the oldest version that a caller awaits.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ class _Watch:
 
 
 class Watches(Part):
-    """The watches of one channel in this process.
-
-    A commit watch waits for a version newer than its ``version``, a load watch for that
-    version or a newer one.
-    """
+    """Commit watches wait for a newer version, load watches for that one too."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub

@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from replicas.channel.operations.results import OperationCall
-from replicas.channel.operations.scratch import Scratch, read_segments, segments_of, write_segments
-from replicas.channel.operations.tensor_copies import call_point, copy_out, gpu_of
+from replicas.channel.operations.scratch import (
+    Scratch,
+    call_point,
+    copy_out,
+    gpu_of,
+    read_segments,
+    segments_of,
+    write_segments,
+)
 from replicas.errors import NoCapacity
 from replicas.weights.devices import device_buffers
 from replicas.weights.devices.accelerator import accelerator
