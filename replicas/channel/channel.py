@@ -243,7 +243,7 @@ class Channel(Collectives):
         kind: object = dtype
         if kind is not None and not isinstance(kind, torch.dtype):
             raise self._usage(f"arena_like: dtype must be a torch.dtype, not {shown(kind)}", "pass e.g. torch.bfloat16")
-        return arena_like(self._hub, weights, dtype, self._deadline_s(deadline))
+        return arena_like(self._hub, weights, dtype, self._publisher.mode, self._deadline_s(deadline))
 
     def _check_role(self, what: str) -> None:
         self._check_process()
@@ -346,7 +346,9 @@ class Channel(Collectives):
             self._hub.call(self._hub.leases.lend, inside, self._start_to_leave)  # runs even if this is interrupted
             self._closed = True
             if wait:
-                self._wait_for_open_jobs()
+                self._hub.loop.run(lambda: asyncio.sleep(0), CLOSE_TIMEOUT_S)  # earlier calls have reached the loop
+                for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
+                    pending._ended.wait()  # not wait(): that would count as telling the caller
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
                 self._hub.loop.call(
                     logger.warning, "%s: copies on the GPU go on after %s s", self.name, CLOSE_TIMEOUT_S
@@ -369,11 +371,6 @@ class Channel(Collectives):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(wait=error is None)
-
-    def _wait_for_open_jobs(self) -> None:
-        self._hub.loop.run(lambda: asyncio.sleep(0), CLOSE_TIMEOUT_S)  # earlier calls have reached the loop
-        for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
-            pending._ended.wait()  # not wait(): that would count as telling the caller
 
     def _start_to_leave(self) -> None:
         """On the session thread."""
@@ -415,13 +412,11 @@ class Channel(Collectives):
     def _start_operation(self, operation: OperationCall, deadline: float | None) -> Pending[Receipt]:
         self._check_open()
         if self.role != "peer":
-            raise self._usage(
-                f"{operation.kind}: this rank is a {self.role} of the channel", "use a channel with peers = [...]"
-            )
+            text = f"{operation.kind}: this rank is a {self.role} of the channel"
+            raise self._usage(text, "use a channel with peers = [...]")
         if self._hub.settings.peer_ranks == "leader" and self._hub.member.rank:
-            raise self._usage(
-                f"{operation.kind}: only rank 0 of each replica takes part", 'set ranks = "each" or "all" for the peers'
-            )
+            text = f"{operation.kind}: only rank 0 of each replica takes part"
+            raise self._usage(text, 'set ranks = "each" or "all" for the peers')
         if operation.step is not None:
             step = arguments.integer(f"{operation.kind}: step", operation.step, least=0)
             operation = dataclasses.replace(operation, step=step)
@@ -441,9 +436,8 @@ class Channel(Collectives):
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
-            raise self._usage(
-                "this process was forked from the one that joined", "join in the process that uses the channel"
-            )
+            text = "this process was forked from the one that joined"
+            raise self._usage(text, "join in the process that uses the channel")
 
     def _check_open(self) -> None:
         self._check_process()

@@ -264,14 +264,7 @@ class Hub:
         logger.warning("%s: there is a new coordinator; what is under way here is announced to it", self.name)
         self._step_sent = 0
         self.holdings.doubt()
-        self._correct()
-        for part in self._parts:
-            part.new_term()
-        self.holdings.protect()
-        self.send(wire.Resumed())
-
-    def _correct(self) -> None:
-        """Announce changes since the Hello: messages since then were discarded."""
+        # changes since the Hello: messages since then were discarded
         held = {found.version for found in self.holdings.held()}
         for told in self._introduced.held:
             if told.version not in held:
@@ -279,6 +272,10 @@ class Hub:
         loaded = self._loaded_version()
         if loaded and loaded != self._introduced.loaded:
             self.send(wire.Loaded(loaded, 0.0))
+        for part in self._parts:
+            part.new_term()
+        self.holdings.protect()
+        self.send(wire.Resumed())
 
     def handle(self, message: wire.FromCoordinator) -> None:
         handler = self._handlers.get(type(message))

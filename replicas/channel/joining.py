@@ -81,16 +81,18 @@ def join(
     timeout = arguments.seconds("join: timeout", timeout, zero=True)
     observe = arguments.flag("join: observe", observe)
     found = environ.read()
-    address = _endpoint(found.endpoint if endpoint is None else endpoint)
+    address = found.endpoint if endpoint is None else endpoint
+    if address is None:
+        text = f"join: where is the coordinator? {environ.ENDPOINT} is not set"
+        raise errors.UsageError(text, hint="start this program with `replicas run`, or pass endpoint=...")
+    address = arguments.endpoint("join: endpoint", address)
     secret = arguments.token("join: token", token) if token is not None else environ.read_token(found)
     texts = arguments.texts("join: info", {} if info is None else info)
     own_group = group if group is not None else found.group or ("observer" if observe else None)
     if own_group is None:
-        raise errors.UsageError(
-            f"join: which group? {environ.GROUP} is not set",
-            channel=channel,
-            hint="start this program with `replicas run`, or pass group=..., replica=...",
-        )
+        text = f"join: which group? {environ.GROUP} is not set"
+        hint = "start this program with `replicas run`, or pass group=..., replica=..."
+        raise errors.UsageError(text, channel=channel, hint=hint)
     hello = Hello(
         protocol=PROTOCOL,
         run=arguments.text("join: run", run if run is not None else found.run or ""),
@@ -167,15 +169,6 @@ def _show_stacks(found: Environment, hello: Hello) -> None:
 def _first(what: str, *values: int | None) -> int:
     value = next(value for value in values if value is not None)
     return arguments.integer(f"join: {what}", value, least=int(what == "world_size"), most=RANKS_MAX)
-
-
-def _endpoint(endpoint: str | None) -> str:
-    if endpoint is None:
-        raise errors.UsageError(
-            f"join: where is the coordinator? {environ.ENDPOINT} is not set",
-            hint="start this program with `replicas run`, or pass endpoint=...",
-        )
-    return arguments.endpoint("join: endpoint", endpoint)
 
 
 def _nccl_version() -> str:

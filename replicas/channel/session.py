@@ -174,10 +174,8 @@ class Session:
         except _Over as over:
             raise over.error from over.__cause__
         except TimeoutError:
-            raise errors.Disconnected(
-                f"no coordinator answered at {self.endpoint} within {timeout_s:g} s: {self._last_error or 'silence'}",
-                channel=self._hello.channel,
-            ) from None
+            text = f"no coordinator answered at {self.endpoint} within {timeout_s:g} s: {self._last_error or 'silence'}"
+            raise errors.Disconnected(text, channel=self._hello.channel) from None
         self._task = self._loop.spawn(self._run(websocket), f"session {self._hello.channel}")
 
     def send(self, body: wire.FromMember) -> None:
@@ -280,6 +278,7 @@ class Session:
             self._last_error = _text(error)
 
     async def _connect_once(self) -> _Connection:
+        """Connect and shake hands."""
         async with asyncio.timeout(REACH_S) as limit:
 
             def reached(*arguments: Any, **options: Any) -> _Connection:
@@ -291,7 +290,6 @@ class Session:
             return await self._open(reached)
 
     async def _open(self, make: Callable[..., _Connection]) -> _Connection:
-        """Connect and shake hands; ``make`` is called when TCP is connected."""
         try:
             found = await connect(
                 f"ws://{self.endpoint}/session",

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,17 +34,17 @@ PREFORK_DELAY_S = 0.2
 """Delay before the next spare sidecar is forked: the lane's first work goes first."""
 
 
+@dataclass(eq=False)
 class SidecarLane:
     """One process group as this member sees it."""
 
-    def __init__(self, name: str, rank: int, backend: Backend) -> None:
-        self.name = name
-        self.rank = rank
-        self.backend = backend
-        self.sidecar: Sidecar | None = None
-        self.ended = False
-        self.told_at = 0.0
-        self.turn = asyncio.Lock()  # its operations run one at a time, in the order of their Go
+    name: str
+    rank: int
+    backend: Backend
+    sidecar: Sidecar | None = None
+    ended: bool = False
+    told_at: float = 0.0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one operation at a time, in the order of their Go
 
     def end(self) -> None:
         """Kill the sidecar, if there is one."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from replicas import errors
@@ -27,38 +28,42 @@ KEPT_RESULTS = 4
 """Operations of unknown outcome whose outputs are kept; the oldest is dropped first."""
 
 
+@dataclass(eq=False)
 class Attempt:
     """One Go of the coordinator. ``me``: this member's index among the participants."""
 
-    def __init__(self, go: OperationGo, me: int) -> None:
-        self.go = go
-        self.me = me
-        self.deadline = time.monotonic() + go.deadline_s
-        self.outputs: Buffer | None = None
-        self.running = True
+    go: OperationGo
+    me: int
+    outputs: Buffer | None = None
+    running: bool = True
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.go.deadline_s
 
 
+@dataclass(eq=False)
 class Job:
     """One call of an operation."""
 
-    def __init__(self, operation: OperationCall, deadline_s: float, channel: str) -> None:
-        self.operation = operation
-        self.deadline_s = deadline_s
+    operation: OperationCall
+    deadline_s: float
+    pending: Pending[Receipt]
+    post: int = 0
+    outage: float = 0.0  # id of the session outage in which it was posted
+    unsettled: tuple[str, ...] = ()
+    inputs: Buffer | None = None
+    attempt: Attempt | None = None
+    running: int = 0
+    said_done: bool = False
+    over: bool = False
+    kept: bool = False  # its outcome is unknown, or its results are not collected
+    told: bool = False  # the caller knows that there are results to collect
+    spoiled: bool = False  # an attempt ended with its sidecar
+    timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
         self.began = time.monotonic()
-        self.deadline = self.began + deadline_s
-        self.pending: Pending[Receipt] = Pending(f"{operation.kind} on {channel}")
-        self.post = 0
-        self.outage = 0.0  # id of the session outage in which it was posted
-        self.unsettled: tuple[str, ...] = ()
-        self.inputs: Buffer | None = None
-        self.attempt: Attempt | None = None
-        self.running = 0
-        self.said_done = False
-        self.over = False
-        self.kept = False  # its outcome is unknown, or its results are not collected
-        self.told = False  # the caller knows that there are results to collect
-        self.spoiled = False  # an attempt ended with its sidecar
-        self.timer: asyncio.TimerHandle | None = None
+        self.deadline = self.began + self.deadline_s
 
     @property
     def ref(self) -> str:

@@ -135,10 +135,9 @@ class OperationCall:
         given = [(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in targets]
         coming = [(segment.dtype, segment.shape) for segment in found]
         if given != coming:
-            raise errors.RanksDisagree(
-                f"{self.kind}: the tensors given here are {_text(given)}, the others send {_text(coming)}",
-                hint="give tensors of the shapes and dtypes that are sent, or none to have them made",
-            )
+            text = f"{self.kind}: the tensors given here are {_text(given)}, the others send {_text(coming)}"
+            hint = "give tensors of the shapes and dtypes that are sent, or none to have them made"
+            raise errors.RanksDisagree(text, hint=hint)
         return targets
 
     def finish(self, data: ReceiptData, go: OperationGo, me: int, outputs: Buffer | None) -> Receipt:

@@ -15,7 +15,7 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.channel.versions.free_slot import free_slot
 from replicas.channel.versions.leases import Holder
 from replicas.core.versions.manifest import PartManifest, check_size
-from replicas.messages import Filled, Meta, Packed, PackFailed, PublishBegin, SlotPlace, arguments
+from replicas.messages import Meta, Packed, PackFailed, PublishBegin, arguments
 from replicas.weights.copying import Copier
 from replicas.weights.devices.accelerator import accelerator, device_of
 from replicas.weights.devices.device_copies import CopyOptions, DeviceCopies
@@ -111,13 +111,6 @@ class PublishJob:
             hold_s=self.hold_s,
             meta=self.meta if self.late_meta is not None else None,
         )
-
-    def streaming_message(self, manifest: PartManifest, device: str) -> Packed:
-        """The announcement that the bytes filled so far may be sent."""
-        return Packed(self.number, manifest.hash, manifest.nbytes, device, self.wait_s, 0.0, streaming=True)
-
-    def filled_message(self, place: SlotPlace) -> Filled:
-        return Filled(self.number, self.pack_s, self.digest, self.digest_s, place, self.hold_s)
 
     def receipt(self, epoch: int, staging: str) -> Receipt:
         """Receipt of a version known to be committed, without a verdict's details."""
@@ -233,9 +226,8 @@ class Filling:
     ) -> tuple[PartManifest, Packing]:
         """Take a slot that the trainer has filled in place, without a copy."""
         if feed.dtype is not None:
-            raise self._hub.error(
-                errors.UsageError, "publish: this slot has its dtypes already", hint="pass dtype to arena_like"
-            )
+            text = "publish: this slot has its dtypes already"
+            raise self._hub.error(errors.UsageError, text, hint="pass dtype to arena_like")
         check_size(written.manifest)
         written.check_open()
         feed.take_known()
@@ -274,11 +266,8 @@ class Filling:
     async def _take(self, job: PublishJob, written: WritableSlot) -> Slot:
         self._check(job)
         if not (isinstance(written.holder, Holder) and self._hub.leases.keep(written.holder)):
-            raise self._hub.error(
-                errors.UsageError,
-                "publish: this slot is one of another channel, or of an earlier session of this one",
-                hint="publish it on the channel whose arena_like made it",
-            )
+            text = "publish: this slot is one of another channel, or of an earlier session of this one"
+            raise self._hub.error(errors.UsageError, text, hint="publish it on the channel whose arena_like made it")
         self._hub.arena.assign(written.slot, job.version)
         return written.slot
 

@@ -45,7 +45,7 @@ async def free_slot(
     """
     nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
     while True:
-        changed = hub.holdings.event()
+        changed = hub.holdings.changed
         check()
         hub.leases.sweep()
         hub.arena.release(version)
@@ -75,23 +75,16 @@ async def free_slot(
                 await changed.wait()
 
 
-def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, deadline_s: float) -> WritableSlot:
+def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, deadline_s: float) -> WritableSlot:
     """See :meth:`replicas.Channel.arena_like`. On the caller's thread."""
-    mode: Mode = "parts" if hub.settings.source_ranks == "all" else "image"
     feed = Feed(weights, dtype=dtype, mode=mode)
     if mode == "image" and not hub.leader:
-        raise hub.error(
-            errors.UsageError,
-            "arena_like: only the leader of this source carries bytes",
-            hint='call it on rank 0 alone, or set ranks = "all" for the source',
-        )
+        text = "arena_like: only the leader of this source carries bytes"
+        raise hub.error(errors.UsageError, text, hint='call it on rank 0 alone, or set ranks = "all" for the source')
     manifest = feed.plan()
     if manifest is None:
-        raise hub.error(
-            errors.UsageError,
-            f"arena_like: a {type(weights).__name__} does not tell its tensors beforehand",
-            hint="give a module, a mapping, or an object with metadata()",
-        )
+        text = f"arena_like: a {type(weights).__name__} does not tell its tensors beforehand"
+        raise hub.error(errors.UsageError, text, hint="give a module, a mapping, or an object with metadata()")
 
     holder = Holder()
     room: Pending[Slot] = Pending(f"a slot of {hub.name}")

@@ -49,6 +49,7 @@ class Holdings:
 
     :param call: runs a function on the session thread.
     :param on_drop: called there with a version whose slot was reused for another.
+    :ivar changed: set at the next change of a slot; get it before looking for one.
     :ivar latest_digest: of ``latest``; empty while only its number is known.
     :ivar assigned: the version that this replica was granted and this rank has yet to
         load; 0: none.
@@ -67,7 +68,7 @@ class Holdings:
         self.prepared: set[int] = set()
         self.doubtful: set[int] = set()
         self._facts: dict[int, _Facts] = {}
-        self._event = asyncio.Event()
+        self.changed = asyncio.Event()
         self._device = ""
 
     def open(self, slots: int, device: str = "") -> None:
@@ -192,13 +193,9 @@ class Holdings:
         self._forget()
         self._wake()
 
-    def event(self) -> asyncio.Event:
-        """Set at the next change of a slot. Get it before looking for one."""
-        return self._event
-
     def _wake(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     def _dropped(self, version: int) -> None:
         if self.arena.find(version) is None:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -29,26 +28,19 @@ from replicas.weights.digest import digest_of
 from replicas.weights.loading import part_pairs, scatter_parts
 from replicas.weights.memory.arena import Arena, Buffer, Slot
 
-__all__ = ["Copied", "copy_image", "copy_part"]
+__all__ = ["copy_image", "copy_part"]
 
 END_S = 3.0
 """How long to wait for the end of a process that has begun to end."""
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Copied(NamedTuple):
-    """Durations of a copy and of its check, in seconds, and the digest of the copy."""
-
-    copy_s: float
-    verify_s: float
-    digest: str
-
-
-def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: str) -> Copied:
+def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: str) -> tuple[str, float, float]:
     """Fill ``slot`` with another member's image at ``place``, on the same GPU.
 
     It must have ``digest``, if that is known. Errors: Gone (it is not there any more),
     WorldError (it cannot be opened, or the GPU has failed), SyncError (wrong digest).
+    Returns its digest, and the seconds that the copy and the digest took.
     """
     started = time.monotonic()
     with _gone_if_owner_ended(place, slot.version):
@@ -65,7 +57,7 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
         if digest and found_digest != digest:
             what = f"the copy of version {slot.version} on GPU {device} is not what process {place.pid} has"
             raise errors.SyncError(what, phase="verify", version=slot.version)
-    return Copied(copied - started, time.monotonic() - copied, found_digest)
+    return found_digest, copied - started, time.monotonic() - copied
 
 
 def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, device: str) -> None:

@@ -59,7 +59,7 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.channel.versions.filling import Filling, PublishJob
 from replicas.channel.versions.leases import Holder
 from replicas.core.versions.manifest import PartManifest
-from replicas.messages import PackFailed, PublishAdmitted, PublishEnd
+from replicas.messages import Filled, Packed, PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of
 from replicas.weights.feed import Feed, Mode
 from replicas.weights.packing import Packing
@@ -278,7 +278,7 @@ class Publisher(Part):
         job.ready = True
         if job.streaming:
             job.told = True
-            self._hub.send(job.filled_message(job.slot.place))
+            self._hub.send(Filled(job.number, job.pack_s, job.digest, job.digest_s, job.slot.place, job.hold_s))
         else:
             self._announce()
 
@@ -304,7 +304,7 @@ class Publisher(Part):
         job.streaming = True
         self._hub.filled_up_to(job.version, 0)
         job.manifest = manifest
-        self._hub.send(job.streaming_message(manifest, device))
+        self._hub.send(Packed(job.number, manifest.hash, manifest.nbytes, device, job.wait_s, 0.0, streaming=True))
 
     def _grown(self, job: PublishJob, nbytes: int) -> None:
         if job.streaming:

@@ -122,11 +122,11 @@ class Receiver(Part):
         if self._hub.over is not None:
             raise self._hub.over
         self._hub.loaded = version
-        self._hub.call(self._report_loaded, version, load_s)
+        self._hub.call(self._report, Loaded(version, load_s))
 
     def failed(self, version: int, error: BaseException) -> None:
         self._hub.loaded = 0
-        self._hub.call(self._report_failed, version, self._as_wire(version, error))
+        self._hub.call(self._report, LoadFailed(version, self._as_wire(version, error)))
 
     def _as_wire(self, version: int, error: BaseException) -> WireError:
         """On the caller's thread: the exception's text may run any code."""
@@ -166,8 +166,14 @@ class Receiver(Part):
         if self._hub.over is not None:
             pending._fail(self._hub.over)
             return
-        if replaced is not None:
-            self._end_replaced(replaced, bound)
+        if replaced is not None:  # it may have been given an update since
+            update = self._delivered()
+            if replaced._take_back() and update is not None:
+                update.withdraw()
+            if self._asked is replaced:
+                self._end_ask()
+            text = f"a receive({bound}) took the place of this one"
+            replaced._fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next"))
         update = self._delivered()
         if update is not None and not update.ended:
             pending._fail(self._still_open(update))  # another thread got it meanwhile
@@ -175,16 +181,6 @@ class Receiver(Part):
         self._end_ask()  # of an earlier, interrupted call: its Pending is lost
         self._deadline_s, self._asked_bound = deadline_s, bound
         self._ask_for(pending)
-
-    def _end_replaced(self, pending: Pending[Update], bound: Bound) -> None:
-        """End a receive that was replaced; it may have been given an update since."""
-        update = self._delivered()
-        if pending._take_back() and update is not None:
-            update.withdraw()
-        if self._asked is pending:
-            self._end_ask()
-        text = f"a receive({bound}) took the place of this one"
-        pending._fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next"))
 
     def _ask_for(self, pending: Pending[Update]) -> None:
         self._asked = pending
@@ -239,7 +235,7 @@ class Receiver(Part):
         if version == self._in_hand and self._hub.over is None:
             self._hub.loaded = 0
             error = errors.SyncError("it was dropped without a report", version=version, phase="load", hint="")
-            self._report_failed(version, self._as_wire(version, error))
+            self._report(LoadFailed(version, self._as_wire(version, error)))
 
     def latest_grown(self) -> None:
         """Swap a delivered, unobserved update for a newer version, once for each."""
@@ -276,21 +272,13 @@ class Receiver(Part):
             self._hub.send(ReceiveCancel(self._asks))
             self.fail_all(error)
 
-    def _report_loaded(self, version: int, load_s: float) -> None:
-        self._failure = None
-        self._settled(version)
-        self._hub.send(Loaded(version, load_s))
-
-    def _report_failed(self, version: int, error: WireError) -> None:
-        self._settled(version)
-        self._failure = LoadFailed(version, error)
-        self._hub.send(self._failure)
-
-    def _settled(self, version: int) -> None:
-        if self._in_hand == version:
+    def _report(self, message: Loaded | LoadFailed) -> None:
+        self._failure = message if isinstance(message, LoadFailed) else None
+        if self._in_hand == message.version:
             self._in_hand = 0
         assigned = self._hub.holdings.assigned
-        self._hub.assign(0 if assigned == version else assigned)
+        self._hub.assign(0 if assigned == message.version else assigned)
+        self._hub.send(message)
 
     def _unpin(self, holder: Holder, slot: Slot) -> None:
         if self._hub.leases.keep(holder):

@@ -24,6 +24,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -49,19 +50,22 @@ KEPT_FILLED = 8
 """Versions whose fill level is remembered: several publishes may be under way."""
 
 
+@dataclass(eq=False)
 class _Transfer:
     """``running``: its slot is worked on. ``cancelled``: it was withdrawn."""
 
-    def __init__(self, offer: wire.TransferOffer) -> None:
-        self.offer = offer
-        self.sends = offer.role == "send"
-        self.slot: Slot | None = None
-        self.pinned = False
-        self.lane: SidecarLane | None = None
-        self.streams_to: Sidecar | None = None
-        self.manifest = b""
-        self.running = False
-        self.cancelled = False
+    offer: wire.TransferOffer
+    slot: Slot | None = None
+    pinned: bool = False
+    lane: SidecarLane | None = None
+    streams_to: Sidecar | None = None
+    manifest: bytes = b""
+    running: bool = False
+    cancelled: bool = False
+
+    @property
+    def sends(self) -> bool:
+        return self.offer.role == "send"
 
 
 class Transfers(Part):
@@ -190,7 +194,8 @@ class Transfers(Part):
         slot = await self._reserve(transfer)
         transfer.running = True
         copied = await asyncio.to_thread(copy_image, hub.arena, place, slot, hub.device, offer.digest)
-        return wire.TransferDone(offer.transfer, copied.digest, {}, copied.copy_s, copied.verify_s)
+        digest, copy_s, verify_s = copied
+        return wire.TransferDone(offer.transfer, digest, {}, copy_s, verify_s)
 
     def _place_of(self, offer: wire.TransferOffer) -> wire.SlotPlace:
         if offer.place is None:
@@ -207,9 +212,8 @@ class Transfers(Part):
             self._hub.arena.unpin(slot)
             slot = None
         if slot is None:
-            raise self._hub.error(
-                errors.Gone, f"{self._hub.member} no longer holds version {offer.version}", version=offer.version
-            )
+            text = f"{self._hub.member} no longer holds version {offer.version}"
+            raise self._hub.error(errors.Gone, text, version=offer.version)
         transfer.slot, transfer.pinned = slot, True
 
     async def _reserve(self, transfer: _Transfer) -> Slot:

@@ -123,11 +123,9 @@ class Update:
 
     def _enter(self) -> None:
         if self._entered:
-            raise errors.UsageError(
-                f"the update of version {self.version} is open in another `with` block already",
-                version=self.version,
-                hint="receive and load in one thread: all who wait for one receive are given the same update",
-            )
+            text = f"the update of version {self.version} is open in another `with` block already"
+            hint = "receive and load in one thread: all who wait for one receive are given the same update"
+            raise errors.UsageError(text, version=self.version, hint=hint)
         self._touch()
         self._entered = True
 
@@ -251,21 +249,16 @@ class Update:
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
-            raise errors.UsageError(
-                f"the update of version {self.version} is that of the process from which this one was forked",
-                version=self.version,
-                hint="read and report it there; tensors that were read before the fork can be used here",
-            )
+            text = f"the update of version {self.version} is that of the process from which this one was forked"
+            hint = "read and report it there; tensors that were read before the fork can be used here"
+            raise errors.UsageError(text, version=self.version, hint=hint)
 
     def _report(self, outcome: str) -> bool:
         if self._outcome == outcome:
             return False
         if self._outcome is not None:
-            raise errors.UsageError(
-                f"the update of version {self.version} was reported {self._outcome} before",
-                version=self.version,
-                hint="report an update once",
-            )
+            text = f"the update of version {self.version} was reported {self._outcome} before"
+            raise errors.UsageError(text, version=self.version, hint="report an update once")
         self._outcome = outcome
         return True
 
@@ -274,11 +267,9 @@ class Update:
         self._check_process()
         slot = self._slot
         if slot is None or self._over:
-            raise errors.UsageError(
-                f"the update of version {self.version} has ended: it was {self._outcome or 'left'}",
-                version=self.version,
-                hint="read it before its `with` block ends, or before loaded() or failed()",
-            )
+            text = f"the update of version {self.version} has ended: it was {self._outcome or 'left'}"
+            hint = "read it before its `with` block ends, or before loaded() or failed()"
+            raise errors.UsageError(text, version=self.version, hint=hint)
         if self._began is None:
             self._owner.touched(self.version)  # first: an interrupt between the two must leave no reference to it
             self._began = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from replicas import errors
@@ -18,11 +19,11 @@ from replicas.messages import WatchEnd, WatchLoaded
 __all__ = ["Watches"]
 
 
+@dataclass(eq=False)
 class _Watch:
-    def __init__(self, version: int, pending: Pending[int]) -> None:
-        self.version = version
-        self.pending = pending
-        self.timer: asyncio.TimerHandle | None = None
+    version: int
+    pending: Pending[int]
+    timer: asyncio.TimerHandle | None = None
 
 
 class Watches(Part):
