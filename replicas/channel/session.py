@@ -7,24 +7,24 @@ All of this runs on the session thread. :meth:`Session.send` appends to an outbo
 writer sends the messages above its cursor, and the coordinator's acks remove them. A
 reconnect names ``resume_term`` and the last message received here. If the Welcome has
 the same term, the cursor goes back to the first unacknowledged message, so that each is
-handled exactly once. A Welcome of another term comes from a new coordinator that knows
-nothing of the work under way: the outbox is discarded, numbers start at 1 again, and
-the handler is told (``resumed=False``), which announces the work that is still open.
+handled exactly once. A Welcome of another term comes from a new coordinator: the outbox
+is discarded, numbers start at 1 again, and the handler (``resumed=False``) announces
+the work that is still open.
 
-A heartbeat goes out every ``heartbeat_interval_s`` (of the Welcome, or of a later
-View), and the coordinator acks each; of a message that arrives slowly it acks the
-bytes. A connection on which no *byte* arrived for the time of three acks is closed and
-made anew: a slow link is not a dead one. A connection is never judged right after this
-process itself was paused: data that arrived meanwhile is read first.
+A heartbeat goes out every ``heartbeat_interval_s``, and the coordinator acks each; of a
+message that arrives slowly it acks the bytes. A connection on which no *byte* arrived
+for the time of three acks is made anew: a slow link is not a dead one. A connection is
+never judged right after this process itself was paused: data that arrived meanwhile is
+read first.
 
 Reconnecting goes on as long as the channel is open; operations end by their own
 deadlines. A try has failed if nothing answered, or if the connection ended before any
-new message went either way. After each failed try in a row there is a growing, jittered
-pause, and more patience with the next one, so a message that the coordinator rejects is
-not sent again at full speed. A malformed frame ends the connection, and the next one
-resumes: the frame may have been corrupted on the way. Only three things end a session
-for good, by the handler's ``session_over``: :class:`Refused`, a refused token, and
-:data:`MALFORMED_MAX` malformed frames without a good one in between.
+new message went either way. Each failed try in a row brings a longer, jittered pause
+and more patience, so a message that the coordinator rejects is not sent again at full
+speed. A malformed frame, perhaps corrupted on the way, ends the connection alone. Only
+three things end a session for good, by the handler's ``session_over``:
+:class:`Refused`, a refused token, and :data:`MALFORMED_MAX` malformed frames without a
+good one in between.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Form and end this member's lanes, one sidecar each, as the coordinator says.
 
-A sidecar that died or failed in the middle of work is never used again: its lane is
-*ended*, it is killed, and :meth:`SidecarLane.gone` tells when its death is certain.
-Only then may the memory that it read or wrote be reused; if the death cannot be
-confirmed, that memory is kept.
+A sidecar that died or failed in the middle of work is killed, and its lane *ended*.
+The memory that it read or wrote may be reused only when its death is certain
+(:meth:`SidecarLane.gone`); if that cannot be confirmed, the memory is kept.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
 """The versions that a member holds in slots, their facts, and which must be kept.
 
-Theory of operation
-===================
-
 Several threads use the arena; the rest here belongs to the session thread, which
 replaces (never changes in place) the values that others read. *Protected* versions are
 never evicted: the newest committed version, the one assigned to this replica and not
 yet loaded, those being published, and those received and not yet committed or
-discarded. Open updates and running transfers pin their slots. After each change all
-that wait for a slot (publishes, transfers) look again.
+discarded. Open updates and running transfers pin their slots.
 
 A version that is released while its slot is still read is freed with the last pin, and
 counts as not held until then. Versions that are mapped from another member of this host
 (*foreign* slots) cost no memory here, and are let go of as soon as they are not needed:
-their owner may want to reuse the slot. No facts are kept of a version without a slot.
+their owner may want to reuse the slot.
 
 **Doubt.** A slot that this member filled itself has no digest until the coordinator
 names one in its commit. A new coordinator may not know our version, and give the same
