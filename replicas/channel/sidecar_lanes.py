@@ -33,7 +33,7 @@ PREFORK_DELAY_S = 0.2
 """Delay before the next spare sidecar is forked: the lane's first work goes first."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SidecarLane:
     """One process group as this member sees it."""
 

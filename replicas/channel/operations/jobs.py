@@ -28,7 +28,7 @@ KEPT_RESULTS = 4
 """Operations of unknown outcome whose outputs are kept; the oldest is dropped first."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Attempt:
     """One Go of the coordinator. ``me``: this member's index among the participants."""
 
@@ -41,7 +41,7 @@ class Attempt:
         self.deadline = time.monotonic() + self.go.deadline_s
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Job:
     """One call of an operation."""
 

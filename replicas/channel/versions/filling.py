@@ -27,7 +27,7 @@ from replicas.weights.packing import Packer, Packing, stage
 __all__ = ["CopiesUnderWay", "Filling", "PublishJob"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PublishJob:
     """One publish of this rank; fields change on the session thread."""
 

@@ -50,7 +50,7 @@ KEPT_FILLED = 8
 """Versions whose fill level is remembered: several publishes may be under way."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Transfer:
     """``running``: its slot is worked on. ``cancelled``: it was withdrawn."""
 

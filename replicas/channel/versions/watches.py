@@ -19,7 +19,7 @@ from replicas.messages import WatchEnd, WatchLoaded
 __all__ = ["Watches"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Watch:
     version: int
     pending: Pending[int]
