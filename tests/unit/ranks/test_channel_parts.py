@@ -125,6 +125,16 @@ async def test_a_sidecar_that_dies_by_itself_is_reported_once(target: World) -> 
     assert not [m for m in target.session.sent if isinstance(m, wire.LaneFailed)]
 
 
+async def test_spare_sidecars_are_asked_for_by_one_task_at_a_time(target: World) -> None:
+    """After a pause of the process many lanes ask at once."""
+    for _ in range(2):
+        before = len(target.loop.tasks)
+        for _ in range(5):
+            target.lanes.prepare()
+        assert len(target.loop.tasks) == before + 1
+        await asyncio.gather(*target.loop.tasks)
+
+
 async def test_however_many_wait_for_loads_the_coordinator_is_asked_once(target: World) -> None:
     """Also by those whose deadline has passed: a router that polls."""
     polls = [target.watches.loaded(5, 0.01) for _ in range(1000)]
