@@ -7,26 +7,25 @@ all members of that coordinator wait too.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from weakref import WeakKeyDictionary
 
 from replicas import errors
 
 __all__ = ["begin", "end", "must_not_block"]
 
-_coordinators: WeakKeyDictionary[asyncio.AbstractEventLoop, Counter[int]] = WeakKeyDictionary()
+_coordinators: WeakKeyDictionary[asyncio.AbstractEventLoop, set[int]] = WeakKeyDictionary()
 
 
 def begin(coordinator: object) -> None:
     """Register that ``coordinator`` runs on this thread's loop from now on."""
-    _coordinators.setdefault(asyncio.get_running_loop(), Counter())[id(coordinator)] += 1
+    _coordinators.setdefault(asyncio.get_running_loop(), set()).add(id(coordinator))
 
 
 def end(coordinator: object) -> None:
     """Undo :func:`begin`."""
     loop = asyncio.get_running_loop()
-    known = _coordinators.get(loop, Counter())
-    known.pop(id(coordinator), None)
+    known = _coordinators.get(loop, set())
+    known.discard(id(coordinator))
     if not known:
         _coordinators.pop(loop, None)
 

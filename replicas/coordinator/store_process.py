@@ -42,7 +42,7 @@ import msgspec
 
 from replicas.common.decoding import MALFORMED
 from replicas.linux import inherited
-from replicas.linux.prctl import die_with_parent
+from replicas.linux.processes import die_with_parent
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -60,22 +60,22 @@ def let_go(fd: int) -> None:
 
 def mark(fd: int, byte: int) -> None:
     """Mark ``byte``; any number of descriptions can."""
+    _set_mark(fd, byte, fcntl.F_RDLCK)
+
+
+def unmark(fd: int, byte: int) -> None:
+    """Remove this description's mark of ``byte``."""
+    _set_mark(fd, byte, fcntl.F_UNLCK)
+
+
+def _set_mark(fd: int, byte: int, kind: int) -> None:
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         # A kernel without such locks: `marked` fails in readers, so none maps this
         # memory; they use the process group instead.
-
-
-def unmark(fd: int, byte: int) -> None:
-    """Remove this description's mark of ``byte``."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # see mark()
-            raise
 
 
 def marked(fd: int, byte: int) -> bool:

@@ -1,14 +1,15 @@
-"""Linux processes: read them from ``/proc``, signal them by pidfd.
+"""Linux processes: read them from ``/proc``, signal them by pidfd, set up one's own.
 
 Standard library only. A process is signalled only through a pidfd, and only after a
-check, with the pidfd already open, that it is the intended one: a descendant of a given
-process (:func:`signal_descendants`), started with a given environment variable
+check, with the pidfd already open, that it is the intended one: a descendant of this
+process (:func:`signal_own`), started with a given environment variable
 (:func:`signal_marked`), or in a control group of ours (:mod:`replicas.linux.cgroups`).
 So a pid that was reused in between is never hit.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -23,21 +24,25 @@ __all__ = [
     "SHIM",
     "START_TIME",
     "Child",
+    "become_subreaper",
+    "boot_id",
     "catches",
     "children",
     "command_line",
     "descendants",
+    "die_with_parent",
     "has_zombie",
     "is_below",
     "is_resource_tracker",
     "is_stopped",
     "marked",
+    "name_process",
+    "namespace",
     "own_children",
     "parents",
     "processes",
     "python_module",
     "send_signal",
-    "signal_descendants",
     "signal_each",
     "signal_marked",
     "signal_name",
@@ -51,13 +56,14 @@ MARK = "REPLICAS_SHIM"
 
 Children inherit it; a sweep uses it to find what a dead generation left behind.
 """
-
 SHIM = "replicas.supervisor.shim.shim"
 """Module of the shim, as it appears in a shim's command line."""
-
 START_TIME = 19
 """Index in :func:`stat_fields` of the start time, in clock ticks from boot."""
 _DEAD = ("Z", "X", "x")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Child:
@@ -150,8 +156,7 @@ def processes() -> Iterator[int]:
 def command_line(pid: int, limit: int = 120) -> str:
     """Return the command line of a process as one line of printable characters.
 
-    The name in brackets, as ``ps`` shows it, for a dying process that has lost its
-    memory; empty for one that is gone.
+    Of a dying process, the name in brackets, as ``ps`` shows it; empty: it is gone.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes() or b"[%b]" % Path(f"/proc/{pid}/comm").read_bytes().strip()
@@ -162,10 +167,9 @@ def command_line(pid: int, limit: int = 120) -> str:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Return whether the process is a :mod:`multiprocessing.resource_tracker`.
+    """Return whether it unlinks a dead Python program's shared memory and semaphores.
 
-    That process unlinks a dead Python program's named shared memory and semaphores. Use
-    the answer for the order of killing only, never to choose what to kill.
+    Use the answer for the order of killing only, never to choose what to kill.
     """
     try:
         return b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -215,14 +219,7 @@ def own_children() -> list[int]:
 
 def is_below(pid: int, root: int) -> bool:
     """Return whether ``root`` is an ancestor of ``pid``."""
-    while pid > 1:
-        found = _stat(pid)
-        if found is None:
-            return False
-        pid = found[1]
-        if pid == root:
-            return True
-    return False
+    return root in parents(pid)
 
 
 def catches(pid: int, signum: int) -> bool:
@@ -257,10 +254,9 @@ def send_signal(pidfd: int, signum: int) -> bool:
 
 
 def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) -> list[int]:
-    """Signal each process that ``still`` confirms while its pidfd is open.
+    """Signal, and return, each process that ``still`` confirms with its pidfd open.
 
-    :return: the ids of the signalled processes, without those that are gone or have
-        become another user's.
+    Those that are gone or have become another user's are left out.
     """
     signalled = []
     for pid in pids:
@@ -276,22 +272,11 @@ def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) 
     return signalled
 
 
-def signal_descendants(root: int, signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal every living descendant of ``root`` except those in ``but``.
-
-    :return: the ids of the signalled processes; empty: none was left in this snapshot.
-    """
-    pids = [pid for pid in descendants(root) if pid not in but]
-    return signal_each(pids, signum, lambda pid: is_below(pid, root))
-
-
 def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal every living descendant of this single-threaded process.
+    """Signal, and return, every living descendant of this single-threaded process.
 
     Includes children that ``/proc`` hides: with ``hidepid`` a child that cannot be
     dumped (``ssh-agent``) is hidden, but the kernel lists it as a child.
-
-    :return: the ids of the signalled processes.
     """
     pids = dict.fromkeys((*descendants(os.getpid()), *own_children()))
     chosen = [pid for pid in pids if pid not in but]
@@ -309,3 +294,43 @@ def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[in
     """Signal, and return, the processes whose environment has one of these nonces."""
     entries = _entries(nonces)
     return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: _has_mark(pid, entries))
+
+
+# ------------------------------------------------------------ this process
+
+
+def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send ``signum`` to this process when its parent thread ends.
+
+    Exits at once with 1 when the parent, which had pid ``parent``, is already gone.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Make orphaned descendants children of this process instead of init's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def name_process(name: str) -> None:
+    """Set the name that ``ps`` and ``/proc/PID/comm`` show, up to 15 characters."""
+    _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}, {argument!r}): {os.strerror(code)}")
+
+
+def boot_id() -> str:
+    """Return the id of this boot of the machine; containers of one kernel share it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def namespace(kind: str) -> int:
+    """Return this process's namespace id of a kind, such as ``pid`` or ``net``."""
+    return Path(f"/proc/self/ns/{kind}").stat().st_ino

@@ -1,14 +1,11 @@
 """Stack dumps on a signal: a rank registers with faulthandler, its shim finds the file.
 
-Standard library only. :func:`register`, called by ``join``, opens a file for this
-process in the folder ``stacks`` beside its logs. Whenever :data:`SIGNUM` arrives,
-faulthandler writes the stacks of all threads into it. That runs in the signal handler,
-in C, without the GIL, so a rank that hangs in a collective or in a loop that never
-returns to the interpreter answers too. A handler that the program had set for the
-signal is still called.
-
-The file's name identifies the process (:func:`parse`): a signal is sent only to the
-process that made the file.
+Standard library only. Whenever :data:`SIGNUM` arrives, faulthandler writes the stacks
+of all threads into a file in the folder ``stacks`` beside the logs. That runs in the
+signal handler, in C, without the GIL, so a rank that hangs in a collective or in a loop
+that never returns to the interpreter answers too. A handler that the program had set
+for the signal is still called. The file's name identifies the process: a signal is sent
+only to the process that made the file.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ _open: dict[int, BinaryIO] = {}
 _lock = threading.Lock()
 
 
-def _unlock_in_a_child() -> None:
-    """Replace the lock: another thread of the parent may have held it at the fork."""
+def _unlock_in_a_child() -> None:  # another thread of the parent may have held it at the fork
     global _lock
     _lock = threading.Lock()
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from replicas.common.backoff import Backoff
 from replicas.core.members.preflight import MULTI_RANK_VERSION
 from replicas.errors import StoreTampered
-from replicas.linux.machine import boot_id
+from replicas.linux.processes import boot_id
 from replicas.sidecar.groups import CollectiveGroup, GlooGroup, NcclGroup
 from replicas.sidecar.meeting import meet
 from replicas.sidecar.signed_store import SignedStore

@@ -76,7 +76,7 @@ class _Operation:
 
     def run(self) -> None:
         run = {
-            "all_reduce": self._all_reduce,
+            "all_reduce": self._reduce,
             "broadcast": self._broadcast,
             "reduce": self._reduce,
             "all_gather": self._all_gather,
@@ -89,12 +89,10 @@ class _Operation:
         }[self.spec.kind]
         for handle in list(run()):
             handle.wait()
-        if self.spec.kind in ("all_reduce", "reduce") and self.spec.reduce_op == "mean":
-            for tensor in self._runs():
+        if self.spec.reduce_op == "mean" and self.spec.kind in ("all_reduce", "reduce", "reduce_scatter"):
+            mine = [self._reduced()[self.spec.me]] if self.spec.kind == "reduce_scatter" else self._runs()
+            for tensor in mine:
                 tensor.div_(self.group.size)
-        if self.spec.kind == "reduce_scatter" and self.spec.reduce_op == "mean":
-            mine = self._reduced()[self.spec.me]
-            mine.div_(self.group.size)
 
     # -- elementwise, on a copy of the inputs
 
@@ -102,17 +100,14 @@ class _Operation:
         _, nbytes = segment_layout(self.spec.segments[self.spec.me])
         self._region(self.outputs, 0, nbytes).copy_(self._region(self.inputs, 0, nbytes))
 
-    def _all_reduce(self) -> Iterator[Handle]:
-        runs = list(self._runs())
-        self._copy_inputs()
-        for tensor in runs:
-            yield self.group.all_reduce(tensor, self.spec.reduce_op, self.deadline)
-
     def _reduce(self) -> Iterator[Handle]:
         runs = list(self._runs())
         self._copy_inputs()
         for tensor in runs:
-            yield self.group.reduce(tensor, self._root_rank, self.spec.reduce_op, self.deadline)
+            if self.spec.kind == "all_reduce":
+                yield self.group.all_reduce(tensor, self.spec.reduce_op, self.deadline)
+            else:
+                yield self.group.reduce(tensor, self._root_rank, self.spec.reduce_op, self.deadline)
 
     def _reduce_scatter(self) -> Iterator[Handle]:
         tensors = self._reduced()
@@ -125,39 +120,27 @@ class _Operation:
         """Every participant's segment in ``outputs``, as typed tensors."""
         segments = self._one_each(self.spec.me)
         offsets, _ = segment_layout(segments)
-        return [
-            self._typed(
-                self._region(self.outputs, offsets[place], _padded(segments[place])),
-                segments[place].dtype,
-            )
-            for place in self.places
-        ]
+        regions = [self._region(self.outputs, offsets[place], _padded(segments[place])) for place in self.places]
+        return [self._typed(region, segments[place].dtype) for region, place in zip(regions, self.places, strict=True)]
 
     def _broadcast(self) -> Iterator[Handle]:
-        _, nbytes = segment_layout(self.spec.segments[self.spec.root])
         memory = self.inputs if self.spec.me == self.spec.root else self.outputs
-        if nbytes:
-            yield self.group.broadcast(self._region(memory, 0, nbytes), self._root_rank, self.deadline)
+        for region in self._whole(memory, self.spec.root):
+            yield self.group.broadcast(region, self._root_rank, self.deadline)
 
     # -- all to all or one
 
     def _all_gather(self) -> Iterator[Handle]:
-        regions = self._regions_of_all()
-        regions[self.spec.me].copy_(self.inputs[: regions[self.spec.me].numel()])
-        for rank, region in zip(self.spec.lane_ranks, regions, strict=True):
-            if region.numel():
-                yield self.group.broadcast(region, rank, self.deadline)
+        for rank, region in self._gathered():
+            yield self.group.broadcast(region, rank, self.deadline)
 
     def _gather(self) -> Iterator[Handle]:
         if self.spec.me != self.spec.root:
-            _, nbytes = segment_layout(self.spec.segments[self.spec.me])
-            if nbytes:
-                yield self.group.send(self._region(self.inputs, 0, nbytes), self._root_rank, self.deadline)
+            for region in self._whole(self.inputs, self.spec.me):
+                yield self.group.send(region, self._root_rank, self.deadline)
             return
-        regions = self._regions_of_all()
-        regions[self.spec.me].copy_(self.inputs[: regions[self.spec.me].numel()])
-        for rank, region in zip(self.spec.lane_ranks, regions, strict=True):
-            if region.numel() and rank != self.group.rank:
+        for rank, region in self._gathered():
+            if rank != self.group.rank:
                 yield self.group.receive(region, rank, self.deadline)
 
     def _scatter(self) -> Iterator[Handle]:
@@ -179,14 +162,12 @@ class _Operation:
     # -- between two participants
 
     def _send(self) -> Iterator[Handle]:
-        _, nbytes = segment_layout(self.spec.segments[self.spec.me])
-        if nbytes:
-            yield self.group.send(self._region(self.inputs, 0, nbytes), self._peer_rank, self.deadline)
+        for region in self._whole(self.inputs, self.spec.me):
+            yield self.group.send(region, self.spec.lane_ranks[1 - self.spec.me], self.deadline)
 
     def _recv(self) -> Iterator[Handle]:
-        _, nbytes = segment_layout(self.spec.segments[1 - self.spec.me])
-        if nbytes:
-            yield self.group.receive(self._region(self.outputs, 0, nbytes), self._peer_rank, self.deadline)
+        for region in self._whole(self.outputs, 1 - self.spec.me):
+            yield self.group.receive(region, self.spec.lane_ranks[1 - self.spec.me], self.deadline)
 
     def _barrier(self) -> Iterator[Handle]:
         yield self.group.all_reduce(torch.zeros(1, dtype=torch.int32), "sum", self.deadline)
@@ -196,10 +177,6 @@ class _Operation:
     @property
     def _root_rank(self) -> int:
         return self.spec.lane_ranks[self.spec.root]
-
-    @property
-    def _peer_rank(self) -> int:
-        return self.spec.lane_ranks[1 - self.spec.me]
 
     def _one_each(self, participant: int) -> tuple[Segment, ...]:
         """``participant``'s segments, one for each participant of the first attempt."""
@@ -223,7 +200,13 @@ class _Operation:
                     yield self._typed(self._region(self.outputs, offsets[first], end - offsets[first]), segment.dtype)
                 first = index + 1
 
-    def _regions_of_all(self) -> list[torch.Tensor]:
+    def _whole(self, memory: torch.Tensor, participant: int) -> list[torch.Tensor]:
+        """The start of ``memory``, as far as a participant has segments; or none."""
+        _, nbytes = segment_layout(self.spec.segments[participant])
+        return [self._region(memory, 0, nbytes)] if nbytes else []
+
+    def _gathered(self) -> list[tuple[int, torch.Tensor]]:
+        """Each rank with its part of ``outputs``, unless empty; one's own is filled."""
         offsets, total = segment_layout([segment for segments in self.spec.segments for segment in segments])
         bounds = [*offsets, total]
         regions: list[torch.Tensor] = []
@@ -231,7 +214,9 @@ class _Operation:
         for segments in self.spec.segments:
             start, position = bounds[position], position + len(segments)
             regions.append(self._region(self.outputs, start, bounds[position] - start))
-        return regions
+        mine = regions[self.spec.me]
+        mine.copy_(self.inputs[: mine.numel()])
+        return [(rank, one) for rank, one in zip(self.spec.lane_ranks, regions, strict=True) if one.numel()]
 
     def _region(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         if offset + nbytes > memory.numel():
@@ -240,7 +225,7 @@ class _Operation:
 
     def _typed(self, region: torch.Tensor, dtype: str) -> torch.Tensor:
         kind = torch_dtype(dtype)
-        if dtype not in REDUCIBLE[self.group.backend]:
+        if dtype not in REDUCIBLE:
             raise ValueError(f"{self.group.backend} cannot reduce {dtype} tensors")
         if self.spec.reduce_op == "mean" and not kind.is_floating_point:
             raise ValueError(f"the mean of {dtype} tensors is not defined; use sum")

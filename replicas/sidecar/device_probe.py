@@ -16,9 +16,7 @@ import secrets
 import torch
 
 from replicas.errors import Preflight
-from replicas.sidecar.rank_side.answers import SidecarDied, SidecarFailed
-from replicas.sidecar.rank_side.forks import Forkserver
-from replicas.sidecar.rank_side.handle import Sidecar
+from replicas.sidecar.rank_side.client import Forkserver, Sidecar, SidecarDied, SidecarFailed
 from replicas.weights.devices.accelerator import device_of
 from replicas.weights.memory.buffers import Buffer
 

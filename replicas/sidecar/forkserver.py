@@ -39,8 +39,7 @@ from pathlib import Path
 
 from replicas import environ
 from replicas.linux import inherited
-from replicas.linux.prctl import die_with_parent, name_process
-from replicas.linux.processes import send_signal
+from replicas.linux.processes import die_with_parent, name_process, send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
 

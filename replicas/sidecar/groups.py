@@ -37,12 +37,8 @@ from replicas.weights.devices.accelerator import Accelerator, Registration
 __all__ = ["REDUCIBLE", "CollectiveGroup", "GlooGroup", "Handle", "NcclGroup"]
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
-_INTEGERS = ("int64", "int32", "int8", "uint8")
-REDUCIBLE = {
-    "gloo": frozenset(("float64", "float32", "float16", "bfloat16", *_INTEGERS)),
-    "nccl": frozenset(("float64", "float32", "float16", "bfloat16", *_INTEGERS)),
-}
-"""Dtypes (by torch's name) that each backend can reduce. Any dtype can be moved."""
+REDUCIBLE = frozenset(("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"))
+"""Dtypes (by torch's name) that the backends can reduce. Any dtype can be moved."""
 
 PINNED_NBYTES = 8 << 20
 """Size of a reusable pinned staging buffer; larger ones are allocated each time."""
@@ -125,23 +121,22 @@ class CollectiveGroup(ABC):
         self._device = self._device or device
 
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
-        def start(near: torch.Tensor) -> list[Any]:
-            return [self._start("broadcast", near, root, "sum", deadline)]
-
+        options = _c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        start = self._starting(self._backend.broadcast, options, deadline)
         return self._run(tensor, start, deadline, read=self.rank == root, write=self.rank != root)
 
     def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> Handle:
-        def start(near: torch.Tensor) -> list[Any]:
-            return [self._start("all_reduce", near, 0, op, deadline)]
-
+        options = _c10d.AllreduceOptions()
+        options.reduceOp = _REDUCE_OPS[op]
+        start = self._starting(self._backend.allreduce, options, deadline)
         return self._run(tensor, start, deadline, read=True, write=True)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> Handle:
         """The root's ``tensor`` gets the result; the others' become scratch."""
-
-        def start(near: torch.Tensor) -> list[Any]:
-            return [self._start("reduce", near, root, op, deadline)]
-
+        options = _c10d.ReduceOptions()
+        options.rootRank, options.rootTensor, options.reduceOp = root, 0, _REDUCE_OPS[op]
+        start = self._starting(self._backend.reduce, options, deadline)
         return self._run(tensor, start, deadline, read=True, write=self.rank == root)
 
     def send(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle:
@@ -211,19 +206,13 @@ class CollectiveGroup(ABC):
     def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
         """Start to send ``tensor`` to some members, or to receive it from one."""
 
-    def _start(self, kind: str, tensor: torch.Tensor, root: int, op: str, deadline: float) -> Any:
-        timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-        if kind == "broadcast":
-            broadcast = _c10d.BroadcastOptions()
-            broadcast.rootRank, broadcast.rootTensor, broadcast.timeout = root, 0, timeout
-            return self._backend.broadcast([tensor], broadcast)
-        if kind == "all_reduce":
-            all_reduce = _c10d.AllreduceOptions()
-            all_reduce.reduceOp, all_reduce.timeout = _REDUCE_OPS[op], timeout
-            return self._backend.allreduce([tensor], all_reduce)
-        reduce = _c10d.ReduceOptions()
-        reduce.rootRank, reduce.rootTensor, reduce.reduceOp, reduce.timeout = root, 0, _REDUCE_OPS[op], timeout
-        return self._backend.reduce([tensor], reduce)
+    @staticmethod
+    def _starting(operation: Callable[..., Any], options: Any, deadline: float) -> Callable[[torch.Tensor], list[Any]]:
+        def start(near: torch.Tensor) -> list[Any]:
+            options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            return [operation([near], options)]
+
+        return start
 
 
 class GlooGroup(CollectiveGroup):

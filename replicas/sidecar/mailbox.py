@@ -38,16 +38,41 @@ import time
 from collections.abc import Callable
 
 from replicas.sidecar import wire
-from replicas.sidecar.progress import PackingProgress
 from replicas.sidecar.traffic import Traffic
 
-__all__ = ["Mailbox"]
+__all__ = ["KEPT_TRANSFERS", "Mailbox", "PackingProgress"]
 
+KEPT_TRANSFERS = 16
+"""Limit for transfers that never began here or have ended, so they do not pile up."""
 BUSY_S = 0.1
 QUIET_LOOKS = 50
 """Idle polls (of 0.1 s) after which the watch sleeps until the next request."""
 LONGEST_POLL_S = 60.0
 _POLL_END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
+
+
+class PackingProgress:
+    """Bytes packed from the start of the data section of each image that is sent.
+
+    The rank may pack early: the progress of a transfer that has not begun is kept. A
+    number stands for one transfer in the life of a sidecar.
+    """
+
+    def __init__(self) -> None:
+        self._nbytes: dict[int, int] = {}
+
+    def tell(self, transfer: int, nbytes: int) -> None:
+        """Note that the first ``nbytes`` are packed; ignore a smaller late report."""
+        self._nbytes[transfer] = max(nbytes, self._nbytes.pop(transfer, 0))
+        while len(self._nbytes) > KEPT_TRANSFERS:
+            del self._nbytes[next(iter(self._nbytes))]
+
+    def of(self, transfer: int) -> int:
+        """Bytes packed so far."""
+        return self._nbytes.get(transfer, 0)
+
+    def forget(self, transfer: int) -> None:
+        self._nbytes.pop(transfer, None)
 
 
 class Mailbox:
@@ -149,14 +174,15 @@ class Mailbox:
         if frames is None:
             os._exit(0)
         for body, fds in frames:
-            decoded = wire.decode_request(body)
-            wire.check_descriptors(decoded, len(fds))
-            match decoded:
+            request = wire.decode_request(body)
+            if len(fds) != isinstance(request, wire.MapBuffer):
+                raise ConnectionError(f"a {type(request).__name__} came with {len(fds)} descriptors")
+            match request:
                 case wire.Ping(id=number):
                     self.reply(wire.Pong(number, self.traffic.look()))
                 case wire.TransferProgress(transfer=transfer, nbytes=nbytes):
                     self._progress.tell(transfer, nbytes)
-                case request:
+                case _:
                     self._requests.put((request, fds))
 
     @staticmethod

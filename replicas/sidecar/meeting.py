@@ -22,15 +22,15 @@ that a disagreement between the present members is found at once.
 
 from __future__ import annotations
 
-import errno
+import asyncio
 import hashlib
 import os
-import selectors
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from replicas.common.decoding import MALFORMED
 from replicas.errors import Preflight
-from replicas.linux.machine import boot_id, namespace
+from replicas.linux.processes import boot_id, namespace
 from replicas.messages import Backend
 from replicas.sidecar.signed_store import SignedStore
 from replicas.sidecar.wire import GroupSpec
@@ -94,14 +94,15 @@ def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
     :raises RuntimeError: one did not come by the deadline, or the store failed.
     """
     several = len(set(spec.addresses)) > 1
+    host = f"{boot_id()}/{namespace('net')}"
     with _listening(spec, listen=several) as (port, error):
-        mine = _Card(spec.name(spec.rank), spec.backend, spec.size, spec.address, _host(), port, error)
+        mine = _Card(spec.name(spec.rank), spec.backend, spec.size, spec.address, host, port, error)
         store.set(f"card/{spec.rank}", msgspec.msgpack.encode(mine))
         cards = _collect(store, spec, "card", _Card, deadline, lambda card: _check(mine, card))
         _check_hosts(cards[rank] for rank in range(spec.size))
         if not several:
             return
-        found = _reach(spec, mine, cards)
+        found = asyncio.run(_reach(spec, mine, cards))
         store.set(f"finding/{spec.rank}", msgspec.msgpack.encode(found))
         until = min(deadline, time.monotonic() + _FINDINGS_S)
         findings = _collect(store, spec, "finding", _Finding, until, lambda finding: None)
@@ -160,20 +161,12 @@ def _collect(
             missing = [rank for rank in missing if store.check([f"{what}/{rank}"])]
             values = store.multi_get([f"{what}/{rank}" for rank in missing]) if missing else []
         for rank, value in zip(missing, values, strict=True):
-            found[rank] = _decoded(value, kind, f"{what} of {spec.name(rank)}")
+            try:
+                found[rank] = msgspec.msgpack.decode(value, type=kind)
+            except MALFORMED as error:  # signed, so a member wrote it
+                raise RuntimeError(f"the {what} of {spec.name(rank)} in the store is malformed: {error}") from error
             check(found[rank])
     return found
-
-
-def _decoded(value: bytes, kind: type[_T], what: str) -> _T:
-    try:
-        return msgspec.msgpack.decode(value, type=kind)
-    except MALFORMED as error:  # signed, so a member wrote it
-        raise RuntimeError(f"the {what} in the store is malformed: {error}") from error
-
-
-def _host() -> str:
-    return f"{boot_id()}/{namespace('net')}"
 
 
 # ---------------------------------------------------------------- connections
@@ -186,13 +179,9 @@ def _socket(address: str) -> socket.socket:
 @contextmanager
 def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
     """Bind, and greet every caller until the end; yield the port and the bind error."""
-    try:
-        listener = _socket(spec.address)
-    except OSError as error:
-        yield 0, str(error.strerror or error)
-        return
-    with listener:
+    with ExitStack() as stack:
         try:
+            listener = stack.enter_context(_socket(spec.address))
             listener.bind((spec.address, 0))
             if listen:
                 listener.listen(min(spec.size, socket.SOMAXCONN))
@@ -233,78 +222,36 @@ def _greet(listener: socket.socket, words: bytes) -> None:
                 continue
 
 
-def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Finding:
+async def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Finding:
     """Connect to all members with another address at once; failures by rank."""
-    found: _Finding = {}
-    started = time.monotonic()
-    calls: dict[int, _Call] = {}
-    with selectors.DefaultSelector() as selector:
-        for other, card in cards.items():
-            if other != spec.rank and card.address != mine.address:
-                calls[other] = _Call(card, _greeting(spec, other, card.port))
-                selector.register(calls[other].sock, selectors.EVENT_READ | selectors.EVENT_WRITE, other)
-        open_calls = dict(calls)
-        while open_calls:
-            now = time.monotonic() - started
-            for other, call in list(open_calls.items()):
-                if call.late(now):
-                    found[other] = call.why
-                    selector.unregister(open_calls.pop(other).sock)
-            for key, events in selector.select(0.05 if open_calls else 0):
-                call = calls[key.data]
-                if call.advance(events):
-                    selector.unregister(open_calls.pop(key.data).sock)
-                    if call.why:
-                        found[key.data] = call.why
-                elif call.connected:
-                    selector.modify(call.sock, selectors.EVENT_READ, key.data)
-    for call in calls.values():
-        call.sock.close()
-    return found
+    others = [rank for rank, card in cards.items() if rank != spec.rank and card.address != mine.address]
+    calls = [_call(cards[rank], _greeting(spec, rank, cards[rank].port)) for rank in others]
+    reasons = await asyncio.gather(*calls)
+    return {rank: why for rank, why in zip(others, reasons, strict=True) if why}
 
 
-class _Call:
-    """One connection to another member: connecting, then waiting for its greeting."""
-
-    def __init__(self, card: _Card, words: bytes) -> None:
-        self._words = words
-        self._heard = b""
-        self.connected = False
-        self.why = ""
-        self.sock = _socket(card.address)
-        self.sock.setblocking(False)
-        code = self.sock.connect_ex((card.address, card.port))
-        if code not in (0, errno.EINPROGRESS):
-            self.why = os.strerror(code)
-
-    def advance(self, events: int) -> bool:
-        """Handle ``events``; True when the call is over (``why`` says if it failed)."""
-        error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            self.why = os.strerror(error)
-            return True
-        self.connected = True
-        if not events & selectors.EVENT_READ:
-            return False
+async def _call(card: _Card, greeting: bytes) -> str:
+    """Connect to a member, and hear its greeting; return why that fails, or empty."""
+    loop = asyncio.get_running_loop()
+    began, heard = loop.time(), b""
+    awaited, limit_s = "connection", CONNECT_S
+    with _socket(card.address) as sock:
+        sock.setblocking(False)
         try:
-            data = self.sock.recv(_GREETING_NBYTES - len(self._heard))
-        except BlockingIOError:
-            return False
-        except OSError as failure:
-            self.why = str(failure.strerror)
-            return True
-        self._heard += data
-        if data and len(self._heard) < _GREETING_NBYTES:
-            return False
-        if self._heard != self._words:
-            self.why = "another listener answers there"
-        return True
-
-    def late(self, elapsed_s: float) -> bool:
-        limit_s = GREETING_S if self.connected else CONNECT_S
-        if elapsed_s >= limit_s and not self.why:
-            self.why = f"no {'greeting' if self.connected else 'connection'} within {limit_s:g} s"
-        return bool(self.why)
+            async with asyncio.timeout(limit_s) as limit:
+                await loop.sock_connect(sock, (card.address, card.port))
+                awaited, limit_s = "greeting", GREETING_S
+                limit.reschedule(began + limit_s)
+                while len(heard) < len(greeting):
+                    data = await loop.sock_recv(sock, len(greeting) - len(heard))
+                    if not data:
+                        break
+                    heard += data
+        except TimeoutError:
+            return f"no {awaited} within {limit_s:g} s"
+        except OSError as error:
+            return os.strerror(error.errno or 0)
+    return "" if heard == greeting else "another listener answers there"
 
 
 # ---------------------------------------------------------------- the verdict
@@ -318,9 +265,7 @@ def blame(edges: set[tuple[int, int]]) -> list[int]:
     """
     left, guilty = set(edges), set[int]()
     while left:
-        counts: dict[int, int] = {}
-        for _, other in left:
-            counts[other] = counts.get(other, 0) + 1
+        counts = Counter(other for _, other in left)
         worst = {rank for rank, count in counts.items() if count == max(counts.values())}
         guilty |= worst
         left = {edge for edge in left if not worst & set(edge)}

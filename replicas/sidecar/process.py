@@ -32,7 +32,7 @@ import torch
 
 from replicas.core.versions.manifest import Manifest
 from replicas.errors import InternalError, Preflight, ReplicasError, StoreTampered, WorldError, kind_of
-from replicas.linux.prctl import name_process
+from replicas.linux.processes import name_process
 from replicas.sidecar import wire
 from replicas.sidecar.building import build_group
 from replicas.sidecar.collectives import run_collective

@@ -27,7 +27,7 @@ import array
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -65,7 +65,6 @@ __all__ = [
     "TransferResult",
     "TransferSpec",
     "Transferred",
-    "check_descriptors",
     "close_all",
     "decode_forkserver_reply",
     "decode_forkserver_request",
@@ -73,13 +72,11 @@ __all__ = [
     "decode_request",
     "encode",
     "frame_head",
-    "parse_head",
     "read_packet",
     "write_frame",
     "write_packet",
 ]
 
-HEAD_NBYTES = 5
 MAX_FRAME_NBYTES = 256 << 20
 MAX_PACKET_NBYTES = 4096
 _MAX_FDS = 4
@@ -366,53 +363,27 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-# Created here, not at first use: two threads must not meet a struct type for the first
-# time at once.
-_forkserver_request = msgspec.msgpack.Decoder(ForkserverRequest)
-_forkserver_reply = msgspec.msgpack.Decoder(ForkserverReply)
-_request = msgspec.msgpack.Decoder(Request)
-_reply = msgspec.msgpack.Decoder(Reply)
+def _decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Decoder of a union of messages; it raises ConnectionError for malformed data.
 
-
-def _decode(data: bytes, decoder: Any) -> Any:
-    try:
-        return decoder.decode(data)
-    except MALFORMED as error:
-        raise ConnectionError(f"malformed message: {error}") from error
-
-
-def decode_forkserver_request(data: bytes) -> ForkserverRequest:
-    """Decode a rank's message to a forkserver.
-
-    :raises ConnectionError: malformed (in all of these functions).
+    Made here, not at first use: two threads must not meet a struct type for the first
+    time at once.
     """
-    request: ForkserverRequest = _decode(data, _forkserver_request)
-    return request
+    decoder = msgspec.msgpack.Decoder(kind)
+
+    def decode(data: bytes) -> Any:
+        try:
+            return decoder.decode(data)
+        except MALFORMED as error:
+            raise ConnectionError(f"malformed message: {error}") from error
+
+    return decode
 
 
-def decode_forkserver_reply(data: bytes) -> ForkserverReply:
-    reply: ForkserverReply = _decode(data, _forkserver_reply)
-    return reply
-
-
-def decode_request(data: bytes) -> Request:
-    """Decode a rank's message to a sidecar."""
-    request: Request = _decode(data, _request)
-    return request
-
-
-def check_descriptors(request: Request, count: int) -> None:
-    """Check the number of descriptors: one with a buffer, none with other requests.
-
-    :raises ConnectionError: it is wrong.
-    """
-    if count != isinstance(request, MapBuffer):
-        raise ConnectionError(f"a {type(request).__name__} came with {count} descriptors")
-
-
-def decode_reply(data: bytes) -> Reply:
-    reply: Reply = _decode(data, _reply)
-    return reply
+decode_forkserver_request: Callable[[bytes], ForkserverRequest] = _decoder(ForkserverRequest)
+decode_forkserver_reply: Callable[[bytes], ForkserverReply] = _decoder(ForkserverReply)
+decode_request: Callable[[bytes], Request] = _decoder(Request)
+decode_reply: Callable[[bytes], Reply] = _decoder(Reply)
 
 
 def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
@@ -449,17 +420,6 @@ def frame_head(body: bytes, fds: Sequence[int]) -> bytes:
     return _HEAD.pack(len(body), len(fds))
 
 
-def parse_head(head: bytes) -> tuple[int, int]:
-    """Length of the body, and number of descriptors.
-
-    :raises ConnectionError: they exceed the limits.
-    """
-    length, count = _HEAD.unpack(head)
-    if length > MAX_FRAME_NBYTES or count > _MAX_FDS:
-        raise ConnectionError(f"a frame of {length} bytes with {count} descriptors")
-    return length, count
-
-
 def write_frame(sock: socket.socket, message: msgspec.Struct) -> None:
     """Send one frame without descriptors on a blocking socket."""
     body = encode(message)
@@ -489,21 +449,20 @@ class FrameReader:
             close_all(self._fds)
             return None
         self._data += data
-        frames: list[tuple[bytes, list[int]]] = []
-        while (frame := self._next()) is not None:
-            frames.append(frame)
-        return frames
+        return list(iter(self._next, None))
 
     def _next(self) -> tuple[bytes, list[int]] | None:
-        if len(self._data) < HEAD_NBYTES:
+        if len(self._data) < _HEAD.size:
             return None
-        length, count = parse_head(bytes(self._data[:HEAD_NBYTES]))
-        end = HEAD_NBYTES + length
+        length, count = _HEAD.unpack_from(self._data)
+        if length > MAX_FRAME_NBYTES or count > _MAX_FDS:
+            raise ConnectionError(f"a frame of {length} bytes with {count} descriptors")
+        end = _HEAD.size + length
         if len(self._data) < end:
             return None
         if len(self._fds) < count:  # descriptors come with the first byte of the head
             raise ConnectionError(f"a frame came with {len(self._fds)} descriptors in place of {count}")
-        body = bytes(self._data[HEAD_NBYTES:end])
+        body = bytes(self._data[_HEAD.size : end])
         del self._data[:end]
         fds, self._fds = self._fds[:count], self._fds[count:]
         return body, fds

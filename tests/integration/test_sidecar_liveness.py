@@ -23,7 +23,7 @@ import torch
 from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.linux import stalls
 from replicas.linux.processes import start_time
-from replicas.sidecar.rank_side import forks, pulse
+from replicas.sidecar.rank_side import client, pulse
 from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
 from replicas.weights.memory.arena import Arena, Slot
 from tests.support.channels import channel_world, wait_until
@@ -323,7 +323,7 @@ async def test_a_helper_that_freezes_while_it_starts_is_replaced(
 async def test_helpers_that_freeze_again_and_again_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls, "STOPPED_S", 0.5)
     before, started = children_of(os.getpid()), []
-    start = forks._start_helper
+    start = client._start_helper
 
     def start_frozen() -> tuple[socket.socket, subprocess.Popen[bytes]]:
         sock, process = start()
@@ -331,10 +331,10 @@ async def test_helpers_that_freeze_again_and_again_are_an_error(monkeypatch: pyt
         started.append(process.pid)
         return sock, process
 
-    monkeypatch.setattr(forks, "_start_helper", start_frozen)
+    monkeypatch.setattr(client, "_start_helper", start_frozen)
     with pytest.raises(SidecarDied, match=r"the forkserver was stopped for 0\.5 s while it started, and was killed"):
         await Forkserver.spawn()
-    assert len(started) == forks.HELPER_TRIES
+    assert len(started) == client.HELPER_TRIES
     assert children_of(os.getpid()) == before
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.linux.processes import descendants, marked, signal_descendants, signal_marked, start_time
+from replicas.linux.processes import descendants, is_below, marked, signal_each, signal_marked, start_time
 from tests.support.programs import DAEMONIZES, SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
 
@@ -146,7 +146,7 @@ def test_only_marked_or_descending_processes_are_signalled() -> None:
         assert tree.pid in descendants(os.getpid())
         assert sorted(marked("abc")) == sorted([tree.pid, *descendants(tree.pid)])
         assert signal_marked("other", signal.SIGKILL) == []
-        assert len(signal_descendants(tree.pid, signal.SIGKILL)) == 1
+        assert len(signal_each(descendants(tree.pid), signal.SIGKILL, lambda pid: is_below(pid, tree.pid))) == 1
         eventually(lambda: list(marked("abc")) == [tree.pid], "the end of the child")
         assert signal_marked("abc", signal.SIGKILL) == [tree.pid]
         assert tree.wait(10) == -signal.SIGKILL

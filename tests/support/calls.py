@@ -34,7 +34,7 @@ import replicas
 from replicas import errors
 from replicas.channel import Channel, Pending, Update
 from replicas.coordinator import Coordinator
-from replicas.linux.prctl import die_with_parent
+from replicas.linux.processes import die_with_parent
 from replicas.messages.bounds import shown
 from replicas.supervisor import Supervisor
 from replicas.weights.memory.writable import WritableSlot

@@ -17,7 +17,7 @@ import sys
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from replicas.linux.prctl import die_with_parent
+from replicas.linux.processes import die_with_parent
 from tests.unit.test_channel_properties import Channel
 from tests.unit.test_operation_properties import Peers, RaisingPeers
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicas.sidecar.progress import KEPT_TRANSFERS, PackingProgress
+from replicas.sidecar.mailbox import KEPT_TRANSFERS, PackingProgress
 
 
 def test_what_is_told_grows_and_stays_with_its_transfer() -> None:

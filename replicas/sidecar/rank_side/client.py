@@ -3,11 +3,11 @@
 Theory of operation
 ===================
 
-A :class:`Forkserver` (:mod:`replicas.sidecar.rank_side.forks`) makes :class:`Sidecar`
-objects (:mod:`replicas.sidecar.rank_side.handle`); a sidecar has one process group.
-Requests and replies are matched by number, so that a reply that comes after its caller
-gave up is dropped and never taken for another's. The end of a sidecar is detected by
-its pidfd, which no inherited socket delays.
+A :class:`Forkserver` is the connection to a forkserver, a shim's or a helper process of
+the rank's own, and makes :class:`~replicas.sidecar.rank_side.handle.Sidecar` objects; a
+sidecar has one process group. Requests and replies are matched by number, so that a
+reply that comes after its caller gave up is dropped and never taken for another's. The
+end of a sidecar is detected by its pidfd, which no inherited socket delays.
 
 **Hung and frozen.** A sidecar whose group hangs still answers pings. It may be in
 native code without a timeout, so it is killed when it has not answered a request one
@@ -21,14 +21,29 @@ spare sidecar, so that a lane does not wait for the fork. ``ps`` calls it
 
 Memory is sent to a sidecar once, as a descriptor, and is unmapped there when its buffer
 is closed here. A slot that a sidecar may be writing is safe to reuse only after
-:meth:`Sidecar.wait_dead`, or after the reply.
+``Sidecar.wait_dead``, or after the reply.
 """
 
 from __future__ import annotations
 
-from replicas.sidecar.rank_side.answers import SidecarDied, SidecarFailed
-from replicas.sidecar.rank_side.forks import Forkserver
-from replicas.sidecar.rank_side.handle import Sidecar
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import tenacity
+
+from replicas.common import own_code
+from replicas.linux.processes import send_signal
+from replicas.linux.sockets import SocketAddress, peer_uid
+from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
+from replicas.sidecar import wire
+from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, Moved, TransferResult, TransferSpec
 
 __all__ = [
@@ -42,3 +57,318 @@ __all__ = [
     "TransferResult",
     "TransferSpec",
 ]
+
+logger = logging.getLogger("replicas.sidecar")
+
+FORK_TIMEOUT_S = 4.0
+"""A fork takes milliseconds: a forkserver silent for 4 s is frozen, and is killed."""
+REAP_TIMEOUT_S = 5.0
+"""How long to wait for a killed process to end, in seconds."""
+HELPER_TRIES = 3
+"""Helper processes to start, one after another, until one is ready."""
+
+
+class Squatted(SidecarDied):
+    """Another user's process listens on the forkserver's socket."""
+
+
+class Forkserver:
+    """Connection to a forkserver; its sidecars end with the connection.
+
+    Made by :meth:`connect` or :meth:`spawn`.
+    """
+
+    def __init__(
+        self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None, *, secret: str = ""
+    ) -> None:
+        self._sock = sock
+        self._process = process
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._closed = ""
+        self._children: list[Sidecar] = []
+        self._spare: Sidecar | None = None
+        self._preforking: asyncio.Task[None] | None = None
+        self._unanswered_since: float | None = None
+        sock.setblocking(False)
+        own = os.pidfd_open(os.getpid())
+        try:
+            wire.write_packet(sock, wire.Attach(secret), [own])
+        finally:
+            os.close(own)
+        self._pidfd = -1
+        self._loop.add_reader(sock, self._read)
+
+    @classmethod
+    async def connect(cls, door: str, *, timeout_s: float = 30.0) -> Forkserver:
+        """Connect to the forkserver at ``door``, and wait until it can fork.
+
+        ``door`` is a :class:`replicas.linux.sockets.SocketAddress` as text. If a
+        forkserver ends before it has answered (it froze while it started, and was
+        killed), its successor is waited for.
+
+        :raises SidecarDied: after ``timeout_s``, none can fork; or, at once, another
+            user's process listens (nothing is sent to it).
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async for attempt in tenacity.AsyncRetrying(
+            # A shim binds its socket before its ranks start; a rank that finds its own
+            # places may be early, and no event announces a new abstract socket.
+            wait=tenacity.wait_exponential(multiplier=0.02, max=0.5, exp_base=1.3) + tenacity.wait_random(0, 0.01),
+            stop=tenacity.stop_before_delay(timeout_s),
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, SidecarDied) and not isinstance(e, Squatted)),
+            reraise=True,
+        ):
+            with attempt:
+                return await cls._connect_once(SocketAddress.parse(door), deadline, timeout_s)
+        raise AssertionError  # tenacity ends with a result or an error
+
+    @classmethod
+    async def _connect_once(cls, door: SocketAddress, deadline: float, timeout_s: float) -> Forkserver:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        try:
+            sock.connect("\0" + door.name)
+            owner, us = peer_uid(sock), os.geteuid()
+            if owner != us:  # nothing is sent yet: a forkserver gets writable weights
+                raise Squatted(
+                    f"the forkserver's socket {door.name!r} is of user {owner}, and this rank runs as user {us}: nothing "
+                    "was sent to it; run the supervisor and its ranks as one user"
+                )
+            made = cls(sock, secret=door.secret)
+        except (ConnectionError, BlockingIOError):  # not there yet, or its backlog is full
+            sock.close()
+            raise SidecarDied(f"no forkserver listens on {door.name!r} after {timeout_s:g} s") from None
+        except BaseException:
+            sock.close()
+            raise
+        return await made._attached(max(0.0, deadline - made._loop.time()), timeout_s)
+
+    @classmethod
+    async def spawn(cls, *, timeout_s: float = 60.0) -> Forkserver:
+        """Start a helper process, which dies with this one, and wait until it can fork.
+
+        That takes 1.5-5 s: it loads torch. A helper that freezes or dies while it
+        starts is replaced, up to ``HELPER_TRIES`` processes in all.
+
+        :raises SidecarDied: none was ready within ``timeout_s``.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async for attempt in tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(HELPER_TRIES) | tenacity.stop_after_delay(timeout_s),
+            retry=tenacity.retry_if_exception_type(SidecarDied),
+            before_sleep=_tell,
+            reraise=True,
+        ):
+            with attempt:
+                ours, process = _start_helper()
+                return await cls(ours, process)._attached(
+                    max(0.0, deadline - asyncio.get_running_loop().time()), timeout_s
+                )
+        raise AssertionError  # tenacity ends with a result or an error
+
+    async def _attached(self, remaining_s: float, timeout_s: float) -> Forkserver:
+        """Wait for the first answer, watching an own helper (a shim watches others)."""
+        watch = None if self._process is None else StallWatch(self._process.pid, self._loop.time())
+        try:
+            async with asyncio.timeout(remaining_s):
+                while not self._ready.done():
+                    await asyncio.wait((self._ready,), timeout=LOOK_INTERVAL_S)
+                    reason = watch.look(self._loop.time(), starting=True) if watch is not None else ""
+                    if reason and not self._ready.done():
+                        self._kill(f"the forkserver {reason} while it started, and was killed")
+                await self._ready
+        except TimeoutError:
+            await self.aclose()
+            raise SidecarDied(f"the forkserver was not ready within {timeout_s:g} s") from None
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    @property
+    def alive(self) -> bool:
+        """True while it can fork."""
+        return not self._closed
+
+    async def fork(self, *, timeout_s: float = FORK_TIMEOUT_S) -> Sidecar:
+        """Return the spare sidecar if there is one, or a new one.
+
+        :raises SidecarDied: the forkserver is gone, or has not answered for
+            ``timeout_s`` (it is killed then, also when an earlier call began that wait
+            and was cancelled).
+        :raises SidecarFailed: the system has no process left.
+        """
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.usable and not self._closed:
+            spare.on_exit = None
+            return spare
+        return await self._fork(timeout_s, kill=True)
+
+    def prefork(self) -> None:
+        """Start to fork a spare for the next :meth:`fork`, unless there is one."""
+        if self._closed or self._preforking is not None or (self._spare is not None and self._spare.usable):
+            return
+        self._preforking = self._loop.create_task(self._prefork(), name="prefork")
+
+    async def _prefork(self) -> None:
+        try:
+            self._spare = await self._fork(FORK_TIMEOUT_S, kill=False)
+            self._spare.on_exit = lambda reason: logger.info("a spare sidecar ended: %s", reason)
+        except (SidecarDied, SidecarFailed) as error:  # a later fork() raises its own error
+            logger.info("no spare sidecar: %s", error)
+        finally:
+            self._preforking = None
+
+    async def _fork(self, timeout_s: float, *, kill: bool) -> Sidecar:
+        """:param kill: kill an unanswering forkserver, and thus all of its sidecars."""
+        if self._closed:
+            raise SidecarDied(self._closed)
+        now = self._loop.time()
+        self._unanswered_since = self._unanswered_since or now
+        deadline = self._unanswered_since + timeout_s
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        future: asyncio.Future[tuple[int, int]] = self._loop.create_future()
+        self._pending[number] = future
+        try:
+            with theirs:
+                wire.write_packet(self._sock, wire.Fork(number), [theirs.fileno()])
+            await asyncio.wait((future,), timeout=max(0.1, deadline - now))
+            if not future.done():
+                if not kill:
+                    raise SidecarDied(f"the forkserver did not answer within {timeout_s:g} s")
+                self._kill(f"the forkserver did not answer within {timeout_s:g} s and was killed")
+            pid, pidfd = await future
+        except OSError as error:
+            ours.close()
+            raise SidecarDied(f"the forkserver is gone: {error}") from error
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            self._pending.pop(number, None)
+        sidecar = Sidecar(pid, pidfd, ours)
+        self._children = [child for child in self._children if not child.dead]
+        self._children.append(sidecar)
+        return sidecar
+
+    async def aclose(self) -> None:
+        """Close the connection; kill its sidecars and an own helper. Idempotent."""
+        self._close("the forkserver connection was closed")
+        if self._preforking is not None:
+            await asyncio.wait((self._preforking,))
+        for child in self._children:
+            child.kill()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            await _reap(process)
+
+    def _kill(self, reason: str) -> None:
+        """Kill the forkserver with all its sidecars; its starter replaces it."""
+        if self._process is not None:
+            self._process.kill()
+        elif self._pidfd >= 0:
+            send_signal(self._pidfd, signal.SIGKILL)
+        self._close(reason)
+
+    def close_in_child(self) -> None:
+        """In a forked child, close the descriptors: they would hide the rank's end."""
+        for fd in (self._sock.detach(), self._pidfd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        if self._spare is not None:
+            self._spare.close_in_child()
+
+    def _read(self) -> None:
+        try:
+            data, fds = wire.read_packet(self._sock)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._close(f"the forkserver is gone: {error}")
+            return
+        if not data:
+            self._close("the forkserver is gone")
+            return
+        reply = wire.decode_forkserver_reply(data)
+        self._unanswered_since = None
+        if isinstance(reply, wire.Attached):
+            if self._process is None and self._pidfd < 0 and fds:
+                self._pidfd = fds.pop()
+            wire.close_all(fds)
+            if not self._ready.done():
+                self._ready.set_result(None)
+            return
+        future = self._pending.pop(reply.id, None)
+        if future is None or future.done():
+            wire.close_all(fds)  # too late: our end of its channel is closed, so it exits
+        elif isinstance(reply, wire.Forked):
+            future.set_result((reply.pid, fds[0]))
+        else:
+            future.set_exception(SidecarFailed(f"a sidecar could not be forked: {reply.error}"))
+
+    def _close(self, reason: str) -> None:
+        if self._closed:
+            return
+        self._closed = reason
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if not self._ready.done():
+            self._ready.set_exception(SidecarDied(reason))
+            self._ready.exception()  # mark as retrieved: there may be no waiter
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(SidecarDied(reason))
+        self._pending.clear()
+
+
+def _start_helper() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "replicas.sidecar.forkserver", "--fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=own_code.findable(os.environ),
+                start_new_session=True,
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return ours, process
+
+
+def _tell(state: tenacity.RetryCallState) -> None:
+    assert state.outcome is not None
+    error, number = state.outcome.exception(), state.attempt_number + 1
+    logger.warning("%s; starting another one (try %d of %d)", error, number, HELPER_TRIES)
+
+
+async def _reap(process: subprocess.Popen[bytes]) -> None:
+    """Wait up to :data:`REAP_TIMEOUT_S` for a killed process, then leave it.
+
+    No worker thread is used: at interpreter exit there are none any more.
+    """
+    if process.poll() is not None:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    pidfd = os.pidfd_open(process.pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        async with asyncio.timeout(REAP_TIMEOUT_S):
+            await ended.wait()
+    except TimeoutError:
+        logger.warning("process %d was killed and has not ended within %g s", process.pid, REAP_TIMEOUT_S)
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    process.poll()

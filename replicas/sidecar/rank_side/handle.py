@@ -1,4 +1,4 @@
-"""One sidecar, as its rank uses it: requests, signs of life, and its end.
+"""One sidecar, as its rank uses it: requests, signs of life, errors, and its end.
 
 :mod:`replicas.sidecar.rank_side.client` has the theory of operation.
 """
@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from replicas import errors
 from replicas.linux.processes import send_signal
 from replicas.sidecar import wire
-from replicas.sidecar.rank_side.answers import SidecarDied, SidecarFailed, failure
 from replicas.sidecar.rank_side.pulse import SILENCE_S, Pulse
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.memory.arena import Buffer
 
-__all__ = ["KILL_GRACE_S", "Sidecar"]
+__all__ = ["KILL_GRACE_S", "Sidecar", "SidecarDied", "SidecarFailed"]
 
 KILL_GRACE_S = 1.0
 """Time past a request's own timeout after which the sidecar is killed, in seconds."""
@@ -34,6 +34,45 @@ SMALL_NBYTES = 32 << 10
 """Size up to which a socket takes a request in one piece."""
 
 _R = TypeVar("_R")
+
+
+class SidecarFailed(RuntimeError):
+    """The sidecar answered with an error.
+
+    :ivar over: True if its group is unusable and it exits by itself; False if the
+        request was refused and nothing moved.
+    :ivar kind: name of a class of :mod:`replicas.errors`, or empty.
+    :ivar members: the members concerned.
+    :ivar hint: the remedy.
+    :ivar links: pairs of addresses between which members of the group could not
+        connect.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        over: bool = True,
+        kind: str = "",
+        members: tuple[str, ...] = (),
+        hint: str = "",
+        links: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.over = over
+        self.kind = kind
+        self.members = members
+        self.hint = hint
+        self.links = links
+
+    def as_error(self, **fields: Any) -> errors.ReplicasError:
+        """Convert to an error of the library. ``fields``: channel, phase, version."""
+        kind = errors.error_class(self.kind) if self.kind else errors.SyncError
+        return kind(str(self), members=self.members, hint=self.hint or None, **fields)
+
+
+class SidecarDied(RuntimeError):
+    """The sidecar or the forkserver is dead, or was killed at a deadline."""
 
 
 class Sidecar:
@@ -90,8 +129,8 @@ class Sidecar:
         """
         if spec.backend == "nccl":
             spec = _of_this_process(spec)
-        number = next(self._numbers)
-        return (await self._ask(wire.BuildGroup(number, spec), (), spec.timeout_s, wire.Built)).seconds
+        request = wire.BuildGroup(next(self._numbers), spec)
+        return (await self._ask(request, (), spec.timeout_s, wire.Built)).seconds
 
     async def transfer(self, spec: TransferSpec, buffer: Buffer) -> TransferResult:
         """Move one version from or into ``buffer``.
@@ -107,9 +146,8 @@ class Sidecar:
         Errors as of :meth:`build`; the sidecar stays usable if it only cannot open the
         memory.
         """
-        return (
-            await self._ask(wire.ProbeBuffer(next(self._numbers), buffer.key), (buffer,), timeout_s, wire.Probed)
-        ).seen
+        request = wire.ProbeBuffer(next(self._numbers), buffer.key)
+        return (await self._ask(request, (buffer,), timeout_s, wire.Probed)).seen
 
     def progress(self, transfer: int, nbytes: int) -> None:
         """Report the first ``nbytes`` of a streaming ``transfer``'s data as packed.
@@ -123,7 +161,7 @@ class Sidecar:
     async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
         """Run one operation (:func:`replicas.sidecar.collectives.run_collective`).
 
-        Returns the duration in seconds. Errors as of :meth:`build`.
+        Return the duration in seconds. Errors as of :meth:`build`.
         """
         buffers = tuple(buffer for buffer in (inputs, outputs) if buffer is not None)
         first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
@@ -198,7 +236,9 @@ class Sidecar:
         finally:
             self._pending.pop(request.id, None)
         if isinstance(reply, wire.Failed):
-            raise failure(reply)
+            raise SidecarFailed(
+                reply.error, over=reply.over, kind=reply.kind, members=reply.members, hint=reply.hint, links=reply.links
+            )
         if not isinstance(reply, kind):
             raise SidecarFailed(f"sidecar {self.pid} answered {type(request).__name__} with {type(reply).__name__}")
         return reply

@@ -58,7 +58,7 @@ from torch.distributed.launcher import api as launcher_api
 from replicas.common import own_code
 from replicas.common.foreign import lines, one_line
 from replicas.linux import inherited
-from replicas.linux.prctl import die_with_parent
+from replicas.linux.processes import die_with_parent
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.guard import GUARD
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit, note

@@ -62,8 +62,7 @@ from pathlib import Path
 
 from replicas import __version__
 from replicas.linux import cgroups, inherited, private
-from replicas.linux.prctl import become_subreaper
-from replicas.linux.processes import Child, command_line, descendants, own_children, signal_own
+from replicas.linux.processes import Child, become_subreaper, command_line, descendants, own_children, signal_own
 from replicas.supervisor.cleanup.inventory import Stocktaking
 from replicas.supervisor.cleanup.sweeping import Grace, kill_group
 from replicas.supervisor.fleet.endings import exit_report

@@ -29,8 +29,7 @@ import msgspec
 
 from replicas.common.decoding import MALFORMED
 from replicas.linux import private
-from replicas.linux.machine import boot_id, namespace
-from replicas.linux.processes import start_time
+from replicas.linux.processes import boot_id, namespace, start_time
 from replicas.telemetry.tally import Tally
 
 __all__ = [
