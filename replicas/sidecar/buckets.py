@@ -91,35 +91,31 @@ def make_plan(
     :param limit: bucket size in bytes on all routes; default :func:`bucket_limit`.
     """
 
-    def limit_of(nbytes: int, route: Sequence[int]) -> int:
-        return limit or bucket_limit(nbytes, len(route))
-
     mine = [(part, route) for part, route in enumerate(routes) if rank in route]
+    total = manifest.data_nbytes
     if not by_part:
-        limits = [limit_of(manifest.data_nbytes, route) for _, route in mine]
-        total = manifest.data_nbytes
+        sizes = [(route[0], limit or bucket_limit(total, len(route))) for _, route in mine]
         buckets = [
-            Bucket(route[0], start, min(size, total - start))
-            for (_, route), size in zip(mine, limits, strict=True)
-            for start in range(0, total, size)
+            Bucket(owner, start, min(size, total - start)) for owner, size in sizes for start in range(0, total, size)
         ]
         firsts = [bucket.start for bucket in buckets]
     else:
-        numbered = [
-            (part, buckets_of_part(manifest, part, route[0], limit_of(manifest.part_nbytes(part), route)))
+        cut = {
+            part: buckets_of_part(
+                manifest, part, route[0], limit or bucket_limit(manifest.part_nbytes(part), len(route))
+            )
             for part, route in mine
-        ]
-        firsts, buckets = _mixed(manifest, numbered)
+        }
+        firsts, buckets = _mixed(manifest, cut)
     settled = [manifest.data_nbytes]
     for first in reversed(firsts):
         settled.append(min(settled[-1], first))
     return BucketPlan(tuple(buckets), tuple(reversed(settled)))
 
 
-def _mixed(manifest: Manifest, parts: Sequence[tuple[int, list[Bucket]]]) -> tuple[list[int], list[Bucket]]:
+def _mixed(manifest: Manifest, of_part: dict[int, list[Bucket]]) -> tuple[list[int], list[Bucket]]:
     """Merge the buckets by image offset, each part in its order; return offsets too."""
     heap: list[tuple[int, int, int]] = []
-    of_part = dict(parts)
 
     def offer(part: int, index: int) -> None:
         if index < len(of_part[part]):

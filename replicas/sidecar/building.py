@@ -96,20 +96,16 @@ def build_group(spec: GroupSpec) -> CollectiveGroup:
     store = SignedStore(plain, spec.secret)
     try:
         meet(store, spec, deadline)
-        return _build_over(store, spec, deadline)
+        remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        store.set_timeout(remaining)
+        group = _build_gloo(store, spec, remaining) if spec.backend == "gloo" else _build_nccl(store, spec)
+        if spec.probe or group.spreads:  # NCCL connects in the first operation: all members must take part
+            _probe(group, deadline)
+        return group
     except RuntimeError as error:
         if store.tampered and not isinstance(error, StoreTampered):  # torch has wrapped it in its own error
             raise StoreTampered(store.tampered) from error
         raise
-
-
-def _build_over(store: SignedStore, spec: GroupSpec, deadline: float) -> CollectiveGroup:
-    remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-    store.set_timeout(remaining)
-    group = _build_gloo(store, spec, remaining) if spec.backend == "gloo" else _build_nccl(store, spec)
-    if spec.probe or group.spreads:  # NCCL connects in the first operation: all members must take part
-        _probe(group, deadline)
-    return group
 
 
 def connect_store(host: str, port: int, deadline: float) -> Any:

@@ -57,25 +57,23 @@ class ForkServer:
     """The forkserver's loop. A forked child calls ``run_sidecar(channel, pidfd)``, then
     exits.
 
-    :param secret: what clients must present.
+    :param listener: where every process of this user that has the ``secret`` is served.
     """
 
-    def __init__(self, run_sidecar: Callable[[socket.socket, int], None], secret: str = "") -> None:
+    def __init__(
+        self,
+        run_sidecar: Callable[[socket.socket, int], None],
+        listener: socket.socket | None = None,
+        secret: str = "",
+    ) -> None:
         self._run_sidecar = run_sidecar
         self._secret = secret
         self._selector = selectors.DefaultSelector()
-        self._listener: socket.socket | None = None
+        self._listener = listener
         self._clients: set[_Client] = set()
         self._children: dict[int, tuple[int, _Client]] = {}
-
-    def listen(self, listener: socket.socket) -> None:
-        """Serve every process of this user that connects."""
-        self._listener = listener
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
-
-    def serve_only(self, sock: socket.socket) -> None:
-        """Serve only this client, and end with it."""
-        self._add(sock)
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def run(self) -> None:
         """Serve until there is neither a listener nor a client."""
@@ -93,9 +91,10 @@ class ForkServer:
         if peer_uid(sock) != os.geteuid():
             sock.close()
             return
-        self._add(sock)
+        self.add(sock)
 
-    def _add(self, sock: socket.socket) -> None:
+    def add(self, sock: socket.socket) -> None:
+        """Serve the client at the other end."""
         client = _Client(sock)
         self._clients.add(client)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(client))
@@ -110,7 +109,8 @@ class ForkServer:
                     self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._drop(client))
                     client.pidfd = pidfd  # owned only now: register() above may fail
                     fds = []
-                    self._welcome(client)
+                    fds = [os.pidfd_open(os.getpid())]
+                    wire.write_packet(client.sock, wire.Attached(), fds)
                 case wire.Fork(id=number), [channel] if client.pidfd >= 0:
                     self._fork(client, number, channel)
                 case _:
@@ -122,14 +122,6 @@ class ForkServer:
 
     def _is_ours(self, secret: str) -> bool:
         return hmac.compare_digest(secret.encode(), self._secret.encode())
-
-    @staticmethod
-    def _welcome(client: _Client) -> None:
-        own = os.pidfd_open(os.getpid())
-        try:
-            wire.write_packet(client.sock, wire.Attached(), [own])
-        finally:
-            os.close(own)
 
     def _fork(self, client: _Client, number: int, channel: int) -> None:
         server = os.getpid()
@@ -216,11 +208,11 @@ def main(argv: list[str] | None = None) -> None:
 
     gc.enable()
     if options.listener is not None:
-        server = ForkServer(process.run, SocketAddress.parse(environ.read().forkserver or "").secret)
-        server.listen(socket.socket(fileno=options.listener))
+        secret = SocketAddress.parse(environ.read().forkserver or "").secret
+        server = ForkServer(process.run, socket.socket(fileno=options.listener), secret)
     else:
         server = ForkServer(process.run)
-        server.serve_only(socket.socket(fileno=options.fd))
+        server.add(socket.socket(fileno=options.fd))
     gc.collect()
     gc.freeze()
     if options.ready is not None:

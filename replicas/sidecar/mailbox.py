@@ -3,18 +3,14 @@
 Theory of operation
 ===================
 
-While the main thread is idle, it reads the channel itself, so that no other thread has
-to hand over a request. While it handles a request it may be stuck inside Gloo, NCCL or
-a store client for any time. So a second thread, the *watch*, checks ten times a second
+While the main thread is idle, or waits during a transfer for the progress of an image
+that is still being packed, it reads the channel itself, so that no other thread has to
+hand anything over. While it handles a request it may be stuck inside Gloo, NCCL or a
+store client for any time. So a second thread, the *watch*, checks ten times a second
 whether the main thread has been busy for :data:`BUSY_S`, and then reads the channel in
 its place: it answers each :class:`~replicas.sidecar.wire.Ping` at once and queues every
 other request. When the main thread has finished, it interrupts the watch and reads
 again. A sidecar that has been idle for a while has no periodic wake-ups.
-
-The sender of an image that is still being packed also reads the channel in the main
-thread, while it waits during the transfer for a
-:class:`~replicas.sidecar.wire.TransferProgress` (:meth:`Mailbox.wait_packed`), so that
-the progress arrives without delay.
 
 The watch needs the GIL, so every call of the main thread must release it; calls that do
 not (pre-faulting memory, :func:`replicas.weights.memory.mappings._populate`) are made
@@ -95,7 +91,7 @@ class Mailbox:
         self._working = threading.Event()
         self._busy_since: float | None = None
         self._poller = self._new_poller()
-        threading.Thread(target=self._watch, name="mailbox", daemon=True).start()
+        threading.Thread(target=self._or_end, args=(self._look,), name="mailbox", daemon=True).start()
 
     def get(self) -> tuple[wire.Request, list[int]]:
         """Wait for the next request; the caller owns its descriptors."""
@@ -113,9 +109,7 @@ class Mailbox:
             wire.write_frame(self._channel, message)
 
     def wait_packed(self, transfer: int, nbytes: int, deadline: float) -> None:
-        """Wait until the first ``nbytes`` of the image to send are packed.
-
-        Called by the main thread, during a transfer.
+        """Wait, in a transfer, until the first ``nbytes`` of the image are packed.
 
         :param deadline: of the monotonic clock.
         :raises TimeoutError: the deadline passed.
@@ -147,17 +141,8 @@ class Mailbox:
             self._read(self._poller.poll(min(left, LONGEST_POLL_S) * 1000))
 
     def _read_until_request(self) -> None:
-        poller = self._poller
         while self._requests.empty():
-            self._read(poller.poll())
-
-    def _read_until_interrupted(self, poller: select.poll) -> None:
-        while True:
-            events = poller.poll()
-            if any(fd == self._interrupt for fd, _ in events):
-                os.eventfd_read(self._interrupt)
-                return
-            self._read(events)
+            self._read(self._poller.poll())
 
     def _new_poller(self) -> select.poll:
         poller = select.poll()
@@ -200,9 +185,6 @@ class Mailbox:
 
     # ------------------------------------------------------------ the watch
 
-    def _watch(self) -> None:
-        self._or_end(self._look)
-
     def _look(self) -> None:
         poller = self._new_poller()
         poller.register(self._interrupt, select.POLLIN)
@@ -216,7 +198,9 @@ class Mailbox:
                 quiet = quiet + 1 if since is None else 0
                 if since is not None and time.monotonic() - since >= BUSY_S and self._reading.acquire(blocking=False):
                     try:
-                        self._read_until_interrupted(poller)
+                        while self._interrupt not in (events := dict(poller.poll())):
+                            self._read(list(events.items()))
+                        os.eventfd_read(self._interrupt)
                     finally:
                         self._reading.release()
             self._working.clear()

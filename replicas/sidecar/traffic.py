@@ -158,37 +158,32 @@ def _descriptors() -> Iterator[int]:
                 yield int(name)
 
 
+@contextlib.contextmanager
+def _borrowed(fd: int, family: int = -1, kind: int = -1) -> Iterator[socket.socket]:
+    """A socket object for the group's descriptor, which stays open."""
+    sock = socket.socket(family, kind, -1, fd)
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
 def _ends(fd: int) -> _Key | None:
     """Both ends of a TCP connection; None for any other socket."""
-    try:
-        sock = socket.socket(fileno=fd)
-    except OSError:
-        return None
-    try:
+    with contextlib.suppress(OSError), _borrowed(fd) as sock:  # a listening socket has no peer
         if sock.family in _INET and sock.type == socket.SOCK_STREAM:
             return sock.getsockname(), sock.getpeername()
-        return None
-    except OSError:  # a listening socket
-        return None
-    finally:
-        sock.detach()  # the group's descriptor stays open
+    return None
 
 
 def _counts(fd: int, ends: _Key) -> _Connection | None:
     """Counts of a connection; None if it was closed or the kernel has no counts."""
     try:
-        sock = socket.socket(
-            socket.AF_INET, socket.SOCK_STREAM, 0, fd
-        )  # used only for its options, so the family may differ
-    except OSError:
-        return None
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)
+        with _borrowed(fd, socket.AF_INET, socket.SOCK_STREAM) as sock:  # for its options only: any family
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)
         acked, received, not_sent, busy_us, window_us = _COUNTS.unpack_from(info)
     except (OSError, struct.error):
         return None
-    finally:
-        sock.detach()
     queued = _UNACKED.unpack_from(info)[0] > 0 or not_sent > 0
     limited_s = (busy_us - window_us) / 1e6
     rtt_s = _RTT.unpack_from(info)[0] / 1e6

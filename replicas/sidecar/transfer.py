@@ -4,30 +4,26 @@ Theory of operation
 ===================
 
 Each part (an image is one part) has a *route*: lane ranks, the owner first. The bytes
-go along it as through a chain: each member receives a bucket from its predecessor while
-it sends the previous bucket to its successor. A member outside the route does not
-handle that part. So every link carries the bytes once each way, however many members
-there are. :mod:`replicas.sidecar.buckets` defines the buckets and their order, which is
-the same for all members.
+go along it as through a chain: each member receives a bucket
+(:mod:`replicas.sidecar.buckets`) from its predecessor while it sends the previous one
+to its successor. So every link carries the bytes once each way, however many members
+there are. A member outside the route does not handle that part.
 
 A receiver takes a bucket straight into the image if it is one run of bytes there too,
-else into staging memory, from which its pieces are scattered. A member that only
-forwards a bucket receives it into staging memory.
+else into staging memory, from which its pieces are scattered.
 
-Each member starts its receives and sends in the order of the buckets, and before it
-waits for anything later in that order. Therefore the first unfinished bucket never
-waits for a later one: there is no deadlock, whatever the routes are, and between two
-members bytes arrive in the order in which they were sent.
+Each member starts its receives and sends in the order of the buckets, which is the same
+for all, and before it waits for anything later in that order. Therefore the first
+unfinished bucket never waits for a later one: there is no deadlock, whatever the routes
+are, and between two members bytes arrive in the order in which they were sent.
 
 A second thread digests what has arrived (and scatters what was staged) while the next
 buckets are moving. It goes through the image from start to end, up to where nothing
-will change any more, so that little is left to do after the last bucket. A sender whose
-digest is known already reads nothing.
+will change any more, so that little is left to do after the last bucket.
 
 A *streaming* sender starts while its rank still packs the image: before it sends a
 bucket it waits until the rank has reported the image packed up to the bucket's end. It
-digests nothing, as the rank digests beside the copy; so packing, sending, and verifying
-at the receivers overlap. Receivers do not notice.
+digests nothing, as the rank digests beside the copy. Receivers do not notice.
 
 Nothing is retried here: a failed or late operation ends the group. (When a peer has
 died, Gloo fails operations queued to or from it at once, but not the one that was half
@@ -72,6 +68,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -104,14 +101,10 @@ def scatter(staged: torch.Tensor, bucket: Bucket, data: torch.Tensor, manifest: 
     for piece in bucket.pieces:
         view = piece_view(data, manifest, piece)
         first = piece.source_offset - bucket.start
-        view.copy_(_elements(staged, first, view))
-
-
-def _elements(staged: torch.Tensor, first: int, like: torch.Tensor) -> torch.Tensor:
-    chunk = staged[first : first + like.numel() * like.itemsize]
-    if chunk.storage_offset() % like.itemsize:  # a bucket may start between two elements of the widest dtype
-        chunk = chunk.clone()
-    return chunk.view(like.dtype).view(like.shape)
+        chunk = staged[first : first + view.numel() * view.itemsize]
+        if chunk.storage_offset() % view.itemsize:  # a bucket may start between two elements of the widest dtype
+            chunk = chunk.clone()
+        view.copy_(chunk.view(view.dtype).view(view.shape))
 
 
 def check_routes(spec: TransferSpec, manifest: Manifest, size: int) -> None:
@@ -127,17 +120,17 @@ def check_routes(spec: TransferSpec, manifest: Manifest, size: int) -> None:
             raise ValueError(f"the route {route} does not fit a group of {size}")
 
 
+@dataclass
 class _Flight:
     """One bucket in flight through this member."""
 
-    def __init__(self, number: int, bucket: Bucket, tensor: torch.Tensor, spare: torch.Tensor | None) -> None:
-        self.number = number
-        self.bucket = bucket
-        self.tensor = tensor
-        self.spare = spare
-        self.arriving: Handle | None = None
-        self.leaving: Handle | None = None
-        self.checked: Future[None] | None = None
+    number: int
+    bucket: Bucket
+    tensor: torch.Tensor
+    spare: torch.Tensor | None
+    arriving: Handle | None = None
+    leaving: Handle | None = None
+    checked: Future[None] | None = None
 
 
 class _Checker:
@@ -240,9 +233,8 @@ class _Mover:
         self._receives = spec.role == "receive"
         self._hashes = self._receives or not (spec.digest or spec.streaming)
         holds_image = self._receives or spec.mode == "image"
-        expected = manifest.image_nbytes if holds_image else None
-        if expected is not None and memory.numel() != expected:
-            raise ValueError(f"the slot has {memory.numel()} bytes, the image {expected}")
+        if holds_image and memory.numel() != manifest.image_nbytes:
+            raise ValueError(f"the slot has {memory.numel()} bytes, the image {manifest.image_nbytes}")
         self._memory = memory[manifest.data_offset :] if holds_image else memory
         by_part = spec.mode == "parts"
         limit = SPREAD_NBYTES if group.spreads else None
@@ -269,12 +261,9 @@ class _Mover:
             self._end(self._leaving.popleft())
         self._checks.append(thread.submit(self.checker.end))
 
-    def finish(self) -> None:
-        """Wait until all bytes are digested and in their places."""
-        self._look_at_checks(to_the_end=True)
-
-    def _look_at_checks(self, *, to_the_end: bool = False) -> None:
-        while self._checks and (to_the_end or self._checks[0].done()):
+    def finish(self, *, all_bytes: bool = True) -> None:
+        """Wait until all bytes, or those checked by now, are in their places."""
+        while self._checks and (all_bytes or self._checks[0].done()):
             self._checks.popleft().result()
 
     def _take(self, number: int, bucket: Bucket) -> _Flight:
@@ -318,7 +307,7 @@ class _Mover:
             if flight.checked is not None:
                 flight.checked.result()
             self._spare.append(flight.spare)
-        self._look_at_checks()
+        self.finish(all_bytes=False)
 
     def _await_packing(self, bucket: Bucket) -> None:
         if self._wait_packed is not None:

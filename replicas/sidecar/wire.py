@@ -7,9 +7,8 @@ Messages are msgspec structs of closed unions in MessagePack; nothing is ever un
 File descriptors travel beside them (SCM_RIGHTS).
 
 * Rank and forkserver: SOCK_SEQPACKET, one message per packet. The rank first sends
-  :class:`Attach` with a pidfd of itself, answered by :class:`Attached` once torch is
-  loaded. Each :class:`Fork` carries the sidecar's end of a new socket pair and is
-  answered by :class:`Forked` with a pidfd of the sidecar, or by :class:`ForkFailed`.
+  :class:`Attach`, answered by :class:`Attached` once torch is loaded. Each
+  :class:`Fork` is answered by :class:`Forked`, or by :class:`ForkFailed`.
 * Rank and sidecar: SOCK_STREAM, frames of a 5-byte head (length, number of descriptors)
   and a body. Requests carry an ``id`` and are handled one after another; each is
   answered by exactly one reply with the same ``id``. Buffers are sent once
@@ -205,7 +204,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 class Attached(msgspec.Struct, frozen=True, tag=True):
     """The forkserver is ready to fork; descriptor: a pidfd of it.
 
-    (The socket's peer credentials tell who bound it, not who serves it.)
+    The socket's peer credentials tell who bound it, not who serves it.
     """
 
 
@@ -364,10 +363,9 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def _decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Decoder of a union of messages; it raises ConnectionError for malformed data.
+    """Make a decoder of a union of messages; it raises ConnectionError for others.
 
-    Made here, not at first use: two threads must not meet a struct type for the first
-    time at once.
+    At import: two threads must not meet a struct type for the first time at once.
     """
     decoder = msgspec.msgpack.Decoder(kind)
 
@@ -404,10 +402,7 @@ def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _receive(sock: socket.socket, nbytes: int, flags: int) -> tuple[bytes, list[int], int]:
-    """Receive data, descriptors, and flags.
-
-    (:func:`socket.recv_fds` of Python 3.11 ignores the flags that it is given.)
-    """
+    """Receive as :func:`socket.recv_fds`, which in Python 3.11 ignores its flags."""
     fds = array.array("i")
     data, ancillary, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), flags)
     for level, kind, content in ancillary:

@@ -35,6 +35,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import tenacity
 
@@ -63,7 +65,7 @@ logger = logging.getLogger("replicas.sidecar")
 FORK_TIMEOUT_S = 4.0
 """A fork takes milliseconds: a forkserver silent for 4 s is frozen, and is killed."""
 REAP_TIMEOUT_S = 5.0
-"""How long to wait for a killed process to end, in seconds."""
+"""How long to wait for a killed process to end, in seconds; then it is left."""
 HELPER_TRIES = 3
 """Helper processes to start, one after another, until one is ready."""
 
@@ -112,39 +114,16 @@ class Forkserver:
         :raises SidecarDied: after ``timeout_s``, none can fork; or, at once, another
             user's process listens (nothing is sent to it).
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        async for attempt in tenacity.AsyncRetrying(
+        address = SocketAddress.parse(door)
+        return await cls._retrying(
+            lambda: cls._connected(address, timeout_s),
+            timeout_s,
             # A shim binds its socket before its ranks start; a rank that finds its own
             # places may be early, and no event announces a new abstract socket.
             wait=tenacity.wait_exponential(multiplier=0.02, max=0.5, exp_base=1.3) + tenacity.wait_random(0, 0.01),
             stop=tenacity.stop_before_delay(timeout_s),
             retry=tenacity.retry_if_exception(lambda e: isinstance(e, SidecarDied) and not isinstance(e, Squatted)),
-            reraise=True,
-        ):
-            with attempt:
-                return await cls._connect_once(SocketAddress.parse(door), deadline, timeout_s)
-        raise AssertionError  # tenacity ends with a result or an error
-
-    @classmethod
-    async def _connect_once(cls, door: SocketAddress, deadline: float, timeout_s: float) -> Forkserver:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.setblocking(False)
-        try:
-            sock.connect("\0" + door.name)
-            owner, us = peer_uid(sock), os.geteuid()
-            if owner != us:  # nothing is sent yet: a forkserver gets writable weights
-                raise Squatted(
-                    f"the forkserver's socket {door.name!r} is of user {owner}, and this rank runs as user {us}: nothing "
-                    "was sent to it; run the supervisor and its ranks as one user"
-                )
-            made = cls(sock, secret=door.secret)
-        except (ConnectionError, BlockingIOError):  # not there yet, or its backlog is full
-            sock.close()
-            raise SidecarDied(f"no forkserver listens on {door.name!r} after {timeout_s:g} s") from None
-        except BaseException:
-            sock.close()
-            raise
-        return await made._attached(max(0.0, deadline - made._loop.time()), timeout_s)
+        )
 
     @classmethod
     async def spawn(cls, *, timeout_s: float = 60.0) -> Forkserver:
@@ -155,19 +134,43 @@ class Forkserver:
 
         :raises SidecarDied: none was ready within ``timeout_s``.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        async for attempt in tenacity.AsyncRetrying(
+        return await cls._retrying(
+            lambda: cls(*_start_helper()),
+            timeout_s,
             stop=tenacity.stop_after_attempt(HELPER_TRIES) | tenacity.stop_after_delay(timeout_s),
             retry=tenacity.retry_if_exception_type(SidecarDied),
             before_sleep=_tell,
-            reraise=True,
-        ):
+        )
+
+    @staticmethod
+    async def _retrying(make: Callable[[], Forkserver], timeout_s: float, **policy: Any) -> Forkserver:
+        """Make connections until one can fork, as long as tenacity's policy lets."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        async for attempt in tenacity.AsyncRetrying(reraise=True, **policy):
             with attempt:
-                ours, process = _start_helper()
-                return await cls(ours, process)._attached(
-                    max(0.0, deadline - asyncio.get_running_loop().time()), timeout_s
-                )
+                return await make()._attached(max(0.0, deadline - loop.time()), timeout_s)
         raise AssertionError  # tenacity ends with a result or an error
+
+    @classmethod
+    def _connected(cls, door: SocketAddress, timeout_s: float) -> Forkserver:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        try:
+            sock.connect("\0" + door.name)
+            owner, us = peer_uid(sock), os.geteuid()
+            if owner != us:  # nothing is sent yet: a forkserver gets writable weights
+                raise Squatted(
+                    f"the forkserver's socket {door.name!r} is of user {owner}, and this rank runs as user {us}: nothing "
+                    "was sent to it; run the supervisor and its ranks as one user"
+                )
+            return cls(sock, secret=door.secret)
+        except (ConnectionError, BlockingIOError):  # not there yet, or its backlog is full
+            sock.close()
+            raise SidecarDied(f"no forkserver listens on {door.name!r} after {timeout_s:g} s") from None
+        except BaseException:
+            sock.close()
+            raise
 
     async def _attached(self, remaining_s: float, timeout_s: float) -> Forkserver:
         """Wait for the first answer, watching an own helper (a shim watches others)."""
@@ -197,8 +200,7 @@ class Forkserver:
         """Return the spare sidecar if there is one, or a new one.
 
         :raises SidecarDied: the forkserver is gone, or has not answered for
-            ``timeout_s`` (it is killed then, also when an earlier call began that wait
-            and was cancelled).
+            ``timeout_s`` (it is killed then, also if a cancelled call began that wait).
         :raises SidecarFailed: the system has no process left.
         """
         spare, self._spare = self._spare, None
@@ -353,10 +355,7 @@ def _tell(state: tenacity.RetryCallState) -> None:
 
 
 async def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Wait up to :data:`REAP_TIMEOUT_S` for a killed process, then leave it.
-
-    No worker thread is used: at interpreter exit there are none any more.
-    """
+    """Wait for a killed process without a thread: at interpreter exit there is none."""
     if process.poll() is not None:
         return
     ended = asyncio.Event()

@@ -94,12 +94,10 @@ class Sidecar:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[wire.Reply]] = {}
-        self._open = True
         self._mapped: set[int] = set()
         self._sending = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._dead = asyncio.Event()
-        self._killed = False
         self._over = False
         self._reason = ""
         sock.setblocking(False)
@@ -152,8 +150,8 @@ class Sidecar:
     def progress(self, transfer: int, nbytes: int) -> None:
         """Report the first ``nbytes`` of a streaming ``transfer``'s data as packed.
 
-        The last report is for all bytes. Never waits. A report before :meth:`transfer`
-        is kept; one after its end, or the sidecar's, is ignored.
+        Never waits. A report before :meth:`transfer` is kept; one after its end, or the
+        sidecar's, is ignored.
         """
         if self.usable:
             self._post(wire.TransferProgress(transfer, nbytes))
@@ -187,14 +185,11 @@ class Sidecar:
 
     def kill(self, reason: str = "killed") -> None:
         """SIGKILL; pending requests raise :class:`SidecarDied`; no ``on_exit`` call."""
-        self._killed = True
+        self.on_exit = None
         self._put_down(reason)
 
     async def wait_dead(self, timeout_s: float = 5.0) -> bool:
-        """Wait up to ``timeout_s`` for the death of the process; True if it is dead.
-
-        A dead process accesses no memory any more.
-        """
+        """True if the process is dead within ``timeout_s``: it accesses no memory."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._dead.wait()
@@ -329,14 +324,8 @@ class Sidecar:
                 wire.close_all(fds)  # replies carry no descriptors
                 self._take(wire.decode_reply(body))
         except OSError as error:
-            self._hang_up(str(error))
-
-    def _hang_up(self, reason: str) -> None:
-        """Close the channel; kill a process that has closed it without ending."""
-        if self._open:
-            self._open = False
             self._loop.remove_reader(self._sock)
-            self._put_down(reason)
+            self._put_down(str(error))  # also a process that has closed the channel without ending
             if self._sending.locked():
                 self._in_background(self._close())
             else:
@@ -359,26 +348,13 @@ class Sidecar:
             future.set_result(reply)
 
     def _put_down(self, reason: str) -> None:
-        """SIGKILL it if it still lives, and fail all pending requests."""
+        """SIGKILL it if it still lives, and fail all pending requests.
+
+        The last user of the socket closes it.
+        """
         self._reason = self._reason or reason
         if not self.dead:
             send_signal(self._pidfd, signal.SIGKILL)
-        self._fail()
-
-    def _ended(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self._pidfd = -1
-        self._dead.set()  # _readable still takes the replies sent before the end, then fails the rest
-        self._timer.cancel()
-        if not self._killed and self.on_exit is not None:
-            self.on_exit(self._end_text())
-
-    def _end_text(self) -> str:
-        return f"sidecar {self.pid}: {self._reason or 'it died'}"
-
-    def _fail(self) -> None:
-        """Fail all pending requests. The last user of the socket closes it."""
         self._over = True
         self._timer.cancel()
         with contextlib.suppress(OSError):
@@ -387,6 +363,18 @@ class Sidecar:
         for future in pending.values():
             if not future.done():
                 future.set_exception(SidecarDied(self._end_text()))
+
+    def _ended(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._dead.set()  # _readable still takes the replies sent before the end, then fails the rest
+        self._timer.cancel()
+        if self.on_exit is not None:
+            self.on_exit(self._end_text())
+
+    def _end_text(self) -> str:
+        return f"sidecar {self.pid}: {self._reason or 'it died'}"
 
 
 def _of_this_process(spec: GroupSpec) -> GroupSpec:
