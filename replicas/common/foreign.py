@@ -80,10 +80,8 @@ def visible(text: str) -> str:
 def readable(data: bytes, prefix: bytes, limit: int) -> list[bytes]:
     """Return the complete lines of a log for a terminal, each with ``prefix``.
 
-    They are valid UTF-8, with colours but no other control codes.
-
-    :param limit: maximum size of a line, with prefix and end; a longer one is cut, and
-        ends with its size in bytes.
+    They are valid UTF-8, with colours but no other control codes. One longer than
+    ``limit``, with prefix and end, is cut, and ends with its size in bytes.
     """
     result = []
     for line in data.split(b"\n")[:-1]:
@@ -102,9 +100,8 @@ def _keep_colours(found: re.Match[str]) -> str:
 
 
 def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
-    """Return the last ``count`` lines of a log, each cut to ``limit`` characters.
-
-    Without control codes, and without empty lines at either end.
+    """Return the last ``count`` lines of a log, plain, each cut to ``limit``
+    characters.
     """
     found = [_CONTROL.sub("", line).rstrip() for line in data.decode(errors="replace").split("\n")]
     while found and not found[-1]:

@@ -56,7 +56,6 @@ A later run in this process starts from the original.
 def find_own(process: Path = Path("/proc/self")) -> Path:
     """Return the folder of this process's own group, if it may create groups there.
 
-    :param process: for tests.
     :raises OSError: it may not, or there is none; the text says why.
     """
     lines = (process / "cgroup").read_text().splitlines()
@@ -90,18 +89,12 @@ def members(group: Path) -> list[int]:
 
 
 def enter(group: Path, pid: int) -> None:
-    """Put a process into the group; its later children are in it too.
-
-    :raises OSError: the kernel refuses.
-    """
+    """Put a process into the group; its later children are in it too."""
     _write(group / "cgroup.procs", str(pid))
 
 
 def kill(group: Path) -> bool:
-    """SIGKILL every process in the group and below it.
-
-    :return: False when there was none.
-    """
+    """SIGKILL every process in the group and below it; False: there was none."""
     pids = members(group)
     if not pids:
         return False
@@ -128,10 +121,9 @@ def remove(group: Path) -> bool:
 
 
 def leave(group: Path, *, run: bool = False) -> None:
-    """Remove an empty node group, and its generation's (and run's) if empty then.
+    """Remove an empty node group, and its generation's (and ``run``'s) if empty then.
 
-    ``run``: remove the run's group too. Groups that ranks created in the node's group
-    (podman, apptainer) are removed with it.
+    Groups that ranks created in it (podman, apptainer) are removed with it.
     """
     with contextlib.suppress(OSError):  # a process is in it, or groups of another user
         remove(group)
@@ -154,11 +146,7 @@ def remove_stale(own: Path) -> None:
 
 
 class RunCgroups:
-    """The groups of one run.
-
-    :ivar path: the run's group. :ivar limits: controllers available in it (of
-        :data:`LIMITS`).
-    """
+    """The groups of one run. ``limits``: controllers available, of :data:`LIMITS`."""
 
     def __init__(self, path: Path, limits: frozenset[str]) -> None:
         self.path = path
@@ -166,11 +154,7 @@ class RunCgroups:
 
     @classmethod
     def make(cls, run: str, own: Path, *, limited: bool) -> RunCgroups:
-        """Create the group of a run below ``own`` (:func:`find_own`).
-
-        :param limited: limits are wanted.
-        :raises OSError: it cannot be created.
-        """
+        """Create the group of a run below ``own``; ``limited``: limits are wanted."""
         own = _left.get(own, own)
         limits = _hand_on(own) if limited else frozenset()
         remove_stale(own)

@@ -16,8 +16,6 @@ def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
 def open_plain(pid: int, fd: int, *, inode: int | None = None, nbytes: int | None = None) -> int:
     """Open a regular file that a process has open; nothing else, as a pipe may block.
 
-    :param inode: the file's.
-    :param nbytes: its size.
     :raises FileNotFoundError: the descriptor is closed, or is now another file's.
     :raises ProcessLookupError: the process is gone.
     """

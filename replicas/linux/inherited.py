@@ -22,10 +22,8 @@ def put_in_order() -> None:
 
 
 def open_streams() -> None:
-    """Open ``/dev/null`` for each standard stream that is closed.
-
-    Otherwise the next file or socket would get its number, and child processes would
-    take it for that stream.
+    """Open ``/dev/null`` for each closed standard stream, as which children would take
+    the next file or socket.
     """
     for number in range(3):
         try:
@@ -40,9 +38,8 @@ def open_streams() -> None:
 def reset_signals() -> None:
     """Stop ignoring SIGCHLD and unblock all signals.
 
-    With SIGCHLD ignored the kernel does not report how a child ended: every exit code
-    would be read as 0. A blocked signal is never delivered, neither here nor in child
-    processes.
+    With SIGCHLD ignored every exit code would be read as 0. A blocked signal is never
+    delivered, neither here nor in child processes.
     """
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

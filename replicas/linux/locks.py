@@ -89,10 +89,11 @@ def marked(fd: int, byte: int) -> bool:
 
 
 def holders(inode: int) -> tuple[int, ...]:
-    """Return ids of processes that hold a memfd's content, for error texts only.
+    """Return ids of visible processes that hold a memfd's content, for error texts
+    only.
 
-    Incomplete: only the processes visible to this one. Costs 10 to 30 ms, during which
-    no process of the machine gets a lock: the kernel waits for all processors.
+    Costs 10 to 30 ms, during which no process of the machine gets a lock: the kernel
+    waits for all processors.
     """
     pids: set[int] = set()
     try:

@@ -49,10 +49,7 @@ _MAX_LINKS = 40
 
 
 class NotPrivate(PermissionError):
-    """A file or folder belongs to another user or is writable by others.
-
-    ``hint``: what to do.
-    """
+    """A file or folder is another user's or writable by others. ``hint``: what to do."""
 
     def __init__(self, path: Path, why: str, hint: str) -> None:
         super().__init__(errno.EPERM, why, str(path))
@@ -85,12 +82,11 @@ def make_folder(path: Path) -> None:
 
 
 def close_to_others(path: Path, *, once_ours: str) -> None:
-    """Revoke others' write permission on a folder in use, one with ``once_ours``.
+    """Revoke others' write permission on a folder with a file ``once_ours`` of ours.
 
-    ``once_ours``: name of a file of ours that marks a folder as used. Kubernetes'
-    ``fsGroup`` grants the volume's group that permission at each mount. An unused
-    folder is left as it is, as its mode may be intended; opening it then raises
-    :class:`NotPrivate`.
+    Kubernetes' ``fsGroup`` grants the volume's group that permission at each mount. A
+    folder without the file is left as it is, as its mode may be intended; opening it
+    then raises :class:`NotPrivate`.
     """
     descriptor = _walk(path, make=False)
     try:
@@ -149,10 +145,9 @@ def _step(descriptor: int, name: str, path: Path, *, make: bool) -> int:
 
 
 def _link(descriptor: int, name: str, path: Path) -> Path:
-    """Return the target of the symbolic link ``name`` on the way to ``path``.
+    """Return the target of the symbolic link ``name``, unless it is another user's.
 
     :raises NotADirectoryError: it is not a link.
-    :raises NotPrivate: it belongs to another user.
     """
     link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
     try:
@@ -190,9 +185,7 @@ def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
 
     A file that is opened for writing gets the mode 0600.
 
-    :param make_folder: create its folder and missing parents.
-    :raises NotPrivate: the file or its folder belongs to another user, or the file is a
-        link.
+    :raises NotPrivate: the file or its folder is another user's, or the file is a link.
     """
     with folder(path.parent, make=make_folder) as parent:
         return _open_in(parent, path, flags)

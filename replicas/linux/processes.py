@@ -101,10 +101,8 @@ def signal_name(signum: int) -> str:
 def stat_fields(pid: int | str) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` from the state letter on.
 
-    :param pid: ``"self"`` for this process.
     :raises ProcessLookupError: it was reaped, or ``/proc`` hides it.
-    :raises PermissionError: it is another user's, and ``/proc`` hides those
-        (``hidepid``).
+    :raises PermissionError: ``/proc`` hides other users' (``hidepid``).
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
@@ -114,10 +112,7 @@ def stat_fields(pid: int | str) -> list[str]:
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
-    """Return state letter, parent and start time (clock ticks since boot) of a process.
-
-    None: it was reaped, or is another user's and ``/proc`` hides those (``hidepid``).
-    """
+    """State letter, parent and start time of a process; None: gone, or hidden."""
     try:
         fields = stat_fields(pid)
     except (PermissionError, ProcessLookupError):

@@ -91,12 +91,7 @@ def whose(uids: frozenset[int]) -> str:
 
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[str]:
-    """Yield a name for the socket ``path`` within the kernel's limit of 107 bytes.
-
-    The name is valid inside the block.
-
-    :raises OSError: its folder does not exist.
-    """
+    """Yield, for the block, a name for the socket ``path`` of at most 107 bytes."""
     if len(os.fsencode(path)) <= _PATH_NBYTES:
         yield str(path)
         return
@@ -108,10 +103,7 @@ def reachable(path: Path) -> Iterator[str]:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether ``path`` is a socket of this user.
-
-    :raises OSError: there is nothing.
-    """
+    """Return whether ``path``, which exists, is a socket of this user."""
     found = path.lstat()
     return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
 
@@ -155,10 +147,7 @@ class SocketAddress(NamedTuple):
         return f"{self.name}:{self.secret}" if self.secret else self.name
 
     def listen(self) -> socket.socket:
-        """Bind the address; clients that connect wait until they are accepted.
-
-        :raises OSError: the name is taken.
-        """
+        """Bind the address; clients that connect wait until they are accepted."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             listener.bind("\0" + self.name)

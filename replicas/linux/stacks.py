@@ -54,8 +54,6 @@ def folder(log_dir: Path) -> Path:
 def register(log_dir: Path, rank: int, start: int) -> None:
     """Make this process write its stacks on :data:`SIGNUM`; later calls change nothing.
 
-    Safe to call from any thread.
-
     :param start: clock ticks from boot to the start of this process.
     :raises OSError: the file cannot be created.
     """

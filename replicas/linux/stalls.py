@@ -20,10 +20,7 @@ _LATE_S = 1.0
 
 
 class StallWatch:
-    """Watch one of our child processes, which must not have been reaped.
-
-    ``now``: seconds of any steady clock.
-    """
+    """Watch one of our child processes, not reaped. ``now``: of any steady clock."""
 
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid

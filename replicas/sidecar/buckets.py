@@ -190,9 +190,8 @@ def image_run(manifest: Manifest, bucket: Bucket) -> int | None:
 
 
 def _in_one_run(whole: tuple[int, ...], piece: Piece) -> bool:
-    """True if a box of a tensor of shape ``whole`` is one contiguous run of bytes.
-
-    That is: every axis after the first one with extent > 1 is taken whole.
+    """True if a box of a tensor of shape ``whole`` is one run: axes after the first one
+    with extent > 1 are taken whole.
     """
     axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), len(whole))
     return piece.shape[axis + 1 :] == whole[axis + 1 :]

@@ -80,11 +80,10 @@ _never_destroyed: list[Any] = []
 def build_group(spec: GroupSpec) -> CollectiveGroup:
     """Form the process group of ``spec``; all of its ranks use the same prefix.
 
-    :raises replicas.errors.Preflight: the members do not agree, or cannot reach each
-        other; names them.
+    :raises replicas.errors.Preflight: members, which it names, do not agree, or cannot
+        reach each other.
     :raises replicas.errors.StoreTampered: another client writes into the store.
-    :raises RuntimeError: a peer did not come in time, the store cannot be reached, or
-        the probe found wrong values.
+    :raises RuntimeError: a peer did not come in time, or the store or the probe failed.
     """
     deadline = time.monotonic() + spec.timeout_s
     found = accelerator()
@@ -109,10 +108,7 @@ def build_group(spec: GroupSpec) -> CollectiveGroup:
 
 
 def connect_store(host: str, port: int, deadline: float) -> Any:
-    """Connect to the store, retrying until ``deadline`` (monotonic clock).
-
-    :raises RuntimeError: no store answered by then.
-    """
+    """Connect to the store, retrying until ``deadline``; then RuntimeError."""
     retry = tenacity.Retrying(
         wait=tenacity.wait_exponential(multiplier=0.02, max=0.5) + tenacity.wait_random(0, 0.05),
         stop=tenacity.stop_before_delay(max(deadline - time.monotonic(), 0.0)),
@@ -202,10 +198,7 @@ def _interface_of(address: str) -> str | None:
 
 
 def _allow_shared_device(store: Any, spec: GroupSpec, uuid: str) -> None:
-    """Let two ranks share a GPU: NCCL allows it if they seem to be on two hosts.
-
-    Slow, and meant for tests.
-    """
+    """Let two ranks share a GPU, for tests: to NCCL they seem to be on two hosts."""
     store.set(f"device/{spec.rank}", f"{boot_id()}/{uuid}")
     devices = [store.get(f"device/{rank}") for rank in range(spec.size)]
     if len(set(devices)) == len(devices) or _takes_several_ranks():

@@ -186,9 +186,8 @@ class _Operation:
         return segments
 
     def _runs(self) -> Iterator[torch.Tensor]:
-        """Own segments in ``outputs``, each run of one dtype as one flat tensor.
-
-        The padding in between is reduced too, which does no harm.
+        """Own segments in ``outputs``, each run of one dtype (and its padding) as a
+        tensor.
         """
         segments = self.spec.segments[self.spec.me]
         offsets, total = segment_layout(segments)

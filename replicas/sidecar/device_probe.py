@@ -34,7 +34,7 @@ _proven: set[tuple[int, str]] = set()
 async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -> None:
     """Check that a sidecar can open this process's memory on GPU ``uuid``; cached.
 
-    :raises Preflight: it cannot, or the check took longer than ``timeout_s``.
+    :raises Preflight: it cannot within ``timeout_s``.
     :raises NoCapacity: the GPU has not even this little memory left.
     """
     if (os.getpid(), uuid) in _proven:

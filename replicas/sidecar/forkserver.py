@@ -54,8 +54,7 @@ class _Client:
 
 
 class ForkServer:
-    """The forkserver's loop. A forked child calls ``run_sidecar(channel, pidfd)``, then
-    exits.
+    """The forkserver's loop. A forked child calls ``run_sidecar(channel, pidfd)``.
 
     :param listener: where every process of this user that has the ``secret`` is served.
     """
@@ -152,10 +151,7 @@ class ForkServer:
             os._exit(code)
 
     def _forget_everything(self, keep: set[int]) -> None:
-        """Close all inherited descriptors.
-
-        The objects are detached first, so that none of them closes a reused number.
-        """
+        """Close all inherited descriptors; objects first let go of theirs."""
         for client in self._clients:
             client.sock.detach()
         if self._listener is not None:

@@ -70,10 +70,7 @@ class Handle:
         self._wait = wait or _wait
 
     def wait(self) -> None:
-        """Wait until the tensors hold the result.
-
-        :raises RuntimeError: an operation failed, or the deadline passed.
-        """
+        """Wait until the tensors hold the result; RuntimeError: it failed, or is late."""
         for work in self._works:
             self._wait(work, self._deadline)
         if self._finish is not None:
@@ -101,9 +98,8 @@ def _wait_nccl(work: Any, deadline: float) -> None:
 class CollectiveGroup(ABC):
     """Operations of one process group on contiguous, non-empty tensors.
 
-    Each ``deadline`` is of the monotonic clock.
-
-    :ivar spreads: True if :meth:`spread` is the way to send bytes to several members.
+    Each ``deadline`` is of the monotonic clock. ``spreads``: bytes go to several
+    members by :meth:`spread`.
     """
 
     spreads = False

@@ -87,9 +87,8 @@ _Finding = dict[int, str]
 def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
     """Meet all members of the group over ``store``, which has the group's prefix.
 
-    :param deadline: of the monotonic clock.
-    :raises replicas.errors.Preflight: they cannot work together; its ``members`` are
-        at fault.
+    :raises replicas.errors.Preflight: they cannot work together; its ``members`` are at
+        fault.
     :raises replicas.errors.StoreTampered: another client writes into the store.
     :raises RuntimeError: one did not come by the deadline, or the store failed.
     """
@@ -258,10 +257,8 @@ async def _call(card: _Card, greeting: bytes) -> str:
 
 
 def blame(edges: set[tuple[int, int]]) -> list[int]:
-    """Ranks at fault, given pairs of (caller, unreachable).
-
-    Take the rank that most others failed to reach, remove it, and repeat; of equals,
-    take all.
+    """Ranks at fault, given pairs of (caller, unreachable): again and again those that
+    most others failed to reach.
     """
     left, guilty = set(edges), set[int]()
     while left:

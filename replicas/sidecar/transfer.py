@@ -108,10 +108,7 @@ def scatter(staged: torch.Tensor, bucket: Bucket, data: torch.Tensor, manifest: 
 
 
 def check_routes(spec: TransferSpec, manifest: Manifest, size: int) -> None:
-    """Check that each part has a route through members of a group of ``size``.
-
-    :raises ValueError: the routes do not fit the manifest or the group.
-    """
+    """Check that each part has a route in a group of ``size``; else ValueError."""
     parts = 1 if spec.mode == "image" else len(manifest.parts or ())
     if len(spec.routes) != parts:
         raise ValueError(f"{len(spec.routes)} routes do not fit {parts} part(s)")

@@ -233,10 +233,7 @@ ForkserverReply = Attached | Forked | ForkFailed
 
 
 class MapBuffer(msgspec.Struct, frozen=True, tag=True):
-    """Descriptor: the buffer named ``key`` from now on.
-
-    :param device: UUID of its GPU; empty for host memory.
-    """
+    """Descriptor: the buffer named ``key`` from now on. ``device``: UUID of its GPU."""
 
     key: int
     device: str = ""
@@ -267,8 +264,7 @@ class RunTransfer(msgspec.Struct, frozen=True, tag=True):
 class TransferProgress(msgspec.Struct, frozen=True, tag=True):
     """The first ``nbytes`` of the data section to send are packed; finally all.
 
-    It has no answer, may come before :class:`RunTransfer`, and is noted at once, before
-    earlier requests.
+    It has no answer, and may come before :class:`RunTransfer`.
     """
 
     transfer: int
@@ -390,10 +386,7 @@ def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int
 
 
 def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive one packet; empty at the end of the connection.
-
-    The caller owns the descriptors (close-on-exec).
-    """
+    """Receive one packet, and its descriptors; empty at the end of the connection."""
     data, fds, flags = _receive(sock, MAX_PACKET_NBYTES, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(fds)
@@ -430,10 +423,7 @@ class FrameReader:
         self._fds: list[int] = []
 
     def receive(self) -> list[tuple[bytes, list[int]]] | None:
-        """Frames that are complete now; None at the end of the connection.
-
-        The caller owns their descriptors.
-        """
+        """Complete frames, with their descriptors; None at the end of the connection."""
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         try:
             data, fds, _ = _receive(self._sock, _CHUNK_NBYTES, flags)

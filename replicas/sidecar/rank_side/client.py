@@ -75,9 +75,8 @@ class Squatted(SidecarDied):
 
 
 class Forkserver:
-    """Connection to a forkserver; its sidecars end with the connection.
-
-    Made by :meth:`connect` or :meth:`spawn`.
+    """Connection to a forkserver (:meth:`connect`, :meth:`spawn`), and its sidecars'
+    life.
     """
 
     def __init__(
@@ -105,14 +104,14 @@ class Forkserver:
 
     @classmethod
     async def connect(cls, door: str, *, timeout_s: float = 30.0) -> Forkserver:
-        """Connect to the forkserver at ``door``, and wait until it can fork.
+        """Connect to the forkserver at the address ``door``, and wait until it can
+        fork.
 
-        ``door`` is a :class:`replicas.linux.sockets.SocketAddress` as text. If a
-        forkserver ends before it has answered (it froze while it started, and was
-        killed), its successor is waited for.
+        If one ends before it has answered (it froze while it started, and was killed),
+        its successor is waited for.
 
         :raises SidecarDied: after ``timeout_s``, none can fork; or, at once, another
-            user's process listens (nothing is sent to it).
+            user's process listens.
         """
         address = SocketAddress.parse(door)
         return await cls._retrying(

@@ -11,7 +11,8 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,9 +30,6 @@ __all__ = ["KILL_GRACE_S", "Sidecar", "SidecarDied", "SidecarFailed"]
 
 KILL_GRACE_S = 1.0
 """Time past a request's own timeout after which the sidecar is killed, in seconds."""
-
-SMALL_NBYTES = 32 << 10
-"""Size up to which a socket takes a request in one piece."""
 
 _R = TypeVar("_R")
 
@@ -95,8 +93,8 @@ class Sidecar:
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[wire.Reply]] = {}
         self._mapped: set[int] = set()
-        self._sending = asyncio.Lock()
-        self._background: set[asyncio.Task[None]] = set()
+        self._unsent: deque[tuple[memoryview, list[int]]] = deque()
+        """Frames, with their descriptors, that the socket has not taken yet."""
         self._dead = asyncio.Event()
         self._over = False
         self._reason = ""
@@ -122,8 +120,7 @@ class Sidecar:
         """Form the process group; return the duration in seconds.
 
         :raises SidecarFailed: a peer did not come, or an address is wrong.
-        :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after
-            ``spec.timeout_s``.
+        :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
         """
         if spec.backend == "nccl":
             spec = _of_this_process(spec)
@@ -139,11 +136,7 @@ class Sidecar:
         return (await self._ask(request, (buffer,), spec.timeout_s, wire.Transferred)).result
 
     async def probe(self, buffer: Buffer, timeout_s: float) -> bytes:
-        """Read all bytes of a small buffer in the sidecar.
-
-        Errors as of :meth:`build`; the sidecar stays usable if it only cannot open the
-        memory.
-        """
+        """Read all bytes of a small buffer in the sidecar. Errors as of :meth:`build`."""
         request = wire.ProbeBuffer(next(self._numbers), buffer.key)
         return (await self._ask(request, (buffer,), timeout_s, wire.Probed)).seen
 
@@ -154,34 +147,16 @@ class Sidecar:
         sidecar's, is ignored.
         """
         if self.usable:
-            self._post(wire.TransferProgress(transfer, nbytes))
+            self._send(wire.TransferProgress(transfer, nbytes))
 
     async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
-        """Run one operation (:func:`replicas.sidecar.collectives.run_collective`).
-
-        Return the duration in seconds. Errors as of :meth:`build`.
+        """Run one operation; return the duration in seconds. Errors as of
+        :meth:`build`.
         """
         buffers = tuple(buffer for buffer in (inputs, outputs) if buffer is not None)
         first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
         request = wire.RunCollective(next(self._numbers), first, second, spec)
         return (await self._ask(request, buffers, spec.timeout_s, wire.Collected)).seconds
-
-    def _send_at_once(self, message: msgspec.Struct) -> bool:
-        """Send a small message at once, if no other send is pending and it fits."""
-        body = wire.encode(message)
-        data = wire.frame_head(body, ()) + body
-        if self._sending.locked() or len(data) > SMALL_NBYTES:
-            return False
-        try:
-            sent = self._sock.send(data)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self._put_down(str(error))
-            return True
-        if sent < len(data):
-            self.kill("a request to it was cut off")
-        return True
 
     def kill(self, reason: str = "killed") -> None:
         """SIGKILL; pending requests raise :class:`SidecarDied`; no ``on_exit`` call."""
@@ -215,13 +190,10 @@ class Sidecar:
         self._pending[request.id] = future
         self._look_soon()
         try:
+            for buffer in buffers:
+                self._map(buffer)
+            self._send(request)
             async with asyncio.timeout(timeout_s + KILL_GRACE_S):
-                known = all(buffer.fd >= 0 and buffer.key in self._mapped for buffer in buffers)
-                if not (known and self._send_at_once(request)):
-                    async with self._sending:
-                        for buffer in buffers:
-                            await self._map(buffer)
-                        await self._send(request)
                 reply = await future
         except TimeoutError:
             self.kill(f"it did not answer within {timeout_s:g} s and was killed")
@@ -238,57 +210,42 @@ class Sidecar:
             raise SidecarFailed(f"sidecar {self.pid} answered {type(request).__name__} with {type(reply).__name__}")
         return reply
 
-    async def _map(self, buffer: Buffer) -> None:
+    def _map(self, buffer: Buffer) -> None:
         if buffer.fd < 0:
             raise ValueError("the buffer is closed")
         if buffer.key not in self._mapped:
+            self._send(wire.MapBuffer(buffer.key, buffer.device), buffer.fd)
             self._mapped.add(buffer.key)
             buffer.watchers.add(self)
-            await self._send(wire.MapBuffer(buffer.key, buffer.device), (buffer.fd,))
 
-    async def _send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
-        """Send one frame, under the lock; if cancelled halfway, kill the sidecar."""
+    def _send(self, message: msgspec.Struct, *fds: int) -> None:
+        """Send a frame after those before it, as soon as the socket takes it."""
         body = wire.encode(message)
-        head = wire.frame_head(body, fds)
-        sent = 0
-        try:
-            while not sent:
-                try:
-                    sent = socket.send_fds(self._sock, [head], list(fds))
-                except BlockingIOError:
-                    await self._writable()
-            await self._loop.sock_sendall(self._sock, head[sent:] + body)
-        except asyncio.CancelledError:
-            self.kill("a request to it was cut off")
-            raise
+        owned = [os.dup(fd) for fd in fds]  # a buffer may be closed before it is sent
+        self._unsent.append((memoryview(wire.frame_head(body, fds) + body), owned))
+        if len(self._unsent) == 1:
+            self._flush()
 
-    async def _writable(self) -> None:
-        ready: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_writer(self._sock, lambda: None if ready.done() else ready.set_result(None))
+    def _flush(self) -> None:
         try:
-            await ready
-        finally:
+            while self._unsent:
+                data, fds = self._unsent[0]
+                sent = socket.send_fds(self._sock, [data], fds)
+                wire.close_all(fds)  # they went with the first byte
+                self._unsent[0] = (data[sent:], [])
+                if sent == len(data):
+                    self._unsent.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._sock, self._flush)
+        except OSError as error:
+            self._put_down(str(error))
+        else:
             self._loop.remove_writer(self._sock)
 
     def _forget(self, key: int) -> None:
         if key in self._mapped and self.usable:
             self._mapped.discard(key)
-            self._post(wire.ForgetBuffer(key))
-
-    def _post(self, message: msgspec.Struct) -> None:
-        """Send ``message``, now or soon, without waiting for a reply."""
-        if not self._send_at_once(message):
-            self._in_background(self._send_alone(message))
-
-    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _send_alone(self, message: msgspec.Struct) -> None:
-        with contextlib.suppress(OSError):  # it is ending, and all requests fail
-            async with self._sending:
-                await self._send(message)
+            self._send(wire.ForgetBuffer(key))
 
     # ------------------------------------------------------------ signs of life
 
@@ -310,7 +267,7 @@ class Sidecar:
                 self._put_down(f"it gave no sign of life for {SILENCE_S:g} s and was killed")
                 return
             case "ping":
-                self._post(wire.Ping(next(self._numbers)))
+                self._send(wire.Ping(next(self._numbers)))
         self._timer = self._next_look()
 
     # ------------------------------------------------------------ replies, and the end
@@ -326,13 +283,6 @@ class Sidecar:
         except OSError as error:
             self._loop.remove_reader(self._sock)
             self._put_down(str(error))  # also a process that has closed the channel without ending
-            if self._sending.locked():
-                self._in_background(self._close())
-            else:
-                self._sock.close()
-
-    async def _close(self) -> None:
-        async with self._sending:
             self._sock.close()
 
     def _take(self, reply: wire.Reply) -> None:
@@ -348,15 +298,16 @@ class Sidecar:
             future.set_result(reply)
 
     def _put_down(self, reason: str) -> None:
-        """SIGKILL it if it still lives, and fail all pending requests.
-
-        The last user of the socket closes it.
-        """
+        """SIGKILL it if it still lives, and fail all pending requests."""
         self._reason = self._reason or reason
         if not self.dead:
             send_signal(self._pidfd, signal.SIGKILL)
-        self._over = True
+        if not self._over:
+            self._over = True
+            self._loop.remove_writer(self._sock)
         self._timer.cancel()
+        while self._unsent:
+            wire.close_all(self._unsent.popleft()[1])
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         pending, self._pending = self._pending, {}

@@ -59,11 +59,9 @@ class Death(NamedTuple):
 
 
 class DeathWatch:
-    """Watches the processes of a replica for crashes.
+    """Watches the processes ``pids`` of a replica for crashes.
 
-    :param pids: returns the processes of the replica.
     :param helpers: returns the shim's own, which are ignored with their children.
-    :param now: reads the clock.
     """
 
     def __init__(
@@ -145,11 +143,7 @@ def _of_gone(pidfd: int) -> int:
 
 
 class StoppedWatch:
-    """Watches one process for being stopped with a dead child.
-
-    The stop and continuation of a child come with SIGCHLD; its dead children must be
-    polled.
-    """
+    """Watches a process for being stopped (SIGCHLD tells) with a dead child (polled)."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

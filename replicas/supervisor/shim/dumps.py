@@ -147,11 +147,7 @@ class StackDump:
 
 
 class Stacks:
-    """The shim's stack dumps: one at a time, each with a follow-up.
-
-    :param log_dir: folder of the node's logs.
-    :param show: called with the stacks.
-    """
+    """The shim's stack dumps, one at a time. ``show``: called with the stacks."""
 
     def __init__(self, log_dir: Path, show: Callable[[list[Stack]], None]) -> None:
         self._log_dir = log_dir
@@ -214,7 +210,7 @@ def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
 def _abort_speakers(pids: Iterable[int], root: int, *, but_term: bool = True) -> list[int]:
     """SIGABRT to, and return, processes below ``root`` that then write their stacks.
 
-    :param but_term: spare those with a handler for SIGTERM, which end in their own way.
+    :param but_term: spare those with a handler for SIGTERM.
     """
     below = [pid for pid in pids if is_below(pid, root) and catches(pid, signal.SIGABRT)]
     chosen = [pid for pid in below if not (but_term and catches(pid, signal.SIGTERM))]

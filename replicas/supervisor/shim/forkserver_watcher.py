@@ -32,11 +32,7 @@ _STEADY_S = 60.0
 
 
 class ForkserverWatcher:
-    """Keeps one forkserver running.
-
-    :param spawn: starts a forkserver, which inherits the given descriptor and writes a
-        byte to it when it is ready.
-    """
+    """Keeps one forkserver running. ``spawn``: starts it, given its ready descriptor."""
 
     def __init__(self, spawn: Callable[[int], Child], selector: selectors.BaseSelector) -> None:
         self._spawn = spawn

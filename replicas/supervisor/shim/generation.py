@@ -31,10 +31,7 @@ _SHIM_DIES_S = 4.0
 
 
 class Generation:
-    """One generation. Used on the event loop only.
-
-    :param changed: called when a message of a shim has arrived.
-    """
+    """One generation. ``changed``: called when a message of a shim has arrived."""
 
     def __init__(self, host: Host, start_shim: ShimStarter, changed: Callable[[], None]) -> None:
         self.nodes: list[Node] = []
@@ -120,9 +117,8 @@ class Generation:
         return found
 
     def silent(self, now: float, timeout_s: float) -> list[int]:
-        """Nodes whose shims have been silent for longer than ``timeout_s``.
-
-        It also pings them: call it every second.
+        """Nodes whose shims are silent for ``timeout_s``; pings them, if called each
+        second.
         """
         return [index for index, node in enumerate(self.nodes) if node.silent_s(now) > timeout_s]
 

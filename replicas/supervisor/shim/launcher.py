@@ -94,8 +94,7 @@ def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPS
 def forbid_pickles() -> None:
     """Refuse every pickle in this process that names a class or function: it would run.
 
-    torchrun's agent needs none. A version of torchrun that unpickles from a socket
-    fails here, and executes nothing.
+    A version of torchrun that unpickles from a socket fails here, and executes nothing.
     """
 
     def refuse(event: str, arguments: tuple[object, ...]) -> None:

@@ -267,10 +267,7 @@ def decode(data: bytes) -> Message:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection, with the longest messages that the kernel allows.
-
-    By default that is about 400 KiB.
-    """
+    """Both ends of a connection, with the longest messages that the kernel allows."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_NBYTES)
@@ -295,7 +292,6 @@ def send(connection: socket.socket, message: Message) -> bool:
 def receive(connection: socket.socket) -> Message | None:
     """Receive the next message; None at the end of the stream.
 
-    :raises BlockingIOError: on a non-blocking socket with nothing to read.
     :raises Malformed: the packet is no message.
     """
     try:
@@ -308,8 +304,8 @@ def receive(connection: socket.socket) -> Message | None:
 def receive_spec(connection: socket.socket) -> NodeSpec | None:
     """Receive the start order, which is the first; None at the end of the stream.
 
-    :raises Malformed: it is not a start order.
-    :raises OtherRelease: its spec does not fit.
+    :raises Malformed: it is not a start order. :raises OtherRelease: its spec does not
+        fit.
     """
     message = receive(connection)
     if message is None:

@@ -188,9 +188,8 @@ class Shim:
             note(f"what the launcher said is no message: {error}")
 
     def _hear_launcher_out(self) -> None:
-        """Read the dead launcher's last messages.
-
-        Its stream may not end: a process that it forked may still have its end.
+        """Read the dead launcher's last messages; a child of it may keep the stream
+        open.
         """
         if self._launcher is None:
             return

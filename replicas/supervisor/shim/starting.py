@@ -73,10 +73,7 @@ class Starter:
         return child
 
     def _enclose(self, child: Child) -> None:
-        """Move the child into the control group before it can have started anything.
-
-        That is early enough: the launcher waits for orders, the forkserver loads torch.
-        """
+        """Move the child, which still waits or loads, into the control group."""
         if self._spec.cgroup:
             cgroups.enter(Path(self._spec.cgroup), child.pid)
 
@@ -103,10 +100,7 @@ def resolve_command(command: Sequence[str]) -> list[str]:
 
 
 def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
-    """Value of the guard's environment variable, for a child of this process.
-
-    :param direct: True if the shim starts it itself, not torchrun.
-    """
+    """The guard's orders, in a child of this process. ``direct``: not torchrun's."""
     pipes = () if direct else spec.pipes
     return pack(
         [
