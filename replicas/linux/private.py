@@ -49,7 +49,7 @@ _MAX_LINKS = 40
 
 
 class NotPrivate(PermissionError):
-    """A file or folder is another user's or writable by others. ``hint``: what to do."""
+    """A file or folder is another user's, or others can write it; ``hint``: a remedy."""
 
     def __init__(self, path: Path, why: str, hint: str) -> None:
         super().__init__(errno.EPERM, why, str(path))

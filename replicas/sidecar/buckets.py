@@ -184,17 +184,12 @@ def image_run(manifest: Manifest, bucket: Bucket) -> int | None:
         expected = first + piece.source_offset - bucket.start
         if not prod(piece.shape):
             continue
-        if _image_offset(manifest, piece) != expected or not _in_one_run(manifest.tensors[piece.tensor].shape, piece):
+        whole = manifest.tensors[piece.tensor].shape
+        axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), len(whole))
+        in_one_run = piece.shape[axis + 1 :] == whole[axis + 1 :]  # each later axis is taken whole
+        if _image_offset(manifest, piece) != expected or not in_one_run:
             return None
     return first
-
-
-def _in_one_run(whole: tuple[int, ...], piece: Piece) -> bool:
-    """True if a box of a tensor of shape ``whole`` is one run: axes after the first one
-    with extent > 1 are taken whole.
-    """
-    axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), len(whole))
-    return piece.shape[axis + 1 :] == whole[axis + 1 :]
 
 
 def _image_offset(manifest: Manifest, piece: Piece) -> int:

@@ -70,7 +70,7 @@ class Handle:
         self._wait = wait or _wait
 
     def wait(self) -> None:
-        """Wait until the tensors hold the result; RuntimeError: it failed, or is late."""
+        """Wait for the result in the tensors; RuntimeError: it failed, or is late."""
         for work in self._works:
             self._wait(work, self._deadline)
         if self._finish is not None:

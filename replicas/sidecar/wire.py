@@ -423,7 +423,7 @@ class FrameReader:
         self._fds: list[int] = []
 
     def receive(self) -> list[tuple[bytes, list[int]]] | None:
-        """Complete frames, with their descriptors; None at the end of the connection."""
+        """Complete frames, with descriptors; None at the end of the connection."""
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         try:
             data, fds, _ = _receive(self._sock, _CHUNK_NBYTES, flags)

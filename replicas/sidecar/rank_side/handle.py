@@ -136,7 +136,7 @@ class Sidecar:
         return (await self._ask(request, (buffer,), spec.timeout_s, wire.Transferred)).result
 
     async def probe(self, buffer: Buffer, timeout_s: float) -> bytes:
-        """Read all bytes of a small buffer in the sidecar. Errors as of :meth:`build`."""
+        """Read all of a small buffer in the sidecar. Errors as of :meth:`build`."""
         request = wire.ProbeBuffer(next(self._numbers), buffer.key)
         return (await self._ask(request, (buffer,), timeout_s, wire.Probed)).seen
 

@@ -13,6 +13,7 @@ A stopped torchrun does not see that one of its ranks has ended
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
@@ -118,32 +119,22 @@ def _name(pid: int) -> str:
 
 def _killed_by(pid: int, pidfd: int) -> int:
     """Signal that killed an ended process; 0: none, or unknown."""
-    return (_of_zombie(pid) or _of_gone(pidfd)) & 0x7F
-
-
-def _of_zombie(pid: int) -> int:
-    """Wait status of a zombie; 0 if it is none any more."""
-    try:
+    with contextlib.suppress(OSError):
         fields = stat_fields(pid)
-    except OSError:
-        return 0
-    return int(fields[49]) if fields[0] == "Z" else 0
-
-
-def _of_gone(pidfd: int) -> int:
-    """Wait status of a process already waited for; 0 if the kernel does not tell."""
+        if fields[0] == "Z":
+            return int(fields[49]) & 0x7F
     info = bytearray(_INFO_NBYTES)
     struct.pack_into("Q", info, 0, _INFO_EXIT)
     try:
         fcntl.ioctl(pidfd, _GET_INFO, info)
-    except OSError:
+    except OSError:  # the kernel does not tell
         return 0
     known = struct.unpack_from("Q", info, 0)[0] & _INFO_EXIT
-    return int(struct.unpack_from("i", info, _EXIT_AT)[0]) if known else 0
+    return int(struct.unpack_from("i", info, _EXIT_AT)[0]) & 0x7F if known else 0
 
 
 class StoppedWatch:
-    """Watches a process for being stopped (SIGCHLD tells) with a dead child (polled)."""
+    """Watches a process: is it stopped (SIGCHLD tells) with a dead child (polled)."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

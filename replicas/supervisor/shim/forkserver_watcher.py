@@ -32,7 +32,7 @@ _STEADY_S = 60.0
 
 
 class ForkserverWatcher:
-    """Keeps one forkserver running. ``spawn``: starts it, given its ready descriptor."""
+    """Keeps one forkserver running. ``spawn``: starts it, given a descriptor: ready."""
 
     def __init__(self, spawn: Callable[[int], Child], selector: selectors.BaseSelector) -> None:
         self._spawn = spawn
@@ -90,7 +90,14 @@ class ForkserverWatcher:
                 note(f"the forkserver cannot be started: {error}")
                 return self._again(now, f"cannot be started ({error}), or died,")
         if self._look_at is not None and now >= self._look_at:
-            self._look(now)
+            assert self._child is not None
+            assert self._watch is not None
+            self._look_at = now + LOOK_INTERVAL_S
+            reason = self._watch.look(now, starting=self._ready is not None)
+            if reason:
+                self._look_at = None
+                note(f"the forkserver, process {self._child.pid}, {reason}: it is killed")
+                self._child.signal(signal.SIGKILL)
         return ""
 
     def _again(self, now: float, what: str) -> str:
@@ -112,16 +119,6 @@ class ForkserverWatcher:
     def kill(self) -> None:
         self.stop()
         if self._child is not None:
-            self._child.signal(signal.SIGKILL)
-
-    def _look(self, now: float) -> None:
-        assert self._child is not None
-        assert self._watch is not None
-        self._look_at = now + LOOK_INTERVAL_S
-        reason = self._watch.look(now, starting=self._ready is not None)
-        if reason:
-            self._look_at = None
-            note(f"the forkserver, process {self._child.pid}, {reason}: it is killed")
             self._child.signal(signal.SIGKILL)
 
     def _forget_readiness(self) -> None:
