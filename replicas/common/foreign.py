@@ -3,14 +3,8 @@
 Standard library only, as shims use it too. The output of a program, the command line of
 another user's process, the text of an exception and the answer of a server may contain
 anything: escape sequences that retitle or clear a terminal, line breaks that forge a
-log line, marks that change the direction of writing. Two lines of defence:
-
-* On input, such a text passes :func:`one_line` (reasons, names, command lines),
-  :func:`lines` (tracebacks) or :func:`visible` (values of a config); lines of logs,
-  with or without colours, pass :func:`readable` or :func:`last_lines`.
-* On output to people (the supervisor's :class:`~replicas.supervisor.console.Console`,
-  the commands' :mod:`~replicas.cli.screen`, JSON) it passes :func:`lines`,
-  :func:`hanging`, :func:`characters` or :func:`ascii_controls` once more.
+log line, marks that change the direction of writing. Such a text is sanitised on input
+and, for people, on output once more.
 
 Invariant: only printable characters, line breaks and our own styles reach a terminal,
 and the colours of logs.

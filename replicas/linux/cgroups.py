@@ -1,13 +1,9 @@
 """Control groups (cgroup v2): confine all processes of a replica, whatever they do.
 
-Standard library only.
-
-Theory of operation
-===================
-
-A process can leave its parent, its session, its process group and its environment
-behind, but not its control group. Where this process may create groups below its own,
-the supervisor creates one for the run and in it one for each node of each generation::
+Standard library only. A process can leave its parent, its session, its process group
+and its environment behind, but not its control group. Where this process may create
+groups below its own, the supervisor creates one for the run and in it one for each node
+of each generation::
 
     <mount><group of the supervisor>
         /replicas-<run>-<pid>-<start time>
@@ -21,14 +17,12 @@ supervisor or the janitor writes it. An empty group is removed by the process th
 its end; if all were killed at once, by the next supervisor, as the group's name tells
 whether its supervisor is alive.
 
-Where groups cannot be created (no cgroup v2, read-only in a container, another user's)
-everything else still works: processes are then found by descent and by the mark in
-their environment, and limits of memory and processes cannot be enforced.
-
-Limits need the controllers ``memory`` and ``pids`` in the supervisor's own group. The
-kernel lets it delegate them only while no process is directly in that group: the
-supervisor then moves itself into ``supervisor`` below it, as systemd's delegation
-intends.
+Where groups cannot be created (no cgroup v2, read-only in a container, another user's),
+processes are found by descent and by the mark in their environment, and limits of
+memory and processes cannot be enforced. Limits need the controllers ``memory`` and
+``pids`` in the supervisor's own group. The kernel lets it delegate them only while no
+process is directly in that group: the supervisor then moves itself into ``supervisor``
+below it, as systemd's delegation intends.
 """
 
 from __future__ import annotations

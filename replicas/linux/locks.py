@@ -1,8 +1,5 @@
 """Locks on shared memory: which processes hold a version or may still have it mapped.
 
-Theory of operation
-===================
-
 All locks belong to an *open file description* of the memfd, so the kernel drops them
 when the last process that has it ends, however it ends. Forked children and sidecars
 share the description that they were given, and so its locks.
@@ -12,17 +9,12 @@ the exclusive lock before it writes. A reader that comes later is refused; a rea
 was there first makes the owner choose other memory.
 
 *Marks* are read locks on single bytes (``F_OFD_SETLK``; a byte is a number, nothing is
-stored at it):
-
-* Byte 0: a mapping given to a user may still be alive, though no process holds the
-  memory officially any more.
-* Byte ``N`` > 0: the memory has been filled ``N`` times, and the last fill is complete.
-  Each holder has that mark, and only while there is no writer. So a reader that has the
-  shared lock and finds another holder's mark knows that the memory was not refilled
-  before it came.
-* Byte :data:`OPENED`: memory elsewhere, to which the file leads (a GPU's), is in use.
-
-No process ever takes a write lock: it only tests whether one could be had.
+stored at it). No process ever takes a write lock: it only tests whether one could be
+had. Byte 0: a mapping given to a user may still be alive, though no process holds the
+memory officially any more. Byte ``N`` > 0: the memory has been filled ``N`` times, and
+the last fill is complete. Each holder has that mark, and only while there is no writer;
+so a reader that has the shared lock and finds another holder's mark knows that the
+memory was not refilled before it came.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
 """Files and folders that only this user can change, such as a run's state folder.
 
-Standard library only.
-
-Theory of operation
-===================
-
-A path may lead through folders of other users: ``/tmp``, ``/scratch``, a project's
-folder. A user who can write to one of them can put a symbolic link, or a folder of
-their own, where ours should be. So every call here walks the path from the root by
-descriptors. A symbolic link on the way must belong to us or root; the last folder must
-belong to us or root and not be writable by others. A file in it is opened relative to
-the folder's descriptor, never through a link, and must be a regular file of ours. New
-folders and files have the modes 0700 and 0600, whatever the mode of the parent folder.
+Standard library only. A path may lead through folders of other users (``/tmp``,
+``/scratch``), who can put a symbolic link, or a folder of their own, where ours should
+be. So every call here walks the path from the root by descriptors. A symbolic link on
+the way must belong to us or root; the last folder must belong to us or root and not be
+writable by others. A file in it is opened relative to the folder's descriptor, never
+through a link, and must be a regular file of ours. New folders and files have the modes
+0700 and 0600, whatever the mode of the parent folder.
 
 No descriptor is kept between calls, so a folder that was moved or recreated is found
-again, and a folder that another user put in its place is refused. Errors are
+again, and one that another user put in its place is refused. Errors are
 :class:`OSError`; :class:`NotPrivate` says what was found and what to do about it.
 """
 
@@ -49,7 +44,7 @@ _MAX_LINKS = 40
 
 
 class NotPrivate(PermissionError):
-    """A file or folder is another user's, or others can write it; ``hint``: a remedy."""
+    """A file or folder is another user's, or others can write it. ``hint``: remedy."""
 
     def __init__(self, path: Path, why: str, hint: str) -> None:
         super().__init__(errno.EPERM, why, str(path))

@@ -7,10 +7,10 @@ Theory of operation
 
 The process loads torch once, without touching CUDA, stays single-threaded, and forks a
 sidecar for each request. With ``--listener`` it serves every process of the same user
-that connects to this inherited socket and presents its secret (part of the
-:class:`replicas.linux.sockets.SocketAddress` in the environment); a death signal ends
-it with its parent. With ``--fd`` it serves the one process at the other end of that
-socket, and ends with it.
+that connects to this inherited socket and presents its secret
+(:class:`replicas.linux.sockets.SocketAddress`); a death signal ends it with its parent.
+With ``--fd`` it serves the one process at the other end of that socket, and ends with
+it.
 
 No sidecar outlives its owner. The forkserver kills a client's sidecars when the
 client's connection ends or its process (pidfd) is dead; the sidecars watch the same two

@@ -10,8 +10,8 @@ from a broken one. A thread that is not stuck in the group reads those counts wi
 sign of life (:mod:`replicas.sidecar.mailbox`).
 
 Traffic outside TCP (GPU memory, RDMA) and work beside the network (digests) are
-reported by the code that does it (:meth:`Traffic.worked`). While a member waits for
-anything but the network it is *paused*.
+reported by the code that does it. While a member waits for anything else it is
+*paused*.
 
 A peer *holds up* this process when bytes for it are queued and one of two things is
 true. Either it has acknowledged nothing through several retransmissions, or for most of
