@@ -94,9 +94,7 @@ def _keep_colours(found: re.Match[str]) -> str:
 
 
 def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
-    """Return the last ``count`` lines of a log, plain, each cut to ``limit``
-    characters.
-    """
+    """Return the last ``count`` lines of a log, plain and cut to ``limit``."""
     found = [_CONTROL.sub("", line).rstrip() for line in data.decode(errors="replace").split("\n")]
     while found and not found[-1]:
         found.pop()

@@ -22,8 +22,9 @@ def put_in_order() -> None:
 
 
 def open_streams() -> None:
-    """Open ``/dev/null`` for each closed standard stream, as which children would take
-    the next file or socket.
+    """Open ``/dev/null`` for each standard stream that is closed.
+
+    Else children would take the next file or socket for it.
     """
     for number in range(3):
         try:

@@ -81,8 +81,7 @@ def marked(fd: int, byte: int) -> bool:
 
 
 def holders(inode: int) -> tuple[int, ...]:
-    """Return ids of visible processes that hold a memfd's content, for error texts
-    only.
+    """Return visible processes that hold a memfd's content, for error texts only.
 
     Costs 10 to 30 ms, during which no process of the machine gets a lock: the kernel
     waits for all processors.

@@ -186,9 +186,7 @@ class _Operation:
         return segments
 
     def _runs(self) -> Iterator[torch.Tensor]:
-        """Own segments in ``outputs``, each run of one dtype (and its padding) as a
-        tensor.
-        """
+        """Own segments in ``outputs``, each run of one dtype as one flat tensor."""
         segments = self.spec.segments[self.spec.me]
         offsets, total = segment_layout(segments)
         first = 0

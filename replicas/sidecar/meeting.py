@@ -257,8 +257,9 @@ async def _call(card: _Card, greeting: bytes) -> str:
 
 
 def blame(edges: set[tuple[int, int]]) -> list[int]:
-    """Ranks at fault, given pairs of (caller, unreachable): again and again those that
-    most others failed to reach.
+    """Ranks at fault, given pairs of (caller, unreachable).
+
+    Again and again those that most others failed to reach.
     """
     left, guilty = set(edges), set[int]()
     while left:

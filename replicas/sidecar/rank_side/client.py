@@ -75,9 +75,7 @@ class Squatted(SidecarDied):
 
 
 class Forkserver:
-    """Connection to a forkserver (:meth:`connect`, :meth:`spawn`), and its sidecars'
-    life.
-    """
+    """Connection to a forkserver; its sidecars end with the connection."""
 
     def __init__(
         self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None, *, secret: str = ""
@@ -104,8 +102,7 @@ class Forkserver:
 
     @classmethod
     async def connect(cls, door: str, *, timeout_s: float = 30.0) -> Forkserver:
-        """Connect to the forkserver at the address ``door``, and wait until it can
-        fork.
+        """Connect to the forkserver at ``door``, and wait until it can fork.
 
         If one ends before it has answered (it froze while it started, and was killed),
         its successor is waited for.

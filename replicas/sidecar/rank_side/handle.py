@@ -150,9 +150,7 @@ class Sidecar:
             self._send(wire.TransferProgress(transfer, nbytes))
 
     async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
-        """Run one operation; return the duration in seconds. Errors as of
-        :meth:`build`.
-        """
+        """Run one operation; return its duration. Errors as of :meth:`build`."""
         buffers = tuple(buffer for buffer in (inputs, outputs) if buffer is not None)
         first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
         request = wire.RunCollective(next(self._numbers), first, second, spec)

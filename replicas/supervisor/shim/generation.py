@@ -117,8 +117,8 @@ class Generation:
         return found
 
     def silent(self, now: float, timeout_s: float) -> list[int]:
-        """Nodes whose shims are silent for ``timeout_s``; pings them, if called each
-        second.
+        """Nodes whose shims are silent for ``timeout_s``; call it each second: it
+        pings.
         """
         return [index for index, node in enumerate(self.nodes) if node.silent_s(now) > timeout_s]
 

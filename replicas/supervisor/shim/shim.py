@@ -188,9 +188,7 @@ class Shim:
             note(f"what the launcher said is no message: {error}")
 
     def _hear_launcher_out(self) -> None:
-        """Read the dead launcher's last messages; a child of it may keep the stream
-        open.
-        """
+        """Read the dead launcher's last messages: with a child of it, no end comes."""
         if self._launcher is None:
             return
         self._launcher.setblocking(False)
