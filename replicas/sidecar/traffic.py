@@ -44,10 +44,9 @@ MIN_LOOK_S = 0.2
 """Shortest interval between two looks, in seconds, whose shares mean anything."""
 _INET = (socket.AF_INET, socket.AF_INET6)
 _NBYTES = 256
-_HEAD = struct.Struct("<xxBB")  # of tcp_info: unanswered retransmits, window probes
-_UNACKED = struct.Struct("<24xI")
-_RTT = struct.Struct("<68xI")
-_COUNTS = struct.Struct("<120xQQ8xI20xQQ")  # bytes_acked, bytes_received, notsent_bytes, busy_time, rwnd_limited
+_INFO = struct.Struct("<xxBB20xI40xI48xQQ8xI20xQQ")
+"""Of tcp_info: unanswered retransmits and window probes, unacked, rtt, bytes_acked,
+bytes_received, notsent_bytes, busy_time, rwnd_limited."""
 _Key = tuple[tuple[object, ...], tuple[object, ...]]
 """Addresses of the two ends of a connection."""
 
@@ -181,10 +180,9 @@ def _counts(fd: int, ends: _Key) -> _Connection | None:
     try:
         with _borrowed(fd, socket.AF_INET, socket.SOCK_STREAM) as sock:  # for its options only: any family
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)
-        acked, received, not_sent, busy_us, window_us = _COUNTS.unpack_from(info)
+        lost, probes, unacked, rtt_us, acked, received, not_sent, busy_us, window_us = _INFO.unpack_from(info)
     except (OSError, struct.error):
         return None
-    queued = _UNACKED.unpack_from(info)[0] > 0 or not_sent > 0
+    queued = unacked > 0 or not_sent > 0
     limited_s = (busy_us - window_us) / 1e6
-    rtt_s = _RTT.unpack_from(info)[0] / 1e6
-    return _Connection(str(ends[1][0]), acked, received, queued, max(_HEAD.unpack_from(info)), limited_s, rtt_s)
+    return _Connection(str(ends[1][0]), acked, received, queued, max(lost, probes), limited_s, rtt_us / 1e6)

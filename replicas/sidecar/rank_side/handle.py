@@ -35,16 +35,7 @@ _R = TypeVar("_R")
 
 
 class SidecarFailed(RuntimeError):
-    """The sidecar answered with an error.
-
-    :ivar over: True if its group is unusable and it exits by itself; False if the
-        request was refused and nothing moved.
-    :ivar kind: name of a class of :mod:`replicas.errors`, or empty.
-    :ivar members: the members concerned.
-    :ivar hint: the remedy.
-    :ivar links: pairs of addresses between which members of the group could not
-        connect.
-    """
+    """The sidecar answered with an error. Fields as of :class:`wire.Failed`."""
 
     def __init__(
         self,
@@ -57,11 +48,7 @@ class SidecarFailed(RuntimeError):
         links: tuple[tuple[str, str], ...] = (),
     ) -> None:
         super().__init__(message)
-        self.over = over
-        self.kind = kind
-        self.members = members
-        self.hint = hint
-        self.links = links
+        self.over, self.kind, self.members, self.hint, self.links = over, kind, members, hint, links
 
     def as_error(self, **fields: Any) -> errors.ReplicasError:
         """Convert to an error of the library. ``fields``: channel, phase, version."""
@@ -76,7 +63,6 @@ class SidecarDied(RuntimeError):
 class Sidecar:
     """One sidecar process, with at most one process group.
 
-    :ivar pid: its process id.
     :ivar on_exit: called on the loop, once, with a reason, when it ends without
         :meth:`kill`.
     :ivar on_moved: called on the loop, about twice a second while it handles a request
