@@ -1,8 +1,7 @@
 """Detect a child process that is stopped or idle, as opposed to slow.
 
-Standard library only. ``/proc/PID/stat`` has the state of a process, its CPU time and
-its page faults. A process that loads a large library from a slow disk makes progress in
-these all the time; one that was stopped (SIGSTOP) has the state T and makes none.
+Standard library only. A process that loads a large library from a slow disk uses CPU
+time and faults pages in all the time; one that was stopped (SIGSTOP) has the state T.
 """
 
 from __future__ import annotations

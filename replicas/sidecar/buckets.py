@@ -12,11 +12,10 @@ order within each part allows. So all owners send at the same time, and a receiv
 digest the image behind the last byte that will still change
 (:attr:`BucketPlan.settled`).
 
-The size of a bucket depends on the route (the chain of lane ranks that a part passes
-through). Every member except the first and the last forwards what it receives, so the
-last one finishes (members - 2) buckets after the first receiver: small buckets, then.
-With one receiver nothing is forwarded, and large buckets cost least. (Measured; see
-:mod:`replicas.sidecar.transfer`.)
+The size of a bucket depends on the route. Every member except the first and the last
+forwards what it receives, so the last one finishes (members - 2) buckets after the
+first receiver: small buckets, then. With one receiver nothing is forwarded, and large
+buckets cost least. (Measured; see :mod:`replicas.sidecar.transfer`.)
 """
 
 from __future__ import annotations

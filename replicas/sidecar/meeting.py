@@ -4,16 +4,15 @@ Theory of operation
 ===================
 
 To Gloo and NCCL, a wrong address or a peer with another config looks like a slow peer:
-they wait until their timeout. Here each member first puts a *card* into the store
-(signed, under the group's own prefix) with what it is about to build and where it
-listens, and reads the cards of all others: one write and one read.
+they wait until their timeout. Here each member first puts a *card* into the store with
+what it is about to build and where it listens, and reads the cards of all others.
 
 If the members have more than one address, each connects to every member with another
-address, which greets with a keyed hash (by the lane's secret, of its rank and port). So
-another listener that has the same port on another machine does not pass. Each member
-puts its findings into the store and reads all findings. So all of them reach the same
-verdict within some two seconds, with the same links and the same culprits: the members
-that most others could not reach.
+address, which greets with a keyed hash (by the lane's secret, of its rank and port): no
+other listener that has the same port on another machine passes. Each member puts its
+findings into the store and reads all findings. So all of them reach the same verdict
+within some two seconds, with the same links and the same culprits: the members that
+most others could not reach.
 
 A member that cannot bind its own address says so on its card. A missing card is waited
 for until the deadline (the sidecar may be on its way), in steps of half a second, so

@@ -4,19 +4,15 @@ The main thread takes a request, handles it and answers it. It may be stuck insi
 NCCL or a store client at any time; therefore it has a process of its own. When its
 group has failed it answers so and exits, which closes its connections: peers that wait
 for it elsewhere fail at once too. A second thread (:mod:`replicas.sidecar.mailbox`)
-reads the channel, answers pings, and ends the process with the rank or the channel.
-
-On a GPU
-========
+answers pings meanwhile, and ends the process with the rank or the channel.
 
 Buffers may be in the memory of the rank's GPU, the only one that this process uses; the
 first request that names it selects it. The sidecar works on its own stream. The rank's
 pending work on a buffer is waited for before the buffer is read, and an answer is sent
-only when no work of the request is pending on any stream.
-
-So the rank needs no event of the sidecar: the answer, or the sidecar's death, tells it
-that the memory is its own again. (An event recorded by a killed process might never
-complete, and a stream that waits for it would hang.)
+only when no work of the request is pending on any stream. So the rank needs no event of
+the sidecar: the answer, or the sidecar's death, tells it that the memory is its own
+again. (An event recorded by a killed process might never complete, and a stream that
+waits for it would hang.)
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ beyond use: it is killed and replaced.
 
 ``SILENCE_S``: a thread that needs microseconds of CPU gets them within some 100 ms even
 on a machine with ten busy processes for each core, and no call of the sidecar holds the
-GIL for that long (those of torch, gloo and xxhash release it; memory is pre-faulted in
-small steps). Two seconds are far above that, and far below any deadline; a wrong
+GIL for that long. Two seconds are far above that, and far below any deadline; a wrong
 verdict costs one lane, which is built again. There is no verdict after this process
 itself was late: the answer may lie unread, so the sidecar gets the whole time again.
 

@@ -7,12 +7,11 @@ these changes for a supervised replica:
 * it gets SIGTERM when the shim dies, on which torchrun drains its workers;
 * every worker starts behind the guard (:mod:`replicas.supervisor.shim.guard`), so that
   none outlives this process;
-* the rendezvous decides nothing (:class:`_Rendezvous`): the orders have the ranks.
-  torchrun's own rendezvous unpickles values of a TCPStore, which has no passwords:
-  every process that reached the port could run code here. One store is left, that of
-  the workers' process groups; node 0 hosts it, on the local address only, on a port
-  picked by the kernel, and sends the port through the shim. This process never
-  unpickles a class (:func:`forbid_pickles`);
+* the rendezvous decides nothing: the orders have the ranks. torchrun's own unpickles
+  values of a TCPStore, which has no passwords: every process that reached the port
+  could run code here. One store is left, that of the workers' process groups; node 0
+  hosts it, on the local address only, on a port picked by the kernel, and sends the
+  port through the shim. This process never unpickles a class;
 * it makes no restarts: those are the supervisor's;
 * it reports the exit codes of the ranks, which torchrun's exit code hides, to the shim;
 * it notices the end of a worker at once (:class:`_Agent`), where torchrun polls.
