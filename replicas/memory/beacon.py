@@ -14,8 +14,7 @@ import secrets
 from collections.abc import Sequence
 
 from replicas.linux.files import open_plain
-from replicas.linux.machine import boot_id, namespace
-from replicas.linux.processes import START_TIME, stat_fields
+from replicas.linux.processes import START_TIME, boot_id, namespace, stat_fields
 from replicas.messages import Beacon
 from replicas.messages.identity import ProcessIdentity
 
