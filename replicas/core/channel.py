@@ -126,7 +126,7 @@ class ChannelState:
             quarantine=self.quarantine,
             others_wait=self.others_wait,
         )
-        self.rounds = Rounds(config.name)
+        self.rounds = Rounds(config.name, self.view, self.out)
         self.roster.on_held = self.rounds.touch
         self.commits = Commits(self.ground)
         self.told = Told(*past.decided)
@@ -166,7 +166,7 @@ class ChannelState:
         if state.from_before:
             self.recovery.heard(state, now)
         if state.is_target:
-            self.rounds.joined(state, self.view(member.group, member.replica), self.out)
+            self.rounds.joined(state)
         self.out.append(Emit(MemberJoined(self.config.name, state.member)))
         if self.commits.latest > self.told.latest:  # its Welcome leaves out what is still being recorded
             self.out.append(Send(member, self.commits.commit_message()))
@@ -208,7 +208,7 @@ class ChannelState:
         self.commits.lost(state, now)
         self.lanes.lost(member, now)
         if state.is_target:
-            self.rounds.lost(member, self.view(member.group, member.replica), self.out)
+            self.rounds.lost(member)
         self._settle(now)
 
     def receive(self, member: Member, message: FromMember, now: float) -> None:
@@ -340,7 +340,7 @@ class ChannelState:
         self.commits.advance(now)
         newest = self.commits.newest
         for group, replica in self.rounds.take_due(newest):
-            self.rounds.advance(self.view(group, replica), newest, self.out)
+            self.rounds.advance(group, replica, newest)
         if self.config.peers:
             self.operations.advance(now)
         self.drains.advance()
@@ -441,9 +441,9 @@ class ChannelState:
                 self.rounds.cancel_ask(member, message.ask)
             case wire.Loaded() if message.version <= commits.latest:  # else it cannot have been loaded
                 self.marks.version(member.group, member.replica, message.version)
-                self.rounds.loaded(state, message.version, self.view(member.group, member.replica), self.out)
+                self.rounds.loaded(state, message.version)
             case wire.LoadFailed():
-                self.rounds.failed(state, self.view(member.group, member.replica), self.out)
+                self.rounds.failed(state)
             case wire.WatchLoaded():
                 self._answer_watches()
                 self._watch(member, message)

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import torch
 
-from replicas.core.versions.manifest import Manifest, TensorSpec, merge_parts
+from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.versions.manifests import merge_parts
 from replicas.errors import Preflight
 from replicas.sidecar.device_probe import prove_device
 from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from replicas.core.versions.manifest import Manifest, TensorSpec, merge_parts
+from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.versions.manifests import merge_parts
 from replicas.messages import OperationKind, ReduceOp, Segment
 from replicas.sidecar.rank_side.client import (
     Forkserver,

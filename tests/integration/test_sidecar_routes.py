@@ -14,7 +14,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from replicas.core.versions.manifest import Manifest, TensorSpec, merge_parts
+from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.versions.manifests import merge_parts
 from replicas.sidecar.rank_side.client import SidecarDied, SidecarFailed, TransferResult, TransferSpec
 from replicas.sidecar.rank_side.pulse import SILENCE_S
 from replicas.weights.digest import digest_of

@@ -18,11 +18,10 @@ from replicas.core.versions.manifest import (
     PartManifest,
     Piece,
     TensorSpec,
-    difference,
     item_nbytes,
-    merge_parts,
     packed_offsets,
 )
+from replicas.core.versions.manifests import difference, merge_parts
 from replicas.errors import ManifestMismatch
 
 WEIGHT = TensorSpec("weight", "float32", (4, 6))
@@ -252,7 +251,7 @@ def test_tensors_that_cannot_be_named_or_placed_are_refused(
 
 
 def test_more_tensors_than_fit_into_a_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.core.versions.tensor_specs.MANIFEST_TENSORS", 2)
+    monkeypatch.setattr("replicas.core.versions.manifest.MANIFEST_TENSORS", 2)
     PartManifest((WEIGHT,), (("tied", "weight"),)).validate()
     with pytest.raises(ManifestMismatch, match="3 tensors: at most 2"):
         PartManifest((WEIGHT, BIAS), (("tied", "weight"),)).validate()

@@ -24,9 +24,9 @@ class Replica:
     told otherwise."""
 
     def __init__(self) -> None:
-        self.rounds = Rounds("policy")
-        self.ranks: dict[int, MemberState] = {}
         self.out: list[Effect] = []
+        self.rounds = Rounds("policy", lambda group, replica: self.view(), self.out)
+        self.ranks: dict[int, MemberState] = {}
         self.latest = 0
         self.meta: dict[str, object] | None = {}
         self.incarnations = 0
@@ -50,12 +50,12 @@ class Replica:
         if self.latest:
             state.held[self.latest] = "digest"
         self.ranks[rank] = state
-        self.rounds.joined(state, self.view(), self.out)
+        self.rounds.joined(state)
         self.advance()
 
     def lose(self, rank: int) -> None:
         state = self.ranks.pop(rank)
-        self.rounds.lost(state.member, self.view(), self.out)
+        self.rounds.lost(state.member)
         self.advance()
 
     def commit(self) -> None:
@@ -71,15 +71,15 @@ class Replica:
         self.advance()
 
     def loaded(self, rank: int, version: int) -> None:
-        self.rounds.loaded(self.ranks[rank], version, self.view(), self.out)
+        self.rounds.loaded(self.ranks[rank], version)
         self.advance()
 
     def failed(self, rank: int) -> None:
-        self.rounds.failed(self.ranks[rank], self.view(), self.out)
+        self.rounds.failed(self.ranks[rank])
         self.advance()
 
     def advance(self) -> None:
-        self.rounds.advance(self.view(), Newest(self.latest, self.meta), self.out)
+        self.rounds.advance("rollout", 0, Newest(self.latest, self.meta))
 
     def granted(self) -> dict[int, int]:
         """The newest grant of each rank."""
@@ -326,7 +326,7 @@ def test_a_rank_that_runs_ahead_asks_for_the_next_round(replica: Replica) -> Non
 
 def test_what_the_publisher_said_may_become_known_later() -> None:
     """To a coordinator that has started again, which asks a holder."""
-    rounds = Rounds("policy")
+    rounds = Rounds("policy", lambda group, replica: ReplicaView([], 0), [])
     newest = Newest(4)
     assert not newest.is_enough(wire.ReceiveAsk(1, 0, -5, "step"))
     rounds.take_due(newest)

@@ -13,7 +13,7 @@ import torch
 from replicas import errors
 from replicas.channel.operations.scratch import call_point, copy_out, gpu_of, read_segments, segments_of
 from replicas.channel.pending import Receipt
-from replicas.core.versions.tensor_specs import item_nbytes
+from replicas.core.versions.manifest import item_nbytes
 from replicas.messages import OperationGo, OperationKind, ReceiptData, ReduceOp, Segment
 from replicas.messages.identity import Member
 from replicas.weights.copying import copy_elements

@@ -68,39 +68,38 @@ class CatchUp:
         self._release(payload, now)
         if payload is None:
             return
-        version = payload.version
-        self._stop_if_outdated(version, now)
-        if self.transfer is not None:
+        ground, version, transfer = self._ground, payload.version, self.transfer
+        old = transfer is not None and transfer.payload.version < version
+        if transfer and old and all(version in one.held for one in ground.roster.states(transfer.needers)):
+            self._supersede(transfer, now)
+        if self.transfer is not None or now < self._look_at:
             return
-        busy = main.concerned | main.needers if main is not None and main.payload is payload else frozenset()
-        hosts = self._served_hosts(main) - {state.host for state in self._ground.roster.holders(version)}
+        busy: frozenset[Member] = frozenset()
+        hosts: set[int] = set()
+        if main is not None:  # nothing else is sent to the hosts that a newer version serves
+            busy = main.concerned | main.needers if main.payload is payload else busy
+            hosts = self._hosts(main.needers | main.verified) - {s.host for s in ground.roster.holders(version)}
         waiting = [s for s in self._lacking(version, now) if s.member not in busy and s.host not in hosts]
         alone = [state for state in waiting if state.standing == "quarantined"]
         needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
-        held = any(version in s.held or version in s.parts for s in self._ground.roster)
-        if not needers or not (held or self._ground.keeping.serves(version, payload.part_owners, waiting)):
-            return
-        if now < self._look_at:
+        held = any(version in s.held or version in s.parts for s in ground.roster)
+        if not needers or not (held or ground.keeping.serves(version, payload.part_owners, waiting)):
             return
         transfer = Transfer(
-            self._ground,
+            ground,
             payload,
             needers,
             kind="catch_up",
-            deadline=now + self._ground.config.deadline_s,
+            deadline=now + ground.config.deadline_s,
             on_end=self._ended,
             avoid=self._bad_holder,
         )
-        if self._ground.links and not transfer.possible(now):
+        if ground.links and not transfer.possible(now):
             self._look_at = now + LOOK_S
             return
         self.transfer = transfer
         self._unready, self._waits_since = set(), now
-        self.transfer.start(now)
-
-    def _served_hosts(self, main: Transfer | None) -> set[int]:
-        """Return the hosts that a newer version serves; nothing else is sent there."""
-        return self._hosts(main.needers | main.verified) if main is not None else set()
+        transfer.start(now)
 
     def _hosts(self, members: Iterable[Member]) -> set[int]:
         return {state.host for state in self._ground.roster.states(members)}
@@ -122,27 +121,17 @@ class CatchUp:
             if waits and (state.served or not lacks):
                 state.step("released")
 
-    def _stop_if_outdated(self, version: int, now: float) -> None:
-        transfer = self.transfer
-        if transfer is None or transfer.payload.version >= version:
-            return
-        states = self._ground.roster.states(transfer.needers)
-        if all(version in state.held for state in states):
-            self._supersede(transfer, now)
-
     def _supersede(self, transfer: Transfer, now: float) -> None:
         """End a transfer that is not needed any more, without counting a failure."""
         transfer.stop(complete=True)
         self._ended(transfer, None, now, superseded=True)
 
     def _lacking(self, version: int, now: float) -> list[MemberState]:
-        return [state for state in self._ground.roster.lacking(version) if self._lacks(state, version, now)]
-
-    def _lacks(self, state: MemberState, version: int, now: float) -> bool:
-        """Return whether it is to be served now."""
-        wants = state.is_target and state.carries and version not in state.held and now >= state.retry_at
-        may = state.standing == "quarantined" or state.slow or now >= state.not_before
-        return wants and state.slow == self._slow and may and self._ground.roster.available(state, now)
+        """Return the targets that lack it and are to be served now."""
+        roster = self._ground.roster
+        due = [s for s in roster.lacking(version) if s.slow == self._slow and now >= s.retry_at]
+        due = [s for s in due if s.standing == "quarantined" or s.slow or now >= s.not_before]
+        return [state for state in due if roster.available(state, now)]
 
     def tick(self, now: float) -> None:
         """Give up at the deadline, and on unready members while others wait."""

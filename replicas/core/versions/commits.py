@@ -87,35 +87,30 @@ class Commits:
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> None:
         """Handle a rank's message about its publish."""
+        publish = self.publishes.get(state.member, message.publish)
         match message:
             case wire.PublishBegin():
-                self._begin_publish(state, message, now)
+                self._begin(state, message, now)
             case wire.Packed():
                 self._packed(state, message, now)
-            case wire.PackFailed():
-                self._pack_failed(state, message, now)
+            case wire.PackFailed() if publish is not None:
+                self.fail(publish, message.error.exception(), now)
 
-    def _begin_publish(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
+    def _begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
         ground, member = self._ground, state.member
-        error: errors.ReplicasError
-        if not state.is_source:
-            error = errors.UsageError(
-                f"{member} is no source of channel {self._ground.config.name!r} and cannot publish on it",
-                channel=self._ground.config.name,
-                hint="name its group under `sources`",
-            )
-            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(error)))
-            return
         try:
+            if not state.is_source:
+                raise errors.UsageError(
+                    f"{member} is no source of channel {ground.config.name!r} and cannot publish on it",
+                    channel=ground.config.name,
+                    hint="name its group under `sources`",
+                )
             publish = self.publishes.begin(member, message, now)
-        except errors.RanksDisagree as exc:
+        except errors.ReplicasError as error:
+            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(error)))
             found = self.publishes.get(member, message.publish)
-            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(exc)))
-            if found is not None and not found.over:
-                self._fail(found, exc, now)
-            return
-        except errors.UsageError as exc:
-            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(exc)))
+            if found is not None and isinstance(error, errors.RanksDisagree):
+                self.fail(found, error, now)
             return
         ground.send(member, wire.PublishAdmitted(message.publish, publish.version))
         if publish.over:
@@ -124,10 +119,9 @@ class Commits:
     def _packed(self, state: MemberState, message: wire.Packed, now: float) -> None:
         known = self.publishes.get(state.member, message.publish)
         if message.manifest_hash and known is not None and not known.over:
-            encoded = self.manifests.get(message.manifest_hash)
+            encoded = self.manifests.get(state.member, message.manifest_hash, now)
             if encoded is None:
                 self._unread.append((state, message))
-                self.manifests.fetch(state.member, message.manifest_hash, now)
                 return
             known.manifests[state.member] = encoded
             state.parts.add(known.version)
@@ -151,11 +145,6 @@ class Commits:
             state.held[publish.version] = message.digest
         if publish.transfer is not None:
             publish.transfer.filled(now)
-
-    def _pack_failed(self, state: MemberState, message: wire.PackFailed, now: float) -> None:
-        publish = self.publishes.pack_failed(state.member, message)
-        if publish is not None:
-            self._fail(publish, message.error.exception(), now)
 
     def transferring(
         self, member: Member, message: wire.TransferReady | wire.TransferDone | wire.TransferFailed, now: float
@@ -190,9 +179,12 @@ class Commits:
                 self._read_on(now)
             return True
         except errors.ReplicasError as error:
-            failed = [m.publish for s, m in self._unread if s is state and _hash_of(m) == piece.manifest_hash]
-            for publish in filter(None, (self.publishes.get(state.member, number) for number in failed)):
-                self._fail(publish, errors.ManifestMismatch(f"{state.member}: {error.message}", hint=error.hint), now)
+            for one, message in list(self._unread):
+                if one is state and isinstance(message, wire.Packed) and message.manifest_hash == piece.manifest_hash:
+                    publish = self.publishes.get(state.member, message.publish)
+                    mismatch = errors.ManifestMismatch(f"{state.member}: {error.message}", hint=error.hint)
+                    if publish is not None:
+                        self.fail(publish, mismatch, now)
             self._read_on(now)
             return False
 
@@ -211,11 +203,10 @@ class Commits:
         try:
             publish.payload = payload = self.manifests.payload(publish)
         except errors.ReplicasError as exc:
-            self._fail(publish, exc, now)
+            self.fail(publish, exc, now)
             return
         if payload is not None and not payload.part_owners:
-            state = self._roster.get(publish.carriers[0])
-            if state is not None:
+            for state in self._roster.states(publish.carriers[:1]):
                 state.held.setdefault(publish.version, payload.digest)
                 state.parts.discard(publish.version)
 
@@ -232,8 +223,7 @@ class Commits:
 
     def _target_replicas(self) -> int:
         """Count replicas with a live target; a publish waits for ``min_targets``."""
-        targets = self._roster.targets
-        return len({(s.member.group, s.member.replica) for s in targets if not s.draining})
+        return len({(s.member.group, s.member.replica) for s in self._roster.targets if not s.draining})
 
     def _overtaken(self, publish: Publish, now: float) -> None:
         """End a publish whose number is not newer than the newest commit.
@@ -241,25 +231,14 @@ class Commits:
         Its own number may be committed: decided before the coordinator started again.
         """
         if publish.resumed and publish.version == self.latest and not self._decided_here:
-            holders = [s for s in self._roster if s.is_target and s.carries and publish.version in s.held]
-            publish.receipt = ReceiptData(
-                epoch=self._roster.epoch,
-                members=tuple(sorted(state.member for state in holders)),
-                lost=(),
-                nbytes=publish.payload.nbytes if publish.payload is not None else 0,
-                seconds=now - publish.began_at,
-                phases=publish.phases() | publish.hold,
-                version=publish.version,
-                staging=self._ground.config.staging,
-                digest=self.decided,
-            )
+            publish.receipt = self._receipt(publish, self._holders(publish.version), {}, publish.phases(), now)
             if self.committed is None and publish.payload is not None:
                 publish.payload.digest = publish.payload.digest or self.decided
                 self.restore(publish.payload)
             self._verdict(publish, "committed", now)
             return
         text = f"version {publish.version} was overtaken by version {self.latest}"
-        self._fail(publish, errors.StaleVersion(text, version=publish.version), now)
+        self.fail(publish, errors.StaleVersion(text, version=publish.version), now)
 
     def _start_next(self, now: float) -> None:
         publish = self.publishes.queue[0]
@@ -282,21 +261,20 @@ class Commits:
         if publish is None or publish.transfer is not transfer:
             return
         if error is not None:
-            self._fail(publish, error, now)
+            self.fail(publish, error, now)
             return
-        config = self._ground.config
+        config, holders = self._ground.config, self._holders(publish.version)
         if publish.version <= self.latest:
             self._overtaken(publish, now)
         elif config.on_lost == "raise" and publish.lost:
             why = "; ".join(f"{name}: {reason}" for name, reason in publish.lost.items())
-            self._fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
-        elif len({(m.group, m.replica) for m in self._holders(publish.version)}) < config.min_targets:
-            held_by = len(self._holders(publish.version))
-            text = f"{held_by} members hold it, min_targets = {config.min_targets} replicas"
-            self._fail(publish, self._too_few(publish, text), now)
+            self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
+        elif len({(m.group, m.replica) for m in holders}) < config.min_targets:
+            text = f"{len(holders)} members hold it, min_targets = {config.min_targets} replicas"
+            self.fail(publish, self._too_few(publish, text), now)
         elif not self._held_by_any(publish.version):
             text = f"version {publish.version} was lost with its source before it was committed"
-            self._fail(publish, errors.PeersLost(text, phase="commit", hint="publish again"), now)
+            self.fail(publish, errors.PeersLost(text, phase="commit", hint="publish again"), now)
         else:
             self._commit(publish, transfer, now)
 
@@ -312,33 +290,38 @@ class Commits:
     def _commit(self, publish: Publish, transfer: Transfer, now: float) -> None:
         payload = transfer.payload
         self._leave_behind(publish, transfer)
-        digest = payload.digest or self._held_digest(payload.version)
-        self._vouch(payload.version, digest)
-        payload.digest, payload.filling = digest, None  # of a publisher that has not reported its slot full
+        digests = {s.held[payload.version] for s in self._roster if s.held.get(payload.version)}
+        if not payload.digest and len(digests) == 1:  # all holders agree; they may have it from another coordinator
+            payload.digest = digests.pop()
+        self._vouch(payload.version, payload.digest)
+        payload.filling = None  # of a publisher that has not reported its slot full
         self.manifests.current = payload.manifest
-        self._decide(publish.version, digest, payload)
+        self._decide(publish.version, payload.digest, payload)
         self._decided_here = True
-        seconds = now - publish.began_at
-        phases = publish.phases(max(0.0, seconds - sum(publish.phases().values())))
-        publish.receipt = ReceiptData(
-            epoch=self._roster.epoch,
-            members=tuple(sorted(transfer.verified | self._holders(publish.version))),
-            lost=tuple(publish.lost),
-            reasons=dict(publish.lost),
-            nbytes=payload.nbytes,
-            seconds=seconds,
-            phases=phases | publish.hold,
-            version=publish.version,
-            staging=self._ground.config.staging,
-            digest=digest,
-        )
+        members = transfer.verified | self._holders(publish.version)
+        publish.receipt = self._receipt(publish, members, publish.lost, publish.phases(now - publish.began_at), now)
         for state in self._roster.states(transfer.verified):
             state.failures, state.slow = 0, False  # it works in joint transfers
-        moved_nbytes = transfer.moved_nbytes
-        self._verdict(publish, "committed", now, moved_nbytes=moved_nbytes)
+        self._verdict(publish, "committed", now, moved_nbytes=transfer.moved_nbytes)
         self._ground.marks.version(publish.group, publish.replica, publish.version)
         self._ground.lanes.keep(transfer.lane)
         self.main = None
+
+    def _receipt(
+        self, publish: Publish, members: set[Member], lost: dict[str, str], phases: dict[str, float], now: float
+    ) -> ReceiptData:
+        return ReceiptData(
+            epoch=self._roster.epoch,
+            members=tuple(sorted(members)),
+            lost=tuple(lost),
+            reasons=dict(lost),
+            nbytes=publish.payload.nbytes if publish.payload is not None else 0,
+            seconds=now - publish.began_at,
+            phases=phases,
+            version=publish.version,
+            staging=self._ground.config.staging,
+            digest=self.decided,
+        )
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
         """Decide the version; the record is on disk before any member is told."""
@@ -370,15 +353,6 @@ class Commits:
 
     def _holders(self, version: int) -> set[Member]:
         return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
-
-    def _held_digest(self, version: int) -> str:
-        """Return the digest on which all holders agree.
-
-        They may have it from another coordinator. Empty: they differ, or there are only
-        parts.
-        """
-        digests = {s.held[version] for s in self._roster if s.held.get(version)}
-        return digests.pop() if len(digests) == 1 else ""
 
     def _assembled(self, payload: Payload) -> None:
         """Take the digest of the first image of a version that was committed in parts.
@@ -426,23 +400,13 @@ class Commits:
             return
         self._decide(version, digest, None)
 
-    def decide_forward(self, version: int, digest: str) -> None:
-        """Commit a version that every target holds and whose source is gone."""
-        self.publishes.numbered = max(self.publishes.numbered, version)
-        self._decide(version, digest, None)
-
     def restore(self, payload: Payload) -> None:
         """Set the bytes of the newest committed version, known again."""
         self.manifests.current, self.committed = payload.manifest, payload
 
-    def fail_resumed(self, publish: Publish, why: str, now: float) -> None:
-        """Fail a publish that had ended before the coordinator started again."""
-        text = f"version {publish.version} was not committed by the coordinator that was here before: {why}"
-        self._fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
-
     # ------------------------------------------------------------ failures
 
-    def _fail(self, publish: Publish, error: errors.ReplicasError, now: float) -> None:
+    def fail(self, publish: Publish, error: errors.ReplicasError, now: float) -> None:
         """Fail the publish for all its ranks; its number is not used again."""
         if publish.over:
             return
@@ -458,20 +422,13 @@ class Commits:
         if publish.state == "moving" and publish.version > self.latest:
             self._record("abort", publish.version)
         asked = transfer.asked if transfer is not None else frozenset()
+        committed = self.decided if publish.version == self.latest else ""  # known here too late, by another source
         for state in self._roster:
-            if self._is_committed(state, publish):
+            if committed and state.held.get(publish.version) == committed and state.member not in publish.begun:
                 continue
             if state.forget(publish.version) or state.member in asked:  # it may hold it unreported
                 self._ground.send(state.member, wire.Discard(publish.version))
         self._verdict(publish, _snake(type(error).__name__), now)
-
-    def _is_committed(self, state: MemberState, publish: Publish) -> bool:
-        """Return whether its copy under the publish's number is a committed version.
-
-        That is so when the commit became known here too late.
-        """
-        same = publish.version == self.latest and state.held.get(publish.version) == self.decided
-        return same and bool(self.decided) and state.member not in publish.begun
 
     def _verdict(self, publish: Publish, outcome: str, now: float, *, moved_nbytes: int = 0) -> None:
         ground = self._ground
@@ -502,7 +459,7 @@ class Commits:
             mine = (publish.group, publish.replica) == (member.group, member.replica)
             if publish.state == "packing" and mine and member in publish.begun:
                 text = f"{member} was lost ({state.note}) while version {publish.version} was packed"
-                self._fail(publish, errors.PeersLost(text, members=[member.name], phase="pack"), now)
+                self.fail(publish, errors.PeersLost(text, members=[member.name], phase="pack"), now)
             elif publish.state == "moving" and state.is_target:
                 publish.lost[member.name] = state.note or "lost"
         for transfer in self.transfers:
@@ -530,7 +487,7 @@ class Commits:
         transfer = publish.transfer
         if transfer is None or self._ground.config.on_lost == "raise":
             return
-        half = publish.laggard_time()
+        half = publish.moving_at + (publish.deadline - publish.moving_at) / 2
         if transfer.attempts > 1:
             half = max(half, transfer.attempt_at + READY_S)
         laggards = transfer.unready if now > half else transfer.slow_readers(half)
@@ -542,47 +499,39 @@ class Commits:
     def _deadline(self, publish: Publish, now: float, *, recovering: bool) -> None:
         transfer = publish.transfer
         waited = f"{publish.deadline - publish.began_at:.1f} s"
+        text = f"version {publish.version} waited {waited} for"
+        error: errors.ReplicasError
         if publish.state == "packing":
-            missing = [f"{g}/{r}/{k}" for g, r, k in sorted(self._missing(publish))]
+            replica = self._roster.replica(publish.group, publish.replica)
+            world = max((state.hello.world_size for state in replica), default=1)
+            ranks = self.publishes.unpacked(publish, world)
+            missing = [f"{publish.group}/{publish.replica}/{rank}" for rank in ranks]
             text = f"version {publish.version}: {', '.join(missing)} did not pack it within {waited}"
-            self._fail(publish, errors.DeadlineExceeded(text, phase="pack", members=missing), now)
+            error = errors.DeadlineExceeded(text, phase="pack", members=missing)
         elif publish.state == "queued" and recovering:
-            text = f"version {publish.version} waited {waited} for the members to come back to a new coordinator"
-            self._fail(publish, errors.DeadlineExceeded(text, phase="queue"), now)
+            error = errors.DeadlineExceeded(f"{text} the members to come back to a new coordinator", phase="queue")
         elif publish.state == "queued" and publish.payload is None:
             text = f"version {publish.version}: its manifest was still being read after {waited}"
-            self._fail(publish, errors.DeadlineExceeded(text, phase="queue"), now)
+            error = errors.DeadlineExceeded(text, phase="queue")
         elif publish.state == "queued" and self.main is None:
-            text = (
-                f"{self._target_replicas()} target replicas are there, min_targets = {self._ground.config.min_targets}"
-            )
-            self._fail(publish, self._too_few(publish, text), now)
+            needed = self._ground.config.min_targets
+            there = f"{self._target_replicas()} target replicas are there, min_targets = {needed}"
+            error = self._too_few(publish, there)
         elif transfer is None or publish.state == "queued":
-            text = f"version {publish.version} waited {waited} for an earlier version to be done"
-            self._fail(publish, errors.Busy(text, phase="queue"), now)
+            error = errors.Busy(f"{text} an earlier version to be done", phase="queue")
         elif transfer.verified and self._ground.config.on_lost == "drop":
             transfer.stop(complete=True)
             self._main_ended(transfer, None, now)
+            return
         else:
             late = transfer.pacing.slowest() or sorted(member.name for member in transfer.laggards)
-            kind = (
-                errors.Busy
-                if transfer.state == "offering" and transfer.lane_formed_or_none()
-                else errors.DeadlineExceeded
-            )
-            phases = {"offering": "offer" if kind is errors.Busy else "form", "probing": "probe"}
-            phase = phases.get(transfer.state, "transfer")
             text = f"version {publish.version}: {', '.join(late)} did not take it within {waited}"
-            self._fail(publish, kind(text, phase=phase, members=late), now)
-
-    def _missing(self, publish: Publish) -> set[tuple[str, int, int]]:
-        world = max((s.hello.world_size for s in self._roster.replica(publish.group, publish.replica)), default=1)
-        have = {(m.group, m.replica, m.rank) for m in publish.packed}
-        return self.publishes.contributors(publish, world) - have
-
-
-def _hash_of(message: wire.Packed | wire.Filled) -> str:
-    return message.manifest_hash if isinstance(message, wire.Packed) else ""
+            if transfer.state == "offering" and transfer.lane_formed_or_none():
+                error = errors.Busy(text, phase="offer", members=late)
+            else:
+                phase = {"offering": "form", "probing": "probe"}.get(transfer.state, "transfer")
+                error = errors.DeadlineExceeded(text, phase=phase, members=late)
+        self.fail(publish, error, now)
 
 
 def _snake(name: str) -> str:

@@ -56,22 +56,18 @@ class Keeping:
     def look(self, latest: int) -> None:
         """Keep ``latest``, the newest committed version, if possible, and no other."""
         if latest != self._version:
-            self._let_go()
+            self._out.extend(LetGo(self._channel, member) for member in self._asked)
+            for known in (self._asked, self._kept, self._stand_ins):
+                known.clear()
+            self._failed.clear()
             self._version = latest
         if not latest or not self._hosts.own or self._asked:
             return
-        for owner in self._owners():
+        here = [s for s in self._hosts.on(self._hosts.own) if latest in s.places and s.member not in self._failed]
+        whole = sorted((s for s in here if latest in s.held), key=lambda state: (not state.is_source, state.member))
+        for owner in whole[:1] or [state for state in here if latest in state.parts]:
             self._asked[owner.member] = owner
-            self._out.append(Keep(self._channel, owner.member, owner.places[self._version], self._version))
-
-    def _owners(self) -> list[MemberState]:
-        """Return the members whose slots make up the version: one, or all parts."""
-        version = self._version
-        here = [s for s in self._hosts.on(self._hosts.own) if version in s.places and s.member not in self._failed]
-        whole = [s for s in here if version in s.held]
-        if whole:
-            return [min(whole, key=lambda state: (not state.is_source, state.member))]
-        return [s for s in here if version in s.parts]
+            self._out.append(Keep(self._channel, owner.member, owner.places[latest], latest))
 
     def kept(self, owner: Member, version: int, place: SlotPlace | None) -> None:
         """The shell holds the slot at ``place``; None: it could not open it."""
@@ -120,13 +116,6 @@ class Keeping:
         kept = self.of(version)
         if not kept or not any(state.host in (0, self._hosts.own) for state in needers):
             return False
-        if any(version in state.held for state in kept):
-            return True
         owners = [self.get(member) or self._roster.get(member) for member in part_owners]
-        return bool(owners) and all(owner is not None and version in owner.parts for owner in owners)
-
-    def _let_go(self) -> None:
-        self._out.extend(LetGo(self._channel, member) for member in self._asked)
-        for known in (self._asked, self._kept, self._stand_ins):
-            known.clear()
-        self._failed.clear()
+        in_parts = bool(owners) and all(owner is not None and version in owner.parts for owner in owners)
+        return in_parts or any(version in state.held for state in kept)

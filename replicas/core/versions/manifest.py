@@ -13,9 +13,7 @@ holders of a version have the same bytes, however the version was assembled.
 A rank describes its publish by a :class:`PartManifest`. A whole image has
 ``pieces = None``. A rank of a source with ``ranks = "all"`` has a *part*: boxes
 (:class:`Piece`) of global tensors, packed one after another. The coordinator makes one
-:class:`Manifest` of all parts with :func:`merge_parts`: each byte of each tensor comes
-from exactly one part. Identical boxes (a replicated tensor) are taken from the lowest
-part that has them.
+:class:`Manifest` of all parts (:func:`replicas.core.versions.manifests.merge_parts`).
 
 This module does no I/O, and knows torch's dtypes by name only.
 """
@@ -25,91 +23,152 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
-from typing import TypeVar
+from typing import Any, Self
 
 import msgspec
 import xxhash
 
 from replicas.common.decoding import MALFORMED
-from replicas.core.versions.tensor_specs import (
-    ITEM_NBYTES,
-    Piece,
-    SegmentLike,
-    TensorSpec,
-    check_cover,
-    check_piece,
-    check_tensors,
-    item_nbytes,
-    packed_offsets,
-    piece_end,
-    segment_layout,
-)
 from replicas.errors import ManifestMismatch
-from replicas.messages.bounds import MANIFEST_NBYTES, MANIFEST_TENSORS
+from replicas.messages import Segment
+from replicas.messages.bounds import MANIFEST_NBYTES, MANIFEST_TENSORS, encodable
 
 __all__ = [
     "ALIGNMENT_NBYTES",
     "ITEM_NBYTES",
+    "AnyManifest",
     "Manifest",
     "PartManifest",
     "Piece",
-    "SegmentLike",
     "TensorSpec",
+    "check_cover",
     "check_size",
-    "difference",
+    "check_tensors",
     "item_nbytes",
-    "merge_parts",
     "packed_offsets",
     "segment_layout",
 ]
 
 ALIGNMENT_NBYTES = 4096
 """The data section of an image starts at a multiple of this."""
+SEGMENT_ALIGNMENT_NBYTES = 64
+MAX_NBYTES = 1 << 56
 
-_SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
+_DTYPES = {
+    "complex128": (16, ""),
+    "float64": (8, "F64"),
+    "int64": (8, "I64"),
+    "uint64": (8, "U64"),
+    "complex64": (8, "C64"),
+    "float32": (4, "F32"),
+    "int32": (4, "I32"),
+    "uint32": (4, "U32"),
+    "complex32": (4, ""),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "int16": (2, "I16"),
+    "uint16": (2, "U16"),
+    "int8": (1, "I8"),
+    "uint8": (1, "U8"),
+    "bool": (1, "BOOL"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e4m3fnuz": (1, ""),
+    "float8_e5m2fnuz": (1, ""),
+    "float8_e8m0fnu": (1, ""),
+    "float4_e2m1fn_x2": (1, ""),
 }
+"""Bytes of one element and name in safetensors, which lacks some; by torch's names."""
+ITEM_NBYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
+"""Bytes of one element, by torch's dtype name without ``torch.``."""
 
-_T = TypeVar("_T")
+
+def item_nbytes(dtype: str) -> int:
+    """Return the bytes of one element of ``dtype``.
+
+    :raises ManifestMismatch: the dtype cannot be moved.
+    """
+    try:
+        return ITEM_NBYTES[dtype]
+    except KeyError:
+        raise ManifestMismatch(
+            f"dtype {dtype!r} cannot be published", hint=f"use one of {', '.join(sorted(ITEM_NBYTES))}"
+        ) from None
 
 
-class _Entry(msgspec.Struct):
-    """An entry of a safetensors header."""
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One tensor: torch's dtype name without ``torch.``, and the global shape."""
 
+    name: str
     dtype: str
     shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * item_nbytes(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
 
 
-def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
-    try:
-        return decoder.decode(data)
-    except MALFORMED as error:
-        raise ManifestMismatch(f"malformed manifest: {error}", hint="") from error
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A box of a tensor: ``shape`` elements from ``offsets`` on.
+
+    ``tensor``: the tensor's number in its manifest. ``source_offset``: byte offset of
+    its data (contiguous, row-major) in its owner's packed part.
+    """
+
+    tensor: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    source_offset: int
 
 
-class _Encoded(msgspec.Struct, frozen=True, dict=True):
-    """A manifest that is identified by the hash of its encoding."""
+def _nbytes(pieces: Iterable[Piece], tensors: Sequence[TensorSpec]) -> int:
+    return sum(prod(piece.shape) * item_nbytes(tensors[piece.tensor].dtype) for piece in pieces)
+
+
+class AnyManifest(msgspec.Struct, frozen=True, dict=True):
+    """Tensors, identified by the hash of their encoding.
+
+    :param tensors: in the given order; global specs, also of tensors of which a rank
+        has only a part.
+    :param aliases: ``(name, name of the tensor that it shares storage with)``.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
-    @cached_property
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Self:
+        """Decode and validate the output of :meth:`encode`.
+
+        :raises ManifestMismatch: it is malformed or inconsistent.
+        """
+        manifest = cls.decode_only(data)
+        manifest.validate()
+        return manifest
+
+    @classmethod
+    def decode_only(cls, data: bytes | memoryview) -> Self:
+        """Decode without validation."""
+        try:
+            decoded: Self = _decoders[cls].decode(data)
+        except MALFORMED as error:
+            raise ManifestMismatch(f"malformed manifest: {error}", hint="") from error
+        return decoded
+
+    def validate(self) -> None:
+        """Check that names are unique and all pieces fit.
+
+        :raises ManifestMismatch: they do not.
+        """
+        check_tensors(self.tensors, self.aliases)
+
+    @property
     def hash(self) -> str:
         """xxh3-128 of the encoding, in hex."""
         return self._sealed[0]
@@ -124,41 +183,19 @@ class _Encoded(msgspec.Struct, frozen=True, dict=True):
         return xxhash.xxh3_128_hexdigest(encoded), len(encoded)
 
 
-class PartManifest(_Encoded, frozen=True, dict=True):
+class PartManifest(AnyManifest, frozen=True, dict=True):
     """The manifest of what one rank publishes.
 
-    :param tensors: global specs; with ``pieces`` also of tensors of which this rank has
-        only a part.
-    :param aliases: ``(name, name of the tensor that it shares storage with)``.
     :param pieces: None for a whole image; else the boxes that the rank's packed part
         holds.
     """
 
-    tensors: tuple[TensorSpec, ...]
-    aliases: tuple[tuple[str, str], ...] = ()
     pieces: tuple[Piece, ...] | None = None
-
-    @classmethod
-    def decode(cls, data: bytes | memoryview) -> PartManifest:
-        """Decode and validate the output of :meth:`encode`.
-
-        :raises ManifestMismatch: it is malformed or inconsistent.
-        """
-        part = cls.decode_only(data)
-        part.validate()
-        return part
-
-    @classmethod
-    def decode_only(cls, data: bytes | memoryview) -> PartManifest:
-        """Decode without validation, which :func:`merge_parts` does itself."""
-        return _decode(data, _part_decoder)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of its slot: an image with its header, or a packed part without."""
-        if self.pieces is None:
-            return self.whole.image_nbytes
-        return sum(prod(piece.shape) * item_nbytes(self.tensors[piece.tensor].dtype) for piece in self.pieces)
+        return self.whole.image_nbytes if self.pieces is None else _nbytes(self.pieces, self.tensors)
 
     @cached_property
     def whole(self) -> Manifest:
@@ -166,55 +203,41 @@ class PartManifest(_Encoded, frozen=True, dict=True):
         return Manifest(self.tensors, self.aliases)
 
     def validate(self) -> None:
-        """Check that names are unique and pieces lie within their tensors.
-
-        :raises ManifestMismatch: they are not.
-        """
-        check_tensors(self.tensors, self.aliases)
+        super().validate()
         for piece in self.pieces or ():
-            check_piece(piece, self.tensors)
-        end = max((piece_end(piece, self.tensors) for piece in self.pieces or ()), default=0)
+            _check_piece(piece, self.tensors)
+        end = max((piece.source_offset + _nbytes([piece], self.tensors) for piece in self.pieces or ()), default=0)
         if self.pieces is not None and end > self.nbytes:
             raise ManifestMismatch(f"a piece ends at byte {end} of a part of {self.nbytes} bytes", hint="")
 
 
-class Manifest(_Encoded, frozen=True, dict=True):
+class _Entry(msgspec.Struct):
+    """An entry of a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class Manifest(AnyManifest, frozen=True, dict=True):
     """One version's tensors and, when several ranks send it, which part owns which box.
 
-    :param tensors: in the given order; :attr:`offsets` has their positions.
-    :param aliases: ``(name, name of the tensor that it shares storage with)``.
     :param parts: None when one sender has the whole image; else the pieces to take from
         each part. A piece's ``source_offset`` refers to its owner's packed part.
     """
 
-    tensors: tuple[TensorSpec, ...]
-    aliases: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[Piece, ...], ...] | None = None
 
-    @classmethod
-    def decode(cls, data: bytes | memoryview) -> Manifest:
-        """Decode and validate the output of :meth:`encode`.
-
-        :raises ManifestMismatch: it is malformed or inconsistent.
-        """
-        manifest = _decode(data, _manifest_decoder)
-        manifest.validate()
-        return manifest
-
     def validate(self) -> None:
-        """Check that names are unique and the parts cover each tensor exactly once.
-
-        :raises ManifestMismatch: they do not.
-        """
-        check_tensors(self.tensors, self.aliases)
+        super().validate()
         if self.parts is not None:
             for piece in (piece for part in self.parts for piece in part):
-                check_piece(piece, self.tensors)
+                _check_piece(piece, self.tensors)
             check_cover(self.tensors, self.parts)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Byte offsets in the data section, in the order of :attr:`tensors`."""
+        """Byte offsets in the data section, in the order of ``tensors``."""
         return packed_offsets([(tensor.dtype, tensor.nbytes) for tensor in self.tensors])
 
     @cached_property
@@ -227,7 +250,7 @@ class Manifest(_Encoded, frozen=True, dict=True):
 
         Its size is a multiple of :data:`ALIGNMENT_NBYTES`.
         """
-        raw = {spec.name: spec.dtype for spec in self.tensors if spec.dtype not in _SAFETENSORS}
+        raw = {spec.name: spec.dtype for spec in self.tensors if not _DTYPES[spec.dtype][1]}
         metadata = {"format": "pt"}
         if self.aliases:
             metadata["replicas.aliases"] = msgspec.json.encode(dict(self.aliases)).decode()
@@ -237,8 +260,8 @@ class Manifest(_Encoded, frozen=True, dict=True):
         offsets = self.offsets
         for index in sorted(range(len(self.tensors)), key=offsets.__getitem__):
             spec, start = self.tensors[index], offsets[index]
-            code = _SAFETENSORS.get(spec.dtype)
-            shape = spec.shape if code else (*spec.shape, item_nbytes(spec.dtype))
+            nbytes, code = _DTYPES[spec.dtype]
+            shape = spec.shape if code else (*spec.shape, nbytes)
             entries[spec.name] = _Entry(code or "U8", shape, (start, start + spec.nbytes))
         body = msgspec.json.encode(entries)
         body += b" " * (-(8 + len(body)) % ALIGNMENT_NBYTES)
@@ -262,62 +285,49 @@ class Manifest(_Encoded, frozen=True, dict=True):
 
     def part_nbytes(self, part: int) -> int:
         """Return the bytes that part number ``part`` sends."""
-        pieces = self.parts[part] if self.parts is not None else ()
-        return sum(prod(piece.shape) * item_nbytes(self.tensors[piece.tensor].dtype) for piece in pieces)
-
-
-# ------------------------------------------------------------- several parts, one image
+        return _nbytes(self.parts[part], self.tensors) if self.parts is not None else 0
 
 
 # Made at import, not at the first use: msgspec inspects a struct type at its first use,
 # and two threads that do so at once crash the process (a half-inspected type has null
 # pointers in it).
-_part_decoder = msgspec.msgpack.Decoder(PartManifest)
-_manifest_decoder = msgspec.msgpack.Decoder(Manifest)
+_decoders: dict[type[AnyManifest], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (PartManifest, Manifest)
+}
 
 
-def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
-    """Merge the manifests of all ``parts`` into one.
+def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    """Return gapless byte offsets for ``(dtype, nbytes)`` items.
 
-    A single whole image keeps ``parts = None``. Tensors come in the order of the first
-    part that names them.
-
-    :raises ManifestMismatch: naming the tensor, when parts disagree on a shape or
-        dtype, overlap, or leave a hole.
+    They are packed by falling item size, then in the given order.
     """
-    for part in parts:
-        part.validate()
-    if len(parts) == 1 and parts[0].pieces is None:
-        return parts[0].whole
-    for number, part in enumerate(parts):
-        if part.pieces is None:
-            raise ManifestMismatch(
-                f"rank {number} publishes a whole image, but other ranks publish parts",
-                hint="publish alike on all ranks",
-            )
-    tensors: dict[str, TensorSpec] = {}
-    aliases: dict[str, str] = {}
-    for number, part in enumerate(parts):
-        _merge_names(number, part, tensors, aliases)
-    numbers = {name: number for number, name in enumerate(tensors)}
-    taken: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
-    owned: list[tuple[Piece, ...]] = []
-    for part in parts:
-        mine: list[Piece] = []
-        for piece in part.pieces or ():
-            number = numbers[part.tensors[piece.tensor].name]
-            box = (number, piece.offsets, piece.shape)
-            if box not in taken:
-                taken.add(box)
-                mine.append(Piece(number, piece.offsets, piece.shape, piece.source_offset))
-        owned.append(tuple(mine))
-    merged = Manifest(tuple(tensors.values()), tuple(aliases.items()), tuple(owned))
-    check_tensors(merged.tensors, merged.aliases)
-    check_cover(merged.tensors, owned)  # each part has already checked that its pieces lie in their tensors
-    return merged
+    order = sorted(range(len(sizes)), key=lambda index: -item_nbytes(sizes[index][0]))
+    offsets = [0] * len(sizes)
+    position = 0
+    for index in order:
+        offsets[index] = position
+        position += sizes[index][1]
+    return tuple(offsets)
 
 
-def check_size(manifest: Manifest | PartManifest) -> None:
+def segment_layout(segments: Iterable[Segment | TensorSpec]) -> tuple[tuple[int, ...], int]:
+    """Return the offset of each segment and their total size, in bytes.
+
+    Each segment starts at a multiple of 64.
+    """
+    offsets: list[int] = []
+    position = 0
+    for segment in segments:
+        offsets.append(position)
+        nbytes = prod(segment.shape) * item_nbytes(segment.dtype)
+        position += -(-nbytes // SEGMENT_ALIGNMENT_NBYTES) * SEGMENT_ALIGNMENT_NBYTES
+    return tuple(offsets), position
+
+
+# ------------------------------------------------------------ checks
+
+
+def check_size(manifest: AnyManifest) -> None:
     """Check that the manifest is within the limits on tensors and bytes.
 
     :raises ManifestMismatch: it is too large.
@@ -331,42 +341,92 @@ def check_size(manifest: Manifest | PartManifest) -> None:
         )
 
 
-def _merge_names(number: int, part: PartManifest, tensors: dict[str, TensorSpec], aliases: dict[str, str]) -> None:
-    for spec in part.tensors:
-        known = tensors.setdefault(spec.name, spec)
-        if known != spec:
+def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, str]]) -> None:
+    count = len(tensors) + len(aliases)
+    if count > MANIFEST_TENSORS:
+        raise ManifestMismatch(
+            f"{count:,} tensors: at most {MANIFEST_TENSORS:,} can be published together",
+            hint="publish them stacked, or over several channels",
+        )
+    total = 0
+    for spec in tensors:
+        if not spec.name.isascii() and not encodable(spec.name):
+            hint = "name it by characters that UTF-8 can say"
+            raise ManifestMismatch(f"tensor name {spec.name!a} cannot travel", hint=hint)
+        nbytes = item_nbytes(spec.dtype)
+        for extent in spec.shape:
+            if extent < 0:
+                raise ManifestMismatch(f"tensor {spec.name!r} has a negative extent: {list(spec.shape)}", hint="")
+            nbytes *= extent
+        total += nbytes
+    if total >= MAX_NBYTES:
+        raise ManifestMismatch(f"the tensors add up to {total} bytes", hint="that is more than any machine has")
+    names = [*(spec.name for spec in tensors), *(alias for alias, _ in aliases)]
+    if len({"__metadata__", *names}) <= count:
+        seen = {"__metadata__"}
+        for name in names:
+            if name in seen:
+                what = "is reserved by safetensors" if name == "__metadata__" else "appears twice"
+                raise ManifestMismatch(f"tensor name {name!r} {what}", hint="give each tensor a name of its own")
+            seen.add(name)
+    known = set(names[: len(tensors)]) if aliases else ()
+    for alias, target in aliases:
+        if target not in known:
+            raise ManifestMismatch(f"tensor {alias!r} shares storage with unknown tensor {target!r}", hint="")
+
+
+def _check_piece(piece: Piece, tensors: Sequence[TensorSpec]) -> None:
+    if not 0 <= piece.tensor < len(tensors):
+        raise ManifestMismatch(f"a piece names tensor number {piece.tensor} of {len(tensors)}", hint="")
+    spec = tensors[piece.tensor]
+    inside = len(piece.offsets) == len(piece.shape) == len(spec.shape) and all(
+        offset >= 0 and extent >= 1 and offset + extent <= limit
+        for offset, extent, limit in zip(piece.offsets, piece.shape, spec.shape, strict=True)
+    )
+    if not inside:
+        box = f"offsets {list(piece.offsets)} shape {list(piece.shape)}"
+        raise ManifestMismatch(
+            f"tensor {spec.name!r}: piece at {box} does not lie in {spec}", hint="check offsets and shape of the Shard"
+        )
+    if not 0 <= piece.source_offset < MAX_NBYTES or piece.source_offset % item_nbytes(spec.dtype):
+        raise ManifestMismatch(f"tensor {spec.name!r}: a piece cannot lie at byte {piece.source_offset}", hint="")
+
+
+def check_cover(tensors: Sequence[TensorSpec], parts: Sequence[Sequence[Piece]]) -> None:
+    boxes: list[list[tuple[Piece, int]]] = [[] for _ in tensors]
+    for number, part in enumerate(parts):
+        for piece in part:
+            boxes[piece.tensor].append((piece, number))
+    for spec, found in zip(tensors, boxes, strict=True):
+        _check_no_overlap(spec, found)
+        covered = sum(prod(piece.shape) for piece, _ in found)
+        if covered != prod(spec.shape):
             raise ManifestMismatch(
-                f"tensor {spec.name!r}: rank {number} has {spec}, a lower rank has {known}",
-                hint="every rank must give the same global shape and dtype",
-            )
-    for alias, target in part.aliases:
-        if aliases.setdefault(alias, target) != target:
-            raise ManifestMismatch(
-                f"tensor {alias!r}: rank {number} ties it to {target!r}, a lower rank to {aliases[alias]!r}",
-                hint="tie the same tensors on every rank",
+                f"tensor {spec.name!r}: the ranks have {covered} of {prod(spec.shape)} elements of {spec}",
+                hint="publish every shard of every tensor from some rank",
             )
 
 
-def difference(old: Manifest | PartManifest, new: Manifest | PartManifest, *, limit: int = 3) -> str:
-    """Return the first ``limit`` differences in tensors and aliases; empty: none."""
-    found = list(_differences(old, new))
-    if not found and (old.tensors, old.aliases) != (new.tensors, new.aliases):
-        found = ["the same tensors in another order"]
-    shown = "; ".join(found[:limit])
-    return f"{shown}; and {len(found) - limit} more" if len(found) > limit else shown
+def _check_no_overlap(spec: TensorSpec, found: Sequence[tuple[Piece, int]]) -> None:
+    """Raise if two boxes overlap.
 
-
-def _differences(old: Manifest | PartManifest, new: Manifest | PartManifest) -> Iterable[str]:
-    before = {spec.name: spec for spec in old.tensors}
-    after = {spec.name: spec for spec in new.tensors}
-    for name, spec in after.items():
-        if name not in before:
-            yield f"{name!r} ({spec}) is new"
-        elif before[name] != spec:
-            yield f"{name!r} was {before[name]}, is {spec}"
-    yield from (f"{name!r} ({spec}) is missing" for name, spec in before.items() if name not in after)
-    old_aliases, new_aliases = dict(old.aliases), dict(new.aliases)
-    for alias in [*old_aliases, *(name for name in new_aliases if name not in old_aliases)]:
-        was, now = old_aliases.get(alias), new_aliases.get(alias)
-        if was != now and alias not in before and alias not in after:
-            yield f"{alias!r} was tied to {was}, is tied to {now}"
+    It sweeps along the dimension in which the boxes differ most, so that thousands of
+    shards stay cheap.
+    """
+    if len(found) < 2:
+        return
+    axes = range(len(spec.shape))
+    axis = max(axes, key=lambda axis: len({piece.offsets[axis] for piece, _ in found}), default=None)
+    active: list[tuple[Piece, int]] = []
+    for piece, part in found if axis is None else sorted(found, key=lambda entry: entry[0].offsets[axis]):
+        if axis is not None:
+            start = piece.offsets[axis]
+            active = [entry for entry in active if entry[0].offsets[axis] + entry[0].shape[axis] > start]
+        for other, other_part in active:
+            bounds = zip(piece.offsets, piece.shape, other.offsets, other.shape, strict=True)
+            if all(a < b + extent_b and b < a + extent_a for a, extent_a, b, extent_b in bounds):
+                raise ManifestMismatch(
+                    f"tensor {spec.name!r}: ranks {other_part} and {part} both have elements at {list(piece.offsets)}",
+                    hint="shards of a tensor must be identical or must not overlap",
+                )
+        active.append((piece, part))

@@ -1,4 +1,4 @@
-"""The manifests that members announce, and the channel's current one.
+"""The manifests that members announce, joined into one, and the channel's current one.
 
 A model keeps its tensors from version to version, and one manifest of 100,000 tensors
 takes half a second to decode, join and hash. So that is done off the event loop
@@ -7,22 +7,110 @@ takes half a second to decode, join and hash. So that is done off the event loop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 from replicas import errors
 from replicas.core.effects import Effect, Read, Send
 from replicas.core.moving.payload import Payload
 from replicas.core.versions.fetching import Cache, Fetch
-from replicas.core.versions.manifest import Manifest, PartManifest, check_size, difference, merge_parts
+from replicas.core.versions.manifest import (
+    AnyManifest,
+    Manifest,
+    PartManifest,
+    Piece,
+    TensorSpec,
+    check_cover,
+    check_size,
+    check_tensors,
+)
 from replicas.core.versions.publishes import Publish
+from replicas.errors import ManifestMismatch
 from replicas.messages import ManifestPiece, Meta
 from replicas.messages.identity import Member
 
-__all__ = ["Joined", "Manifests", "read"]
+__all__ = ["Joined", "Manifests", "difference", "merge_parts", "read"]
 
 JOINED_NBYTES = 32 * 2**20
 """Limit of the cache of decoded manifests, counted by their encoded size."""
+
+
+def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
+    """Merge the manifests of all ``parts`` into one.
+
+    Each byte of each tensor comes from exactly one part: identical boxes (a replicated
+    tensor) are taken from the lowest that has them. A single whole image keeps
+    ``parts = None``. Tensors come in the order of the first part that names them.
+
+    :raises ManifestMismatch: naming the tensor, when parts disagree on a shape or
+        dtype, overlap, or leave a hole.
+    """
+    for part in parts:
+        part.validate()
+    if len(parts) == 1 and parts[0].pieces is None:
+        return parts[0].whole
+    tensors: dict[str, TensorSpec] = {}
+    aliases: dict[str, str] = {}
+    for number, part in enumerate(parts):
+        if part.pieces is None:
+            raise ManifestMismatch(
+                f"rank {number} publishes a whole image, but other ranks publish parts",
+                hint="publish alike on all ranks",
+            )
+    for number, part in enumerate(parts):
+        for spec in part.tensors:
+            known = tensors.setdefault(spec.name, spec)
+            if known != spec:
+                raise ManifestMismatch(
+                    f"tensor {spec.name!r}: rank {number} has {spec}, a lower rank has {known}",
+                    hint="every rank must give the same global shape and dtype",
+                )
+        for alias, target in part.aliases:
+            if aliases.setdefault(alias, target) != target:
+                raise ManifestMismatch(
+                    f"tensor {alias!r}: rank {number} ties it to {target!r}, a lower rank to {aliases[alias]!r}",
+                    hint="tie the same tensors on every rank",
+                )
+    numbers = {name: number for number, name in enumerate(tensors)}
+    taken: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    owned: list[tuple[Piece, ...]] = []
+    for part in parts:
+        mine: list[Piece] = []
+        for piece in part.pieces or ():
+            box = numbers[part.tensors[piece.tensor].name], piece.offsets, piece.shape
+            if box not in taken:
+                taken.add(box)
+                mine.append(Piece(*box, piece.source_offset))
+        owned.append(tuple(mine))
+    merged = Manifest(tuple(tensors.values()), tuple(aliases.items()), tuple(owned))
+    check_tensors(merged.tensors, merged.aliases)
+    check_cover(merged.tensors, owned)  # each part has checked that its pieces lie in their tensors
+    return merged
+
+
+def difference(old: AnyManifest, new: AnyManifest, *, limit: int = 3) -> str:
+    """Return the first ``limit`` differences in tensors and aliases; empty: none."""
+    found = list(_differences(old, new))
+    if not found and (old.tensors, old.aliases) != (new.tensors, new.aliases):
+        found = ["the same tensors in another order"]
+    shown = "; ".join(found[:limit])
+    return f"{shown}; and {len(found) - limit} more" if len(found) > limit else shown
+
+
+def _differences(old: AnyManifest, new: AnyManifest) -> Iterator[str]:
+    before = {spec.name: spec for spec in old.tensors}
+    after = {spec.name: spec for spec in new.tensors}
+    for name, spec in after.items():
+        if name not in before:
+            yield f"{name!r} ({spec}) is new"
+        elif before[name] != spec:
+            yield f"{name!r} was {before[name]}, is {spec}"
+    yield from (f"{name!r} ({spec}) is missing" for name, spec in before.items() if name not in after)
+    old_aliases, new_aliases = dict(old.aliases), dict(new.aliases)
+    for alias in old_aliases | new_aliases:
+        was, now = old_aliases.get(alias), new_aliases.get(alias)
+        if was != now and alias not in before and alias not in after:
+            yield f"{alias!r} was tied to {was}, is tied to {now}"
 
 
 class Joined(NamedTuple):
@@ -67,18 +155,17 @@ class Manifests:
 
     # ------------------------------------------------------------ fetching
 
-    def get(self, manifest_hash: str) -> bytes | None:
-        """Return the encoded manifest if it is known here."""
-        return self._encoded.get(manifest_hash)
+    def get(self, member: Member, manifest_hash: str, now: float) -> bytes | None:
+        """Return the encoded manifest; None: it is asked of the member.
 
-    def fetch(self, member: Member, manifest_hash: str, now: float) -> None:
-        """Ask the member for the manifest, unless another fetch from it is under way.
-
-        When that one has ended, the callers that still wait ask again.
+        Not while another fetch from the member is under way: when that one has ended,
+        the callers that still wait ask again.
         """
-        if member not in self._fetches:
+        found = self._encoded.get(manifest_hash)
+        if found is None and member not in self._fetches:
             self._fetches[member] = fetch = Fetch(manifest_hash)
             self._out.append(Send(member, fetch.ask(now)))
+        return found
 
     def add(self, member: Member, piece: ManifestPiece, now: float) -> bool:
         """Add a piece; return whether it completed a manifest.
@@ -135,35 +222,33 @@ class Manifests:
         """
         carriers = publish.carriers
         if not carriers:
-            raise errors.InternalError(f"publish {publish.number} of {publish.replica_name} has no bytes")
-        key = "+".join(publish.packed[one].manifest_hash for one in carriers)
+            raise errors.InternalError(f"publish {publish.number} of {publish.group}/{publish.replica} has no bytes")
+        packed = [publish.packed[one] for one in carriers]
+        key = "+".join(one.manifest_hash for one in packed)
         joined = self.joined(key, [publish.manifests[one] for one in carriers])
         if joined is None:
             return None
-        manifest = joined.manifest
-        if not publish.new_manifest:
-            self._check(manifest, publish.version)
+        manifest, in_parts = joined.manifest, joined.manifest.parts is not None
+        if not publish.new_manifest and self.current is not None and manifest.hash != self.current.hash:
+            text = difference(self.current, manifest)
+            if text:
+                raise ManifestMismatch(
+                    f"the tensors of version {publish.version} do not fit the manifest of channel "
+                    f"{self._channel!r}: {text}",
+                    channel=self._channel,
+                    version=publish.version,
+                )
+        digests = {one: publish.packed[one].digest for one in carriers}
         return Payload(
             version=publish.version,
             manifest_hash=manifest.hash,
             manifest=manifest,
             encoded=joined.encoded,
             nbytes=manifest.data_nbytes,
-            device="cuda" if any(packed.device == "cuda" for packed in publish.packed.values()) else "cpu",
+            device="cuda" if any(one.device == "cuda" for one in publish.packed.values()) else "cpu",
             meta=cast("Meta", publish.meta),
-            part_owners=() if manifest.parts is None else tuple(carriers),
-            digest=publish.packed[carriers[0]].digest if manifest.parts is None else "",
+            part_owners=tuple(carriers) if in_parts else (),
+            digest="" if in_parts else packed[0].digest,
             filling=next((one for one in carriers if publish.packed[one].streaming), None),
-            part_digests={one: publish.packed[one].digest for one in carriers} if manifest.parts is not None else {},
+            part_digests=digests if in_parts else {},
         )
-
-    def _check(self, manifest: Manifest, version: int) -> None:
-        if self.current is None or manifest.hash == self.current.hash:
-            return
-        text = difference(self.current, manifest)
-        if text:
-            raise errors.ManifestMismatch(
-                f"the tensors of version {version} do not fit the manifest of channel {self._channel!r}: {text}",
-                channel=self._channel,
-                version=version,
-            )

@@ -31,7 +31,7 @@ from replicas import errors
 from replicas.core.membership import PUBLISH, PublishState
 from replicas.core.moving.payload import Payload
 from replicas.core.moving.transfers import Transfer
-from replicas.messages import Filled, Packed, PackFailed, PublishBegin, ReceiptData, WireError
+from replicas.messages import Filled, Packed, PublishBegin, ReceiptData, WireError
 from replicas.messages.identity import Member
 
 __all__ = ["Publish", "Publishes"]
@@ -72,42 +72,28 @@ class Publish:
         return PUBLISH.final(self.state)
 
     @property
-    def replica_name(self) -> str:
-        return f"{self.group}/{self.replica}"
-
-    @property
     def carriers(self) -> list[Member]:
         """Ranks that have packed bytes for it, in order."""
         return sorted(member for member, packed in self.packed.items() if packed.manifest_hash)
 
-    def laggard_time(self) -> float:
-        """Return when to go on without members that are not ready."""
-        return self.moving_at + (self.deadline - self.moving_at) / 2
+    def phases(self, total_s: float = 0.0) -> dict[str, float]:
+        """Return seconds by phase, in order; ``commit`` is the rest of ``total_s``.
 
-    def phases(self, commit_s: float = 0.0) -> dict[str, float]:
-        """Seconds by phase, in order."""
-        transfer = self.transfer
+        With a GPU also ``hold``: for so long the source's streams were held.
+        """
+        transfer, every = self.transfer, self.packed.values()
         phases = {
-            "wait": max((packed.wait_s for packed in self.packed.values()), default=0.0),
-            "pack": max((packed.pack_s for packed in self.packed.values()), default=0.0),
+            "wait": max((packed.wait_s for packed in every), default=0.0),
+            "pack": max((packed.pack_s for packed in every), default=0.0),
             "queue": max(0.0, self.moving_at - self.packed_at),
-            "verify": max((packed.digest_s for packed in self.packed.values()), default=0.0),
+            "verify": max((packed.digest_s for packed in every), default=0.0),
         }
         if transfer is not None:
-            phases |= {
-                "form": transfer.form_s,
-                "map": transfer.map_s,
-                "transfer": transfer.transfer_s,
-                "verify": phases["verify"] + transfer.verify_s,
-            }
-        phases["commit"] = commit_s
-        return phases
-
-    @property
-    def hold(self) -> dict[str, float]:
-        """Seconds for which the source's GPU streams were held; empty without a GPU."""
-        hold_s = max((packed.hold_s for packed in self.packed.values()), default=0.0)
-        return {"hold": hold_s} if hold_s else {}
+            phases |= {"form": transfer.form_s, "map": transfer.map_s, "transfer": transfer.transfer_s}
+            phases["verify"] += transfer.verify_s
+        phases["commit"] = max(0.0, total_s - sum(phases.values()))
+        hold_s = max((packed.hold_s for packed in every), default=0.0)
+        return phases | ({"hold": hold_s} if hold_s else {})
 
 
 class Publishes:
@@ -126,7 +112,7 @@ class Publishes:
         self.moving: Publish | None = None
 
     def count(self, group: str, replica: int) -> int:
-        """Return the number of publishes that a replica has made so far."""
+        """Return how many publishes a replica has made so far."""
         return self._made.get((group, replica), 0)
 
     def joined(self, member: Member, *, first: bool) -> None:
@@ -143,14 +129,12 @@ class Publishes:
         if first:
             self._bases[replica] = (self.count(*replica), set())
         base, ranks = self._bases.get(replica, (0, set()))
-        self._counts[member] = self._present(member) if member.rank in ranks else base
+        if member.rank in ranks:
+            packing = [p for p in self.open() if (p.group, p.replica) == replica and p.state == "packing"]
+            waiting = [p.number for p in packing if member.rank not in {m.rank for m in p.begun}]
+            base = min(waiting) - 1 if waiting else self.count(*replica)
+        self._counts[member] = base
         ranks.add(member.rank)
-
-    def _present(self, member: Member) -> int:
-        """Return how many of its replica's publishes a rejoining rank has missed."""
-        packing = [p for p in self.open() if (p.group, p.replica) == (member.group, member.replica)]
-        waiting = [p.number for p in packing if p.state == "packing" and member.rank not in {m.rank for m in p.begun}]
-        return min(waiting) - 1 if waiting else self.count(member.group, member.replica)
 
     def came_back(self, member: Member, made: int) -> None:
         """Continue the count of a rank from another coordinator at ``made``."""
@@ -204,9 +188,12 @@ class Publishes:
                 new_manifest=message.new_manifest,
                 resumed=message.resumed,
             )
-            self._known[(member.group, member.replica, message.publish)] = publish
-            self._made[member.group, member.replica] = max(message.publish, self.count(member.group, member.replica))
-            self._forget_old(member.group, member.replica)
+            replica = (member.group, member.replica)
+            self._known[(*replica, message.publish)] = publish
+            self._made[replica] = max(message.publish, self.count(*replica))
+            over = [key for key, known in self._known.items() if known.over and key[:2] == replica]
+            for key in over[:-KEPT_VERDICTS]:  # the last of each replica are kept, however often others publish
+                del self._known[key]
         elif not self._agrees(publish, message):
             raise errors.RanksDisagree(
                 f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "
@@ -227,32 +214,23 @@ class Publishes:
             return message.version == publish.version or (message.version is None and not message.resumed)
         return message.version == publish.asked_version
 
-    def _forget_old(self, group: str, replica: int) -> None:
-        """Keep the last verdicts of each replica, however often others publish."""
-        over = [key for key, publish in self._known.items() if publish.over and key[:2] == (group, replica)]
-        for key in over[:-KEPT_VERDICTS]:
-            del self._known[key]
+    def unpacked(self, publish: Publish, world: int) -> list[int]:
+        """Return the ranks that have yet to fill their slots, in order."""
+        ranks = range(world if self._source_ranks == "all" else 1)
+        return sorted({*ranks} - {member.rank for member in publish.packed})
 
-    def contributors(self, publish: Publish, world: int) -> set[tuple[str, int, int]]:
-        """Return the identities whose slots make up the version."""
-        ranks = range(world) if self._source_ranks == "all" else range(1)
-        return {(publish.group, publish.replica, rank) for rank in ranks}
-
-    def packed(self, member: Member, message: Packed, world: int, now: float) -> Publish | None:
-        """Note that a rank filled its slot; return the publish if it was the last."""
+    def packed(self, member: Member, message: Packed, world: int, now: float) -> None:
+        """Note that a rank filled its slot."""
         publish = self.get(member, message.publish)
         if publish is None or publish.state != "packing":
-            return None
+            return
         publish.packed[member] = message
         if message.meta is not None and member.rank == 0:
             publish.meta = dict(message.meta)
-        have = {(m.group, m.replica, m.rank) for m in publish.packed}
-        if not self.contributors(publish, world) <= have:
-            return None
-        publish.state = PUBLISH.next(publish.state, "packed_by_all")
-        publish.packed_at = now
-        self.queue.append(publish)
-        return publish
+        if not self.unpacked(publish, world):
+            publish.state = PUBLISH.next(publish.state, "packed_by_all")
+            publish.packed_at = now
+            self.queue.append(publish)
 
     def filled(self, member: Member, message: Filled) -> Publish | None:
         """A streaming rank filled its slot; return the publish if not over yet."""
@@ -270,11 +248,6 @@ class Publishes:
             hold_s=message.hold_s,
         )
         return publish
-
-    def pack_failed(self, member: Member, message: PackFailed) -> Publish | None:
-        """A rank could not pack; return the publish if it has no verdict yet."""
-        publish = self.get(member, message.publish)
-        return publish if publish is not None and not publish.over else None
 
     def take(self, publish: Publish, now: float) -> None:
         """Start moving the publish: its turn has come."""

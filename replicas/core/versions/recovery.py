@@ -80,17 +80,12 @@ class Recovery:
             self._done = False
             self._started = now
         commits.learn(hello.latest, hello.latest_digest)
-        self._check_held(state)
-        if commits.latest > hello.latest:
-            self._ground.send(state.member, commits.commit_message())
-
-    def _check_held(self, state: MemberState) -> None:
-        """Discard its copy of the committed version if the digest differs."""
-        commits = self._commits
         digest = state.held.get(commits.latest, "")
         if digest and commits.decided and digest != commits.decided:
             state.forget(commits.latest)
             self._ground.send(state.member, wire.Discard(commits.latest))
+        if commits.latest > hello.latest:
+            self._ground.send(state.member, commits.commit_message())
 
     def defers(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
@@ -121,12 +116,6 @@ class Recovery:
         self._done = True
         if any(state.is_peer and state.from_before for state in self._roster):
             self._pairing.expect_nobody()
-        self._handle_deferred(now)
-        self._end_known_publishes(now)
-        for version in sorted(self._prepared()):
-            self._settle(version)
-
-    def _handle_deferred(self, now: float) -> None:
         deferred, self._deferred = self._deferred, []
         for state, message, at in deferred:
             if self._roster.get(state.member) is not state:
@@ -135,6 +124,12 @@ class Recovery:
                 left_s = max(0.0, message.deadline_s - (now - at))
                 message = msgspec.structs.replace(message, deadline_s=left_s)
             self._commits.publishing(state, message, now)
+        self._end_known_publishes(now)
+        commits = self._commits
+        carried = {publish.version for publish in commits.publishes.open()}
+        held = {version for state in self._roster for version in state.held}
+        for version in sorted({version for version in held if version > commits.latest} - carried):
+            self._settle(version)
 
     def _end_known_publishes(self, now: float) -> None:
         """Fail resumed publishes that a rank of their replica does not announce again.
@@ -142,31 +137,27 @@ class Recovery:
         That rank has had its verdict, so the whole replica has.
         """
         commits = self._commits
-        for publish in commits.publishes.open():
-            if not publish.resumed:
-                continue
+        for publish in [publish for publish in commits.publishes.open() if publish.resumed]:
             ranks = self._roster.replica(publish.group, publish.replica)
             told = [s for s in ranks if s.from_before and s.hello.publishes >= publish.number and s.resumed]
             silent = [s.member for s in told if s.member not in publish.begun]
             failed = publish.version in self._aborted or (silent and publish.version > commits.latest)
             if failed:
                 names = ", ".join(member.name for member in silent)
-                commits.fail_resumed(publish, f"{names} had its verdict" if names else "it had failed", now)
-
-    def _prepared(self) -> set[int]:
-        """Return held versions newer than the committed one that no publish carries."""
-        commits = self._commits
-        carried = {publish.version for publish in commits.publishes.open()}
-        held = {version for state in self._roster for version in state.held}
-        return {version for version in held if version > commits.latest} - carried
+                why = f"{names} had its verdict" if names else "it had failed"
+                text = f"version {publish.version} was not committed by the coordinator that was here before: {why}"
+                commits.fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
 
     def _settle(self, version: int) -> None:
+        """Commit or discard a held version that no publish carries."""
         targets = [s for s in self._roster if s.is_target and s.carries]
         digests = {state.held.get(version, "") for state in targets}
         sources = any(state.is_source and state.from_before for state in self._roster)
         forward = version not in self._aborted and not sources and len(digests) == 1 and digests != {""}
         if forward:
-            self._commits.decide_forward(version, digests.pop())
+            publishes = self._commits.publishes
+            publishes.numbered = max(publishes.numbered, version)
+            self._commits.learn(version, digests.pop())
             return
         for state in self._roster.holders(version):
             state.forget(version)
@@ -214,9 +205,8 @@ class Recovery:
         if answer.version != commits.latest:
             self._described = self._answer = None
             return
-        encoded = commits.manifests.get(wanted)
+        encoded = commits.manifests.get(holder, wanted, now)
         if encoded is None:
-            commits.manifests.fetch(holder, wanted, now)
             return
         try:
             joined = commits.manifests.joined(wanted, [encoded], whole=True)

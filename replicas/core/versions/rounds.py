@@ -33,7 +33,7 @@ are looked at.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,12 +100,19 @@ class ReplicaView(NamedTuple):
     ranks: Sequence[MemberState]
     expected: int
 
+    def begun(self, round_: Round) -> bool:
+        """Return whether some rank may now look at the round's version or serves it."""
+        return bool(round_.taken) or any(state.loaded == round_.version for state in self.ranks)
+
 
 class Rounds:
-    """The rounds of every target replica of a channel."""
+    """The rounds of every target replica of a channel.
 
-    def __init__(self, channel: str) -> None:
-        self._channel = channel
+    :param view: the present members of a replica, by group and index.
+    """
+
+    def __init__(self, channel: str, view: Callable[[str, int], ReplicaView], out: list[Effect]) -> None:
+        self._channel, self._view, self._out = channel, view, out
         self._rounds: dict[tuple[str, int], Round] = {}
         self._due: set[tuple[str, int]] = set()
         self._due_newest = Newest(0)
@@ -138,17 +145,16 @@ class Rounds:
         """Return the oldest version that any target rank serves; 0: none."""
         return min(self._loaded, default=0)
 
-    def _count(self, state: MemberState) -> None:
-        self._uncount(state.member)
-        self._counted[state.member] = state.loaded
-        self._loaded[state.loaded] += 1
-
-    def _uncount(self, member: Member) -> None:
-        version = self._counted.pop(member, None)
+    def _count(self, member: Member, version: int | None) -> None:
+        """Note the version that a rank serves; None: it is lost."""
+        before = self._counted.pop(member, None)
+        if before is not None:
+            self._loaded[before] -= 1
+            if not self._loaded[before]:
+                del self._loaded[before]
         if version is not None:
-            self._loaded[version] -= 1
-            if not self._loaded[version]:
-                del self._loaded[version]
+            self._counted[member] = version
+            self._loaded[version] += 1
 
     def asks(self, member: Member) -> bool:
         """Return whether the member waits for a grant."""
@@ -181,70 +187,68 @@ class Rounds:
         round_.taken.discard(member)
         self._due.add((member.group, member.replica))
 
-    def joined(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
-        """Add a rank, with the version that an earlier coordinator assigned it."""
+    def joined(self, state: MemberState) -> None:
+        """Add a rank, with the version that an earlier coordinator assigned it.
+
+        Ranks that hold it are reminded, as they must keep it: that coordinator may have
+        ended before all of them heard of it.
+        """
         if not state.carries:
             return
-        self._count(state)
+        self._count(state.member, state.loaded)
         round_ = self.of(state.member.group, state.member.replica)
         if state.from_before:
             assigned, reminded = max(state.hello.assigned, state.loaded), [state]
             if assigned > round_.version:
                 round_.assign(assigned)
-                reminded = list(view.ranks)
-            self._remind(round_, reminded, out)
-        self._settle(round_, state.member, view, out)
+                reminded = list(self._view(state.member.group, state.member.replica).ranks)
+            for rank in reminded:
+                if rank.loaded < round_.version and round_.version in rank.held:
+                    self._out.append(Send(rank.member, Assigned(round_.version)))
+        self._settle(round_, state.member)
         if state.from_before and state.hello.assigned > state.loaded:
             round_.grant(state.member)
 
-    @staticmethod
-    def _remind(round_: Round, ranks: Sequence[MemberState], out: list[Effect]) -> None:
-        """Repeat an assignment to ranks that hold it: they must keep it.
-
-        The coordinator before may have ended before all of them heard of it.
-        """
-        for rank in ranks:
-            if rank.loaded < round_.version and round_.version in rank.held:
-                out.append(Send(rank.member, Assigned(round_.version)))
-
-    def loaded(self, state: MemberState, version: int, view: ReplicaView, out: list[Effect]) -> None:
+    def loaded(self, state: MemberState, version: int) -> None:
         """A rank now serves ``version``."""
+        round_ = self._reported(state, version)
+        if round_ is not None:
+            if version > round_.version:
+                round_.assign(version)
+            self._settle(round_, state.member)
+
+    def failed(self, state: MemberState) -> None:
+        """A rank may have loaded half of a version."""
+        round_ = self._reported(state, 0)
+        if round_ is not None:
+            round_.move("load_failed")
+            self._settle(round_, state.member)
+
+    def _reported(self, state: MemberState, version: int) -> Round | None:
+        """Take the result of a load; None: the rank carries no bytes."""
         state.loaded = version
         if state.member not in self._counted:
-            return
-        self._count(state)
+            return None
+        self._count(state.member, version)
         round_ = self.of(state.member.group, state.member.replica)
         round_.taken.discard(state.member)
-        if version > round_.version:
-            round_.assign(version)
-        self._settle(round_, state.member, view, out)
+        return round_
 
-    def failed(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
-        """A rank may have loaded half of a version."""
-        state.loaded = 0
-        if state.member not in self._counted:
-            return
-        self._count(state)
-        round_ = self.of(state.member.group, state.member.replica)
-        round_.taken.discard(state.member)
-        round_.move("load_failed")
-        self._settle(round_, state.member, view, out)
-
-    def lost(self, member: Member, view: ReplicaView, out: list[Effect]) -> None:
-        """Remove a lost rank; ``view`` is without it."""
-        self._uncount(member)
+    def lost(self, member: Member) -> None:
+        """Remove a lost rank, which is out of the roster."""
+        self._count(member, None)
         round_ = self.of(member.group, member.replica)
         round_.asks.pop(member, None)
         round_.taken.discard(member)
-        self._settle(round_, member, view, out)
-        if not view.ranks:
+        if not self._settle(round_, member).ranks:
             round_.move("emptied")
             del self._rounds[member.group, member.replica]
 
-    def _settle(self, round_: Round, member: Member, view: ReplicaView, out: list[Effect]) -> None:
+    def _settle(self, round_: Round, member: Member) -> ReplicaView:
         """Recompute the version that the ranks serve together."""
         if round_.asks:
             self._due.add((member.group, member.replica))
+        view = self._view(member.group, member.replica)
         versions = {state.loaded for state in view.ranks}
         loaded = versions.pop() if len(versions) == 1 and len(view.ranks) == view.expected else 0
         if loaded == round_.version > 0:
@@ -256,15 +260,16 @@ class Rounds:
             round_.move("all_alike")
         if loaded != round_.loaded:
             round_.loaded = loaded
-            out.append(Emit(ReplicaLoaded(self._channel, member.group, member.replica, loaded)))
+            self._out.append(Emit(ReplicaLoaded(self._channel, member.group, member.replica, loaded)))
+        return view
 
-    def advance(self, view: ReplicaView, newest: Newest, out: list[Effect]) -> None:
+    def advance(self, group: str, replica: int, newest: Newest) -> None:
         """Open a round if one is due, and grant what was asked."""
-        latest = newest.version
+        latest, view = newest.version, self._view(group, replica)
         if not view.ranks or not latest:
             return
-        round_ = self.of(view.ranks[0].member.group, view.ranks[0].member.replica)
-        if round_.state == "loading" and not self._begun(round_, view):
+        round_ = self.of(group, replica)
+        if round_.state == "loading" and not view.begun(round_):
             round_.move("given_back")
         if round_.state != "loading" and any(state.draining for state in view.ranks):
             return  # ranks may load a version that others have begun with, but nothing new
@@ -274,30 +279,7 @@ class Rounds:
             if len(view.ranks) < view.expected or not all(latest in state.held for state in view.ranks):
                 return
             round_.assign(latest)
-            out.extend(Send(state.member, Assigned(latest)) for state in view.ranks)
-        self._grant(round_, view, out)
-
-    @staticmethod
-    def _in_progress(round_: Round, view: ReplicaView) -> bool:
-        """Return whether some rank has yet to load the round's version, and can."""
-        waiting = [state for state in view.ranks if state.loaded != round_.version]
-        if round_.state in ("idle", "loaded") or not waiting or not Rounds._begun(round_, view):
-            return False
-        if round_.taken:
-            return True
-        asks = [round_.asks.get(state.member) for state in waiting]
-        declined = all(ask is not None and ask.after >= round_.version for ask in asks)
-        if declined and all(state.member in round_.asks for state in view.ranks):
-            return False
-        return not round_.partial and all(round_.version in state.held for state in waiting)
-
-    @staticmethod
-    def _begun(round_: Round, view: ReplicaView) -> bool:
-        """Return whether some rank may now look at the round's version or serves it."""
-        return bool(round_.taken) or any(state.loaded == round_.version for state in view.ranks)
-
-    @staticmethod
-    def _grant(round_: Round, view: ReplicaView, out: list[Effect]) -> None:
+            self._out.extend(Send(state.member, Assigned(latest)) for state in view.ranks)
         if round_.state in ("idle", "loaded"):
             return
         for state in view.ranks:
@@ -307,4 +289,18 @@ class Rounds:
             if round_.version in state.held:
                 del round_.asks[state.member]
                 round_.grant(state.member)
-                out.append(Send(state.member, ReceiveGrant(ask.ask, round_.version)))
+                self._out.append(Send(state.member, ReceiveGrant(ask.ask, round_.version)))
+
+    @staticmethod
+    def _in_progress(round_: Round, view: ReplicaView) -> bool:
+        """Return whether some rank has yet to load the round's version, and can."""
+        waiting = [state for state in view.ranks if state.loaded != round_.version]
+        if round_.state in ("idle", "loaded") or not waiting or not view.begun(round_):
+            return False
+        if round_.taken:
+            return True
+        asks = [round_.asks.get(state.member) for state in waiting]
+        declined = all(ask is not None and ask.after >= round_.version for ask in asks)
+        if declined and all(state.member in round_.asks for state in view.ranks):
+            return False
+        return not round_.partial and all(round_.version in state.held for state in waiting)

@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from replicas.core.versions.manifest import Manifest, TensorSpec, merge_parts
+from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.versions.manifests import merge_parts
 from replicas.errors import Preflight, WorldError
 from replicas.sidecar import building, wire
 from replicas.sidecar.groups import CollectiveGroup, GlooGroup, Handle, NcclGroup

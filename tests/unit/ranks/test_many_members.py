@@ -16,7 +16,8 @@ from replicas.coordinator.sessions import Encoded, MemberSession
 from replicas.core.members.member_state import Held, MemberState
 from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.versions import manifests
-from replicas.core.versions.manifest import Manifest, PartManifest, merge_parts
+from replicas.core.versions.manifest import Manifest, PartManifest
+from replicas.core.versions.manifests import merge_parts
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config
 from tests.support.members import Client
