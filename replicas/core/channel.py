@@ -54,10 +54,9 @@ from replicas.core.moving.lanes import Lanes
 from replicas.core.operations.operations import Operations
 from replicas.core.operations.trials import Trials
 from replicas.core.versions.commits import Commits
-from replicas.core.versions.durable import Told
 from replicas.core.versions.keeping import Keeping
 from replicas.core.versions.manifests import Joined
-from replicas.core.versions.recovery import Recovery
+from replicas.core.versions.recovery import Recovery, Told
 from replicas.core.versions.rounds import ReplicaView, Rounds
 from replicas.messages import FromMember
 from replicas.messages.identity import Member
@@ -104,13 +103,7 @@ class ChannelState:
         self.term = term
         self.out: list[Effect] = []
         self.roster = Roster(config, groups, epoch=past.epoch)
-        self.hosts = Hosts(
-            self.roster,
-            self.out,
-            shared=config.transport == "auto",
-            by_device=config.staging == "device",
-            here=here,
-        )
+        self.hosts = Hosts(self.roster, self.out, here)
         self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
         self.lanes = Lanes(self.roster, self.out, run=run, term=term, store=store, secret=secret)
         self.links = Links(self.lanes)

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.config.structs import RestartConfig
-from replicas.core.lives.restarts import RestartBudget, wants_restart
+from replicas.core.lives.restarts import Restarts, wants_restart
 
 
 def delays(config: RestartConfig, *, seed: int = 0, count: int = 6) -> list[float | None]:
-    budget = RestartBudget(config, rng=random.Random(seed))
+    budget = Restarts(config, rng=random.Random(seed))
     return [budget.take(0, now=float(now)) for now in range(count)]
 
 
@@ -35,7 +35,7 @@ def test_one_seed_gives_the_same_delays() -> None:
 
 
 def test_a_spent_budget_refuses_until_the_window_has_passed() -> None:
-    budget = RestartBudget(RestartConfig(max_restarts=2, window_s=10.0), rng=random.Random(0))
+    budget = Restarts(RestartConfig(max_restarts=2, window_s=10.0), rng=random.Random(0))
     assert budget.remaining_ratio(0.0) == 1.0
     assert budget.take(0, now=0.0) is not None
     assert budget.remaining_ratio(0.0) == 0.5
@@ -47,7 +47,7 @@ def test_a_spent_budget_refuses_until_the_window_has_passed() -> None:
 
 
 def test_the_budget_is_the_groups_but_the_delay_the_replicas() -> None:
-    budget = RestartBudget(RestartConfig(max_restarts=5), rng=random.Random(0))
+    budget = Restarts(RestartConfig(max_restarts=5), rng=random.Random(0))
     for _ in range(3):
         budget.take(0, now=0.0)
     first = budget.take(1, now=0.0)
@@ -57,7 +57,7 @@ def test_the_budget_is_the_groups_but_the_delay_the_replicas() -> None:
 
 
 def test_a_replica_that_ran_well_for_a_window_starts_over() -> None:
-    budget = RestartBudget(RestartConfig(window_s=10.0), rng=random.Random(0))
+    budget = Restarts(RestartConfig(window_s=10.0), rng=random.Random(0))
     for now in (0.0, 1.0, 2.0):
         budget.take(0, now=now)
     late = budget.take(0, now=100.0)
@@ -67,7 +67,7 @@ def test_a_replica_that_ran_well_for_a_window_starts_over() -> None:
 
 def test_no_budget_and_no_delay() -> None:
     assert delays(RestartConfig(max_restarts=0), count=1) == [None]
-    assert RestartBudget(RestartConfig(max_restarts=0)).remaining_ratio(0.0) == 1.0
+    assert Restarts(RestartConfig(max_restarts=0)).remaining_ratio(0.0) == 1.0
     assert delays(RestartConfig(initial_delay_s=0.0, max_delay_s=0.0), count=3) == [0.0, 0.0, 0.0]
 
 
@@ -95,7 +95,7 @@ def test_the_policy(policy: str, ok: bool, wanted: bool) -> None:
 )
 def test_no_window_ever_holds_more_than_the_budget(gaps: list[float], most: int, window_s: float) -> None:
     config = RestartConfig(max_restarts=most, window_s=window_s, initial_delay_s=0.1, max_delay_s=2.0)
-    budget, now, granted = RestartBudget(config, rng=random.Random(1)), 0.0, list[float]()
+    budget, now, granted = Restarts(config, rng=random.Random(1)), 0.0, list[float]()
     for gap in gaps:
         now += gap
         delay = budget.take(0, now=now)

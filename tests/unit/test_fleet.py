@@ -94,7 +94,7 @@ async def test_a_restart_that_somebody_asked_for_spends_nothing() -> None:
             await made.restart("a/0")
             await made.wait_ready(made.groups.values())
         assert made.groups["a"].restarts_by_reason() == {"requested": 4}
-        assert made.groups["a"].rules.budget.ages(0.0) == []
+        assert made.groups["a"].rules.ages(0.0) == []
         assert len(yard.shims["a/1"]) == 1
         assert RestartAsked(target="a/0") in [event for _, event in yard.events]
 
@@ -158,7 +158,7 @@ async def test_one_that_fails_takes_its_group_with_it_and_all_come_back_together
         assert max(again) - min(again - {0.0}) < 0.3
         assert min(again - {0.0}) >= 5.1 + 4.0, "the slowest to end is waited for"
         assert made.groups["a"].restarts_by_reason() == {"exit": 1, "group": 2}
-        assert made.groups["a"].rules.budget.remaining(0.0) == 0, "one incident, one restart"
+        assert made.groups["a"].rules.remaining(0.0) == 0, "one incident, one restart"
         assert len(yard.shims["b/0"]) == 1
 
 
@@ -366,7 +366,7 @@ async def test_reset_failed_starts_again_with_a_full_budget() -> None:
         assert made.reset_failed("a") == ("a/0",)
         assert (made.exit_code, made.over.is_set()) == (None, False)
         await made.wait_ready(made.groups.values())
-        assert made.groups["a"].rules.budget.remaining(0.0) == 1
+        assert made.groups["a"].rules.remaining(0.0) == 1
         assert made.reset_failed() == ()
         resets = [event for _, event in yard.events if isinstance(event, FailedReset)]
         assert resets == [FailedReset(replicas=("a/0",), groups=("a",))], "the second time there is nothing to forget"
@@ -382,7 +382,7 @@ async def test_reset_failed_forgets_what_was_spent_and_says_so() -> None:
         resets = [event for _, event in yard.events if isinstance(event, FailedReset)]
         assert resets == [FailedReset(replicas=(), groups=("a",))]
         assert yard.said == ["reset-failed: full restart budget for a"]
-        assert made.groups["a"].rules.budget.remaining(0.0) == 4
+        assert made.groups["a"].rules.remaining(0.0) == 4
 
 
 @history

@@ -142,7 +142,7 @@ async def test_a_group_that_is_restarted_by_hand_has_no_incident_any_more() -> N
         await made.restart("a")
         assert yard.now - began < 1.0
         await made.until(lambda: len(yard.shims["a/0"]) == 3)
-        assert made.groups["a"].rules.budget.remaining(asyncio.get_running_loop().time()) == 3
+        assert made.groups["a"].rules.remaining(asyncio.get_running_loop().time()) == 3
 
 
 @history

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replicas.core.effects import CommitDecision
-from replicas.core.versions.durable import Told
+from replicas.core.versions.recovery import Told
 from replicas.status import SyncRecord
 
 

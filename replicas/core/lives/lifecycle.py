@@ -1,26 +1,18 @@
 """The life cycle of one replica, as a transition table.
 
-Theory of operation
-===================
+:data:`REPLICA` has the transitions between the states of
+:data:`replicas.status.ReplicaState` (diagram in docs/protocol.md). Events of its
+*processes* (``READY``, ``UNREADY``, the timeouts) are observations. Those of its *end*
+(``FINISHED``, ``RETRY``, ``GIVE_UP``, ``STOPPED``) are given only when the last process
+of the generation is gone, so that no two generations of one replica ever run at once;
+:func:`after_exit` picks the event.
 
-A replica is in one of the seven states of :data:`replicas.status.ReplicaState`;
-:data:`REPLICA` has the transitions (diagram in docs/protocol.md). There are two kinds
-of events. Those of its *processes* (``READY``, ``UNREADY``, the timeouts) are
-observations. Those of its *end* (``FINISHED``, ``RETRY``, ``GIVE_UP``, ``STOPPED``) are
-given only when the last process of the generation is gone, so that no two generations
-of one replica ever run at once; :func:`after_exit` picks the event. An event that the
-table lacks raises :class:`~replicas.core.tables.InvalidStep`: always a bug of the
-caller.
-
-``starting`` is also the state of a running replica that lost readiness; its generation
-tells a first start from that. ``draining`` is the state of a replica that is being
-ended, for any reason: when its end was requested it may finish its sync first, when it
-is sick it may not. It stays draining while a process of it does not die: another
-generation beside it would be one too many, and the wait is no failure of the replica.
-``finished`` is the state of a replica that is done, ``drained`` of one that was stopped
-on request, and ``failed`` of one that may not be started again, or whose group has
-failed. No clock is read here: times are arguments, in seconds of any one monotonic
-clock.
+``starting`` is also the state of a running replica that lost readiness. ``draining`` is
+the state of a replica that is being ended, for any reason: when its end was requested
+it may finish its sync first, when it is sick it may not. It stays draining while a
+process of it does not die, which is no failure of the replica. ``finished`` is done,
+``drained`` stopped on request, and ``failed`` may not be started again, or its group
+has failed. Times are arguments, in seconds of any one monotonic clock.
 """
 
 from __future__ import annotations
@@ -180,12 +172,10 @@ class Lifecycle:
 
     @property
     def name(self) -> str:
-        """``group/replica``."""
         return f"{self.group}/{self.replica}"
 
     @property
     def alive(self) -> bool:
-        """Whether processes of it may exist."""
         return self.state in ALIVE
 
     @property
@@ -196,7 +186,6 @@ class Lifecycle:
         return max(0.0, now - self.since)
 
     def starting_s(self, now: float) -> float:
-        """Return the seconds since this generation was started."""
         return max(0.0, now - self._started_at)
 
     def launched(self, now: float) -> None:
@@ -220,14 +209,18 @@ class Lifecycle:
         """
         before = self.state
         after = REPLICA.next(before, event)
-        start_s = recovery_s = None
+        start_s: float | None = None
+        recovery_s: float | None = None
         counted: RestartReason | None = None
         if event in (ReplicaEvent.START, ReplicaEvent.BACKOFF_ELAPSED):
             self.generation += 1
             self._started_at = now
             self._first_ready = True
         elif event is ReplicaEvent.READY:
-            start_s, recovery_s = self._became_ready(now)
+            if self._first_ready:
+                start_s = max(0.0, now - self._started_at)
+                recovery_s = None if self._lost_at is None else max(0.0, now - self._lost_at)
+            self._first_ready, self._lost_at = False, None
         elif event is ReplicaEvent.RETRY:
             counted = restart_reason or "exit"
             self.restarts[counted] = self.restarts.get(counted, 0) + 1
@@ -250,10 +243,3 @@ class Lifecycle:
             start_s=start_s,
             recovery_s=recovery_s,
         )
-
-    def _became_ready(self, now: float) -> tuple[float | None, float | None]:
-        lost_at, self._lost_at = self._lost_at, None
-        if not self._first_ready:
-            return None, None
-        self._first_ready = False
-        return max(0.0, now - self._started_at), None if lost_at is None else max(0.0, now - lost_at)

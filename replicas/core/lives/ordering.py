@@ -43,7 +43,6 @@ def enough(min_ready: int | None, replicas: int) -> int:
 
 
 def is_good(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
-    """Return whether enough replicas are ready, or done."""
     return sum(state in GOOD for state in states) >= enough(min_ready, len(states))
 
 

@@ -1,8 +1,5 @@
 """Decide whether and when the replicas of a group restart after they ended.
 
-Theory of operation
-===================
-
 Three rules apply, in this order, each time a generation has ended without a request:
 
 1. **The policy**: ``always``, ``on-failure`` or ``never``.
@@ -34,7 +31,7 @@ from dataclasses import dataclass
 from replicas.common.backoff import Backoff
 from replicas.config.structs import RestartConfig
 
-__all__ = ["RestartBudget", "RestartVerdict", "Restarts", "wants_restart"]
+__all__ = ["RestartVerdict", "Restarts", "wants_restart"]
 
 _ALL = 0
 """The key under which a restart of the whole group is counted."""
@@ -43,58 +40,6 @@ _ALL = 0
 def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
     """Return whether the policy restarts a replica. ``ok``: it ended well."""
     return config.policy == "always" or (config.policy == "on-failure" and not ok)
-
-
-class RestartBudget:
-    """The restarts of one group in a sliding window.
-
-    :param rng: source of the jitter; a seeded one makes the delays reproducible.
-    """
-
-    def __init__(self, config: RestartConfig, *, rng: random.Random | None = None) -> None:
-        self._rng = random.Random() if rng is None else rng
-        self._spent: deque[tuple[float, int]] = deque()
-        self.use(config)
-
-    def use(self, config: RestartConfig) -> None:
-        """Replace the rules; restarts already spent stay spent."""
-        self.config = config
-        self._backoff = Backoff(config.initial_delay_s, config.max_delay_s)
-
-    def take(self, replica: int, *, now: float) -> float | None:
-        """Spend one restart of ``replica`` and return the seconds to wait first.
-
-        None: no restart is left, and none is spent.
-        """
-        if self.remaining(now) == 0:
-            return None
-        self._spent.append((now, replica))
-        attempt = sum(other == replica for _, other in self._spent)
-        jitter_s = self._rng.uniform(0.0, self._backoff.first_s)
-        return min(self._backoff.after(attempt - 1) + jitter_s, self._backoff.max_s)
-
-    def reset(self) -> None:
-        """Forget all spent restarts."""
-        self._spent.clear()
-
-    def ages(self, now: float) -> list[tuple[float, int]]:
-        """Return (age in seconds, replica) of each restart in the window."""
-        self.remaining(now)
-        return [(max(0.0, now - at), replica) for at, replica in self._spent]
-
-    def restore(self, ages: Sequence[tuple[float, int]], *, now: float) -> None:
-        """Continue from restarts spent in another process, as in :meth:`ages`."""
-        self._spent = deque(sorted((now - max(0.0, age), replica) for age, replica in ages))
-
-    def remaining(self, now: float) -> int:
-        """Return the restarts left at ``now``."""
-        while self._spent and self._spent[0][0] <= now - self.config.window_s:
-            self._spent.popleft()
-        return max(0, self.config.max_restarts - len(self._spent))
-
-    def remaining_ratio(self, now: float) -> float:
-        """Return the share of the budget left, from 0 to 1; 1 for a budget of none."""
-        return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +57,18 @@ class Restarts:
     """
 
     def __init__(self, config: RestartConfig, *, rng: random.Random | None = None) -> None:
-        self.config = config
-        self.budget = RestartBudget(config, rng=rng)
+        self._rng = random.Random() if rng is None else rng
+        self._spent: deque[tuple[float, int]] = deque()
+        """Time and replica of each restart in the window."""
         self.cycles: dict[int, int] = {}
         """Generations in a row without progress, by :meth:`key`."""
         self._resume_at: float | None = None
+        self.use(config)
 
     def use(self, config: RestartConfig) -> None:
         """Replace the rules; restarts already spent stay spent."""
         self.config = config
-        self.budget.use(config)
+        self._backoff = Backoff(config.initial_delay_s, config.max_delay_s)
 
     def key(self, replica: int) -> int:
         """Return the key of its budget and cycles: the replica, or the whole group."""
@@ -146,23 +93,48 @@ class Restarts:
             self.cycles[whose] = self.cycles.get(whose, 0) + 1
             if 0 < config.no_progress_cycles <= self.cycles[whose]:
                 return RestartVerdict(None, f"{self.cycles[whose]} generations in a row without a new step or version")
-        delay_s = self.budget.take(whose, now=now)
+        delay_s = self.take(whose, now=now)
         if delay_s is None:
             return RestartVerdict(None, f"no restart is left of {config.max_restarts} in {config.window_s:g} s")
         if config.strategy == "group":
             self._resume_at = now + delay_s
         return RestartVerdict(delay_s)
 
+    def take(self, replica: int, *, now: float) -> float | None:
+        """Spend one restart of ``replica`` and return the seconds to wait first.
+
+        None: no restart is left, and none is spent.
+        """
+        if self.remaining(now) == 0:
+            return None
+        self._spent.append((now, replica))
+        attempt = sum(other == replica for _, other in self._spent)
+        jitter_s = self._rng.uniform(0.0, self._backoff.first_s)
+        return min(self._backoff.after(attempt - 1) + jitter_s, self._backoff.max_s)
+
+    def ages(self, now: float) -> list[tuple[float, int]]:
+        """Return (age in seconds, replica) of each restart in the window."""
+        self.remaining(now)
+        return [(max(0.0, now - at), replica) for at, replica in self._spent]
+
+    def remaining(self, now: float) -> int:
+        """Return the restarts left in the budget."""
+        while self._spent and self._spent[0][0] <= now - self.config.window_s:
+            self._spent.popleft()
+        return max(0, self.config.max_restarts - len(self._spent))
+
+    def remaining_ratio(self, now: float) -> float:
+        """Return the share of the budget left, from 0 to 1; 1 for a budget of none."""
+        return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
+
     def resumed(self) -> None:
         """End the incident: the replicas are being started again."""
         self._resume_at = None
 
     def resume_in_s(self, now: float) -> float:
-        """Return the seconds until the group comes back; 0: no open incident."""
         return 0.0 if self._resume_at is None else max(0.0, self._resume_at - now)
 
     def cycles_of(self, replica: int) -> int:
-        """Return the generations in a row without progress (replica or group)."""
         return self.cycles.get(self.key(replica), 0)
 
     @property
@@ -173,11 +145,10 @@ class Restarts:
 
     def spent(self, now: float) -> bool:
         """Return whether some of the budget, or a cycle, is spent."""
-        return bool(self.budget.ages(now) or self.cycles)
+        return bool(self.ages(now) or self.cycles)
 
     def reset(self) -> None:
-        """Forget all spent restarts and cycles: an operator has fixed the cause."""
-        self.budget.reset()
+        self._spent.clear()
         self.cycles.clear()
         self._resume_at = None
 
@@ -188,7 +159,7 @@ class Restarts:
     def restore(self, *, spent: Sequence[tuple[float, int]], cycles: Mapping[int, int], now: float) -> None:
         """Continue from what an earlier supervisor had spent.
 
-        :param spent: as in :meth:`RestartBudget.ages`.
+        :param spent: as in :meth:`ages`.
         """
         self.cycles = {replica: count for replica, count in cycles.items() if count}
-        self.budget.restore(spent, now=now)
+        self._spent = deque(sorted((now - max(0.0, age), replica) for age, replica in spent))

@@ -1,12 +1,11 @@
 """Drains: replicas that finish their work in progress and get no new work.
 
 A *draining* replica gets no new version, is not caught up or admitted again, and no new
-round is opened for it. The same holds for ranks of it that join only now. It is *busy*
-while it packs or moves a version of its own, takes part in a transfer (also as a
-giver), has ranks that load a version which others of it have loaded already, or has
-posted an operation. When it is first not busy,
-:class:`~replicas.core.effects.ReplicaIdle` is emitted, once: the supervisor may end it
-then.
+round is opened for it, nor for ranks of it that join only now. It is *busy* while it
+packs or moves a version of its own, takes part in a transfer (also as a giver), has
+ranks that load a version which others of it have loaded already, or has posted an
+operation. When it is first not busy, :class:`~replicas.core.effects.ReplicaIdle` is
+emitted, once: the supervisor may end it then.
 """
 
 from __future__ import annotations

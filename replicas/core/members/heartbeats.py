@@ -53,11 +53,9 @@ class Heartbeats:
         return MISSED_BEATS * self._slowest_s + SLACK_S
 
     def told_one(self, interval_s: float) -> None:
-        """Note the interval that one member was told."""
         self._slowest_s = max(self._slowest_s, interval_s)
 
     def told_all(self, interval_s: float, now: float) -> None:
-        """Note the interval that all members were told."""
         if interval_s >= self._slowest_s:
             self._slowest_s, self._slow_until = interval_s, 0.0
         elif not self._slow_until:

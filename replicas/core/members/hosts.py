@@ -1,29 +1,22 @@
 """Hosts: which members share memory, and when lent memory is free again.
 
-Theory of operation
-===================
-
-Members on one host read the same memory: nothing is sent between them. That two are on
-one host is *proven*, never inferred from names or addresses. Each process has a
-*beacon*, a small memory with a nonce in it. Members with equal boot id, pid namespace
-and user *may* be on one host; a newcomer gets the beacons of a few such members of each
-known host (:class:`~replicas.messages.Locate`), tries to open them, and reports which
-one it could read. It is admitted when it has answered; a member that can open none of
-them, does not answer in time, or later fails to map a slot that it should, is a host of
-its own, and is sent all bytes. With ``transport = "group"`` every member is. The
-coordinator has a beacon, too: its host is one of them, whether or not a member is on
-it.
-
-With ``staging = "device"`` the memory is a GPU's: members are on one "host" when that
-is proven and they have the same GPU. The coordinator has none there.
+That two members are on one host is *proven*, never inferred from names or addresses.
+Each process has a *beacon*, a small memory with a nonce in it. Members with equal boot
+id, pid namespace and user *may* be on one host; a newcomer gets the beacons of a few
+such members of each known host (:class:`~replicas.messages.Locate`), tries to open
+them, and reports which one it could read. It is admitted when it has answered; a member
+that can open none of them, does not answer in time, or later fails to map a slot that
+it should, is a host of its own, and is sent all bytes. With ``transport = "group"``
+every member is. The coordinator has a beacon, too. With ``staging = "device"`` members
+are on one "host" when that is proven and they have the same GPU; the coordinator has
+none there.
 
 **Lent memory.** The owner of a slot (a publisher, or the member that received a version
-for its host) may write it again when no member has it mapped any more. It learns that
-from the kernel, not from here: readers hold locks on the memory. But a lock does not
-say why it is held. So the owner of an older version is told
-(:class:`~replicas.messages.Released`) when no responsive member of its host has that
-version any more: a lock that is left then belongs to a process that is frozen or cut
-off, and the memory is retired rather than waited for.
+for its host) may write it again when no member has it mapped any more: readers hold
+locks on the memory. But a lock does not say why it is held. So the owner of an older
+version is told (:class:`~replicas.messages.Released`) when no responsive member of its
+host has that version any more: a lock that is left then belongs to a process that is
+frozen or cut off, and the memory is retired rather than waited for.
 """
 
 from __future__ import annotations
@@ -64,44 +57,31 @@ class _Search:
 class Hosts:
     """The hosts of one channel, by number.
 
-    :param shared: whether members may share memory at all (``transport = "auto"``).
-    :param by_device: only members with the same GPU do (``staging = "device"``).
-    :param here: place and beacon of the coordinator's process, if it may share memory,
-        too.
+    :param here: place and beacon of the coordinator's process, if it has memory to
+        share.
     :ivar own: number of the coordinator's host; 0: it has none.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        out: list[Effect],
-        *,
-        shared: bool,
-        by_device: bool = False,
-        here: tuple[Place, Beacon] | None = None,
-    ) -> None:
-        self._roster = roster
-        self._out = out
-        self._shared = shared
-        self._by_device = by_device
+    def __init__(self, roster: Roster, out: list[Effect], here: tuple[Place, Beacon] | None) -> None:
+        self._roster, self._out = roster, out
+        self._shared = roster.config.transport == "auto"
+        self._by_device = roster.config.staging == "device"
         self._new = itertools.count(1).__next__
         self._members: dict[int, dict[Member, MemberState]] = {}
         self._searches: dict[Member, _Search] = {}
         self._warned: set[Member] = set()
-        self._here = here if shared and not by_device else None
+        self._here = here if self._shared and not self._by_device else None
         self.own = self._new() if self._here is not None else 0
 
     def __len__(self) -> int:
         return len(self._members)
 
     def on(self, host: int) -> list[MemberState]:
-        """Return the members of one host."""
         return list(self._members.get(host, {}).values())
 
     # ------------------------------------------------------------ finding the host
 
     def joined(self, state: MemberState, now: float) -> None:
-        """Start the search of a new member for its host."""
         if not state.observes:
             self._search(state, _Search(now + LOCATE_S))
 
@@ -132,7 +112,6 @@ class Hosts:
         self._put(state, self._new())
 
     def lost(self, state: MemberState) -> None:
-        """Remove a member that is out of the roster."""
         self._searches.pop(state.member, None)
         self._warned.discard(state.member)
         self._take(state)

@@ -1,18 +1,14 @@
 """Links between hosts: which of them do not work, and when they are tried again.
 
-Theory of operation
-===================
-
 A link is a pair of addresses, and the link is bad, not a member: both ends may work
-with all others. So no member is excluded for one. Bytes go over a member that reaches
-both ends (:mod:`replicas.core.moving.paths`), and a member that no holder reaches is
-caught up as soon as one does. Members with one address have no link between them.
+with all others. Bytes go over a member that reaches both ends
+(:mod:`replicas.core.moving.paths`), and a member that no holder reaches is caught up as
+soon as one does. Members with one address have no link between them.
 
 A link is *broken* when members could not connect over it before they built a group
 (:mod:`replicas.sidecar.meeting`), or when it was in doubt and a transfer over it has
 stood still again. Only *trials* use it: a group of two members, tried again soon and
-then a little later each time, until one works. So no publish pays for testing it, and a
-link is in use again within seconds after it was healed.
+then a little later each time, until one works. So no publish pays for testing it.
 
 A link is *in doubt* when a transfer stood still, or was slowed, while bytes were under
 way over it: other links are used as long as there are any. Each time the doubt lasts
@@ -121,10 +117,9 @@ class Links:
 
     def proved(self, pairs: Pairs) -> None:
         """Clear the doubt of links that a version has gone over."""
-        for pair in pairs:
-            fault = self._faults.get(frozenset(pair))
-            if fault is not None and not fault.broken:
-                del self._faults[frozenset(pair)]
+        for link in _links(pairs) & self._faults.keys():
+            if not self._faults[link].broken:
+                del self._faults[link]
 
     def _found(self, link: frozenset[str], why: str, now: float) -> _Fault:
         fault = self._faults.setdefault(link, _Fault())

@@ -1,4 +1,4 @@
-"""The coordinator's state of one member of a channel."""
+"""The coordinator's state of one member of a channel, and the marks that outlast it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replicas.core.membership import MEMBER, MemberEvent, Standing
 from replicas.messages import ChannelSettings, Hello, SlotPlace
 from replicas.messages.identity import Member
 
-__all__ = ["Held", "MemberState", "Reading"]
+__all__ = ["Held", "HighWaterMarks", "MemberState", "Reading"]
 
 
 class Held(dict[int, str]):
@@ -142,7 +142,6 @@ class MemberState:
 
     @property
     def live(self) -> bool:
-        """Whether it is part of the current epoch."""
         return self.standing == "live"
 
     @property
@@ -174,3 +173,40 @@ class MemberState:
     def observes(self) -> bool:
         """Whether it is an observer, which takes part in nothing."""
         return self.settings.role == "observer"
+
+
+class HighWaterMarks:
+    """The newest step and version that each replica of a channel reached.
+
+    They outlast its generations: a replica that is restarted from a checkpoint repeats
+    old steps, which is no progress. Operations without a ``step=`` tag have no number
+    to compare, so each of them counts. A mark never gets smaller.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[tuple[str, int], tuple[int, int, int]] = {}
+
+    def step(self, member: Member, step: int) -> None:
+        """Note a step that a rank has reported, or posted with an operation."""
+        self._note(member.group, member.replica, step=step)
+
+    def version(self, group: str, replica: int, version: int) -> None:
+        self._note(group, replica, version=version)
+
+    def operation(self, member: Member, step: int | None) -> None:
+        if step is None:
+            self._note(member.group, member.replica, operations=1)
+        else:
+            self.step(member, step)
+
+    def of(self, group: str, replica: int) -> tuple[int, int, int]:
+        """Return newest step (-1: none), newest version, operations without a step."""
+        return self._marks.get((group, replica), (-1, 0, 0))
+
+    def forget(self, group: str, replicas: int) -> None:
+        """Forget the replicas of the group from index ``replicas`` on."""
+        self._marks = {key: marks for key, marks in self._marks.items() if key[0] != group or key[1] < replicas}
+
+    def _note(self, group: str, replica: int, *, step: int = -1, version: int = 0, operations: int = 0) -> None:
+        known = self.of(group, replica)
+        self._marks[group, replica] = max(known[0], step), max(known[1], version), known[2] + operations

@@ -1,8 +1,5 @@
 """Check compatibility at join, so that a mismatch is an error and not a hang.
 
-Theory of operation
-===================
-
 :func:`check_join` compares the newcomer's Hello with the Hello of every other process
 of the channel: torch's release, and, where NCCL would be used, its version, the
 variables that must agree, and the GPUs. NCCL would be used with ``backend = "nccl"``,
@@ -172,10 +169,9 @@ def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[t
 
 
 def nccl_works(hellos: Sequence[Hello]) -> bool:
-    """Return whether NCCL accepts these as one group.
+    """Return whether NCCL accepts these as one group, by their GPUs.
 
-    Each must have a GPU, and no two the same one, unless NCCL is set to allow that.
-    NCCL takes processes with one GPU for ones with two when their NCCL_HOSTID differ
+    It takes processes with one GPU for ones with two when their NCCL_HOSTID differ
     (correct, but slow).
     """
     seen: set[tuple[str, str]] = set()
@@ -203,7 +199,6 @@ def _name(hello: Hello) -> str:
 
 
 def _release(version: str) -> str:
-    """Return ``2.13`` of ``2.13.0+cu130``."""
     return ".".join(version.partition("+")[0].split(".")[:2])
 
 

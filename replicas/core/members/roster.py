@@ -94,9 +94,8 @@ class Roster:
         """Targets that carry bytes."""
         self._holders: dict[int, dict[Member, MemberState]] = {}
         self._holding_carriers: Counter[int] = Counter()
-        self._live: tuple[MemberState, ...] = ()
-        self._targets: tuple[MemberState, ...] = ()
-        self._cached_epoch = -1
+        self._cached: tuple[int, tuple[MemberState, ...], tuple[MemberState, ...]] = (-1, (), ())
+        """An epoch with its live members, and the targets of them that carry bytes."""
         self._heartbeats = Heartbeats()
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
@@ -168,12 +167,10 @@ class Roster:
         return state, older
 
     def _check_newer(self, member: Member, hello: Hello, holder: MemberState) -> None:
-        """Check that ``hello`` is newer than the present holder of its identity.
+        """Raise Fenced if ``hello`` is older than the present holder of its identity.
 
         Of two members of another coordinator, the one fenced there knows no later
         epochs.
-
-        :raises errors.Fenced: ``hello`` is the older one.
         """
         known = (hello.generation, hello.epoch)
         if not hello.resume_term or (holder.from_before and known >= (holder.hello.generation, holder.hello.epoch)):
@@ -276,21 +273,18 @@ class Roster:
     @property
     def live(self) -> tuple[MemberState, ...]:
         """Members of the current epoch, in order."""
-        self._refresh()
-        return self._live
+        return self._current()[1]
 
     @property
     def targets(self) -> tuple[MemberState, ...]:
         """Live targets that carry bytes, in order."""
-        self._refresh()
-        return self._targets
+        return self._current()[2]
 
-    def _refresh(self) -> None:
-        """Recompute the caches: every change of the live set starts a new epoch."""
-        if self._cached_epoch != self.epoch:
-            self._cached_epoch = self.epoch
-            self._live = tuple(sorted((state for state in self if state.live), key=lambda state: state.member))
-            self._targets = tuple(state for state in self._live if state.is_target and state.carries)
+    def _current(self) -> tuple[int, tuple[MemberState, ...], tuple[MemberState, ...]]:
+        if self._cached[0] != self.epoch:  # every change of the live set starts a new one
+            live = sorted((state for state in self if state.live), key=lambda state: state.member)
+            self._cached = self.epoch, tuple(live), tuple(s for s in live if s.is_target and s.carries)
+        return self._cached
 
     # ------------------------------------------------------------ standings
 
@@ -374,12 +368,10 @@ class Roster:
 
     @property
     def shortest_lease_s(self) -> float:
-        """The shortest lease of any group, including unconfigured ones."""
         return min(shape.heartbeat_timeout_s for shape in (GroupShape(), *self.groups.values()))
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """The interval between a member's heartbeats, from now on."""
         return self._heartbeats.interval_s(len(self._members), self.shortest_lease_s)
 
     def welcome_settings(self, state: MemberState) -> ChannelSettings:
@@ -400,7 +392,6 @@ class Roster:
         return cut or now - state.last_seen > self._heartbeats.patience_s
 
     def expired(self, now: float) -> list[MemberState]:
-        """Return the members whose lease has run out."""
         shortest_s = self.shortest_lease_s
         silent = [state for state in self if now - state.last_seen > shortest_s]
         return [s for s in silent if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
@@ -425,7 +416,6 @@ class Roster:
 
 
 def _discard(of: dict[Any, dict[Member, MemberState]], key: object, member: Member) -> None:
-    """Remove the member, and its entry if that is empty then."""
     states = of[key]
     states.pop(member, None)
     if not states:

@@ -2,21 +2,17 @@
 
 One transfer at a time, over a lane of its own and concurrent with publishes, from any
 holder, targets first, to leave trainers alone. Quarantined members are served one by
-one, when no others wait; once served, one is released when its time is over, which is
-longer each time. After a failure the next attempt comes later, and from another holder
-if there is one. A member that no holder reaches is served as soon as one does.
-
-Members behind slow links have a catch-up of their own, which delays no other member,
-and has no deadline as long as bytes move.
+one, when no others wait; once served, one is released when its time is over. After a
+failure the next attempt comes later, and from another holder if there is one. Members
+behind slow links have a catch-up of their own, which delays no other member, and has no
+deadline as long as bytes move.
 
 No host gets the bytes of two versions at once. A publish that serves all hosts of a
 catch-up ends it, and members on a host that a newer version serves are not caught up,
 unless the version can be mapped there: a member that the publish does not serve maps
-the newer version once it is committed.
-
-A catch-up that is slower than the publishing ends all the same: its members are
-admitted at the next boundary, the next version waits for them, and once they have that
-one the older version is not needed any more.
+the newer version once it is committed. A catch-up that is slower than the publishing
+ends all the same: its members are admitted at the next boundary, and once they have the
+next version the older one is not needed any more.
 """
 
 from __future__ import annotations
@@ -51,9 +47,7 @@ class CatchUp:
     """
 
     def __init__(self, ground: Ground, on_end: Callable[[Payload], None], *, slow: bool = False) -> None:
-        self._ground = ground
-        self._on_end = on_end
-        self._slow = slow
+        self._ground, self._on_end, self._slow = ground, on_end, slow
         self.transfer: Transfer | None = None
         self._bad_holder: Member | None = None
         self._unready: set[Member] = set()

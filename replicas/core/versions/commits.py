@@ -1,16 +1,10 @@
 """From packed to committed: the main transfer, the decision and the verdict.
 
-Theory of operation
-===================
-
 One publish moves at a time. Its transfer serves the live targets; when all of them hold
 the version (or, past the deadline with ``on_lost = "drop"``, some of them), it is
 *decided*: recorded, then sent to every member. After a decision only newer versions
 follow. Targets that were left behind stay members, are caught up
 (:mod:`replicas.core.versions.catch_up`), and are admitted again at a boundary.
-
-Publishes that another coordinator had begun come in by
-:mod:`replicas.core.versions.recovery`.
 """
 
 from __future__ import annotations
@@ -114,7 +108,7 @@ class Commits:
             return
         ground.send(member, wire.PublishAdmitted(message.publish, publish.version))
         if publish.over:
-            ground.send(member, wire.PublishEnd(publish.number, publish.receipt, publish.error))
+            ground.send(member, wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error))
 
     def _packed(self, state: MemberState, message: wire.Packed, now: float) -> None:
         known = self.publishes.get(state.member, message.publish)
@@ -217,7 +211,9 @@ class Commits:
         for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
             self._overtaken(publish, now)
         if self.main is None and self.publishes.queue and self._target_replicas() >= self._ground.config.min_targets:
-            self._start_next(now)
+            first = self.publishes.queue[0]
+            if first.payload is not None:  # else its manifest is being read
+                self._start(first, first.payload, now)
         for catch_up in self.catch_ups:
             catch_up.advance(self.committed, self.main, now)
 
@@ -230,7 +226,7 @@ class Commits:
 
         Its own number may be committed: decided before the coordinator started again.
         """
-        if publish.resumed and publish.version == self.latest and not self._decided_here:
+        if publish.asked.resumed and publish.version == self.latest and not self._decided_here:
             publish.receipt = self._receipt(publish, self._holders(publish.version), {}, publish.phases(), now)
             if self.committed is None and publish.payload is not None:
                 publish.payload.digest = publish.payload.digest or self.decided
@@ -240,15 +236,12 @@ class Commits:
         text = f"version {publish.version} was overtaken by version {self.latest}"
         self.fail(publish, errors.StaleVersion(text, version=publish.version), now)
 
-    def _start_next(self, now: float) -> None:
-        publish = self.publishes.queue[0]
-        if publish.payload is None:
-            return  # its manifest is being read
+    def _start(self, publish: Publish, payload: Payload, now: float) -> None:
         self.publishes.take(publish, now)
         targets = self._roster.targets
         needers = [s.member for s in targets if publish.version not in s.held and not s.draining]
         publish.transfer = self.main = Transfer(
-            self._ground, publish.payload, needers, kind="main", deadline=publish.deadline, on_end=self._main_ended
+            self._ground, payload, needers, kind="main", deadline=publish.deadline, on_end=self._main_ended
         )
         for catch_up in self.catch_ups:
             catch_up.served_by(self.main, now)
@@ -289,11 +282,22 @@ class Commits:
 
     def _commit(self, publish: Publish, transfer: Transfer, now: float) -> None:
         payload = transfer.payload
-        self._leave_behind(publish, transfer)
+        for state in self._roster.targets:
+            if publish.version not in state.held:
+                why = transfer.why.get(state.member, "it did not have all of it by the deadline")
+                if not state.draining or state.member in transfer.asked:  # else the publish did not wait for it
+                    publish.lost[state.member.name] = why
+                self._roster.leave_behind(state, why, missed=publish.version)
         digests = {s.held[payload.version] for s in self._roster if s.held.get(payload.version)}
         if not payload.digest and len(digests) == 1:  # all holders agree; they may have it from another coordinator
             payload.digest = digests.pop()
-        self._vouch(payload.version, payload.digest)
+        for state in self._roster:
+            held = state.held.get(payload.version)
+            if held == "":  # the image's own source may have none yet
+                state.held[payload.version] = payload.digest
+            elif held is not None and held != payload.digest:
+                state.forget(payload.version)
+                self._ground.send(state.member, wire.Discard(payload.version))
         payload.filling = None  # of a publisher that has not reported its slot full
         self.manifests.current = payload.manifest
         self._decide(publish.version, payload.digest, payload)
@@ -362,33 +366,11 @@ class Commits:
         if payload is self.committed and not self.decided:
             self.decided = payload.digest
 
-    def _vouch(self, version: int, digest: str) -> None:
-        """Write the digest down for holders without one; discard copies that differ.
-
-        The image's own source may have none yet.
-        """
-        for state in self._roster:
-            held = state.held.get(version)
-            if held == "":
-                state.held[version] = digest
-            elif held is not None and held != digest:
-                state.forget(version)
-                self._ground.send(state.member, wire.Discard(version))
-
     def quarantined(self, state: MemberState) -> None:
         """A target of the current transfer was quarantined: it counts as lost."""
         publish = self.publishes.moving
         if publish is not None and self.main is not None and state.member in self.main.asked:
             publish.lost[state.member.name] = state.note
-
-    def _leave_behind(self, publish: Publish, transfer: Transfer) -> None:
-        """Leave behind the targets of the epoch that do not hold the version."""
-        for state in self._roster.targets:
-            if publish.version not in state.held:
-                why = transfer.why.get(state.member, "it did not have all of it by the deadline")
-                if not state.draining or state.member in transfer.asked:  # else the publish did not wait for it
-                    publish.lost[state.member.name] = why
-                self._roster.leave_behind(state, why, missed=publish.version)
 
     # ----------------------------------------------- publishes of another coordinator
 
@@ -433,7 +415,7 @@ class Commits:
     def _verdict(self, publish: Publish, outcome: str, now: float, *, moved_nbytes: int = 0) -> None:
         ground = self._ground
         self.publishes.end(publish, committed=publish.receipt is not None)
-        end = wire.PublishEnd(publish.number, publish.receipt, publish.error)
+        end = wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error)
         ground.out.extend(Send(member, end) for member in sorted(publish.begun) if member in self._roster)
         receipt = publish.receipt
         record = SyncRecord(

@@ -1,18 +1,14 @@
 """Fetch manifests in windows of pieces, from a member or the coordinator.
 
-Theory of operation
-===================
-
 A manifest of many tensors has tens of megabytes. It never travels inside another
 message: an offer, or a report of a packed slot, names it by its hash, and the receiver
-asks for it with :class:`ManifestAsk` if its cache lacks it. Both sides do the same,
-each with a bounded :class:`Cache` of recently used manifests, so that neither needs to
-know what the other remembers.
+asks for it with :class:`ManifestAsk` if its :class:`Cache` lacks it, so that neither
+side needs to know what the other remembers.
 
 Pieces are small, and a window asks for no more of them than the link carries in a
-moment (:class:`Fetch` adapts its size). So other messages wait for a fraction of a
-second only, a slow member delays no other, and nothing piles up for it. The pieces are
-numbered messages of the session: a broken connection loses none that have arrived.
+moment (:class:`Fetch` adapts its size): other messages wait for a fraction of a second
+only, and nothing piles up for a slow member. The pieces are numbered messages of the
+session: a broken connection loses none that have arrived.
 """
 
 from __future__ import annotations

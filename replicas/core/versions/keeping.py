@@ -1,24 +1,15 @@
 """Keep the newest committed version's memory open in the coordinator's process.
 
-Theory of operation
-===================
-
 A version that is committed before any target has it exists in its source's memory
-alone, and would be lost with it: a trainer that publishes once and dies before the
-first rollout has joined. Therefore, on its own host, the coordinator *keeps* the newest
-committed version: it opens its slot (or the slots of all its parts, if there is no
-whole image) before any member is told of the commit, and lets go when a newer one is
-decided. That costs one descriptor for each slot, and no copy.
+alone, and would be lost with it. Therefore, on its own host, the coordinator *keeps*
+the newest committed version: it opens its slot (or the slots of all its parts, if there
+is no whole image) before any member is told of the commit, and lets go when a newer one
+is decided. That costs one descriptor for each slot, and no copy.
 
 When a member whose memory is kept is lost, a *stand-in* takes its place: the lost
 member's state, with the coordinator's descriptor as the place. Other members of that
-host map it, or copy their parts from it, as they would have from the member itself. It
-cannot send: other hosts get the version from the first member that has mapped it.
-Nothing is kept on other hosts: a version that must outlive its source there needs a
-target that has it (``min_targets = 1``).
-
-Members of the coordinator's host are proven as for any host
-(:mod:`replicas.core.members.hosts`): the coordinator has a beacon, too.
+host map it, or copy their parts from it. It cannot send: other hosts get the version
+from the first member that has mapped it. Nothing is kept on other hosts.
 """
 
 from __future__ import annotations
@@ -43,10 +34,7 @@ class Keeping:
     """
 
     def __init__(self, channel: str, roster: Roster, hosts: Hosts, out: list[Effect]) -> None:
-        self._channel = channel
-        self._roster = roster
-        self._hosts = hosts
-        self._out = out
+        self._channel, self._roster, self._hosts, self._out = channel, roster, hosts, out
         self._version = 0
         self._asked: dict[Member, MemberState] = {}
         self._kept: dict[Member, SlotPlace] = {}
@@ -103,7 +91,6 @@ class Keeping:
         return list(self._stand_ins.values()) if version == self._version else []
 
     def get(self, member: Member) -> MemberState | None:
-        """Return the stand-in of a lost member."""
         return self._stand_ins.get(member)
 
     def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:

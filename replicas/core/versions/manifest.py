@@ -1,8 +1,5 @@
 """Manifests: names, dtypes and shapes of a set of weights, and where each byte is.
 
-Theory of operation
-===================
-
 A slot holds one complete version as a valid safetensors file (an *image*): an 8-byte
 length, a JSON header that is padded with spaces until the data starts on a page, then
 the data. Tensors are packed by falling item size, then in the given order: every tensor
@@ -84,10 +81,7 @@ ITEM_NBYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
 
 
 def item_nbytes(dtype: str) -> int:
-    """Return the bytes of one element of ``dtype``.
-
-    :raises ManifestMismatch: the dtype cannot be moved.
-    """
+    """Return the bytes of one element; raise ManifestMismatch if it cannot be moved."""
     try:
         return ITEM_NBYTES[dtype]
     except KeyError:
@@ -212,8 +206,6 @@ class PartManifest(AnyManifest, frozen=True, dict=True):
 
 
 class _Entry(msgspec.Struct):
-    """An entry of a safetensors header."""
-
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -246,10 +238,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
 
     @cached_property
     def header(self) -> bytes:
-        """The safetensors header with its 8-byte length.
-
-        Its size is a multiple of :data:`ALIGNMENT_NBYTES`.
-        """
+        """The safetensors header with its 8-byte length and its padding."""
         raw = {spec.name: spec.dtype for spec in self.tensors if not _DTYPES[spec.dtype][1]}
         metadata = {"format": "pt"}
         if self.aliases:
@@ -284,7 +273,6 @@ class Manifest(AnyManifest, frozen=True, dict=True):
         return found | {alias: found[target] for alias, target in self.aliases}
 
     def part_nbytes(self, part: int) -> int:
-        """Return the bytes that part number ``part`` sends."""
         return _nbytes(self.parts[part], self.tensors) if self.parts is not None else 0
 
 

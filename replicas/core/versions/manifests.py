@@ -196,7 +196,7 @@ class Manifests:
     def joined(self, key: str, encoded: Sequence[bytes], *, whole: bool = False) -> Joined | None:
         """Return the joined manifest; None while it is being read.
 
-        :raises replicas.errors.ManifestMismatch: they cannot be joined.
+        :raises ManifestMismatch: they cannot be joined.
         """
         if key in self._failed:
             raise self._failed.pop(key)
@@ -222,14 +222,16 @@ class Manifests:
         """
         carriers = publish.carriers
         if not carriers:
-            raise errors.InternalError(f"publish {publish.number} of {publish.group}/{publish.replica} has no bytes")
+            raise errors.InternalError(
+                f"publish {publish.asked.publish} of {publish.group}/{publish.replica} has no bytes"
+            )
         packed = [publish.packed[one] for one in carriers]
         key = "+".join(one.manifest_hash for one in packed)
         joined = self.joined(key, [publish.manifests[one] for one in carriers])
         if joined is None:
             return None
         manifest, in_parts = joined.manifest, joined.manifest.parts is not None
-        if not publish.new_manifest and self.current is not None and manifest.hash != self.current.hash:
+        if not publish.asked.new_manifest and self.current is not None and manifest.hash != self.current.hash:
             text = difference(self.current, manifest)
             if text:
                 raise ManifestMismatch(

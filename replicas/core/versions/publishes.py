@@ -1,22 +1,12 @@
 """Publishes: from the ranks' calls of ``publish`` to one verdict for all of them.
 
-Theory of operation
-===================
-
 A publish is identified by (group, replica, number); the number counts the replica's
 publishes. The first rank that begins it fixes the version. It is *packing* until every
 contributing rank (the leader, or all of them) has filled its slot; then it waits for
-its turn: one version moves at a time, in the order in which they were packed. It ends
-in exactly one verdict, which every rank of the replica gets, also one that begins late
-(the last few verdicts of each replica are kept). The states are those of
-:data:`replicas.core.membership.PUBLISH`.
-
-A publish that was begun under another coordinator is announced as *resumed*, with the
-version number that it had there.
-
-Half of the time to the deadline is for members to get ready; then, with
-``on_lost = "drop"``, the transfer goes on without the others, and they are caught up
-later. At the deadline the version commits over its holders, or the publish fails.
+its turn, in the order in which they were packed. It ends in exactly one verdict, which
+every rank of the replica gets, also one that begins late. The states are those of
+:data:`replicas.core.membership.PUBLISH`. One that was begun under another coordinator
+is announced as *resumed*, with the version number that it had there.
 """
 
 from __future__ import annotations
@@ -45,14 +35,12 @@ class Publish:
 
     group: str
     replica: int
-    number: int
+    asked: PublishBegin
+    """The message of the first rank that began it."""
     version: int
-    asked_version: int | None
     meta: dict[str, object]
     began_at: float
     deadline: float
-    new_manifest: bool
-    resumed: bool = False
     state: PublishState = "packing"
     begun: set[Member] = field(default_factory=set)
     packed: dict[Member, Packed] = field(default_factory=dict)
@@ -112,7 +100,6 @@ class Publishes:
         self.moving: Publish | None = None
 
     def count(self, group: str, replica: int) -> int:
-        """Return how many publishes a replica has made so far."""
         return self._made.get((group, replica), 0)
 
     def joined(self, member: Member, *, first: bool) -> None:
@@ -131,7 +118,7 @@ class Publishes:
         base, ranks = self._bases.get(replica, (0, set()))
         if member.rank in ranks:
             packing = [p for p in self.open() if (p.group, p.replica) == replica and p.state == "packing"]
-            waiting = [p.number for p in packing if member.rank not in {m.rank for m in p.begun}]
+            waiting = [p.asked.publish for p in packing if member.rank not in {m.rank for m in p.begun}]
             base = min(waiting) - 1 if waiting else self.count(*replica)
         self._counts[member] = base
         ranks.add(member.rank)
@@ -155,7 +142,6 @@ class Publishes:
         return self._known.get((member.group, member.replica, number))
 
     def open(self) -> list[Publish]:
-        """Return the publishes without a verdict."""
         return [publish for publish in self._known.values() if not publish.over]
 
     def begin(self, member: Member, message: PublishBegin, now: float) -> Publish:
@@ -176,19 +162,8 @@ class Publishes:
                     version=version,
                 )
             self.numbered = max(self.numbered, version)
-            publish = Publish(
-                group=member.group,
-                replica=member.replica,
-                number=message.publish,
-                version=version,
-                asked_version=message.version,
-                meta=dict(message.meta),
-                began_at=now,
-                deadline=now + message.deadline_s,
-                new_manifest=message.new_manifest,
-                resumed=message.resumed,
-            )
             replica = (member.group, member.replica)
+            publish = Publish(*replica, message, version, dict(message.meta), now, now + message.deadline_s)
             self._known[(*replica, message.publish)] = publish
             self._made[replica] = max(message.publish, self.count(*replica))
             over = [key for key, known in self._known.items() if known.over and key[:2] == replica]
@@ -197,7 +172,7 @@ class Publishes:
         elif not self._agrees(publish, message):
             raise errors.RanksDisagree(
                 f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "
-                f"another rank for {publish.asked_version}",
+                f"another rank for {publish.asked.version}",
                 channel=self._channel,
                 version=publish.version,
             )
@@ -210,9 +185,9 @@ class Publishes:
 
         A resumed one names the number that it got, not the one that it asked for.
         """
-        if publish.resumed or message.resumed:
+        if publish.asked.resumed or message.resumed:
             return message.version == publish.version or (message.version is None and not message.resumed)
-        return message.version == publish.asked_version
+        return message.version == publish.asked.version
 
     def unpacked(self, publish: Publish, world: int) -> list[int]:
         """Return the ranks that have yet to fill their slots, in order."""
@@ -250,14 +225,12 @@ class Publishes:
         return publish
 
     def take(self, publish: Publish, now: float) -> None:
-        """Start moving the publish: its turn has come."""
         self.queue.remove(publish)
         publish.state = PUBLISH.next(publish.state, "turn")
         publish.moving_at = now
         self.moving = publish
 
     def end(self, publish: Publish, *, committed: bool) -> None:
-        """Close the publish, which has its verdict."""
         publish.manifests.clear()
         publish.state = PUBLISH.next(publish.state, "decided" if committed else "fail")
         if publish in self.queue:

@@ -5,24 +5,21 @@ Theory of operation
 
 The decision log holds the newest committed version (and numbers that must not be used
 again). Members of an earlier coordinator say in their Hello which versions they know
-committed, hold, serve and were assigned, and then announce their work in progress
-(:mod:`replicas.messages`). Facts count at once, whenever they come: epochs and numbers
-only grow, and a version that any member has seen committed *is* committed. Decisions
-that need all members wait for :data:`RECOVERY_S` after the first of them came (or after
-the start, if there is a decision log): until then nothing is admitted, moved or
-granted. A member that has yet to send ``Resumed`` is waited for as long again. A
-publish without a number gets none before the end of this window: another rank of its
-replica may still announce one.
+committed, hold, serve and were assigned, and then announce their work in progress.
+Facts count at once, whenever they come: epochs and numbers only grow, and a version
+that any member has seen committed *is* committed. Decisions that need all members wait
+for :data:`RECOVERY_S` after the first of them came (or after the start, if there is a
+decision log): until then nothing is admitted, moved or granted. A member that has yet
+to send ``Resumed`` is waited for as long again. A publish without a number gets none
+before the end of this window: another rank of its replica may still announce one.
 
 Then, for each version that is held and not committed:
 
-* announced again by its source: the publish goes on under its number, and its holders
-  need no bytes;
+* announced again by its source: the publish goes on, and its holders need no bytes;
 * not announced although a source of that time is a member: that source has had its
   verdict, a failure: discarded;
 * its source is gone: committed, if every target among the members holds it with one
-  digest; else discarded, and the source is to publish again. Its number is not used
-  again.
+  digest; else discarded. Its number is not used again.
 
 The manifest of the newest committed version is fetched from any holder of it, which
 describes the version first (``Describe``).
@@ -34,25 +31,57 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.core.effects import CommitDecision
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.payload import Payload
 from replicas.core.operations.pairing import Pairing
 from replicas.core.versions.commits import Commits
 from replicas.messages.identity import Member
+from replicas.status import SyncRecord
 
-__all__ = ["RECOVERY_S", "Recovery"]
+__all__ = ["RECOVERY_S", "Recovery", "Told"]
 
 RECOVERY_S = 3.0
+
+
+class Told:
+    """The part of a channel's state that may be shown: commits that are on disk.
+
+    The state machine is ahead of the disk: it decides, and goes on as if the decision
+    were recorded. That is safe for its messages, which follow the record in the order
+    of effects. Answers outside that order (a newcomer's Welcome, a status page, a
+    metric, readiness) come from here.
+
+    :ivar latest: number of the newest recorded commit.
+    :ivar digest: its digest; empty: unknown at the commit.
+    :ivar syncs: ended publishes by outcome.
+    :ivar nbytes: bytes that they moved.
+    :ivar last: the last of them.
+    """
+
+    def __init__(self, latest: int, digest: str) -> None:
+        self.latest = latest
+        self.digest = digest
+        self.syncs: dict[str, int] = {}
+        self.nbytes = 0
+        self.last: SyncRecord | None = None
+
+    def recorded(self, decision: CommitDecision) -> None:
+        if decision.kind == "commit":
+            self.latest, self.digest = decision.version, decision.digest
+
+    def ended(self, record: SyncRecord) -> None:
+        self.last = record
+        self.syncs[record.outcome] = self.syncs.get(record.outcome, 0) + 1
+        self.nbytes += record.moved_nbytes
 
 
 class Recovery:
     """The recovery of one channel."""
 
     def __init__(self, ground: Ground, commits: Commits, pairing: Pairing) -> None:
-        self._ground, self._roster = ground, ground.roster
-        self._commits = commits
-        self._pairing = pairing
+        self._ground, self._roster, self._commits, self._pairing = ground, ground.roster, commits, pairing
         self._aborted = ground.past.aborted
         self._started: float | None = None
         self._described: Member | None = None
@@ -137,9 +166,9 @@ class Recovery:
         That rank has had its verdict, so the whole replica has.
         """
         commits = self._commits
-        for publish in [publish for publish in commits.publishes.open() if publish.resumed]:
+        for publish in [publish for publish in commits.publishes.open() if publish.asked.resumed]:
             ranks = self._roster.replica(publish.group, publish.replica)
-            told = [s for s in ranks if s.from_before and s.hello.publishes >= publish.number and s.resumed]
+            told = [s for s in ranks if s.from_before and s.hello.publishes >= publish.asked.publish and s.resumed]
             silent = [s.member for s in told if s.member not in publish.begun]
             failed = publish.version in self._aborted or (silent and publish.version > commits.latest)
             if failed:

@@ -1,33 +1,26 @@
 """Rounds: all ranks of a target replica load the same versions, in the same order.
 
-Theory of operation
-===================
-
 A replica that wants new weights runs a *round*: the newest committed version at the
 moment when the first of its ranks asks, provided that all its ranks are members and
 hold it. Every rank is granted that version when it asks, and the next round opens only
 when all of them have loaded this one, so that two ranks differ only for the time of a
 load. The replica's loaded version is the one that *all* its ranks have loaded; while
-they differ it is 0. A rank that is lost, or fails to load, voids the round: the next
-one brings every rank to the newest version. The states of a round are the table
-:data:`~replicas.core.membership.ROUND`.
+they differ it is 0. A rank that is lost, or fails to load, voids the round. The states
+are the table :data:`~replicas.core.membership.ROUND`.
 
 A rank that asks has no update open: with its ask it *gives back* a version that it was
-granted and has not looked at, so that a rank that asks ahead of time neither keeps an
-old version in memory nor gets it. As long as no rank has looked at a round's version,
-or loaded it, the round may take a newer one.
+granted and has not looked at. As long as no rank has looked at a round's version, or
+loaded it, the round may take a newer one.
 
 *At least.* A rank may ask for a version whose number, or a number in whose publisher's
 ``meta``, is not below a bound. A round opens only with a version that is enough for
-**every** rank that waits by then: with unequal bounds the highest counts, so that all
-ranks get the same. A rank for which a version that others have begun with is not enough
-*declines* it: it asks again, for a newer one, and waits. When all ranks ask, so that
-none of them is loading it, the next round opens. While the ``meta`` of the newest
-version is unknown here (a coordinator that has just started), no bound on it is met.
+**every** rank that waits by then. A rank for which a version that others have begun
+with is not enough *declines* it: it asks again, for a newer one, and waits. When all
+ranks ask, so that none of them is loading it, the next round opens. While the ``meta``
+of the newest version is unknown here, no bound on it is met.
 
 A round can advance only where a rank asks, and only when that replica, or the newest
-version, has changed: such replicas are *due* (:meth:`Rounds.take_due`), and only they
-are looked at.
+version, has changed: only such replicas, which are *due*, are looked at.
 """
 
 from __future__ import annotations
@@ -126,11 +119,14 @@ class Rounds:
     def all(self) -> list[tuple[tuple[str, int], Round]]:
         return list(self._rounds.items())
 
+    def _known(self, group: str, replica: int) -> Round:
+        """Return its round, without beginning one."""
+        return self._rounds.get((group, replica), Round())
+
     def touch(self, state: MemberState) -> None:
         """Note a change of this rank: its replica is due if it waits for a grant."""
         key = (state.member.group, state.member.replica)
-        round_ = self._rounds.get(key)
-        if round_ is not None and round_.asks:
+        if self._known(*key).asks:
             self._due.add(key)
 
     def take_due(self, newest: Newest) -> list[tuple[str, int]]:
@@ -158,18 +154,16 @@ class Rounds:
 
     def asks(self, member: Member) -> bool:
         """Return whether the member waits for a grant."""
-        round_ = self._rounds.get((member.group, member.replica))
-        return round_ is not None and member in round_.asks
+        return member in self._known(member.group, member.replica).asks
 
     def loading(self, group: str, replica: int) -> bool:
         """Return whether a round has begun to load and is not complete."""
-        round_ = self._rounds.get((group, replica))
-        return round_ is not None and (round_.state == "loading" or bool(round_.taken))
+        round_ = self._known(group, replica)
+        return round_.state == "loading" or bool(round_.taken)
 
     def wants(self, member: Member, version: int) -> bool:
         """Return whether ``version`` is new enough for the member's ask."""
-        round_ = self._rounds.get((member.group, member.replica))
-        found = round_.asks.get(member) if round_ is not None else None
+        found = self._known(member.group, member.replica).asks.get(member)
         return found is not None and found.after < version
 
     def ask(self, member: Member, ask: ReceiveAsk) -> None:

@@ -1,19 +1,14 @@
 """Tell members the outcome of operations that ended for them without a verdict.
 
-Theory of operation
-===================
-
 A member whose operation ended without a verdict, after it had reported *done*, names
 its ref in ``unsettled`` of its later posts; every post names in ``applied`` the newest
 refs whose results were written there. When the next collective of a domain has all its
 posts, the operation counts as applied if this coordinator gave that verdict itself, or
-if any participant has applied it. Otherwise no member has, and as the operation's
-coordinator is gone, none ever will. That is certain only when every earlier member has
-posted: a member of an earlier coordinator that cannot take part yet is waited for.
+if any participant has applied it. Otherwise no member has, and none ever will: its
+coordinator is gone. That is certain only when every earlier member has posted.
 
 A member that has missed a result must not go on without it: its post is refused with
-``Gone``, which names the earlier operation, and the others wait for its next post. The
-member has been told the outcome first, and the result is kept there.
+``Gone``, which names the earlier operation, and the others wait for its next post.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Group:
                 index: msgspec.structs.replace(one, cycles=cycles.get(index, 0), halted=index in halted)
                 for index, one in sorted(known.items())
             },
-            spent=tuple(Spent(wall - age, replica) for age, replica in self.rules.budget.ages(now)),
+            spent=tuple(Spent(wall - age, replica) for age, replica in self.rules.ages(now)),
         )
 
     def use(self, config: GroupConfig) -> None:
@@ -164,7 +164,7 @@ class Group:
             world_size=self.config.world_size,
             replicas=tuple(replica.status(now) for _, replica in sorted(self.replicas.items())),
             restarts=self.restarts_by_reason(),
-            restart_budget_remaining_ratio=self.rules.budget.remaining_ratio(now),
+            restart_budget_remaining_ratio=self.rules.remaining_ratio(now),
             no_progress_cycles=self.config.restart.no_progress_cycles,
             no_progress_remaining_ratio=self.rules.no_progress_remaining_ratio,
             on_failure=self.config.on_failure,
