@@ -5,20 +5,17 @@ Three rules apply, in this order, each time a generation has ended without a req
 1. **The policy**: ``always``, ``on-failure`` or ``never``.
 2. **Progress**: ``no_progress_cycles`` generations in a row that ended badly, and in
    which the replica reached no new step or version, are a crash loop that no restart
-   fixes. A generation that ran for a whole ``window_s`` is no part of a crash loop,
-   whatever it reached. A replica on no channel has no steps: this rule does not apply
-   to it.
+   fixes. A generation that ran for a whole ``window_s`` is no part of one. A replica on
+   no channel has no steps: this rule does not apply to it.
 3. **The budget** of the group: at most ``max_restarts`` in any ``window_s``. The delay
-   is the replica's own: it doubles with each of *its* restarts inside the window, from
+   doubles with each of the *replica's* restarts inside the window, from
    ``initial_delay_s`` to ``max_delay_s``, plus a jitter of up to ``initial_delay_s`` so
    that replicas that died together do not come back together.
 
 With ``strategy = "group"`` one replica that fails takes all others of its group with
-it. That is one *incident*, however many of them die of it: it spends one restart, it is
-one cycle, and all come back together, after one delay (:meth:`Restarts.resumed`).
-
-Requested restarts (by an operator, a reload, a preemption) never come here, and so
-spend nothing. Pure: the time is an argument, in seconds of a monotonic clock.
+it. That is one *incident*, however many of them die of it: one restart, one cycle, and
+all come back together, after one delay (:meth:`Restarts.resumed`). Times are arguments,
+in seconds of a monotonic clock.
 """
 
 from __future__ import annotations

@@ -86,8 +86,7 @@ class MemberState:
     :ivar rtt_s: recent round-trip time to it; 0: unknown.
     :ivar slow: the others went on without it, because it would have delayed them.
     :ivar served: it was caught up since it was quarantined.
-    :ivar draining: it is being ended: it may finish its work in progress, and gets no
-        new work.
+    :ivar draining: it is being ended (:mod:`replicas.core.members.draining`).
     :ivar resumed: it has reported all of its work in progress (at once, unless it comes
         from another coordinator).
     :ivar cut_at: when its connection ended; 0 while it has one.
@@ -127,10 +126,7 @@ class MemberState:
     """The last epoch that it was told."""
 
     def step(self, event: MemberEvent) -> None:
-        """Change its standing by the table.
-
-        :raises replicas.core.tables.InvalidStep: the event cannot happen to it now.
-        """
+        """Change its standing by the table."""
         self.standing = MEMBER.next(self.standing, event)
 
     def forget(self, version: int) -> bool:

@@ -1,11 +1,10 @@
 """Check compatibility at join, so that a mismatch is an error and not a hang.
 
-:func:`check_join` compares the newcomer's Hello with the Hello of every other process
-of the channel: torch's release, and, where NCCL would be used, its version, the
-variables that must agree, and the GPUs. NCCL would be used with ``backend = "nccl"``,
-or with ``"auto"`` if both processes have a GPU. Only members that carry bytes ever meet
-in a process group, so NCCL is compared for those alone. Observers are not checked, and
-neither is an earlier incarnation of the same identity, which the newcomer replaces.
+:func:`check_join` compares the newcomer's Hello with that of every other process of the
+channel: torch's release, and, where NCCL would be used, its version, the variables that
+must agree, and the GPUs. NCCL would be used with ``backend = "nccl"``, or with
+``"auto"`` if both processes have a GPU, and only between members that carry bytes.
+Observers are not checked, nor an earlier incarnation that the newcomer replaces.
 
 With ``staging = "device"`` every member that carries bytes must have a GPU. Members
 with the same GPU share its memory, and need no NCCL between them.

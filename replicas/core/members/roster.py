@@ -13,9 +13,8 @@ An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on
 long each time, so that a program that dies right after each start does not interrupt
 the others each time.
 
-A member whose last sign of life is older than the suspicion time (three missed
-heartbeats; :mod:`replicas.core.members.heartbeats` sets their interval) is *suspect*:
-transfers go on without it. So is a member whose connection ended and that has not
+A member that missed three heartbeats (:mod:`replicas.core.members.heartbeats`) is
+*suspect*: transfers go on without it. So is one whose connection ended and that has not
 reconnected within :data:`CUT_S`. A member silent for longer than its lease is lost. The
 shell extends all of them by the pauses of its own loop (:meth:`Roster.forgive`), so
 that a stopped coordinator evicts no member.
@@ -142,8 +141,7 @@ class Roster:
 
         The caller must lose the fenced one first, then :meth:`insert` the new one.
 
-        :raises errors.ReplicasError: the Hello is not acceptable, or incompatible with
-            a member.
+        :raises errors.ReplicasError: the Hello is not acceptable.
         """
         check_identity(hello, self.replica(hello.group, hello.replica), self.config)
         check_join(hello, self.others(hello), self.config)
@@ -320,7 +318,7 @@ class Roster:
         return state.host != 0 and not state.draining and not self.suspect(state, now)
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
-        """Put a live member out of the epoch, to be caught up and admitted again."""
+        """End its part in the epoch; it is caught up and admitted again."""
         self.epoch += 1
         state.step("left_behind")
         self.apart[state.member] = state

@@ -40,10 +40,8 @@ PATIENCE_S = 5.0
 class CatchUp:
     """A catch-up of one channel.
 
-    :param on_end: called with the payload at the end of each transfer, whatever its
-        result.
-    :param slow: serves the members that would hold up the others
-        (:mod:`replicas.core.moving.pacing`).
+    :param on_end: called with the payload at the end of each transfer.
+    :param slow: serves the members that would hold up the others.
     """
 
     def __init__(self, ground: Ground, on_end: Callable[[Payload], None], *, slow: bool = False) -> None:

@@ -97,8 +97,6 @@ class Keeping:
         """Return whether any of ``needers`` can get ``version`` from what is kept.
 
         The host of a newcomer may be unknown yet: it may be this one.
-
-        :param part_owners: owners of its parts, if it was published in parts.
         """
         kept = self.of(version)
         if not kept or not any(state.host in (0, self._hosts.own) for state in needers):

@@ -147,10 +147,7 @@ class Publishes:
     def begin(self, member: Member, message: PublishBegin, now: float) -> Publish:
         """Begin a publish, or join the one that another rank has begun.
 
-        :raises errors.StaleVersion: the version that the caller chose is not newer than
-            every earlier one.
-        :raises errors.RanksDisagree: another rank began this publish with another
-            version.
+        :raises errors.ReplicasError: StaleVersion or RanksDisagree.
         """
         publish = self.get(member, message.publish)
         if publish is None:
