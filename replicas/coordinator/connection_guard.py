@@ -76,10 +76,7 @@ _quiet.setLevel(logging.CRITICAL)  # bad requests of strangers are counted, not 
 
 
 class Guard:
-    """The open connections of one port, and which of them are strangers.
-
-    ``refused(reason)`` is called for each connection that is turned away.
-    """
+    """The open connections of one port, and which of them are strangers."""
 
     def __init__(self, refused: Callable[[str], None]) -> None:
         self.refused = refused
@@ -111,7 +108,6 @@ class Guard:
         self._all.discard(transport)
 
     def cut_all(self) -> None:
-        """Abort all connections, without waiting for unsent data."""
         for transport in tuple(self._all):
             transport.abort()
 
@@ -222,8 +218,8 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         self.pace = RateLimit(self.loop.time())
         """Account that pays for parsing its bytes and handling its messages."""
         self._resting: asyncio.TimerHandle | None = None
-        self.on_writable: Callable[[], None] = _nothing
-        self.on_bytes: Callable[[], None] = _nothing
+        self.on_writable: Callable[[], None] = lambda: None
+        self.on_bytes: Callable[[], None] = lambda: None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -265,11 +261,7 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         return message
 
     def send_receive_event_to_app(self) -> None:
-        """As in uvicorn, but pause reading only when MESSAGES_WAITING are unhandled.
-
-        uvicorn would pause and resume for every message, also one that is handled at
-        once.
-        """
+        """As in uvicorn, but pause reading only when MESSAGES_WAITING are unhandled."""
         paused, self.read_paused = self.read_paused, True
         super().send_receive_event_to_app()
         self.read_paused = paused
@@ -295,7 +287,6 @@ class SessionProtocol(WebSocketsSansIOProtocol):
     # ------------------------------------------------------------ outgoing
 
     def takes_more(self) -> bool:
-        """Whether the write buffer has room."""
         return self.writable.is_set()
 
     def rtt_s(self) -> float:
@@ -311,7 +302,6 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         self.on_writable()
 
     def write(self, messages: Sequence[bytes]) -> None:
-        """Write the messages in one call; does nothing on a closing connection."""
         if self.close_sent or self.transport.is_closing() or self.conn.state is not State.OPEN:
             return
         for message in messages:
@@ -326,10 +316,6 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         finally:
             if not self.disconnected:
                 self.loop.call_later(CLOSE_TIMEOUT_S, self.transport.abort)
-
-
-def _nothing() -> None:
-    """Default callback: does nothing."""
 
 
 def _connection(scope: Any) -> HttpProtocol | SessionProtocol | None:

@@ -54,17 +54,11 @@ class Crowd(Generic[One]):
         return 2 * len(self._queue_of(source)) > len(self._where)
 
     def pop_excess(self) -> One:
-        """Remove the connection to evict.
-
-        :raises IndexError: there is none.
-        """
+        """Remove the connection to evict; IndexError if there is none."""
         return self._taken(max(self._queues, key=len))
 
     def pop_next(self) -> One:
-        """Remove the next connection in round-robin order.
-
-        :raises IndexError: there is none.
-        """
+        """Remove the next in round-robin order; IndexError if there is none."""
         for step in range(SOURCES):
             queue = self._queues[(self._turn + step) % SOURCES]
             if queue:

@@ -9,6 +9,7 @@ and the later versions that will never be committed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -62,19 +63,24 @@ class DecisionLog:
             raise
 
     def _locked(self, path: Path) -> int:
-        """A locked descriptor of the file at ``path``.
+        """A locked descriptor of the file that is at ``path`` now, also after a rename.
 
-        Locks again when another process replaced the file in between.
+        :raises errors.UsageError: the folder or file is not private to this user.
         """
         while True:
-            fd = _opened(path)
+            try:
+                fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
+            except private.NotPrivate as error:
+                text = f"the decision log {path} cannot be kept there: {error.strerror}: {error.filename}"
+                raise errors.UsageError(text, hint=error.hint) from error
             try:
                 self._lock(fd, path)
             except BaseException:
                 os.close(fd)
                 raise
-            if _is_at(fd, path):
-                return fd
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(fd)):
+                    return fd
             os.close(fd)
 
     @staticmethod
@@ -130,10 +136,7 @@ class DecisionLog:
             self._compact()
 
     def _compact(self) -> None:
-        """Write the entries that matter into a new file and rename it over the old one.
-
-        On failure the old file stays.
-        """
+        """Put a new file of the entries that matter in its place, if possible."""
         assert self._path is not None
         aborts = [decision for known in self._aborts.values() for decision in known.values()]
         lines = b"".join(msgspec.json.encode(one) + b"\n" for one in [*self._commits.values(), *aborts])
@@ -164,21 +167,8 @@ class DecisionLog:
             self._fd = -1
 
 
-def _opened(path: Path) -> int:
-    """:raises errors.UsageError: the folder or file is not private to this user."""
-    try:
-        return private.open_file(path, os.O_RDWR | os.O_CREAT)
-    except private.NotPrivate as error:
-        raise errors.UsageError(
-            f"the decision log {path} cannot be kept there: {error.strerror}: {error.filename}", hint=error.hint
-        ) from error
-
-
 def _sync_folder(path: Path) -> None:
-    """Make the folder's entries durable.
-
-    Without it a file system may restore an older file, or none, after a power cut.
-    """
+    """Make the folder's entries durable: a power cut could restore an older file."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -187,16 +177,6 @@ def _sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(fd)
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is the one at ``path`` now."""
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    ours = os.fstat(fd)
-    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
 
 def _decoded(line: bytes, number: int, path: Path) -> CommitDecision:

@@ -58,10 +58,7 @@ SETTLE_S = 0.5
 
 
 class _Outlet:
-    """The due effects of one channel, in order.
-
-    A decision that waits for the disk holds up no other channel.
-    """
+    """The due effects of one channel: its decision that waits holds up no other one."""
 
     def __init__(self) -> None:
         self.due: deque[Effect] = deque()
@@ -117,10 +114,6 @@ class Engine:
         A decision is passed once it is on disk. The hook must not raise or block.
         """
 
-    @property
-    def term(self) -> int:
-        return self.decisions.term
-
     def subscribe(self, callback: Callable[[Event], None]) -> None:
         self._callbacks.append(callback)
 
@@ -146,11 +139,11 @@ class Engine:
         member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
         session = self._sessions.get(member)
         state = channel.roster.get(member)
-        if session is not None and state is not None and hello.resume_term == self.term:
+        if session is not None and state is not None and hello.resume_term == self.decisions.term:
             channel.connected(member, now)
             self._attach(session, connection, hello.received, channel.welcome(state, session.received))
             return session
-        if hello.resume_term == self.term:
+        if hello.resume_term == self.decisions.term:
             raise errors.Fenced(f"{member} was declared lost while it could not be heard", members=[member.name])
         if session is not None:
             self.lose(member, "left")  # its Welcome never arrived, so it starts again
@@ -179,16 +172,12 @@ class Engine:
         connection.on_bytes = lambda: self._heard(session)
 
     def _heard(self, session: MemberSession) -> None:
-        """Part of a message has arrived: count it as a sign of life and acknowledge it.
-
-        Over a slow link the rest may take long, and both sides must hear of each other.
-        """
+        """Part of a message has arrived, a sign of life: the rest may take long."""
         channel, now = self._channel_of.get(session.member), self._now()
-        if channel is None:
-            return
-        channel.seen(session.member, now)
-        if now - session.wrote_at >= ACK_BYTES_S:
-            session.send(wire.Ack())
+        if channel is not None:
+            channel.seen(session.member, now)
+            if now - session.wrote_at >= ACK_BYTES_S:
+                session.send(wire.Ack())
 
     def detach(self, session: MemberSession, connection: Connection) -> None:
         """The connection has ended; its member may come back with another one."""
@@ -255,11 +244,9 @@ class Engine:
 
     def lose(self, member: Member, reason: str) -> None:
         """Lose the member for good."""
-        channel = self._channel_of.get(member)
-        if channel is None:
-            return
-        channel.lose(member, reason, self._now())
-        self._apply(channel)
+        if (channel := self._channel_of.get(member)) is not None:
+            channel.lose(member, reason, self._now())
+            self._apply(channel)
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
         for channel in self.channels.values():
@@ -283,10 +270,7 @@ class Engine:
                 channel.store_lost()
 
     def receive(self, session: MemberSession, frame: wire.MemberFrame) -> bool:
-        """Handle a frame of the member.
-
-        Returns False when the frame is out of order and the connection must be closed.
-        """
+        """Handle a frame; False: it is out of order, the connection must be closed."""
         member, channel = session.member, self._channel_of.get(session.member)
         if channel is None:
             return False
@@ -341,10 +325,7 @@ class Engine:
             outlet.applying = False
 
     def _recorded(self, channel: ChannelState, outlet: _Outlet, effect: RecordDecision) -> bool:
-        """Whether the decision is on disk.
-
-        If not, no later effect of its channel is applied; the next tick tries again.
-        """
+        """Whether the decision is on disk; if not, the next tick tries again."""
         decision = effect.decision
         try:
             self.decisions.append(decision)
@@ -388,9 +369,8 @@ class Engine:
                 elif isinstance(effect.event, effects.CaughtUp):
                     channel.told.nbytes += effect.event.moved_nbytes
                 elif isinstance(effect.event, effects.MemberQuarantined):
-                    log.warning(
-                        "%s: %s is quarantined: %s", channel.config.name, effect.event.member, effect.event.reason
-                    )
+                    event = effect.event
+                    log.warning("%s: %s is quarantined: %s", event.channel, event.member, event.reason)
                 self.emit(effect.event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:
@@ -442,9 +422,8 @@ class Engine:
     async def tick_forever(self) -> None:
         """Check leases and deadlines ten times a second.
 
-        After a pause of this process, data that arrived meanwhile is read first, and
-        members that were paused with it get a moment to send: only then are members and
-        deadlines judged.
+        After a pause of this process, what arrived meanwhile is read first, and members
+        that were paused with it get a moment to send.
         """
         due = self._now() + TICK_S
         while True:

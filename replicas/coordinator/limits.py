@@ -64,10 +64,7 @@ _PID_MAX = 2**31
 
 
 class RateLimit:
-    """The account of one connection, or of all strangers.
-
-    Times are in seconds; ``used_s`` is loop time, ``share`` the part of it to be had.
-    """
+    """The account of loop time of one connection, or of all strangers."""
 
     def __init__(self, now: float, share: float = LOOP_SHARE) -> None:
         self._share = share
@@ -88,10 +85,7 @@ class RateLimit:
         return -self._account_s / self._share
 
     def after_message(self, used_s: float, now: float) -> float | None:
-        """Charge one message.
-
-        Returns None: go on; 0: yield to other connections; else how long to wait.
-        """
+        """Charge one message; None: go on, 0: yield to others, else seconds to wait."""
         wait_s = self.charge(used_s + MESSAGE_S, now)
         self._messages += 1
         self._held_s += used_s
@@ -179,10 +173,8 @@ def _number_problem(value: msgspec.Struct) -> str | None:
 
 
 _SIGNED = {"deadline_s", "step", "after", "found"}
-"""Fields that may be negative: a past deadline, a host not found, the user's numbers.
-
-The state machine checks the user's numbers.
-"""
+"""Fields that may be negative: a past deadline, a host not found, the user's numbers,
+which the state machine checks."""
 _JUDGED_LATER = {"replica", "rank", "world_size", "at_least"}
 
 

@@ -17,7 +17,6 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from replicas.config.structs import ChannelConfig
 from replicas.core.channel import ChannelState
 from replicas.core.members.member_state import MemberState
 
@@ -61,18 +60,21 @@ class ReadinessBook:
         seen: list[MemberState] = []
         partial = stranded = False
         for channel in channels:
-            if not _concerns(channel.config, group):
+            config = channel.config
+            parties = [party for party in (*config.sources, *config.targets, *config.peers) if party.group == group]
+            if not parties:
                 continue
             members = [m for m in channel.roster.replica(group, replica) if m.hello.generation == generation]
             seen += members
             left = _left(channel, group, replica, generation)
-            missing = _expected(channel.config, group, world) - {m.member.rank for m in members} - left
+            expected = range(1 if all(party.ranks == "leader" for party in parties) else world)
+            missing = set(expected) - {m.member.rank for m in members} - left
             if missing:
                 ranks = ", ".join(map(str, sorted(missing)))
-                reasons.append(f"{channel.config.name}: rank {ranks} has not joined")
-            if any(party.group == group for party in channel.config.targets):
+                reasons.append(f"{config.name}: rank {ranks} has not joined")
+            if any(party.group == group for party in config.targets):
                 round_ = channel.rounds.of(group, replica)
-                versions[channel.config.name] = round_.loaded
+                versions[config.name] = round_.loaded
                 partial = partial or round_.partial
                 if not missing and not left:
                     reasons += self._behind(channel, group, replica, generation)
@@ -94,21 +96,17 @@ class ReadinessBook:
 
     def _behind(self, channel: ChannelState, group: str, replica: int, generation: int) -> list[str]:
         key = (channel.config.name, group, replica)
-        latest, loaded = channel.told.latest, channel.rounds.of(group, replica).loaded
-        if channel.rounds.of(group, replica).partial:
+        latest, round_ = channel.told.latest, channel.rounds.of(group, replica)
+        if round_.partial:
             self._was_ready.pop(key, None)
             return [f"{channel.config.name}: version {latest} is loaded by a part of its ranks"]
-        if loaded or not latest:
+        if round_.loaded or not latest:
             self._was_ready[key] = generation
         elif self._was_ready.get(key) != generation and (
             channel.recovery.active or channel.commits.obtainable(channel.roster.replica(group, replica))
         ):
-            return [f"{channel.config.name}: has version {loaded}, version {latest} is committed"]
+            return [f"{channel.config.name}: has version {round_.loaded}, version {latest} is committed"]
         return []
-
-
-def _concerns(config: ChannelConfig, group: str) -> bool:
-    return any(party.group == group for party in (*config.sources, *config.targets, *config.peers))
 
 
 def _left(channel: ChannelState, group: str, replica: int, generation: int) -> set[int]:
@@ -126,9 +124,3 @@ def _stranded(channel: ChannelState, ranks: Sequence[MemberState], now: float) -
         return ""
     waiting = ", ".join(str(state.member.rank) for state in asking)
     return f"{channel.config.name}: rank {waiting} waits for version {channel.commits.latest}, other ranks have left"
-
-
-def _expected(config: ChannelConfig, group: str, world: int) -> set[int]:
-    """Ranks that must have joined."""
-    parties = [party for party in (*config.sources, *config.targets, *config.peers) if party.group == group]
-    return set(range(1 if all(party.ranks == "leader" for party in parties) else world))

@@ -126,10 +126,7 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
 
 
 async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket) -> None:
-    """Read until one side ends it or the session leaves this connection.
-
-    The session writes by itself.
-    """
+    """Read until one side ends it or the session leaves: it writes by itself."""
     over, connection = session.over, session_of(websocket.scope)
     reader = asyncio.create_task(_read(engine, session, websocket, over))
     tasks: set[asyncio.Task[Any]] = {reader, asyncio.create_task(over.wait())}
@@ -181,8 +178,7 @@ async def _receive(websocket: WebSocket) -> bytes:
 async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, over: asyncio.Event) -> None:
     """Handle the messages of a connection until it ends.
 
-    :raises _Refusal: the connection must be closed. The refusal has been counted; if it
-        is final, the session is over too.
+    :raises _Refusal: it must be closed; counted already, a final one ended the session.
     """
     loop = asyncio.get_running_loop()
     pace = session_of(websocket.scope).pace
@@ -220,10 +216,7 @@ def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
 
 
 def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
-    """Decode and check one message, and pass it to the engine.
-
-    :raises _Refusal: the session may not send this now.
-    """
+    """Decode and check one message, and pass it to the engine."""
     if (problem := size_problem(data)) is not None:
         raise _Refusal("oversized", problem, TOO_BIG, final=True)
     try:
@@ -242,11 +235,7 @@ def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    :raises errors.WorldError: the address is not of this machine, or the port is in
-        use.
-    """
+    """A listening socket; WorldError if the address is not ours, or the port in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is explicit because asyncio sets TCP_NODELAY only on sockets with
     # IPPROTO_TCP. Without it a commit and the next grant are 40 ms apart (Nagle against
@@ -314,8 +303,7 @@ class Server:
     """Serves HTTP and sessions on one socket until it is closed.
 
     :param refused: called with the reason for each connection that is turned away.
-    :param http: protocol that reads requests. :param door: accepts the connections;
-        None: uvicorn does, and no connection is a stranger.
+    :param door: accepts the connections; None: uvicorn does, and none is a stranger.
     """
 
     def __init__(

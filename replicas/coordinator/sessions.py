@@ -43,14 +43,12 @@ WRITE_NBYTES = 1 << 18
 
 
 class Connection(Protocol):
-    """The transport to a member.
-
-    ``on_writable`` is called when it takes more again, ``on_bytes`` when data arrived
-    that is not a whole message yet.
-    """
+    """The transport to a member."""
 
     on_writable: Callable[[], None]
+    """Called when it takes more again."""
     on_bytes: Callable[[], None]
+    """Called when data arrived that is not a whole message yet."""
 
     def takes_more(self) -> bool:
         """Whether the write buffer has room."""
@@ -116,21 +114,16 @@ class MemberSession:
         self._flush_soon()
 
     def send(self, message: FromCoordinator, body: bytes | None = None) -> bool:
-        """Queue a message. ``body``: its encoding.
-
-        Returns False when too much was unread even before this message.
-        """
+        """Queue a message (``body``: encoded); False: too much was unread before."""
         if isinstance(message, Ack):
             self._ack_due = self.connection is not None
             self._flush_soon()
             return True
         seq = 0
         too_much = self._unacknowledged_nbytes > OUTBOX_NBYTES or len(self._unacknowledged) > OUTBOX_MESSAGES
-        if not isinstance(message, UNNUMBERED):
-            self.sent += 1
-            seq = self.sent
         data = body if body is not None else encode_body(message)
-        if seq:
+        if not isinstance(message, UNNUMBERED):
+            seq = self.sent = self.sent + 1
             self._unacknowledged.append((seq, data))
             self._unacknowledged_nbytes += len(data)
         if self.connection is not None:

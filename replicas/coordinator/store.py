@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine
@@ -32,7 +31,6 @@ PING_INTERVAL_S = 2.0
 PAUSE_S = 1.0
 """A reply timeout noticed this much late means that this process was paused."""
 _SLOW = "it loads torch: see whether that hangs (python -c 'import torch'), or the machine is overloaded"
-_ENDED = "what it wrote to standard error says why"
 STRAGGLER_S = 30.0
 """Delay of a second sweep: a sidecar being killed may write after the first one."""
 
@@ -124,7 +122,9 @@ class StoreWatcher:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await process.wait()
         ended = "ended" if process.returncode is None else f"ended with code {process.returncode}"
-        return Reply(0, error=f"the store process {ended} before it listened", hint=_ENDED)
+        return Reply(
+            0, error=f"the store process {ended} before it listened", hint="what it wrote to standard error says why"
+        )
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while reply := _reply(await _line(reader)):
@@ -133,11 +133,7 @@ class StoreWatcher:
                 future.set_result(reply)
 
     async def ask(self, op: str, prefixes: tuple[str, ...] = ()) -> Reply:
-        """Send a request and wait for the reply.
-
-        :raises TimeoutError: no reply within 5 s. :raises ConnectionError: the process
-            is gone.
-        """
+        """Send a request; TimeoutError or ConnectionError if no reply comes."""
         if self._writer is None or not self.up:
             raise ConnectionError("the store is down")
         request = Request(next(self._ids), op, prefixes)
@@ -170,10 +166,7 @@ class StoreWatcher:
             await self._respawn()
 
     async def _answers(self) -> bool:
-        """Whether the process answers in time.
-
-        A timeout during a pause of this process proves nothing: ask again.
-        """
+        """Whether the process answers; a timeout after our own pause proves nothing."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -190,11 +183,7 @@ class StoreWatcher:
             return not reply.error
 
     async def _respawn(self) -> None:
-        """Start a new store until one is up.
-
-        It gets a new port, so that clients of the old store cannot mistake it for
-        theirs.
-        """
+        """Start a store until one is up: on a new port, as clients know the old one."""
         retrying = tenacity.AsyncRetrying(
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=5.0),
             retry=tenacity.retry_if_exception_type((errors.WorldError, OSError)),
@@ -215,26 +204,20 @@ class StoreWatcher:
 
     def sweep(self, prefix: str) -> None:
         """Delete the keys under ``prefix`` soon, and once more later."""
+        self._sweep_soon(prefix)
+        asyncio.get_running_loop().call_later(STRAGGLER_S, self._sweep_soon, prefix)
+
+    def _sweep_soon(self, prefix: str) -> None:
         self._sweeps.append(prefix)
         self._sweep_due.set()
 
     async def _sweep_forever(self) -> None:
-        loop = asyncio.get_running_loop()
-        later: list[tuple[float, str]] = []
         while True:
-            timeout_s = max(0.0, later[0][0] - loop.time()) if later else None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._sweep_due.wait()
+            await self._sweep_due.wait()
             self._sweep_due.clear()
-            fresh, self._sweeps = self._sweeps, []
-            due = [prefix for at, prefix in later if at <= loop.time()]
-            later = [(at, prefix) for at, prefix in later if at > loop.time()]
-            later += [(loop.time() + STRAGGLER_S, prefix) for prefix in fresh]
-            if not fresh and not due:
-                continue
+            prefixes, self._sweeps = self._sweeps, []
             try:
-                await self.ask("sweep", (*fresh, *due))
+                await self.ask("sweep", tuple(prefixes))
             except (TimeoutError, ConnectionError):
                 log.info("a sweep of the store waits for the next one: the store does not answer")
 
@@ -245,15 +228,15 @@ class StoreWatcher:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if process is not None:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGKILL)
-            try:
-                async with asyncio.timeout(KILL_TIMEOUT_S):
-                    await process.wait()
-            except TimeoutError:
-                log.error("the store process %d survives SIGKILL", process.pid)
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        try:
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            log.error("the store process %d survives SIGKILL", process.pid)
 
     async def aclose(self) -> None:
         """End the process, and its keys with it."""

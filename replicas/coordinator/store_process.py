@@ -1,15 +1,10 @@
 """The store process: the long-lived master TCPStore of a run, and nothing else.
 
 Run as ``python -m replicas.coordinator.store_process --bind ADDRESS --port PORT
---control FD --parent PID``.
-
-Theory of operation
-===================
-
-The TCPStore serves from C++ threads of this process, so neither the coordinator's loop
-nor its GIL ever delays a rendezvous between sidecars. It listens on one address only: a
-socket bound here is passed as ``master_listen_fd`` (a TCPStore that opens its own would
-listen on every address).
+--control FD --parent PID``. The TCPStore serves from C++ threads, so neither the
+coordinator's loop nor its GIL ever delays a rendezvous between sidecars. It listens on
+one address only: a socket bound here is passed as ``master_listen_fd`` (a TCPStore that
+opens its own would listen on every address).
 
 The control socket (inherited, a stream of JSON lines) carries requests and replies,
 matched by ``id``: ``stat`` (number of keys), ``sweep`` (delete the keys under
@@ -63,10 +58,7 @@ _HINTS = {
 }
 _UNREACHED = "bring its network device up (for 127.0.0.1: ip link set lo up), or set [store] bind to another address"
 STRAY_KEYS = ("exception_dump",)
-"""Keys that ProcessGroupNCCL writes without a prefix.
-
-Every later group of the store would abort on them.
-"""
+"""Keys that ProcessGroupNCCL writes without a prefix: later groups abort on them."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -88,7 +80,6 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def listen(bind: str, port: int) -> socket.socket:
-    """A listening socket on exactly this address."""
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -98,20 +89,14 @@ def listen(bind: str, port: int) -> socket.socket:
 
 
 def check_reach(bind: str) -> None:
-    """Connect to a port of this address: in a network namespace its device may be down.
-
-    :raises OSError: the connection fails.
-    """
+    """Connect to a port of this address, whose device may be down; OSError if it is."""
     with listen(bind, 0) as there, socket.socket(there.family, socket.SOCK_STREAM) as here:
         here.settimeout(_REACH_S)
         here.connect(there.getsockname())
 
 
 def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
-    """Delete all keys under these prefixes, and the stray ones.
-
-    Not by a PrefixStore, which lists ``a/bc`` under ``a/b``.
-    """
+    """Delete all keys under these prefixes, and the stray ones."""
     roots = tuple(f"{prefix}/" for prefix in prefixes)
     for key in store.list_keys():
         if key.startswith(roots) or key in STRAY_KEYS:
@@ -119,12 +104,7 @@ def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
 
 
 def full(empty_nbytes: int) -> str:
-    """Why the store must be replaced; empty: it need not be.
-
-    Any process that can connect may open connections and set values without end.
-
-    :param empty_nbytes: memory of this process when the store was new.
-    """
+    """Why the store must be replaced; empty: it need not be."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     held = len(list(Path("/proc/self/fd").iterdir()))
     if held > limit - SPARE_DESCRIPTORS:
@@ -196,9 +176,8 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="The master TCPStore of a run.")
     parser.add_argument("--bind", required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--control", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
+    for name in ("--port", "--control", "--parent"):
+        parser.add_argument(name, type=int, required=True)
     args = parser.parse_args()
     inherited.put_in_order()
     die_with_parent(args.parent)

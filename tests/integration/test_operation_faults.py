@@ -240,7 +240,7 @@ async def test_an_outcome_that_a_lost_coordinator_left_unknown_is_settled_by_the
                     await asyncio.wait_for(pendings[1]._wait_async(), 60)
                 assert tensors[1].eq(2.0).all()
 
-                terms = [second.engine.term] * 2
+                terms = [second.engine.decisions.term] * 2
                 await wait_until(lambda: [c._hub.session.term for c in channels] == terms, "both are back")
                 following, waiting = post(channels, [5.0, 7.0], 10)
                 with pytest.raises(errors.Gone, match="whose outcome was unknown there, did succeed for the others"):
