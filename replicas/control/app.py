@@ -1,10 +1,7 @@
 """The HTTP routes of the control port and the Unix socket: pages, streams and orders.
 
-``/livez``, ``/readyz``, ``/metrics``, ``/status`` and a short index only read;
-``/events`` and ``/logs`` are in :mod:`replicas.control.streams`, the orders in
-:mod:`replicas.control.orders_api`. The coordinator serves the routes beside its
-sessions; they also work in any other Starlette app. Pages are public; the output of
-programs is cut from them (:mod:`replicas.control.access`).
+The coordinator serves them beside its sessions; they also work in any other Starlette
+app. Pages are public; programs' output is cut (:mod:`replicas.control.access`).
 """
 
 from __future__ import annotations

@@ -36,10 +36,7 @@ Target = Name
 
 
 class Commands(Protocol):
-    """Carries out orders: the supervisor, or a fake.
-
-    All methods raise :class:`replicas.errors.ReplicasError`.
-    """
+    """Carries out orders; all methods raise :class:`replicas.errors.ReplicasError`."""
 
     async def scale(self, group: str, replicas: int) -> None: ...
 
@@ -103,10 +100,7 @@ ORDERS: dict[str, type[Order]] = {
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as data.
-
-    ``problems``: those of a config, one line each. ``source``: name of that config.
-    """
+    """An error as data. ``problems``: those of the config ``source``, one line each."""
 
     kind: str
     message: str
@@ -116,14 +110,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: errors.ReplicasError) -> Problem:
-        bad = error if isinstance(error, errors.BadConfig) else None
-        return cls(
-            kind=errors.kind_of(error),
-            message=error.message,
-            hint=error.hint,
-            problems=bad.problems if bad else (),
-            source=bad.source if bad else "",
-        )
+        found = cls(kind=errors.kind_of(error), message=error.message, hint=error.hint)
+        if isinstance(error, errors.BadConfig):
+            return msgspec.structs.replace(found, problems=error.problems, source=error.source)
+        return found
 
     def exception(self) -> errors.ReplicasError:
         """The error as an exception, on the caller's side."""

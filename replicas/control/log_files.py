@@ -1,8 +1,5 @@
 """Read and follow a run's log files, selected by replica, rank and generation.
 
-Theory of operation
-===================
-
 The files are ``logs/<group>/<replica>/gen-<g>/rank-<r>.log``; rotated parts are
 ``rank-<r>.log.1`` (the next older) and so on. Only the log pump writes them. Reading
 relies on nothing but these names, so no supervisor has to run.
@@ -10,9 +7,8 @@ relies on nothing but these names, so no supervisor has to run.
 A :class:`Follower` holds each selected file open and reads what was appended, a little
 from each in turn. At the end of a file it checks whether the name now refers to another
 file: then the old one was renamed and has been read to its end, and the parts after it
-are read in order. New generations of a replica are found by listing the folders again.
-The standard library has no notification for bytes appended by another process (it lacks
-inotify), so a follower polls every :data:`POLL_S`.
+are read in order. New generations are found by listing the folders again. The standard
+library lacks inotify, so a follower polls every :data:`POLL_S`.
 
 ``since`` uses the times that the pump notes beside a log (``rank-<r>.log.times``: lines
 of ``OFFSET TIME``, one for about each second of output); without them, the file's

@@ -1,8 +1,5 @@
 """The HTTP API of orders: ``POST /scale``, ``/restart``, ``/drain``, ``/stacks`` etc.
 
-Theory of operation
-===================
-
 A body is a small JSON object with the fields of its order
 (:mod:`replicas.control.commands`; an empty body is ``{}``), the response an
 :class:`~replicas.control.commands.Answer`. Access is checked first, then the run's name
@@ -54,7 +51,6 @@ def json_response(value: object, code: int = 200, **headers: str) -> Response:
 
 
 def json_bytes(body: bytes, code: int = 200, **headers: str) -> Response:
-    """An uncached JSON response from encoded bytes."""
     return Response(body, code, headers={**NO_STORE, **headers}, media_type="application/json")
 
 
@@ -93,7 +89,6 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
 
 
 def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
-    """The error if the request names another run than this one."""
     meant = request.headers.get(RUN_HEADER)
     try:
         if meant is None or meant == quote(run(), safe=""):

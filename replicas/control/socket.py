@@ -1,17 +1,13 @@
 """The run's Unix socket, through which its own user gives orders.
 
-Theory of operation
-===================
-
 Three protections, each sufficient: the file's mode is 0600 from the moment it exists
 (set on the socket *before* bind, which avoids changing the process's umask); the kernel
 tells who connects (SO_PEERCRED), and only our own user and root are served; and the
 file lies in the run's state folder. The socket serves the same pages as the control
 port, where orders need the token.
 
-A Unix socket's path is limited to 107 bytes, and state folders may be deep. A longer
-path is reached through a descriptor of its folder (``/proc/self/fd/N/control.sock``).
-So the file stays at its configured path, and no shared folder such as /tmp is needed.
+A longer path than a Unix socket's 107 bytes is reached through a descriptor of its
+folder (:func:`replicas.linux.sockets.reachable`), so no shared folder is needed.
 
 The file of an earlier, killed supervisor is replaced only if no process listens on it:
 another run's config may name the same path, and its socket must survive. At the end our
@@ -48,10 +44,7 @@ _FORBIDDEN = (
 
 
 class _OwnUserOnly(HttpProtocol):
-    """HTTP for processes of our own user and root.
-
-    Other users get a 403 to their first request, of which nothing is parsed.
-    """
+    """HTTP for our own user and root; others get a 403, and nothing is parsed."""
 
     _own = False
 

@@ -1,8 +1,5 @@
 """The session protocol between one member and the coordinator: messages and frames.
 
-Theory of operation
-===================
-
 A session is one WebSocket. Each binary frame is one :class:`MemberFrame` or
 :class:`ServerFrame`, MessagePack by msgspec with a closed set of types: bytes read from
 a socket can only become these structs (invariant I7). A member opens with
@@ -122,7 +119,7 @@ class ServerFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _EncodedFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A :class:`MemberFrame` or :class:`ServerFrame` whose body is already encoded."""
+    """A frame whose body is already encoded."""
 
     seq: int
     ack: int
@@ -151,22 +148,15 @@ def encode_frame(seq: int, ack: int, body: bytes) -> bytes:
 
 
 def decode_member_frame(data: bytes) -> MemberFrame:
-    """Decode a member's frame.
-
-    :raises msgspec.DecodeError: it is malformed; also the subclass ValidationError.
-    """
     return _decode(_member_decoder, data)
 
 
 def decode_server_frame(data: bytes) -> ServerFrame:
-    """Decode a coordinator's frame.
-
-    :raises msgspec.DecodeError: it is malformed; also the subclass ValidationError.
-    """
     return _decode(_server_decoder, data)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Frame], data: bytes) -> Frame:
+    """:raises msgspec.DecodeError: it is malformed."""
     try:
         return decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not convert these two

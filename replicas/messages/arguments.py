@@ -1,13 +1,9 @@
 """Validate the public API's arguments and convert them to their wire form.
 
-Theory of operation
-===================
-
-A call's arguments travel to other processes, or are used later on another thread, where
-an error could no longer reach the caller. So each public method passes its arguments
-through here first. A function takes the argument's name for the message (``what``) and
-the value. It returns a plain int, float, bool, str or dict within the limits that the
-other side checks (:mod:`replicas.messages.bounds`), or raises
+They travel to other processes, or are used later on another thread, where an error
+could no longer reach the caller. A function takes the argument's name for the message
+(``what``) and the value. It returns a plain int, float, bool, str or dict within the
+limits that the other side checks (:mod:`replicas.messages.bounds`), or raises
 :class:`~replicas.errors.UsageError`: only the bad call fails.
 
 Integers are accepted by ``__index__``, seconds by ``__index__`` or ``__float__``; so
@@ -115,7 +111,6 @@ def bound(what: str, value: object) -> tuple[int | float, str]:
 
 
 def _float(value: object) -> float | None:
-    """Convert a real number; None for anything else."""
     if isinstance(value, (bool, str, bytes, bytearray)) or _is_bool(value) or getattr(value, "ndim", 0) != 0:
         return None
     if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
@@ -200,7 +195,7 @@ def meta(what: str, value: object) -> Meta:
     found: Meta = {}
     for key, one in given.items():
         here = f"{what}[{shown(key)}]"
-        found[_meta_text(f"{what}: a key", key)] = _meta_value(here, one)
+        found[text(f"{what}: a key", key, most=bounds.META_NBYTES)] = _meta_value(here, one)
     nbytes = len(msgspec.msgpack.encode(found))
     if nbytes > bounds.META_NBYTES:
         _refuse(
@@ -212,14 +207,13 @@ def meta(what: str, value: object) -> Meta:
 
 def _meta_value(here: str, value: object) -> Any:
     if isinstance(value, Mapping):
-        return {_meta_text(f"{here}: a key", key): _scalar(f"{here}[{shown(key)}]", one) for key, one in value.items()}
+        return {
+            text(f"{here}: a key", key, most=bounds.META_NBYTES): _scalar(f"{here}[{shown(key)}]", one)
+            for key, one in value.items()
+        }
     if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (str, bytes, bytearray, memoryview)):
         return [_scalar(f"{here}[{number}]", one) for number, one in enumerate(value)]
     return _scalar(here, value)
-
-
-def _meta_text(what: str, value: object) -> str:
-    return text(what, value, most=bounds.META_NBYTES)
 
 
 def _scalar(what: str, value: object) -> bool | int | float | str | None:
@@ -227,7 +221,7 @@ def _scalar(what: str, value: object) -> bool | int | float | str | None:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return _meta_text(what, value)
+        return text(what, value, most=bounds.META_NBYTES)
     if isinstance(value, float):
         return float(value)
     if _is_bool(value):

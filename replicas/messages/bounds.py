@@ -1,8 +1,7 @@
-"""Limits of message contents: the calls, the sessions and the coordinator share them.
+"""Limits of message contents.
 
-Numbers, times and names are checked in the call (:mod:`replicas.messages.arguments`),
-so the coordinator (:mod:`replicas.coordinator.limits`) never gets bad ones from a
-library that works.
+They are checked in the call (:mod:`replicas.messages.arguments`), so the coordinator
+(:mod:`replicas.coordinator.limits`) never gets bad ones from a library that works.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ class Member(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     :param group: name of its group.
     :param replica: index of its replica in the group, from 0.
     :param rank: its rank within the replica, from 0; rank 0 is the replica's leader.
-    :param incarnation: random nonce of this one join; a later join of the same rank has
-        another one.
+    :param incarnation: random nonce of this one join.
     """
 
     group: str

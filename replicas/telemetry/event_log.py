@@ -1,8 +1,5 @@
 """The event log of a run: a numbered JSONL file with rotation, counters and followers.
 
-Theory of operation
-===================
-
 ``<state_dir>/events.jsonl`` has one line for each record, each written with one call,
 so a killed supervisor leaves whole lines. A torn last line (the machine died, the disk
 was full) is cut off at the next start. Numbers strictly grow, in the file and over all
@@ -175,8 +172,7 @@ class EventLog:
     def _make_room(self, nbytes: int) -> None:
         """Rotate if ``nbytes`` more would not fit, before the next event is counted.
 
-        A rotation saves the counters: an event that is in the saved counters but not in
-        the file, if we are killed in between, would be lost.
+        A rotation saves the counters, which must not have an event that no file has.
         """
         full = bool(self._size) and self._size + nbytes > self._max_nbytes
         if full and self.path is not None and self._fd >= 0 and not self._closed:
@@ -245,8 +241,7 @@ class EventLog:
 def read(path: Path, after: int = 0) -> Iterator[Record]:
     """Iterate over a file's records above a number, the rotated file's first. Blocks.
 
-    Also for a run without a supervisor. Lines that this version does not understand are
-    skipped.
+    Lines that this version does not understand are skipped.
     """
     while records := _chunk(path, after):
         yield from records

@@ -37,11 +37,7 @@ Counts = dict[str, int]
 
 
 class Histogram(msgspec.Struct):
-    """A histogram.
-
-    ``counts``: observations in each bucket, above the bound before and up to its own;
-    the last: above all bounds.
-    """
+    """``counts``: observations in each bucket, up to its bound; the last: above all."""
 
     counts: list[int] = []
     total_s: float = 0.0
@@ -157,10 +153,7 @@ class Tally(msgspec.Struct):
 
 
 class CounterDeltas:
-    """Turns another component's counters, from zero, into growth between calls.
-
-    :param interval_s: minimum time between two reports of growth.
-    """
+    """Turns counters into growth, reported at most every ``interval_s``."""
 
     def __init__(self, interval_s: float = 0.0) -> None:
         self._known: Counts = {}
@@ -168,10 +161,7 @@ class CounterDeltas:
         self._due = 0.0
 
     def since(self, counts: Mapping[str, int], now: float | None = None) -> list[tuple[str, int]]:
-        """Return name and growth of each counter that has grown.
-
-        :param now: the time, by any clock; None: ignore the interval.
-        """
+        """Name and growth of each grown counter. ``now`` None: ignore the interval."""
         if now is not None and now < self._due:
             return []
         grown = [(name, count - self._known.get(name, 0)) for name, count in counts.items()]
