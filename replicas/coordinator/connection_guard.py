@@ -1,22 +1,17 @@
 """Limit what each connection of the control port may cost, from its first request on.
 
-Theory of operation
-===================
-
-Connections arrive through the door (:mod:`replicas.coordinator.door`), which bounds how
-long they wait there. uvicorn has no limits for what follows, and handles one connection
-for as long as it has data. The protocols here are uvicorn's own with these limits
-added:
+Connections arrive through the door (:mod:`replicas.coordinator.door`). uvicorn has no
+limits for what follows, and handles one connection for as long as it has data. The
+protocols here are uvicorn's own with these limits added:
 
 * A *stranger* is a connection that has not shown the run's token. It gets one answer
   and is closed. The loop time of its request is charged to one account that all
-  strangers share. At most :data:`STRANGERS` of them are
-  served at a time (event streams included); one more closes the oldest of the source
-  that has most. A stranger that does not read its answer is aborted.
+  strangers share. At most :data:`STRANGERS` of them are served at a time (event streams
+  included); one more closes the oldest of the source that has most. A stranger that
+  does not read its answer is aborted.
 * Little is read from a session at a time, so that all sessions get a turn. Parsing is
-  charged to the connection's account (:class:`~replicas.coordinator.limits.RateLimit`),
-  because pings and fragments never become messages that could be charged. (The Hello
-  has its own deadline in the server.)
+  charged to the connection's account, because pings and fragments never become messages
+  that could be charged. (The Hello has its own deadline in the server.)
 * A pong is written only to a peer that reads; a message may not come in thousands of
   fragments; a text frame is malformed.
 * A closing connection is aborted when its peer does not read the remaining data.
@@ -39,8 +34,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 from websockets.protocol import State
 
-from replicas.coordinator.crowd import Crowd
-from replicas.coordinator.limits import RateLimit
+from replicas.coordinator.limits import Crowd, RateLimit
 
 __all__ = [
     "CLOSE_TIMEOUT_S",

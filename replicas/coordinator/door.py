@@ -1,8 +1,5 @@
 """Accept connections on the control port; pass each on once its request head is there.
 
-Theory of operation
-===================
-
 A connection costs a server in Python some ten times what it costs the client. So
 nothing is created for it (no transport, no protocol, no task) before its request head
 has arrived and its turn has come:
@@ -11,18 +8,15 @@ has arrived and its turn has come:
   the rest stay in the kernel's backlog. An accepted connection waits in the *lobby*, as
   a bare descriptor in an epoll set. One that hangs up there costs three system calls.
 * The request head is peeked at in the kernel's buffer. It must be complete within
-  REQUEST_TIMEOUT_S, and small.
+  :data:`REQUEST_TIMEOUT_S`, and small.
 * A head with the run's token is let in at once, so strangers never delay a member. This
   grants nothing: the handler of the request checks the token again.
 * ``GET /livez`` is answered here: if a probe had to wait, the supervisor would be
   restarted.
-* All other strangers queue by source (:mod:`replicas.coordinator.crowd`) and share a
-  part of the loop's time (:class:`~replicas.coordinator.limits.RateLimit`). When there
-  are too many, the source that has most loses its oldest.
-
-All users of this machine count as one source. The kernel could tell the user of each
-connection, but asking costs 70 µs, several times all of the above, and members and
-probes do not depend on it.
+* All other strangers queue by source and share a part of the loop's time
+  (:mod:`replicas.coordinator.limits`). When there are too many, the source that has
+  most loses its oldest. All users of this machine count as one source: to ask the
+  kernel for the user of a connection would cost several times all of the above.
 """
 
 from __future__ import annotations
@@ -42,8 +36,7 @@ from typing import Any
 
 from replicas import errors
 from replicas.coordinator.addresses import AllowedHosts, source_of
-from replicas.coordinator.crowd import Crowd
-from replicas.coordinator.limits import STRANGERS_SHARE, RateLimit
+from replicas.coordinator.limits import STRANGERS_SHARE, Crowd, RateLimit
 
 __all__ = ["Admit", "Door", "authorization_of", "head_of"]
 
@@ -176,12 +169,12 @@ class Door:
         while time.perf_counter() < until:
             try:
                 fd, address = self._accept_fd()  # without socket.accept's wrapper: 1/3 of a stranger's cost
+                sock = _socket.socket(self._family, _STREAM, 0, fd)
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError:
                 self._no_room()
                 return
-            sock = _socket.socket(self._family, _STREAM, 0, fd)
             one = _Waiting(sock, source_of(address[0]), self._loop.time() + REQUEST_TIMEOUT_S)
             if not self._handle(one, ended=False):
                 self._wait(one)

@@ -1,8 +1,5 @@
 """The engine: feeds events to the channel states and applies the effects they return.
 
-Theory of operation
-===================
-
 The engine has no sockets of its own and runs on one asyncio loop. Each event (a
 message, a loss or a tick) is handled to its end without an await: it goes into a
 :class:`~replicas.core.channel.ChannelState`, and the returned effects are applied in

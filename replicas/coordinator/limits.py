@@ -1,21 +1,16 @@
-"""Limits of what a session may send: sizes, values, and its share of the loop's time.
+"""Limits of what connections may send and take: sizes, values, shares of the loop.
 
-Theory of operation
-===================
-
-A token holder may misbehave: flood, send invalid messages, or never read. None of it
-may reach the state machines or block the loop that serves all members. So each message
-is checked here first, cheapest check first: its size by kind (before decoding:
-manifests come in small pieces, only the shapes of an operation may be large), its form
-(msgspec, a closed set of types), its values (no negative or non-finite numbers,
-printable and comparable names), and only then passed to the engine.
+A token holder may flood, send invalid messages, or never read. None of it may reach the
+state machines or block the loop that serves all members. So each message is checked
+here first, cheapest check first: its size by kind (before decoding), its form (msgspec,
+a closed set of types), its values, and only then passed to the engine.
 
 *Fairness* is counted in loop time, by wall clock: the thread's CPU clock costs as much
 as a small message, and an account has a reserve for moments in which this process did
-not run. Each session has a small account, :class:`RateLimit`, refilled
-at a fixed share of real time. Handling its messages is charged to it. An overdrawn
-session is read later, and TCP holds the sender back. One expensive message is not
-punished, thousands are.
+not run. Handling its messages is charged to a session's :class:`RateLimit`, refilled at
+a fixed share of real time. An overdrawn session is read later, and TCP holds the sender
+back: one expensive message is not punished, thousands are. Strangers wait in a
+:class:`Crowd`.
 
 Each refusal has one of the :data:`REASONS`, which are also the values of a metric's
 label.
@@ -24,14 +19,17 @@ label.
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+import secrets
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
 from replicas import messages as wire
 from replicas.messages import bounds
 
-__all__ = ["REASONS", "STRANGERS_SHARE", "RateLimit", "hello_problem", "message_problem", "size_problem"]
+__all__ = ["REASONS", "STRANGERS_SHARE", "Crowd", "RateLimit", "hello_problem", "message_problem", "size_problem"]
 
 REASONS = (
     "token",  # a wrong token, or none
@@ -61,6 +59,8 @@ HOLD_S = 0.002
 
 _HELD = 256
 _PID_MAX = 2**31
+SOURCES = 64
+One = TypeVar("One", bound=Hashable)
 
 
 class RateLimit:
@@ -93,6 +93,75 @@ class RateLimit:
             return None
         self._messages, self._held_s = 0, 0.0
         return wait_s
+
+
+class Crowd(Generic[One]):
+    """Fair queues of connections by source: one source cannot crowd out the others.
+
+    Sources are hashed into :data:`SOURCES` queues (stochastic fair queueing) with a
+    secret salt, so memory and time are bounded for any set of addresses. Service is
+    round robin; the connection to evict is the oldest of the longest queue.
+    """
+
+    def __init__(self) -> None:
+        self._salt = secrets.token_bytes(8)
+        self._queues: tuple[OrderedDict[One, None], ...] = tuple(OrderedDict() for _ in range(SOURCES))
+        self._where: dict[One, OrderedDict[One, None]] = {}
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, one: One) -> bool:
+        return one in self._where
+
+    def __iter__(self) -> Iterator[One]:
+        return iter(tuple(self._where))
+
+    def add(self, one: One, source: bytes) -> None:
+        queue = self._where[one] = self._queue_of(source)
+        queue[one] = None
+
+    def _queue_of(self, source: bytes) -> OrderedDict[One, None]:
+        return self._queues[hash((self._salt, source)) % SOURCES]
+
+    def discard(self, one: One) -> None:
+        queue = self._where.pop(one, None)
+        if queue is not None:
+            del queue[one]
+
+    def is_mostly(self, source: bytes) -> bool:
+        """Whether more than half of all connections are in the queue of this source."""
+        return 2 * len(self._queue_of(source)) > len(self._where)
+
+    def pop_excess(self) -> One:
+        """Remove the connection to evict; IndexError if there is none."""
+        return self._taken(max(self._queues, key=len))
+
+    def pop_next(self) -> One:
+        """Remove the next in round-robin order; IndexError if there is none."""
+        for step in range(SOURCES):
+            queue = self._queues[(self._turn + step) % SOURCES]
+            if queue:
+                self._turn = (self._turn + step + 1) % SOURCES
+                return self._taken(queue)
+        raise IndexError("no connection waits")
+
+    def oldest(self) -> Iterator[One]:
+        """The oldest of each queue, and the next ones while the caller removes them."""
+        for queue in self._queues:
+            while queue:
+                first = next(iter(queue))
+                yield first
+                if first in queue:
+                    break
+
+    def _taken(self, queue: OrderedDict[One, None]) -> One:
+        if not queue:
+            raise IndexError("no connection waits")
+        one, _ = queue.popitem(last=False)
+        del self._where[one]
+        return one
 
 
 # ------------------------------------------------------------ sizes

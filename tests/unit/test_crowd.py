@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from replicas.coordinator.addresses import LOOPBACK, AllowedHosts, source_of
-from replicas.coordinator.crowd import Crowd
 from replicas.coordinator.door import authorization_of, head_of
+from replicas.coordinator.limits import Crowd
 
 
 def crowd_of(many: int, few: int) -> Crowd[str]:
