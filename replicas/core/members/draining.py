@@ -63,7 +63,7 @@ class Drains:
             if (publish.group, publish.replica) == (group, replica):
                 return f"{name}: publishes version {publish.version}"
         for transfer in self._commits.transfers:
-            concerned = transfer.concerned | (transfer.needers - transfer.verified)
+            concerned = transfer.attempt.concerned | (transfer.needers - transfer.verified)
             if not concerned.isdisjoint(members):
                 return f"{name}: version {transfer.payload.version} is on its way"
         if self._rounds.loading(group, replica):

@@ -10,7 +10,7 @@ the member in front of that link reports that bytes are held up
 *It stands still*: a failure while all members are alive. A link on which bytes were
 held up becomes doubtful, and the next attempt avoids it
 (:mod:`replicas.core.members.links`); without such a link,
-:mod:`replicas.core.moving.blame` decides.
+the transfer looks for the member at fault.
 
 *One link is slow*, and much is left to send: the next attempt avoids it, so that the
 other members get the version soon; members that only slow links reach get it
@@ -36,15 +36,15 @@ that the kernel reports for their sessions.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from replicas import errors
 from replicas.common.backoff import Backoff
 from replicas.core.ground import Ground
 from replicas.core.membership import TransferState
+from replicas.core.moving.attempt import Attempt
 from replicas.core.moving.lanes import Lane
-from replicas.core.moving.paths import TransferPlan
 from replicas.core.moving.payload import Payload
 from replicas.messages.identity import Member
 
@@ -73,10 +73,10 @@ SLOW = Backoff(2.0, 300.0)
 
 
 class Paced(Protocol):
-    """The part of a transfer that its :class:`Pacing` reads and calls."""
+    """What a transfer and its :class:`Pacing` share."""
 
     payload: Payload
-    plan: TransferPlan
+    attempt: Attempt
     state: TransferState
     lane: Lane | None
     needers: set[Member]
@@ -85,16 +85,7 @@ class Paced(Protocol):
     why: dict[Member, str]
 
     @property
-    def at_work(self) -> list[Member]: ...
-
-    @property
     def drops(self) -> bool: ...
-
-    def again(self, reason: str, now: float) -> None: ...
-
-    def failed_all_alive(self, error: errors.ReplicasError, now: float) -> None: ...
-
-    def leave_slow(self, late: Mapping[Member, str], now: float) -> None: ...
 
 
 class Pacing:
@@ -107,21 +98,23 @@ class Pacing:
         self._began_at = 0.0
         self._others_at: float | None = None
 
-    def tick(self, now: float) -> None:
-        """Check the progress, and start another attempt if that is better."""
-        transfer = self._transfer
-        if transfer.state != "moving" or transfer.lane is None:
-            return
-        awaited = transfer.at_work
-        self._began_at = self._began_at or now
-        if self._others_at is None and (transfer.sent_to or set(transfer.plan.receivers) - set(awaited)):
-            self._others_at = now
-        if transfer.lane.pace.stands_still(awaited, now):
-            self._stood_still(transfer.lane, now)
-        elif not self._avoid_slow_link(transfer.lane, awaited, now):
-            self._leave_slow(transfer.lane, awaited, now)
+    def tick(self, now: float) -> str | errors.ReplicasError:
+        """Check the progress.
 
-    def _stood_still(self, lane: Lane, now: float) -> None:
+        :returns: why another attempt is better, or the failure of this one; "": none.
+        """
+        transfer = self._transfer
+        lane, awaited = transfer.lane, transfer.attempt.at_work
+        if transfer.state != "moving" or lane is None:
+            return ""
+        self._began_at = self._began_at or now
+        if self._others_at is None and (transfer.sent_to or set(transfer.attempt.plan.receivers) - set(awaited)):
+            self._others_at = now
+        if lane.pace.stands_still(awaited, now):
+            return self._stood_still(lane, now)
+        return "slow" if self._avoids_slow_link(lane, awaited, now) or self._leaves_slow(lane, awaited, now) else ""
+
+    def _stood_still(self, lane: Lane, now: float) -> str | errors.ReplicasError:
         pairs = {(self._ground.roster.address(member), other) for member, other in lane.pace.held_up()}
         ends = {address for pair in pairs for address in pair}
         names = [member.name for member in lane.members if self._ground.roster.address(member) in ends]
@@ -129,80 +122,48 @@ class Pacing:
         text = f"no byte has moved for {lane.pace.still_s():.1f} s between {', '.join(names)}"
         self._ground.links.doubt(pairs, text, now)
         if any(len(set(pair)) == 2 for pair in pairs):
-            self._transfer.again("link", now)
-        else:
-            version = self._transfer.payload.version
-            self._transfer.failed_all_alive(
-                errors.SyncError(text, version=version, phase="transfer", members=names), now
-            )
+            return "link"
+        return errors.SyncError(text, version=self._transfer.payload.version, phase="transfer", members=names)
 
-    # ------------------------------------------------------------ slow links
-
-    def _avoid_slow_link(self, lane: Lane, awaited: Sequence[Member], now: float) -> bool:
-        """Start another attempt if one link slows all others; return whether it did."""
-        transfer, links = self._transfer, self._ground.links
-        receivers = [member for member in transfer.plan.receivers if member in awaited]
+    def _avoids_slow_link(self, lane: Lane, awaited: Sequence[Member], now: float) -> bool:
+        """Return whether one link slows all others, and another attempt avoids it."""
+        links, address = self._ground.links, self._ground.roster.address
+        receivers = [member for member in self._transfer.attempt.plan.receivers if member in awaited]
         held_up = lane.pace.held_up_lately(awaited, now)
         if len(receivers) < 2 or not held_up:
             return False
         before, behind = held_up[0]  # first in the chain; later links carry only what this one lets through
-        slow = [member for member in receivers if self._ground.roster.address(member) == behind]
+        slow = [member for member in receivers if address(member) == behind]
         if not slow or len(slow) == len(receivers) or self._left_s(lane, slow[0]) < LONG_S:
             return False
-        known = self._alone(held_up, lane) or self._unusual(lane, slow[0], receivers)
-        if not known and not self._worth_a_try(lane, slow[0], receivers):
-            return False
         rate = lane.pace.rate(slow[0]) or 0.0
+        usual = [usual for usual in map(links.usual, map(address, receivers)) if usual]
+        alone = len({end for _, end in held_up}) == 1 and before != lane.members[0]  # links before it could carry more
+        known = alone or (bool(usual) and rate * UNUSUAL < min(usual))
+        if not known and (usual or self.rates or self._left_s(lane, slow[0]) < UNKNOWN_S):
+            return False  # else it is tried once, on no more evidence
         self.rates[behind] = rate
         if known:
-            links.slow(
-                [(self._ground.roster.address(before), behind)], f"{slow[0].name} takes {rate:,.0f} bytes/s", now
-            )
-        transfer.again("slow", now)
+            links.slow([(address(before), behind)], f"{slow[0].name} takes {rate:,.0f} bytes/s", now)
         return True
 
-    def _alone(self, held_up: Sequence[tuple[Member, str]], lane: Lane) -> bool:
-        """Return whether the links before it could carry more."""
-        return len({address for _, address in held_up}) == 1 and held_up[0][0] != lane.members[0]
-
-    def _worth_a_try(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
-        """Return whether to try without this link once, on no more evidence.
-
-        It may be the only slow one, for all that is known, and very much is left to
-        send.
-        """
-        usual = any(self._ground.links.usual(self._ground.roster.address(member)) for member in receivers)
-        return not (usual or self.rates) and self._left_s(lane, slow) >= UNKNOWN_S
-
-    def _unusual(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
-        """Return whether it is far slower than it was before with any of these."""
-        usual = [self._ground.links.usual(self._ground.roster.address(member)) for member in receivers]
-        known = [rate for rate in usual if rate]
-        return bool(known) and (lane.pace.rate(slow) or 0.0) * UNUSUAL < min(known)
-
-    def _leave_slow(self, lane: Lane, awaited: Collection[Member], now: float) -> None:
-        """Go on without the members that would take too long."""
-        transfer = self._transfer
+    def _leaves_slow(self, lane: Lane, awaited: Collection[Member], now: float) -> bool:
+        """Leave out the members that would take too long; False: none."""
+        transfer, host = self._transfer, self._ground.roster.host
         if self._others_at is None or not transfer.drops:
-            return
+            return False
         patience = max(PATIENCE_S, PATIENCE * (self._others_at - self._began_at))
         late: dict[Member, str] = {}
-        for member in [member for member in transfer.plan.receivers if member in awaited]:
-            if lane.pace.stalls(member):
-                continue
+        for member in [member for member in transfer.attempt.plan.receivers if member in awaited]:
             left_s = self._left_s(lane, member)
             far = FAR if lane.pace.rate(member) is None else 1.0
-            if now + left_s > self._others_at + far * patience:
+            if not lane.pace.stalls(member) and now + left_s > self._others_at + far * patience:
                 rate = transfer.payload.nbytes / left_s if left_s else 0.0
                 waited_s = now - self._others_at
                 late[member] = f"it is slow: {rate:,.0f} bytes/s, and the others have had it for {waited_s:.1f} s"
-        hosts = {self._ground.roster.host(member) for member in late}
-        late |= {
-            m: "its host is slow" for m in transfer.needers if m not in late and self._ground.roster.host(m) in hosts
-        }
-        if late and self._enough_without(late):
-            self._note_slow(late, now)
-            transfer.leave_slow(late, now)
+        hosts = set(map(host, late))
+        late |= {m: "its host is slow" for m in transfer.needers if m not in late and host(m) in hosts}
+        return self._leave(late, now)
 
     def leave_far(self, now: float) -> None:
         """Before an attempt, leave out members too far to form a group in time."""
@@ -213,28 +174,26 @@ class Pacing:
         here = {state.host for state in roster if version in state.held or version in state.parts}  # it is mapped there
         needers = [state for state in roster.states(transfer.needers) if state.host not in here]
         trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
-        far = {state.member: trips[state.host] for state in needers if state.host in trips}
-        if not far or not self._enough_without(far):
-            return
-        for member, rtt_s in far.items():
-            transfer.why[member] = f"it is far: a round trip takes {rtt_s:.1f} s"
-        self._note_slow(far, now)
-        transfer.needers -= far.keys()
+        far = [state for state in needers if state.host in trips]
+        self._leave({s.member: f"it is far: a round trip takes {trips[s.host]:.1f} s" for s in far}, now)
 
-    def _note_slow(self, members: Iterable[Member], now: float) -> None:
-        """Mark the members slow: caught up alone, and back later, longer each time."""
-        for state in self._ground.roster.states(members):
+    def _leave(self, late: Mapping[Member, str], now: float) -> bool:
+        """Go on without slow members: caught up alone, back later, longer each time.
+
+        False: there are none, or the version could not be committed without them: at
+        least one other member, and ``min_targets`` replicas, must be left.
+        """
+        transfer, roster = self._transfer, self._ground.roster
+        others = (transfer.needers | transfer.verified) - late.keys()
+        replicas = {(member.group, member.replica) for member in others}
+        if not late or not others or len(replicas) < roster.config.min_targets:
+            return False
+        for state in roster.states(late):
             state.failures += 1
             state.slow, state.not_before = True, now + SLOW.after(state.failures)
-
-    def _enough_without(self, late: Collection[Member]) -> bool:
-        """Return whether the version can be committed without the late members.
-
-        At least one other member, and ``min_targets`` replicas, must be left.
-        """
-        others = (self._transfer.needers | self._transfer.verified) - set(late)
-        replicas = {(member.group, member.replica) for member in others}
-        return bool(others) and len(replicas) >= self._ground.roster.config.min_targets
+        transfer.why |= late
+        transfer.needers -= late.keys()
+        return True
 
     def _left_s(self, lane: Lane, member: Member) -> float:
         """Return the estimated seconds left; 0: unknown, or nothing comes at all."""
@@ -249,7 +208,6 @@ class Pacing:
         """Return the names of needers known to be slow or behind a held-up link."""
         lane = self._transfer.lane
         behind = {address for _, address in lane.pace.held_up()} if lane is not None else set()
-        slow = [
-            member for member in self._transfer.needers if self._ground.roster.address(member) in {*self.rates, *behind}
-        ]
+        address = self._ground.roster.address
+        slow = [member for member in self._transfer.needers if address(member) in {*self.rates, *behind}]
         return sorted(member.name for member in slow)

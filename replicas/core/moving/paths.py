@@ -78,6 +78,11 @@ class TransferPlan:
         return frozenset({*self.maps.values(), *parts})
 
     @property
+    def givers(self) -> tuple[Member, ...]:
+        """Members that give the version, senders first."""
+        return (*self.senders, *sorted(self.lenders - set(self.senders)))
+
+    @property
     def concerned(self) -> tuple[Member, ...]:
         """All members with a task in this attempt."""
         return (*self.senders, *self.receivers, *self.maps)

@@ -26,9 +26,16 @@ checked by its digest, and is one more place of the version.
 
 Receivers that verified the version keep it: they leave the set of members in need, and
 may give it in the next attempt. Nothing is retried inside a lane in which bytes may
-have moved: each attempt has a new lane. Failures while all members are alive are
-handled in :mod:`replicas.core.moving.blame`. The states are those of
+have moved: each attempt has a new lane. The states are those of
 :data:`replicas.core.membership.TRANSFER`.
+
+*A lane that fails* while all members are alive is formed once more. When that fails,
+too, its members are probed in pairs (:mod:`replicas.core.moving.probes`), and the
+members that explain the bad pairs are quarantined; the transfer goes on without them.
+No probe is needed when the culprit is known: it no longer gives a sign of life, a
+preflight names it, or it alone has bytes that differ from all the others. A giver is no
+culprit as long as another member is named. A link that does not work is no member's
+fault: the next attempt avoids it. When no culprit is found, one more attempt decides.
 
 The transfer decides nothing about versions: its owner (a publish, or catch-up) is told
 ``complete`` or ``failed`` and reads ``verified``. Deadlines are the owner's.
@@ -37,23 +44,22 @@ The transfer decides nothing about versions: its owner (a publish, or catch-up) 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Literal
+
+import msgspec
 
 from replicas import errors
 from replicas.core.ground import Ground
 from replicas.core.membership import TRANSFER, TransferState
-from replicas.core.moving.blame import Blame
+from replicas.core.moving.attempt import Attempt, lender
 from replicas.core.moving.lanes import Lane, form_timeout
-from replicas.core.moving.offers import Offers
 from replicas.core.moving.pacing import Pacing
 from replicas.core.moving.paths import TransferPlan, Works, plan
 from replicas.core.moving.payload import Payload
-from replicas.messages import (
-    Backend,
-    TransferDone,
-    TransferGo,
-)
+from replicas.core.moving.probes import MAX_PROBES, Probe
+from replicas.messages import Backend, TransferDone, TransferGo
 from replicas.messages.identity import Member
 
 __all__ = ["Transfer"]
@@ -89,44 +95,33 @@ class Transfer:
         self.deadline = deadline
         self._on_end = on_end
         self._avoid = avoid
-        self.id = 0
         self.state: TransferState = "offering"
-        self.plan = TransferPlan("image")
+        self.attempt = Attempt(ground, payload, TransferPlan("image"))
+        self.attempts = 0
         self.lane: Lane | None = None
         self.verified: set[Member] = set()
         self.refused: dict[Member, errors.ReplicasError] = {}
         self.why: dict[Member, str] = {}
         """Reasons why members were left out."""
-        self.blame = Blame(ground, self)
         self.pacing = Pacing(ground, self)
-        self._offers = Offers(ground, payload)
         self._copies = ground.roster.config.staging == "device"
         """Whether members that map copy the memory that they open."""
-        self.attempts = 0
-        self.attempt_at = 0.0
-        self.form_s = 0.0
-        self.map_s = 0.0
-        self.transfer_s = 0.0
-        self.verify_s = 0.0
-        self.concerned: frozenset[Member] = frozenset()
-        """Members of the current attempt."""
+        self.form_s = self.map_s = self.transfer_s = self.verify_s = 0.0
         self.asked = frozenset(needers)
         """Members that needed it at the start."""
         self.sent_to: set[Member] = set()
         """Members that got it over a lane."""
         self.unreached: set[Member] = set()
         """Members that no holder reaches."""
-        self._started = False
-        self._forms_lane = False
-        self._ready: set[Member] = set()
-        self._done: dict[Member, TransferDone] = {}
-        self._mapping: set[Member] = set()
-        """Members that were offered a place, and have not answered."""
-        self._misses: dict[Member, int] = {}
         self.moved_nbytes = 0
         """Bytes of weights that went through process groups and were right."""
+        self._misses: dict[Member, int] = {}
         self._received: set[Member] = set()
         """Verified members that got it over a lane."""
+        self._failures = 0
+        """Of its lane in a row, while all members were alive."""
+        self._probes = 0
+        self._probe: Probe | None = None
 
     # ------------------------------------------------------------ attempts
 
@@ -135,26 +130,16 @@ class Transfer:
         return self.state in ("complete", "failed")
 
     @property
-    def givers(self) -> tuple[Member, ...]:
-        """Members that give it in the current attempt."""
-        return (*self.plan.senders, *sorted(self.plan.lenders - set(self.plan.senders)))
-
-    @property
-    def _movers(self) -> tuple[Member, ...]:
-        """Members that move bytes together: a failure of one fails them all."""
-        return (*self.plan.senders, *self.plan.receivers)
+    def plan(self) -> TransferPlan:
+        return self.attempt.plan
 
     @property
     def laggards(self) -> set[Member]:
         """Members still waited for."""
-        if self.state == "offering" and len(self._ready) < len(self._movers):
-            return (set(self._movers) - self._ready) | self._mapping
+        attempt = self.attempt
+        if self.state == "offering" and not attempt.all_ready:
+            return (set(attempt.movers) - attempt.ready) | attempt.mapping
         return self.needers - self.verified
-
-    @property
-    def at_work(self) -> list[Member]:
-        """Members of its lane that have not reported done."""
-        return [member for member in self.plan.lane if member not in self._done]
 
     @property
     def drops(self) -> bool:
@@ -163,25 +148,26 @@ class Transfer:
 
     def gets_on(self, now: float) -> bool:
         """Return whether bytes move."""
-        return self.state == "moving" and self.lane is not None and self.lane.pace.gets_on(self.at_work, now)
+        return self.state == "moving" and self.lane is not None and self.lane.pace.gets_on(self.attempt.at_work, now)
 
     @property
     def unready(self) -> set[Member]:
         """Members that wait for a slot, as far as is known here."""
         if self.state == "offering":
             return self.laggards
-        return set(self._mapping) if self._copies else self._readers & self._mapping
+        return set(self.attempt.mapping) if self._copies else self._readers & self.attempt.mapping
 
     @property
     def _readers(self) -> set[Member]:
         """Members of the current attempt that have asked for its manifest."""
-        states = self._ground.roster.states(self.concerned)
+        states = self._ground.roster.states(self.attempt.concerned)
         wanted = self.payload.manifest_hash
         return {state.member for state in states if state.reading is not None and state.reading.manifest_hash == wanted}
 
     def slow_readers(self, until: float) -> set[Member]:
         """Return members that will not have read the manifest by ``until``."""
-        waited = self._mapping if self.state == "moving" else self._mapping | (set(self._movers) - self._ready)
+        attempt = self.attempt
+        waited = attempt.mapping | (set() if self.state == "moving" else set(attempt.movers) - attempt.ready)
         states = self._ground.roster.states(waited & self._readers & self.needers)
         return {s.member for s in states if s.reading is not None and s.reading.ends_at > until}
 
@@ -197,7 +183,8 @@ class Transfer:
     def start(self, now: float) -> None:
         """Start an attempt over the members that still need the version."""
         ground = self._ground
-        self.needers = {m for m in self.needers if m in ground.roster and not self._holds(m)}
+        version = self.payload.version
+        self.needers = {state.member for state in ground.roster.states(self.needers) if version not in state.held}
         self.pacing.leave_far(now)
         found = self._plan(now)
         if found is None:
@@ -207,26 +194,15 @@ class Transfer:
             self._leave_unreached()
             self._end(None if self.verified else self._refusal(), now)
             return
-        self.id = next(ground.ids)
-        self.attempt_at = now
-        self.attempts += 1
-        if self._started:
+        if self.attempts:
             self.state = TRANSFER.next(self.state, "again")
-        self._started = True
-        self.plan = found
-        self.concerned = frozenset(found.concerned)
-        self._ready.clear()
-        self._done.clear()
+        self.attempts += 1
+        self.attempt = Attempt(ground, self.payload, found, next(ground.ids), now)
         remaining = max(0.0, self.deadline - now)
-        self._offers.offer(found, self.id, remaining)
-        self._mapping = set(found.maps)
+        self.attempt.offer(remaining)
         if found.lane:
             self._open_lane(found.lane, remaining, now)
         self._go_if_ready(now)
-
-    def _holds(self, member: Member) -> bool:
-        state = self._ground.roster.get(member)
-        return state is not None and self.payload.version in state.held
 
     def _plan(self, now: float) -> TransferPlan | None:
         """Plan from holders of the image, or from the owners of all parts.
@@ -246,27 +222,21 @@ class Transfer:
             )
         )
         holders += [s for s in kept if version in s.held]
-        states = [self._offers.lender(member) for member in self.payload.part_owners]
+        states = [lender(self._ground, member) for member in self.payload.part_owners]
         owners = [s for s in states if s is not None and version in s.parts and s.member not in self.refused]
         if len(owners) < len(states):
             owners = []
         needers = roster.states(self.needers)
         lost = {state.member for state in kept}
-        for works in self._ways(now):
+        links = self._ground.links
+        ways: list[Works | None] = [None]
+        if links:
+            ways = [partial(links.works, now=now, surely=True), partial(links.works, now=now)]
+        for works in ways:
             found = plan(version, needers, holders, owners, self.payload.filling, lost, works, self.pacing.rates)
             if found is None or found.concerned:
                 break
         return found
-
-    def _ways(self, now: float) -> list[Works | None]:
-        """Return the link filters to try: sure links only, then doubtful ones too."""
-        links = self._ground.links
-        if not links:
-            return [None]
-        return [
-            lambda one, other: links.works(one, other, now, surely=True),
-            lambda one, other: links.works(one, other, now),
-        ]
 
     def _leave_unreached(self) -> None:
         """Leave out members that no holder reaches; catch-up serves them later."""
@@ -283,72 +253,68 @@ class Transfer:
         """Reuse the kept lane of these members, or form one."""
         ground = self._ground
         states = ground.roster.states(members)
-        backend = ground.lanes.backend(states, on_device=self._on_device)
+        backend = self._backend(members)
         kept = self.lane or ground.lanes.take(members, backend, self)
         if kept is not None and (kept.members, kept.backend, kept.state) != (members, backend, "formed"):
             self.close_lane()
             kept = None
-        self._forms_lane = kept is None
         timeout_s = form_timeout(remaining, max(state.rtt_s for state in states))
         self.lane = kept or ground.lanes.open(states, backend, self, now, timeout_s)
 
-    @property
-    def _on_device(self) -> bool:
-        return self._copies or self.payload.device == "cuda"
-
-    def _lane_backend(self) -> Backend:
-        return self._ground.lanes.backend(self._ground.roster.states(self.plan.lane), on_device=self._on_device)
+    def _backend(self, members: Iterable[Member]) -> Backend:
+        on_device = self._copies or self.payload.device == "cuda"
+        return self._ground.lanes.backend(self._ground.roster.states(members), on_device=on_device)
 
     def _go_if_ready(self, now: float) -> None:
-        if self.state != "offering" or len(self._ready) < len(self._movers):
+        if self.state != "offering" or not self.attempt.all_ready:
             return
         lane = self.lane if self.plan.lane else None
         if self.plan.lane and (lane is None or lane.state != "formed"):
             return
         self.state = TRANSFER.next(self.state, "all_ready")
+        left_s = max(0.0, self.deadline - now)
+        go = TransferGo(self.attempt.number, "", (), left_s if self.kind == "main" else max(left_s, LONGEST_S))
         if lane is not None:
             lane.pace.begin()
-        routes: tuple[tuple[int, ...], ...] = ()
-        if lane is not None:
-            self.form_s += lane.formed_s if self._forms_lane else 0.0
+            self.form_s += lane.formed_s if lane.opened_at >= self.attempt.began_at else 0.0
             routes = tuple(tuple(lane.ranks[member] for member in route) for route in self.plan.routes)
-        name = lane.name if lane is not None else ""
-        left_s = max(0.0, self.deadline - now)
-        go = TransferGo(self.id, name, routes, left_s if self.kind == "main" else max(left_s, LONGEST_S))
-        self._offers.go(self.plan, go, lane)
+            go = msgspec.structs.replace(go, lane=lane.name, routes=routes)
+        self.attempt.go(go, lane)
         self._end_attempt_if_done(now)
 
     # ------------------------------------------------------------ messages of members
 
     def ready(self, member: Member, transfer: int, now: float) -> None:
-        if transfer == self.id and self.state == "offering" and member in self.concerned:
-            self._ready.add(member)
+        if transfer == self.attempt.number and self.state == "offering" and member in self.attempt.concerned:
+            self.attempt.ready.add(member)
             self._go_if_ready(now)
 
     def lane_formed(self, lane: Lane, now: float) -> None:
         self._go_if_ready(now)
 
     def done(self, member: Member, reply: TransferDone, now: float) -> None:
-        if reply.transfer != self.id or member not in self.concerned:
+        attempt = self.attempt
+        if reply.transfer != attempt.number or member not in attempt.concerned:
             return
-        if member in self._mapping:
-            self.map_s = max(self.map_s, reply.transfer_s)
+        mapped = member in attempt.mapping
+        if mapped or self.state == "moving":
             self.verify_s = max(self.verify_s, reply.verify_s)
+        if mapped:
+            self.map_s = max(self.map_s, reply.transfer_s)
             if self._copies and self.payload.digest and reply.image_digest != self.payload.digest:
                 error = errors.SyncError(f"digests differ at {member}", phase="verify", members=[member.name])
                 self._map_failed(member, error)
             else:
-                self._mapping.discard(member)
+                attempt.mapping.discard(member)
                 self._keep({member: reply}, lent=self._copies)
         elif self.state == "moving":
-            self._done[member] = reply
+            attempt.done[member] = reply
             self.transfer_s = max(self.transfer_s, reply.transfer_s)
-            self.verify_s = max(self.verify_s, reply.verify_s)
         self._end_attempt_if_done(now)
 
     def _end_attempt_if_done(self, now: float) -> None:
         """Once all are done, keep members with right digests, and go on."""
-        if self.state != "moving" or self._mapping or len(self._done) < len(self._movers):
+        if self.state != "moving" or self.attempt.mapping or not self.attempt.all_done:
             return
         if self.payload.filling is not None:
             return  # its digest is not known yet, and it cannot be mapped
@@ -356,7 +322,7 @@ class Transfer:
         if wrong:
             names = sorted(str(member) for member in wrong)
             error = errors.SyncError(f"digests differ at {', '.join(names)}", phase="verify", members=names)
-            self.failed_all_alive(error, now)
+            self._failed_all_alive(error, now)
         elif self.needers:
             self.start(now)
         elif self._copies and self.refused and not self.verified:
@@ -366,29 +332,29 @@ class Transfer:
 
     def _compare(self) -> set[Member]:
         """Keep receivers with the right digests; return the others."""
-        payload, receivers = self.payload, self.plan.receivers
+        payload, receivers, done = self.payload, self.plan.receivers, self.attempt.done
         good = set(receivers)
         if self.plan.mode == "parts":
             for part, route in enumerate(self.plan.routes):
-                sent = self._done[route[0]].part_digests.get(part, "") if route else ""
+                sent = done[route[0]].part_digests.get(part, "") if route else ""
                 if sent:
                     payload.part_digests[route[0]] = sent
-                good -= {member for member in route[1:] if self._done[member].part_digests.get(part) != sent}
-            images = {self._done[member].image_digest for member in good}
+                good -= {member for member in route[1:] if done[member].part_digests.get(part) != sent}
+            images = {done[member].image_digest for member in good}
             if not payload.digest and len(images) == 1:
                 payload.digest = images.pop()
         elif receivers:
             sender = self.plan.senders[0]
-            digest = self._done[sender].image_digest or payload.digest  # a sender that streamed reported it before
+            digest = done[sender].image_digest or payload.digest  # a sender that streamed reported it before
             payload.digest = payload.digest or digest
             if digest != payload.digest:
                 self._forget_held(sender)
                 good = set()
-        good = {member for member in good if self._done[member].image_digest == payload.digest}
+        good = {member for member in good if done[member].image_digest == payload.digest}
         self.sent_to |= good
         for member in good:
-            self._ground.links.took(self._ground.roster.address(member), payload.nbytes, self._done[member].transfer_s)
-        self._keep_received({member: self._done[member] for member in good})
+            self._ground.links.took(self._ground.roster.address(member), payload.nbytes, done[member].transfer_s)
+        self._keep_received({member: done[member] for member in good})
         if self._ground.links:
             self._ground.links.proved(
                 pair for route in self.plan.routes for pair in pairwise(map(self._ground.roster.address, route))
@@ -415,21 +381,21 @@ class Transfer:
     def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
         """Record receivers, and count their bytes without locally copied parts."""
         for member in replies:
-            owners = [self._offers.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
+            owners = [lender(self._ground, self.plan.owners[part]) for part in self.plan.local.get(member, ())]
             places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
             self.moved_nbytes += self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
         self._keep(replies, lent=True)
 
     def filled(self, now: float) -> None:
         """The publisher has filled its slot: it can be mapped, its digest is known."""
-        if not self.over and self.blame.probing is None:
+        if not self.over and self._probe is None:
             self._end_attempt_if_done(now)
 
     def member_failed(self, member: Member, transfer: int, error: errors.ReplicasError, now: float) -> None:
         """A member cannot go on with this attempt."""
-        if transfer != self.id or self.over or member not in self.concerned:
+        if transfer != self.attempt.number or self.over or member not in self.attempt.concerned:
             return
-        if member in self._mapping:
+        if member in self.attempt.mapping:
             self._map_failed(member, error)
             self._end_attempt_if_done(now)
         elif self.state == "offering":
@@ -441,14 +407,14 @@ class Transfer:
                 self._forget_held(member)
             self.again("refused", now)
         else:
-            self.failed_all_alive(error, now)
+            self._failed_all_alive(error, now)
 
     def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
         """Leave a member that could not map for the next attempt.
 
         One without memory, slot or descriptor left is refused instead.
         """
-        self._mapping.discard(member)
+        self.attempt.mapping.discard(member)
         self._misses[member] = self._misses.get(member, 0) + 1
         if isinstance(error, errors.NoCapacity | errors.Busy | errors.InternalError):
             self.refused[member] = error
@@ -467,28 +433,79 @@ class Transfer:
         if self.over or not self.plan.lane:
             self.close_lane("failed")
         else:
-            self.failed_all_alive(error, now)
+            self._failed_all_alive(error, now)
 
     def lane_void(self, lane: Lane, now: float) -> None:
         self.again("store", now)
 
-    def failed_all_alive(self, error: errors.ReplicasError, now: float) -> None:
-        """Handle an attempt that failed although no member was lost."""
+    def _failed_all_alive(self, error: errors.ReplicasError, now: float) -> None:
+        """Decide what follows an attempt that failed although no member was lost."""
+        lane, givers = self.plan.lane, self.plan.givers
+        suspects = self._suspects(self.attempt.concerned, now)
+        if not suspects and self._ground.links.broken_within(lane):
+            self.again("link", now)
+            return
+        self._failures += 1
+        names = error.members if isinstance(error, errors.Preflight) else ()
+        named = [member for member in lane if member.name in names]
+        named = [member for member in named if member not in givers] or named
         proven = error.phase == "verify" and self._received  # the sender's bytes were right for others
         wrong = self.needers & set(self.plan.receivers) if proven else set()
-        suspects, givers = self._suspects(self.concerned, now), self.givers
-        self.blame.failed(error, self.plan.lane, givers, self._lane_backend, suspects, wrong, now)
+        if suspects:
+            self.exclude(suspects, now, reason="frozen", why="no sign of life")
+        elif named or (wrong and self._failures > 1):
+            self._quarantine(dict.fromkeys(named or wrong, error.message), now)
+            self._failures = 0
+            self.again("quarantined", now)
+        elif self._failures == 1:
+            self.again("failed", now)
+        elif self._failures == 2 and self._probes < MAX_PROBES and len(lane) > 1:
+            self._start_probe(now)
+        else:
+            self.cancel()
+            self._end(error, now)
+
+    def _start_probe(self, now: float) -> None:
+        """Withdraw the attempt, and probe its lane, if a member still needs it."""
+        self._withdraw("failed")
+        if not self.needers:
+            self._resume(now, "failed")
+            return
+        self.state = TRANSFER.next(self.state, "stuck")
+        self.attempt.number = next(self._ground.ids)  # replies to the old attempt are ignored
+        self._probes += 1
+        probe = Probe(self._ground.lanes, self.plan.lane, self._backend(self.plan.lane), now, self._probed)
+        if not probe.over:
+            self._probe = probe
+
+    def _probed(self, found: Mapping[Member, str] | None, now: float) -> None:
+        """Quarantine the culprits that the pairs have shown, and resume."""
+        self._probe, culprits = None, found or {}
+        if culprits:
+            self._failures = 0
+        self._quarantine(culprits, now)
+        self._resume(now, "quarantined" if culprits else "failed")
+
+    def _quarantine(self, culprits: Mapping[Member, str], now: float) -> None:
+        for member, why in culprits.items():
+            self.why[member] = why
+            self.refused[member] = errors.Preflight(why, phase="probe", members=[member.name])
+            self.needers.discard(member)
+            self._ground.quarantine(member, why, now)
 
     # ------------------------------------------------------ failures
 
     def again(self, reason: str, now: float) -> None:
         """Withdraw the attempt, and start another over the members that are left."""
+        self._withdraw(reason)
+        self._resume(now, reason)
+
+    def _withdraw(self, reason: str) -> None:
         if self.state == "moving":
             self._keep_vouched()
         self.cancel(reason)
-        self.resume(now, reason)
 
-    def resume(self, now: float, reason: str) -> None:
+    def _resume(self, now: float, reason: str) -> None:
         """Start the next attempt, if any member needs one."""
         if self.over:
             return
@@ -497,29 +514,6 @@ class Transfer:
             return
         self._ground.retried(reason)
         self.start(now)
-
-    def probe(self, now: float) -> bool:
-        """Withdraw the attempt to probe pairs; False if no member needs that."""
-        if self.state == "moving":
-            self._keep_vouched()
-        self.cancel("failed")
-        if not self.needers:
-            self.resume(now, "failed")
-            return False
-        self.state = TRANSFER.next(self.state, "stuck")
-        self.id = next(self._ground.ids)  # replies to the old attempt are ignored
-        return True
-
-    def quarantine(self, culprits: Mapping[Member, str], now: float) -> None:
-        for member, why in culprits.items():
-            self.why[member] = why
-            self.refused[member] = errors.Preflight(why, phase="probe", members=[member.name])
-            self.needers.discard(member)
-            self._ground.quarantine(member, why, now)
-
-    def give_up(self, error: errors.ReplicasError, now: float) -> None:
-        self.cancel()
-        self._end(error, now)
 
     # ------------------------------------------------------------ losses and deadlines
 
@@ -531,55 +525,48 @@ class Transfer:
         self.verified.discard(member)
         if member == self.payload.filling:
             self.payload.filling = None
-        elif member not in self.concerned | self.plan.lenders:
+        elif member not in self.attempt.concerned | self.plan.lenders:
             return
-        if self.blame.probing is not None:
-            self.blame.failures = 0
-        elif member in {*self._movers, *self._needed_lenders()} or not self.concerned:
-            self.blame.failures = 0
+        if self._probe is not None:
+            self._failures = 0
+        elif member in self.attempt.needed or not self.attempt.concerned:
+            self._failures = 0
             self.again("lost", now)
         else:
-            self._mapping.discard(member)
+            self.attempt.mapping.discard(member)
             self._end_attempt_if_done(now)
-
-    def _needed_lenders(self) -> set[Member]:
-        lenders = {lender for member, lender in self.plan.maps.items() if member in self._mapping}
-        return lenders | {self.plan.owners[part] for parts in self.plan.local.values() for part in parts}
 
     def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
         """Go on without these; they stay members and are caught up later."""
         for member in members:
             self.needers.discard(member)
             self.why[member] = why
-            if member in self.givers:
+            if member in self.plan.givers:
                 self.refused[member] = errors.PeersLost(f"{member} does not answer", members=[member.name])
-        if members & {*self._movers, *self._needed_lenders()}:
+        if members & self.attempt.needed:
             self.again(reason, now)
             return
-        self._offers.withdraw(self.id, members & self._mapping)
-        self._mapping -= members
+        self.attempt.withdraw(members & self.attempt.mapping)
         self._ground.retried(reason)
         self._end_attempt_if_done(now)
 
-    def leave_slow(self, late: Mapping[Member, str], now: float) -> None:
-        """Go on without slow members; they are caught up at their own pace."""
-        self.why |= late
-        self.needers -= late.keys()
-        self.again("slow", now)
-
     def tick(self, now: float) -> None:
         """Replace an attempt with a silent member, or one that stands still."""
-        if self.over or self.blame.probing is not None:
+        if self.over or self._probe is not None:
             return
-        frozen = self._suspects({*self._movers, *self._mapping}, now)
+        frozen = self._suspects({*self.attempt.movers, *self.attempt.mapping}, now)
         if frozen and not self._would_lose_version(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
-        else:
-            self.pacing.tick(now)
+            return
+        outcome = self.pacing.tick(now)
+        if isinstance(outcome, errors.ReplicasError):
+            self._failed_all_alive(outcome, now)
+        elif outcome:
+            self.again(outcome, now)
 
     def _would_lose_version(self, silent: set[Member], now: float) -> bool:
         """True if going on would lose the version, while nobody waits for its end."""
-        givers, ground = silent & set(self.givers), self._ground
+        givers, ground = silent & set(self.plan.givers), self._ground
         if not givers or self.kind != "main" or ground.others_wait(now):
             return False
         version = self.payload.version
@@ -593,10 +580,12 @@ class Transfer:
 
     def cancel(self, reason: str = "failed") -> None:
         """Withdraw the current attempt, and kill its lane: bytes may have moved."""
-        self.blame.stop()
-        self._offers.withdraw(self.id, {m for m in self._movers if m not in self._done} | self._mapping)
-        self._mapping = set()
-        if self.plan.lane and len(self._done) < len(self._movers):
+        attempt = self.attempt
+        if self._probe is not None:
+            self._probe.abandon()
+            self._probe = None
+        attempt.withdraw({member for member in attempt.movers if member not in attempt.done} | attempt.mapping)
+        if self.plan.lane and not attempt.all_done:
             self.close_lane(reason)
 
     def close_lane(self, reason: str = "") -> None:
@@ -611,8 +600,8 @@ class Transfer:
         If the sender cannot report one, all receivers must be equal to each other.
         """
         receivers = self.needers & set(self.plan.receivers)
-        received = {member: reply for member, reply in self._done.items() if member in receivers}
-        sender = self._done.get(self.plan.senders[0]) if self.plan.senders else None
+        received = {member: reply for member, reply in self.attempt.done.items() if member in receivers}
+        sender = self.attempt.done.get(self.plan.senders[0]) if self.plan.senders else None
         vouched = sender.image_digest if sender is not None else ""
         images = {reply.image_digest for reply in received.values()}
         if not vouched and len(received) == len(receivers) and len(images) == 1:
@@ -630,7 +619,7 @@ class Transfer:
         return errors.PeersLost("no member needs it any more", version=self.payload.version, phase="transfer")
 
     def _no_holder(self) -> errors.ReplicasError:
-        refused = next((error for member, error in self.refused.items() if member in self.givers), None)
+        refused = next((error for member, error in self.refused.items() if member in self.plan.givers), None)
         if refused is not None:
             return refused
         return errors.PeersLost(

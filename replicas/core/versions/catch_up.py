@@ -69,7 +69,7 @@ class CatchUp:
         busy: frozenset[Member] = frozenset()
         hosts: set[int] = set()
         if main is not None:  # nothing else is sent to the hosts that a newer version serves
-            busy = main.concerned | main.needers if main.payload is payload else busy
+            busy = main.attempt.concerned | main.needers if main.payload is payload else busy
             hosts = self._hosts(main.needers | main.verified) - {s.host for s in ground.roster.holders(version)}
         waiting = [s for s in self._lacking(version, now) if s.member not in busy and s.host not in hosts]
         alone = [state for state in waiting if state.standing == "quarantined"]
@@ -155,7 +155,7 @@ class CatchUp:
         ground = self._ground
         self.transfer = None
         transfer.close_lane()
-        self._bad_holder = transfer.givers[0] if error is not None and transfer.givers else None
+        self._bad_holder = transfer.plan.givers[0] if error is not None and transfer.plan.givers else None
         self._on_end(transfer.payload)
         if transfer.verified:
             served = tuple(sorted(transfer.verified))

@@ -471,7 +471,7 @@ class Commits:
             return
         half = publish.moving_at + (publish.deadline - publish.moving_at) / 2
         if transfer.attempts > 1:
-            half = max(half, transfer.attempt_at + READY_S)
+            half = max(half, transfer.attempt.began_at + READY_S)
         laggards = transfer.unready if now > half else transfer.slow_readers(half)
         others = laggards < transfer.needers or transfer.verified
         if laggards and others:

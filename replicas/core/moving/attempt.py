@@ -1,0 +1,129 @@
+"""One attempt of a transfer: its plan, messages and replies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+import msgspec
+
+from replicas import errors
+from replicas.core.effects import Send
+from replicas.core.ground import Ground
+from replicas.core.members.member_state import MemberState
+from replicas.core.moving.lanes import Lane
+from replicas.core.moving.paths import TransferPlan
+from replicas.core.moving.payload import Payload
+from replicas.messages import SlotPlace, TransferCancel, TransferDone, TransferGo, TransferOffer
+from replicas.messages.identity import Member
+
+__all__ = ["Attempt", "lender"]
+
+
+def lender(ground: Ground, member: Member) -> MemberState | None:
+    """Return the member, or its stand-in if it is lost."""
+    return ground.roster.get(member) or ground.keeping.get(member)
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt.
+
+    :ivar number: in every message of it; replies to an earlier one are ignored.
+    :ivar mapping: members that were offered a place, and have not answered.
+    :ivar concerned: all its members.
+    """
+
+    ground: Ground
+    payload: Payload
+    plan: TransferPlan
+    number: int = 0
+    began_at: float = 0.0
+    ready: set[Member] = field(default_factory=set)
+    done: dict[Member, TransferDone] = field(default_factory=dict)
+    mapping: set[Member] = field(init=False)
+    concerned: frozenset[Member] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mapping, self.concerned = set(self.plan.maps), frozenset(self.plan.concerned)
+
+    @property
+    def movers(self) -> tuple[Member, ...]:
+        """Members that move bytes together: a failure of one fails them all."""
+        return (*self.plan.senders, *self.plan.receivers)
+
+    @property
+    def all_ready(self) -> bool:
+        return len(self.ready) == len(self.movers)
+
+    @property
+    def all_done(self) -> bool:
+        return len(self.done) == len(self.movers)
+
+    @property
+    def at_work(self) -> list[Member]:
+        """Members of its lane that have not reported done."""
+        return [member for member in self.plan.lane if member not in self.done]
+
+    @property
+    def needed(self) -> set[Member]:
+        """Members without which it cannot go on: movers, and lenders still read."""
+        lenders = {lender for member, lender in self.plan.maps.items() if member in self.mapping}
+        parts = {self.plan.owners[part] for parts in self.plan.local.values() for part in parts}
+        return {*self.movers, *lenders, *parts}
+
+    def offer(self, remaining_s: float) -> None:
+        """Send each member its role. Equal messages are one object, encoded once."""
+        payload, plan, roster = self.payload, self.plan, self.ground.roster
+
+        @cache
+        def offer(role: Literal["send", "receive", "map"], place: SlotPlace | None, sharing: int) -> TransferOffer:
+            return TransferOffer(
+                transfer=self.number,
+                version=payload.version,
+                role=role,
+                mode=plan.mode,
+                manifest_hash=payload.manifest_hash,
+                meta=payload.meta,
+                deadline_s=remaining_s,
+                digest=payload.digest if plan.mode == "image" else "",  # of a part, only the bytes taken are digested
+                streaming=role == "send" and payload.filling is not None,
+                place=place,
+                sharing=sharing,
+            )
+
+        waiting = Counter(roster.host(member) for member in plan.waiting)
+        readers = Counter(plan.maps.values())
+        offers = [(member, offer("send", None, 1)) for member in plan.senders]
+        offers += [(member, offer("receive", None, 1 + waiting[roster.host(member)])) for member in plan.receivers]
+        offers += [(member, offer("map", self._place(giver), readers[giver])) for member, giver in plan.maps.items()]
+        self.ground.out.extend(Send(member, message) for member, message in offers if member in roster)
+
+    def go(self, go: TransferGo, lane: Lane | None) -> None:
+        """Tell the members, all ready now, to move the bytes."""
+        for member in self.movers:
+            places = tuple(self._part(number) for number in self.plan.local.get(member, ()))
+            own = msgspec.structs.replace(go, places=places) if places else go
+            if lane is not None and member not in lane.ranks:
+                own = msgspec.structs.replace(own, lane="", routes=())
+            self.ground.send(member, own)
+
+    def withdraw(self, members: Iterable[Member]) -> None:
+        """Cancel it at these members, which do not map any more."""
+        cancel, roster = TransferCancel(self.number), self.ground.roster
+        members = sorted(members)
+        self.mapping.difference_update(members)
+        self.ground.out.extend(Send(member, cancel) for member in members if member in roster)
+
+    def _place(self, member: Member) -> SlotPlace | None:
+        state = lender(self.ground, member)
+        return state.places.get(self.payload.version) if state is not None else None
+
+    def _part(self, number: int) -> SlotPlace:
+        place = self._place(self.plan.owners[number])
+        if place is None:
+            raise errors.InternalError(f"part {number} of version {self.payload.version} lies nowhere")
+        return msgspec.structs.replace(place, part=number)
