@@ -10,8 +10,7 @@ from replicas import errors
 from replicas.core.members.roster import Roster
 from replicas.core.moving.lanes import Lane
 from replicas.core.moving.probes import Probe
-from replicas.core.operations.pairing import Due
-from replicas.core.operations.posts import PAIRWISE, Post
+from replicas.core.operations.pairing import PAIRWISE, Due, Post
 from replicas.messages import OperationGo, ReceiptData
 from replicas.messages.identity import Member
 

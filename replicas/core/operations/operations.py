@@ -56,8 +56,7 @@ from replicas.core.members.member_state import MemberState
 from replicas.core.moving.lanes import Lane, form_timeout
 from replicas.core.moving.probes import MAX_PROBES, Probe
 from replicas.core.operations.operation import Faults, Operation
-from replicas.core.operations.pairing import Due, Pairing
-from replicas.core.operations.posts import Post
+from replicas.core.operations.pairing import Due, Pairing, Post
 from replicas.core.versions.settling import Settling
 from replicas.messages import OperationEnd, ReceiptData, WireError
 from replicas.messages.identity import Member

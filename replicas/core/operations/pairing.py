@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 
 import msgspec
 
@@ -37,12 +38,32 @@ from replicas import errors
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
 from replicas.core.membership import MEMBER
-from replicas.core.operations.posts import Post, disagreement, miscount, show
 from replicas.core.versions.settling import Settling
 from replicas.messages import OperationPost, OperationSettled
 from replicas.messages.identity import Member
 
-__all__ = ["Due", "Pairing"]
+__all__ = ["PAIRWISE", "Due", "Pairing", "Post"]
+
+PAIRWISE = ("send", "recv")
+
+
+@dataclass(slots=True, eq=False)
+class Post:
+    """One member's part.
+
+    :ivar view: the live members of its domain when it came.
+    """
+
+    member: Member
+    message: OperationPost
+    posted_at: float
+    deadline: float
+    view: tuple[Member, ...] = ()
+    started: bool = False
+
+    @property
+    def pairwise(self) -> bool:
+        return self.message.kind in PAIRWISE
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +103,10 @@ class Pairing:
         self._streams: dict[Member, list[Post]] = {}
         self._steps: dict[int, int] = {}
         self._missed: dict[Member, str] = {}
+        peers = ground.config.peers
+        self._ranks = peers[0].ranks if peers else "leader"
 
     # ------------------------------------------------------------ domains
-
-    @property
-    def _ranks(self) -> str:
-        return self._roster.config.peers[0].ranks if self._roster.config.peers else "leader"
 
     def domain_of(self, member: Member) -> int:
         """Return the member's domain: its rank with ``ranks = "each"``, else 0."""
@@ -95,35 +114,24 @@ class Pairing:
 
     def live(self, domain: int) -> list[MemberState]:
         """Return the live peers of a domain, in order."""
-        peers = [state for state in self._roster.live if state.is_peer and state.carries]
-        return [state for state in peers if self.domain_of(state.member) == domain]
+        return [s for s in self._roster.live if s.is_peer and s.carries and self.domain_of(s.member) == domain]
 
-    def _aside(self, domain: int) -> list[MemberState]:
-        """Return the peers of the domain that are not waited for."""
-        peers = [state for state in self._roster if state.is_peer and state.carries]
-        aside = [state for state in peers if state.standing in ("behind", "quarantined")]
-        return [state for state in aside if self.domain_of(state.member) == domain]
+    def _peers(self, domain: int) -> list[MemberState]:
+        """Return the peers of a domain, live or not."""
+        return [s for s in self._roster if s.is_peer and s.carries and self.domain_of(s.member) == domain]
 
     def _awaited(self, domain: int) -> list[str]:
         """Return names promised by the config in this domain that never joined."""
-        names = []
-        for party in self._roster.config.peers:
+        names: list[str] = []
+        for party in self._roster.config.peers if self._expects else ():
             shape = self._roster.shape(party.group)
-            for replica in range(shape.replicas):
-                if self._ranks == "all":
-                    ranks: Sequence[int] = range(shape.world_size)
-                elif self._ranks == "each":
-                    ranks = [domain] if domain < shape.world_size else []
-                else:
-                    ranks = [0]
-                names += [f"{party.group}/{replica}/{rank}" for rank in ranks]
-        return [name for name in names if name not in self._roster.seen] if self._expects else []
+            ranks = {"leader": [0], "each": [domain], "all": range(shape.world_size)}[self._ranks]
+            ranks = [rank for rank in ranks if rank < shape.world_size]
+            names += [f"{party.group}/{replica}/{rank}" for replica in range(shape.replicas) for rank in ranks]
+        return [name for name in names if name not in self._roster.seen]
 
     def expect_nobody(self) -> None:
-        """Stop waiting for peers to join for the first time.
-
-        They have had their time, under another coordinator.
-        """
+        """Stop waiting for first joins: under another coordinator there was time."""
         self._expects = False
 
     def _meant(self, message: OperationPost, member: Member) -> OperationPost:
@@ -132,9 +140,6 @@ class Pairing:
             return message
         rank = member.rank if self._ranks == "each" else 0
         return msgspec.structs.replace(message, root=f"{message.root}/{rank}")
-
-    def _is_lost(self, name: str) -> bool:
-        return name in self._roster.seen and self._roster.holder_of(name) is None
 
     # ------------------------------------------------------------ posts
 
@@ -165,9 +170,9 @@ class Pairing:
         if post.pairwise:
             return self._peer_problem(post)
         missed = self._missed.pop(post.member, None)
-        if message.step is None:
-            return self._gone(post.member, missed) if missed else None
-        return self._step_problem(post)
+        if message.step is not None:
+            return self._step_problem(post)
+        return _gone(post.member, missed) if missed else None
 
     def _step_problem(self, post: Post) -> errors.ReplicasError | None:
         step, passed = post.message.step, self._steps.get(self.domain_of(post.member), -1)
@@ -196,19 +201,10 @@ class Pairing:
             return errors.UsageError(f"{kind}: {root} is this member itself")
         if not any(root.startswith(f"{party.group}/") for party in self._roster.config.peers):
             return errors.UsageError(f"{kind}: {root!r} names no peer of this channel")
-        if self._is_lost(root):
+        if root in self._roster.seen and self._roster.holder_of(root) is None:
             hint = "it can be reached when it has joined again"
             return errors.PeersLost(f"{root} is lost", phase="wait", members=[root], hint=hint)
         return None
-
-    @staticmethod
-    def _gone(member: Member, what: str) -> errors.ReplicasError:
-        return errors.Gone(
-            f"the others went on without {member} ({what})",
-            phase="wait",
-            members=[member.name],
-            hint="bring this peer to the present state; its next call pairs with the others' next one",
-        )
 
     def end(self, post: Post) -> None:
         """Remove a post that has its verdict."""
@@ -223,6 +219,9 @@ class Pairing:
     def _unstarted(self, member: Member) -> list[Post]:
         return [post for post in self._streams.get(member, []) if not post.started]
 
+    def _head(self, member: Member) -> Post | None:
+        return next(iter(self._unstarted(member)), None)
+
     # ------------------------------------------------------------ due operations
 
     def due(self, now: float, *, collective_runs: bool) -> Iterator[Due]:
@@ -234,17 +233,12 @@ class Pairing:
 
     def _joins_wait(self, now: float) -> bool:
         """Return whether a member waits to be admitted once no collective runs."""
-        out = [state for state in self._roster if MEMBER.allows(state.standing, "admitted")]
-        return any(state.is_peer and self._roster.admissible(state, now) for state in out)
+        out = [state for state in self._roster if state.is_peer and MEMBER.allows(state.standing, "admitted")]
+        return any(self._roster.admissible(state, now) for state in out)
 
     def _pairable(self, member: Member) -> list[Post]:
         """Return unstarted sends and receives before the first unstarted collective."""
-        posts = []
-        for post in self._unstarted(member):
-            if not post.pairwise:
-                break
-            posts.append(post)
-        return posts
+        return list(takewhile(lambda post: post.pairwise, self._unstarted(member)))
 
     def _due_pairs(self, domain: int) -> Iterator[Due]:
         live = [state.member for state in self.live(domain)]
@@ -252,11 +246,13 @@ class Pairing:
         for receiver in live:
             for want in [post for post in self._pairable(receiver) if post.message.kind == "recv"]:
                 sender = by_name.get(want.message.root)
-                give = None if sender is None else self._counterpart(sender, receiver)
+                sent = self._pairable(sender) if sender is not None else []
+                sends = (p for p in sent if p.message.kind == "send" and p.message.root == receiver.name)
+                give = next(sends, None)
                 if give is None:
                     continue
                 if want.message.segments and want.message.segments != give.message.segments:
-                    text = f"{give.member} sends {show(give)}, {want.member} expects {show(want)}"
+                    text = f"{give.member} sends {_show(give)}, {want.member} expects {_show(want)}"
                     for post in (give, want):
                         self._refuse(post, errors.RanksDisagree(text, phase="wait"))
                     continue
@@ -265,42 +261,33 @@ class Pairing:
                 first = tuple(post.member for post in posts)
                 yield Due("send", posts, posts.index(give), domain, first)
 
-    def _counterpart(self, sender: Member, receiver: Member) -> Post | None:
-        for post in self._pairable(sender):
-            if post.message.kind == "send" and post.message.root == receiver.name:
-                return post
-        return None
-
     def _due_collective(self, domain: int) -> Iterator[Due]:
-        heads: list[Post] = []
-        for state in self.live(domain):
-            unstarted = self._unstarted(state.member)
-            if not unstarted or unstarted[0].pairwise:
-                return
-            heads.append(unstarted[0])
+        firsts = [self._head(state.member) for state in self.live(domain)]
+        heads = [post for post in firsts if post is not None and not post.pairwise]
+        if len(heads) < len(firsts):
+            return
         if not heads or self._awaited(domain) or not self._settled(heads):
             return
-        root = self._root_of(heads)
+        name = heads[0].message.root
+        root = next((i for i, head in enumerate(heads) if name and head.member.name == name), -1)
         first = self._reckoned(heads, root)
-        problem = self._root_problem(heads, root) or disagreement(heads) or miscount(heads, root, first)
+        problem = self._root_problem(heads, root) or _disagreement(heads) or _miscount(heads, root, first)
         if problem is not None:
             for post in heads:
                 self._refuse(post, problem)
             return
         for post in heads:
             post.started = True
-        self._pass_by(domain, heads[0])
-        yield Due(heads[0].message.kind, tuple(heads), root, domain, first)
-
-    def _pass_by(self, domain: int, head: Post) -> None:
-        """Note that peers that are not waited for miss this collective."""
-        for state in self._aside(domain):
-            what = f"{head.message.kind}, as it is {state.standing}: {state.note or 'it could not be heard'}"
+        for state in self._peers(domain):
+            if state.standing not in ("behind", "quarantined"):
+                continue
+            what = f"{heads[0].message.kind}, as it is {state.standing}: {state.note or 'it could not be heard'}"
             own = next((post for post in self._unstarted(state.member) if not post.pairwise), None)
             if own is not None:
-                self._refuse(own, self._gone(state.member, what))
+                self._refuse(own, _gone(state.member, what))
             else:
                 self._missed[state.member] = what
+        yield Due(heads[0].message.kind, tuple(heads), root, domain, first)
 
     def _settled(self, heads: Sequence[Post]) -> bool:
         """Settle unknown outcomes of earlier operations; False: not ready to start."""
@@ -309,8 +296,9 @@ class Pairing:
         ready = True
         messages = [post.message for post in heads]
         found = {post.member: self._settling.answers(post.message, messages) for post in heads}
-        if any(None in answers.values() for answers in found.values()) and self._unheard(heads):
-            return False
+        others = {state.member for state in self._peers(self.domain_of(heads[0].member)) if state.from_before}
+        if any(None in answers.values() for answers in found.values()) and others - found.keys():
+            return False  # a member of an earlier coordinator has not called
         for post in heads:
             answers = found[post.member]
             for ref, applied in answers.items():
@@ -320,19 +308,6 @@ class Pairing:
                 self._refuse(post, self._settling.missed(post.member.name, missed))
                 ready = False
         return ready
-
-    def _unheard(self, heads: Sequence[Post]) -> bool:
-        """Return whether a member of an earlier coordinator has not called."""
-        here = {post.member for post in heads}
-        domain = self.domain_of(heads[0].member)
-        others = [state for state in self._roster if state.is_peer and state.carries and state.member not in here]
-        return any(state.from_before and self.domain_of(state.member) == domain for state in others)
-
-    def _root_of(self, heads: Sequence[Post]) -> int:
-        post = heads[0]
-        if not post.message.root:
-            return -1
-        return next((i for i, head in enumerate(heads) if head.member.name == post.message.root), -1)
 
     def _root_problem(self, heads: Sequence[Post], root: int) -> errors.ReplicasError | None:
         message = heads[0].message
@@ -389,7 +364,7 @@ class Pairing:
         for domain in {self.domain_of(member) for member in self._streams} - running:
             live = self.live(domain)
             silent = [state for state in live if self._roster.suspect(state, now) and not self._unstarted(state.member)]
-            posts = [next(iter(self._unstarted(state.member)), None) for state in live if state not in silent]
+            posts = [self._head(state.member) for state in live if state not in silent]
             waiting = [post for post in posts if post is not None and not post.pairwise]
             if not waiting or len(waiting) < len(posts) or self._awaited(domain):
                 continue
@@ -402,20 +377,70 @@ class Pairing:
             names, texts = [post.message.root], [post.message.root]
         else:
             domain = self.domain_of(post.member)
-            heads = {state: next(iter(self._unstarted(state.member)), None) for state in self.live(domain)}
+            heads = {state: self._head(state.member) for state in self.live(domain)}
             missing = [state for state, head in heads.items() if head is None]
             busy = {
-                state.member.name: show(head) for state, head in heads.items() if head is not None and head.pairwise
+                state.member.name: _show(head) for state, head in heads.items() if head is not None and head.pairwise
             }
             promised = self._awaited(domain)
             names = [state.member.name for state in missing] + [*busy, *promised]
-            texts = [self._heard(state, now) for state in missing] + promised
+            silent = {
+                s.member: f" (silent for {now - s.last_seen:.0f} s)" for s in missing if self._roster.suspect(s, now)
+            }
+            texts = [state.member.name + silent.get(state.member, "") for state in missing] + promised
             texts += [f"{name}, which waits in {what}" for name, what in busy.items()]
         text = f"{post.message.kind}: waited for {', '.join(texts) or 'earlier operations to end'}"
         hint = "call it on every peer in time, or give it a longer deadline"
         return errors.DeadlineExceeded(text, phase="wait", members=names, hint=hint)
 
-    def _heard(self, state: MemberState, now: float) -> str:
-        if not self._roster.suspect(state, now):
-            return state.member.name
-        return f"{state.member.name} (silent for {now - state.last_seen:.0f} s)"
+
+def _gone(member: Member, what: str) -> errors.ReplicasError:
+    return errors.Gone(
+        f"the others went on without {member} ({what})",
+        phase="wait",
+        members=[member.name],
+        hint="bring this peer to the present state; its next call pairs with the others' next one",
+    )
+
+
+def _disagreement(heads: Sequence[Post]) -> errors.ReplicasError | None:
+    """Return the error for posts of one collective that disagree, or None."""
+    first = heads[0].message
+    ragged = first.kind in ("all_gather", "gather", "scatter")
+    for post in heads[1:]:
+        message = post.message
+        fields = ("kind", "reduce_op", "root", "step") if ragged else ("kind", "reduce_op", "root", "step", "segments")
+        if any(getattr(message, name) != getattr(first, name) for name in fields):
+            return errors.RanksDisagree(
+                f"peers posted different operations: {heads[0].member} {_show(heads[0])}, {post.member} {_show(post)}",
+                phase="wait",
+                members=[heads[0].member.name, post.member.name],
+            )
+    return None
+
+
+def _miscount(heads: Sequence[Post], root: int, first: Sequence[Member]) -> errors.ReplicasError | None:
+    """Return the error for a list that lacks one tensor for each member, or None."""
+    kind = heads[0].message.kind
+    if kind not in ("scatter", "reduce_scatter"):
+        return None
+    giving = heads if kind == "reduce_scatter" else [heads[root]]
+    for post in giving:
+        if len(post.message.segments) != len(first):
+            return errors.UsageError(
+                f"{kind} over {len(first)} members needs {len(first)} tensors, "
+                f"{post.member} gave {len(post.message.segments)}",
+                phase="wait",
+            )
+    return None
+
+
+def _show(post: Post) -> str:
+    """Return the call as text, for messages."""
+    message = post.message
+    parts = [f"{segment.dtype}{list(segment.shape)}" for segment in message.segments[:3]]
+    more = f" and {len(message.segments) - 3} more" if len(message.segments) > 3 else ""
+    root = f" {message.root}" if message.root else ""
+    step = f" step={message.step}" if message.step is not None else ""
+    op = f" op={message.reduce_op}" if message.kind in ("all_reduce", "reduce", "reduce_scatter") else ""
+    return f"{message.kind}({', '.join(parts)}{more}{root}{op}{step})"
