@@ -56,9 +56,9 @@ from replicas.core.members.member_state import MemberState
 from replicas.core.moving.lanes import Lane, form_timeout
 from replicas.core.moving.probes import MAX_PROBES, Probe
 from replicas.core.operations.operation import Faults, Operation
-from replicas.core.operations.pairing import Due, Pairing, Post
+from replicas.core.operations.pairing import Pairing, Post
 from replicas.core.versions.settling import Settling
-from replicas.messages import OperationEnd, ReceiptData, WireError
+from replicas.messages import Backend, OperationEnd, ReceiptData, WireError
 from replicas.messages.identity import Member
 
 __all__ = ["Operations"]
@@ -79,7 +79,9 @@ class Operations:
     def __init__(self, ground: Ground) -> None:
         self._ground, self._roster = ground, ground.roster
         self._settling = Settling()
-        self.pairing = Pairing(ground, self._settling, self.reply, self._is_running)
+        self.pairing = Pairing(
+            ground, self._settling, self.reply, lambda ref: any(operation.ref == ref for operation in self.running)
+        )
         self._running: dict[int, Operation] = {}
         self._vanished: dict[Member, str] = {}
         self.faults = Faults(ground.roster)
@@ -92,38 +94,31 @@ class Operations:
 
     @property
     def running_collective(self) -> bool:
-        """Whether a collective runs."""
-        return any(not operation.pairwise for operation in self._running.values())
+        return any(not operation.pairwise for operation in self.running)
 
     def engages(self, member: Member) -> bool:
         """Return whether the member takes part in an operation, or has posted one."""
         return self.pairing.waits(member) or any(member in operation.participants for operation in self.running)
-
-    def _is_running(self, ref: str) -> bool:
-        return any(operation.ref == ref for operation in self._running.values())
 
     # ------------------------------------------------------------ starting
 
     def advance(self, now: float) -> None:
         """Start all that is due."""
         for due in self.pairing.due(now, collective_runs=self.running_collective):
-            self._start(due, now)
+            number = next(self._ground.ids)
+            self._running[number] = Operation(
+                number=number,
+                ref=f"{self._ground.term}.{number}",
+                channel=self._roster.config.name,
+                due=due,
+                posts=due.posts,
+                deadline=min(post.deadline for post in due.posts),
+                posted_at=min(post.posted_at for post in due.posts),
+                started_at=now,
+                attempt_at=now,
+            )
         for operation in self.running:
             self._run(operation, now)
-
-    def _start(self, due: Due, now: float) -> None:
-        number = next(self._ground.ids)
-        self._running[number] = Operation(
-            number=number,
-            ref=f"{self._ground.term}.{number}",
-            channel=self._roster.config.name,
-            due=due,
-            posts=due.posts,
-            deadline=min(post.deadline for post in due.posts),
-            posted_at=min(post.posted_at for post in due.posts),
-            started_at=now,
-            attempt_at=now,
-        )
 
     def _run(self, operation: Operation, now: float) -> None:
         """Send the attempt into its lane, once that has formed."""
@@ -152,7 +147,7 @@ class Operations:
             live = self.pairing.live(operation.due.domain)
             wanted = [s for s in live if s in wanted or not roster.suspect(s, now)]
             members = tuple(state.member for state in wanted)
-        backend = ground.lanes.backend(wanted, on_device=self._on_device(operation))
+        backend = self._backend(operation, wanted)
         there = {state.member for state in roster.live}
         for lane in reversed(ground.lanes.of(self)):
             within = whole and set(members) <= set(lane.members) <= there
@@ -175,25 +170,29 @@ class Operations:
             if spared or not members <= live:
                 self._ground.lanes.close(lane)
 
-    @staticmethod
-    def _on_device(operation: Operation) -> bool:
-        return all(post.message.device == "cuda" for post in operation.posts)
+    def _backend(self, operation: Operation, states: Sequence[MemberState]) -> Backend:
+        on_device = all(post.message.device == "cuda" for post in operation.posts)
+        return self._ground.lanes.backend(states, on_device=on_device)
 
     # ------------------------------------------------------------ answers
 
     def done(self, member: Member, number: int, now: float) -> None:
-        operation = self._running.get(number)
-        if operation is None or member not in operation.participants or not operation.gone:
-            return
-        operation.done.add(member)
-        if len(operation.done) == len(operation.posts):
-            self._finish(operation, None, now)
+        operation = self._attempt(member, number)
+        if operation is not None:
+            operation.done.add(member)
+            if len(operation.done) == len(operation.posts):
+                self._finish(operation, None, now)
 
     def failed(self, member: Member, number: int, error: errors.ReplicasError, now: float) -> None:
+        operation = self._attempt(member, number)
+        if operation is not None:
+            self._broken(operation.lane, [operation], error, now)
+
+    def _attempt(self, member: Member, number: int) -> Operation | None:
+        """Return the operation whose current attempt this is."""
         operation = self._running.get(number)
-        if operation is None or member not in operation.participants or not operation.gone:
-            return
-        self._broken(operation.lane, [operation], error, now)
+        known = operation is not None and operation.gone and member in operation.participants
+        return operation if known else None
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
         self._broken(lane, [op for op in self.running if op.lane is lane], error, now)
@@ -210,7 +209,6 @@ class Operations:
         blamed: Sequence[Operation],
         error: errors.ReplicasError,
         now: float,
-        *,
         final: bool = False,
     ) -> None:
         """Handle a dead lane; ``blamed`` operations may have been the cause.
@@ -240,8 +238,7 @@ class Operations:
             operation.probe.abandon()
         operation.probes += 1
         members = self.faults.by_weight(operation)
-        states = self._roster.states(operation.participants)
-        backend = self._ground.lanes.backend(states, on_device=self._on_device(operation))
+        backend = self._backend(operation, self._roster.states(operation.participants))
         operation.probe = Probe(self._ground.lanes, members, backend, now, partial(self._probed, operation))
         return not operation.probe.over
 
