@@ -1,8 +1,8 @@
 """State machines as transition tables.
 
-A table is data: rows of (state, event) → state. It computes the next state, refuses an
-event without a row (always a bug of the caller), and draws itself, so that the diagram
-in the documentation cannot differ from the code.
+A table is data: for each state the next ones, and the events that lead there.
+It computes the next state, refuses any other event (always a bug of the caller), and
+draws itself, so that the diagram in the documentation cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ class Table(Generic[S, E]):
 
     :param what: the thing whose states these are, for messages and titles.
     :param start: initial states.
-    :param rows: next state by (state, event).
+    :param steps: the next states of each state, with the events that lead there.
     """
 
-    def __init__(self, what: str, start: tuple[S, ...], rows: Mapping[tuple[S, E], S]) -> None:
+    def __init__(self, what: str, start: tuple[S, ...], steps: Mapping[S, Mapping[S, tuple[E, ...]]]) -> None:
         self.what = what
         self.start = start
-        self.rows = dict(rows)
+        self.rows = {
+            (state, event): after for state, ends in steps.items() for after, events in ends.items() for event in events
+        }
 
     @property
     def states(self) -> list[S]:

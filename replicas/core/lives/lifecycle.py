@@ -94,27 +94,30 @@ _GONE: dict[ReplicaState, tuple[ReplicaEvent, ...]] = {
     "backoff": (_E.RETRY,),
     "failed": (_E.GIVE_UP,),
 }
-_STEPS: dict[ReplicaState, dict[ReplicaState, tuple[ReplicaEvent, ...]]] = {
-    "pending": {"starting": (_E.START,), "drained": (_E.STOP,), "failed": (_E.GROUP_FAILED,), "pending": (_E.RESTART,)},
-    "starting": {"ready": (_E.READY,), "draining": (_E.START_TIMEOUT, *_TO_END), **_GONE},
-    "ready": {"starting": (_E.UNREADY,), "draining": _TO_END, **_GONE},
-    "draining": {"draining": (_E.HELD_UP, _E.RESTART, _E.STOP, _E.GROUP_FAILED), "drained": (_E.STOPPED,), **_GONE},
-    "backoff": {
-        "starting": (_E.BACKOFF_ELAPSED,),
-        "drained": (_E.STOP,),
-        "failed": (_E.GROUP_FAILED,),
-        "pending": (_E.RESTART, _E.RESET),
-    },
-    "failed": {"pending": (_E.RESTART, _E.RESET), "failed": (_E.STOP,)},
-    "drained": {"pending": (_E.RESTART,), "drained": (_E.STOP,)},
-    "finished": {"pending": (_E.RESTART,), "finished": (_E.STOP,)},
-}
-"""The next states of each state, with the events that lead there."""
 
 REPLICA: Table[ReplicaState, ReplicaEvent] = Table(
     "a replica",
     ("pending",),
-    {(state, event): after for state, ends in _STEPS.items() for after, events in ends.items() for event in events},
+    {
+        "pending": {
+            "starting": (_E.START,),
+            "drained": (_E.STOP,),
+            "failed": (_E.GROUP_FAILED,),
+            "pending": (_E.RESTART,),
+        },
+        "starting": {"ready": (_E.READY,), "draining": (_E.START_TIMEOUT, *_TO_END), **_GONE},
+        "ready": {"starting": (_E.UNREADY,), "draining": _TO_END, **_GONE},
+        "draining": {"draining": (_E.HELD_UP, _E.RESTART, _E.STOP, _E.GROUP_FAILED), "drained": (_E.STOPPED,), **_GONE},
+        "backoff": {
+            "starting": (_E.BACKOFF_ELAPSED,),
+            "drained": (_E.STOP,),
+            "failed": (_E.GROUP_FAILED,),
+            "pending": (_E.RESTART, _E.RESET),
+        },
+        "failed": {"pending": (_E.RESTART, _E.RESET), "failed": (_E.STOP,)},
+        "drained": {"pending": (_E.RESTART,), "drained": (_E.STOP,)},
+        "finished": {"pending": (_E.RESTART,), "finished": (_E.STOP,)},
+    },
 )
 
 
