@@ -3,26 +3,17 @@
 Theory of operation
 ===================
 
-:class:`ChannelState` holds all that the coordinator knows of one channel and does no
-I/O: time comes in as an argument, actions go out as :mod:`replicas.core.effects`, in
-order. The shell applies the effects of one event before it hands in the next, so that,
-for instance, a decision is on disk before any member learns of the commit.
-
-Its parts are a :class:`~replicas.core.members.roster.Roster` (members, epochs),
-:class:`~replicas.core.moving.lanes.Lanes` (process groups),
-:class:`~replicas.core.versions.publishes.Publishes` (numbering, verdicts), one main
-:class:`~replicas.core.moving.transfers.Transfer` and one for catch-up,
-:class:`~replicas.core.versions.rounds.Rounds` (which version each replica loads) and
-:class:`~replicas.core.operations.operations.Operations` (collectives of peers);
-:mod:`replicas.core.versions.commits` joins publishes to transfers. After every event
-:meth:`ChannelState._settle` takes every step that has become possible, so no handler
-needs to know which steps wait for it.
+:class:`ChannelState` does no I/O: time comes in as an argument, actions go out as
+:mod:`replicas.core.effects`, in order. The shell applies the effects of one event
+before it hands in the next, so that, for instance, a decision is on disk before any
+member learns of the commit. After every event :meth:`ChannelState._settle` takes every
+step that has become possible, so no handler needs to know which steps wait for it.
 
 *Cost.* A channel may have thousands of members. :meth:`ChannelState._settle` looks only
-at sets that are small when nothing is due (:mod:`replicas.core.members.roster`;
-the rounds that may advance; the members that are not live), so that a message costs the
-same at any number of members. Views carry differences: the members that joined and left
-since the last one. While many join in a row, a View waits to collect them.
+at sets that are small when nothing is due (the roster's indices; the rounds that may
+advance; the members that are not live), so that a message costs the same at any number
+of members. Views carry differences: the members that joined and left since the last
+one. While many join in a row, a View waits to collect them.
 """
 
 from __future__ import annotations
@@ -163,7 +154,9 @@ class ChannelState:
         self.out.append(Emit(MemberJoined(self.config.name, state.member)))
         if self.commits.latest > self.told.latest:  # its Welcome leaves out what is still being recorded
             self.out.append(Send(member, self.commits.commit_message()))
-        self._isolate_again(state, now)
+        if why := self.roster.was_isolated(member.name):  # the new process of a quarantined peer: tried at once
+            self.roster.isolate(state, why, now)
+            self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
         self._settle(now)
         return state, older
 
@@ -216,27 +209,23 @@ class ChannelState:
 
     def seen(self, member: Member, now: float) -> None:
         """Note a sign of life."""
-        state = self.roster.get(member)
-        if state is not None:
+        if (state := self.roster.get(member)) is not None:
             state.last_seen = max(state.last_seen, now)
 
     def measured(self, member: Member, rtt_s: float) -> None:
         """Note the member's recent round-trip time in seconds; 0: unknown."""
-        state = self.roster.get(member)
-        if state is not None and rtt_s:
+        if rtt_s and (state := self.roster.get(member)) is not None:
             state.rtt_s = rtt_s
 
     def connected(self, member: Member, now: float) -> None:
         """The member has reconnected."""
-        state = self.roster.get(member)
-        if state is not None:
+        if (state := self.roster.get(member)) is not None:
             state.cut_at = 0.0
-            state.last_seen = max(state.last_seen, now)
+            self.seen(member, now)
 
     def disconnected(self, member: Member, now: float) -> None:
         """The member's connection ended: unless it reconnects soon, it is suspect."""
-        state = self.roster.get(member)
-        if state is not None:
+        if (state := self.roster.get(member)) is not None:
             state.cut_at = now
 
     def tick(self, now: float) -> None:
@@ -278,10 +267,7 @@ class ChannelState:
         return self.rounds.asks(member) or self.operations.pairing.waits(member)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
-        """End this generation: no new work waits for it; work in progress may finish.
-
-        :meth:`Drains.busy` says when it has.
-        """
+        """End this generation: it gets no new work, and may finish what it has."""
         self.drains.begin(group, replica, generation)
         self._settle(now)
 
@@ -306,13 +292,6 @@ class ChannelState:
         if state.is_peer:
             self.operations.set_aside(member, why, now)
         self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
-
-    def _isolate_again(self, state: MemberState, now: float) -> None:
-        """Quarantine the new process of an isolated peer, and probe it at once."""
-        why = self.roster.was_isolated(state.member.name)
-        if why:
-            self.roster.isolate(state, why, now)
-            self.out.append(Emit(MemberQuarantined(self.config.name, state.member, why)))
 
     def view(self, group: str, replica: int) -> ReplicaView:
         ranks = [s for s in self.roster.replica(group, replica) if s.is_target and s.carries]
@@ -346,15 +325,14 @@ class ChannelState:
         if self.commits.moving or self.operations.running_collective:
             return
         missing = self.roster.missing(now)
-        if missing and not self.commits.obtainable(missing):
+        if missing and not self.commits.obtainable(missing):  # the version is lost: they are admitted as newcomers
             for state in missing:
-                state.missed = 0  # the version is lost: admit them without it, as newcomers
+                state.missed = 0
         self.roster.admit(now)
 
     def _may_publish_view(self, now: float) -> bool:
         """Rate-limit Views: 1,000 joins in a row must not cost a million messages."""
-        earned = VIEWS_PER_S * (now - self._view_at)
-        self._view_credit = min(float(VIEWS_AT_ONCE), self._view_credit + earned)
+        self._view_credit = min(float(VIEWS_AT_ONCE), self._view_credit + VIEWS_PER_S * (now - self._view_at))
         self._view_at = now
         if self._view_credit <= 0:
             return False
@@ -381,10 +359,7 @@ class ChannelState:
             state.view_epoch = epoch
 
     def _answer_watches(self) -> None:
-        """Answer the watches of versions that all live members have loaded.
-
-        A version once loaded by all stays so, even after those members left.
-        """
+        """Answer watches of versions that all have loaded, even if those have left."""
         loaded = self.rounds.loaded_by_all()
         if loaded > self._loaded_once:
             self._loaded_once = loaded
@@ -455,23 +430,18 @@ class ChannelState:
             case wire.LaneFormed():
                 self.lanes.formed(member, message.lane, now)
             case wire.LaneFailed():
-                self._lane_failed(state, message, now)
+                error = message.error.exception()
+                lane = self.lanes.failing(member, message.lane, error)
+                if lane is not None:
+                    if not state.is_peer:
+                        self.links.broke(message.links, error.message, now)
+                    self.lanes.fail(lane, error, now)
             case wire.LaneMoved():
                 self.lanes.moved(member, message, now)
             case wire.OperationDone():
                 self.operations.done(member, message.operation, now)
             case wire.OperationFailed():
                 self.operations.failed(member, message.operation, message.error.exception(), now)
-            case _:
-                return
-
-    def _lane_failed(self, state: MemberState, message: wire.LaneFailed, now: float) -> None:
-        error = message.error.exception()
-        lane = self.lanes.failing(state.member, message.lane, error)
-        if lane is not None:
-            if not state.is_peer:
-                self.links.broke(message.links, error.message, now)
-            self.lanes.fail(lane, error, now)
 
     def _post(self, state: MemberState, message: wire.OperationPost, now: float) -> None:
         if state.is_peer:

@@ -1,8 +1,8 @@
 """The state and callbacks that the parts of one channel share.
 
-Each part (commits, transfers, operations, ...) is given a :class:`Ground` and the few
-other parts that it works with, never the whole
-:class:`~replicas.core.channel.ChannelState`: its constructor names all it can change.
+A part is given a :class:`Ground` and the few other parts that it works with, never the
+whole :class:`~replicas.core.channel.ChannelState`: its constructor names all it can
+change.
 """
 
 from __future__ import annotations

@@ -1,45 +1,36 @@
 """The transition tables of a channel: member, publish, transfer, lane, round and slot.
 
-Theory of operation
-===================
-
 :class:`~replicas.core.channel.ChannelState` applies these tables (and each member's
 :class:`~replicas.weights.memory.arena.Arena` the one of its slots). A transition
 without a row here is refused.
 
-*A member* is one incarnation of a rank. It is *joining* until a boundary, where it is
-admitted to a new epoch and is *live*. A target that did not get a version that was
-committed is *behind*: still a member, caught up beside the others, and admitted again
-when it has that version or a newer one. A member is *quarantined* when no process group
-with it works (found by probing pairs), or when it keeps dying right after it joined: it
-takes part in no joint work, is served alone at growing intervals, and is released when
-that has worked; a peer is released when probes with other peers have worked
-(:mod:`replicas.core.operations.trials`). *Observers* take part in nothing. Every path
-ends in *gone*; a process that comes back is another member.
+*A member* is one incarnation of a rank: *joining* until a boundary, where it is
+admitted to a new epoch and is *live*. A target that did not get a committed version is
+*behind*: caught up beside the others, and admitted again when it has that version or a
+newer one. A member is *quarantined* when no process group with it works, or when it
+keeps dying right after it joined: it takes part in no joint work, is served alone at
+growing intervals, and released when that has worked; a peer is released by trials
+(:mod:`replicas.core.operations.trials`). *Observers* take part in nothing. A process
+that comes back is another member.
 
 *A publish* is *packing* while the ranks of its replica fill their slots, *queued* until
 its turn, *moving* while a transfer carries it, and then has exactly one verdict.
 
 *A transfer* runs in attempts: *offering* (slots and a lane are being made ready), then
-*moving*; ``again`` starts the next attempt over the members that are left. When a
-second attempt fails while all members are alive, pairs of them are *probed* to find the
-culprit.
+*moving*; ``again`` starts the next one over the members that are left. *Probing* pairs
+of its members finds the culprit of a second failure.
 
 *A lane* is a process group: it forms once, and is dead after the first failure or loss.
 
-*A round* is what all ranks of one target replica load. It is *idle* until a version is
-*assigned* to all of them, *loading* from the first grant on, and *loaded* when every
-rank serves that version. A loaded round is *torn*, and loading again, when a rank is
-lost or new. A failed load makes it *partial*, whatever is assigned and granted
-afterwards, until all ranks serve the same version. It is *over* when no rank is left;
-ranks that join later begin another round.
+*A round* is what all ranks of one target replica load: *assigned* to all of them,
+*loading* from the first grant on, *loaded* when every rank serves that version, *torn*
+(and loading again) when a rank is lost or new. A failed load makes it *partial*,
+whatever is granted afterwards, until all ranks serve the same version. It is *over*
+when no rank is left; ranks that join later begin another round.
 
-*A slot* holds one version in a member's memory. It is *filling* from the moment it is
-given to a writer, *held* when a version is complete in it, and *leaving* when that
-version is released while it is still being read. A slot that maps the memory of another
-member of the host starts as *held*, and is *closed* when it is no longer needed here.
-
-The diagrams in docs/protocol.md are made from these tables (:func:`diagrams`).
+*A slot* holds one version in a member's memory: *filling* while it is given to a
+writer, *held* when a version is complete in it, *leaving* when that is released while
+it is still being read. A slot that maps another member's memory starts as *held*.
 """
 
 from __future__ import annotations
