@@ -318,7 +318,7 @@ async def test_publishers_and_targets_that_die_at_rest_and_in_the_midst_of_a_cop
         await wait_until(lambda: len(channel.roster.targets) == 2, "both targets are live")
 
         def copying(name: str) -> bool:
-            return any(name in {m.name for m in transfer._mapping} for transfer in channel.commits.transfers)
+            return any(name in {m.name for m in transfer.attempt.mapping} for transfer in channel.commits.transfers)
 
         trainer.tell("publish", value=1)
         await wait_until(lambda: copying("rollout/1/0"), "the slow one copies")
