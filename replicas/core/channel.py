@@ -424,7 +424,7 @@ class ChannelState:
         return True
 
     def _report(self, state: MemberState, message: FromMember, now: float) -> None:
-        """Dispatch a report of a member's sidecars."""
+        """Dispatch a report of a member's sidecars, which is no progress by itself."""
         member = state.member
         match message:
             case wire.LaneFormed():

@@ -7,10 +7,9 @@ A lane is a chain, so one broken or slow link stops or slows all of its members;
 the member in front of that link reports that bytes are held up
 (:mod:`replicas.core.moving.pace`).
 
-*It stands still*: a failure while all members are alive. A link on which bytes were
-held up becomes doubtful, and the next attempt avoids it
-(:mod:`replicas.core.members.links`); without such a link,
-the transfer looks for the member at fault.
+*It stands still*: a link on which bytes were held up becomes doubtful, and the next
+attempt avoids it (:mod:`replicas.core.members.links`); without such a link it is a
+failure while all members are alive.
 
 *One link is slow*, and much is left to send: the next attempt avoids it, so that the
 other members get the version soon; members that only slow links reach get it
@@ -19,14 +18,10 @@ meanwhile, or when the same members were much faster last time; otherwise all li
 be equally slow, and another route would gain nothing. Before any rate is known (the
 first version), the member behind the slow link is moved to the end of the chain, once.
 
-A link over which nothing comes may be broken rather than slow: that shows when the
-whole lane stands still.
-
 A slow link is no failure: members behind it are waited for, but with
-``on_lost = "drop"`` no longer than some multiple of the time that the others took.
-Their rate soon tells that they will not finish in time. They are caught up at their own
-pace, and rejoin the others after a delay that grows each time; until an attempt in
-which they were fast enough, they get attempts of their own.
+``on_lost = "drop"`` no longer than some multiple of the time that the others took. They
+are caught up at their own pace, and rejoin the others after a delay that grows each
+time; until an attempt in which they were fast enough, they get attempts of their own.
 
 *Far members* would delay the others before a byte moves: forming a process group takes
 some twenty round trips. They are left out before an attempt, by the round-trip times

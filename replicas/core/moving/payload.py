@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from replicas.core.versions.manifest import Manifest
 from replicas.messages import Meta
@@ -28,6 +28,5 @@ class Payload:
     device: str
     meta: Meta
     digest: str = ""
-    part_digests: dict[Member, str] = field(default_factory=dict)
     part_owners: tuple[Member, ...] = ()
     filling: Member | None = None

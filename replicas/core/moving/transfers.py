@@ -4,11 +4,9 @@ Theory of operation
 ===================
 
 A transfer knows the version, the members that need it and those that can give it (a
-holder of the whole image, or all source ranks with a part each). It runs in *attempts*,
-each with a plan of its own (:mod:`replicas.core.moving.paths`): which member maps whose
-memory, which receives over the lane, and which waits for the next attempt. An attempt
-has a number, which every message carries, so that replies to an earlier one are
-ignored::
+holder of the whole image, or all source ranks with a part each). It runs in *attempts*
+(:mod:`replicas.core.moving.attempt`), each with a plan of its own
+(:mod:`replicas.core.moving.paths`)::
 
     offering ──slots ready, lane formed──▶ moving ──all done, digests equal──┐
         │                                     │                              ▼
@@ -18,16 +16,13 @@ ignored::
     next attempt over the members that are left
 
 Members that map need nothing from the others: they are offered the place at once and
-answer when they have it; one that cannot map, is lost or is silent delays no other
-member. One that cannot map at all becomes a host of its own, and is sent the bytes.
-With ``staging = "device"`` members copy the memory they have opened into their own,
-within the GPU: a view does not outlive the process that lent it. So their copy is
-checked by its digest, and is one more place of the version.
+answer when they have it, and delay no other member. One that cannot map at all becomes
+a host of its own, and is sent the bytes. With ``staging = "device"`` members copy the
+memory they have opened into their own, as a view does not outlive the process that lent
+it: the copy is checked by its digest, and is one more place of the version.
 
-Receivers that verified the version keep it: they leave the set of members in need, and
-may give it in the next attempt. Nothing is retried inside a lane in which bytes may
-have moved: each attempt has a new lane. The states are those of
-:data:`replicas.core.membership.TRANSFER`.
+Receivers that verified the version keep it, and may give it in the next attempt.
+Nothing is retried inside a lane in which bytes may have moved.
 
 *A lane that fails* while all members are alive is formed once more. When that fails,
 too, its members are probed in pairs (:mod:`replicas.core.moving.probes`), and the
@@ -71,7 +66,7 @@ MAP_TRIES = 2
 
 
 class Transfer:
-    """One transfer (see the module's header).
+    """One transfer.
 
     :param on_end: called once as ``on_end(transfer, error, now)``; ``error`` None:
         complete.
@@ -170,10 +165,6 @@ class Transfer:
         waited = attempt.mapping | (set() if self.state == "moving" else set(attempt.movers) - attempt.ready)
         states = self._ground.roster.states(waited & self._readers & self.needers)
         return {s.member for s in states if s.reading is not None and s.reading.ends_at > until}
-
-    def lane_formed_or_none(self) -> bool:
-        """Return whether an offered transfer waits for slots only, not for its lane."""
-        return self.lane is None or self.lane.state == "formed"
 
     def possible(self, now: float) -> bool:
         """Return whether any member can get it now."""
@@ -285,8 +276,9 @@ class Transfer:
     # ------------------------------------------------------------ messages of members
 
     def ready(self, member: Member, transfer: int, now: float) -> None:
-        if transfer == self.attempt.number and self.state == "offering" and member in self.attempt.concerned:
-            self.attempt.ready.add(member)
+        attempt = self.attempt
+        if transfer == attempt.number and self.state == "offering" and member in attempt.concerned:
+            attempt.ready.add(member)
             self._go_if_ready(now)
 
     def lane_formed(self, lane: Lane, now: float) -> None:
@@ -337,8 +329,6 @@ class Transfer:
         if self.plan.mode == "parts":
             for part, route in enumerate(self.plan.routes):
                 sent = done[route[0]].part_digests.get(part, "") if route else ""
-                if sent:
-                    payload.part_digests[route[0]] = sent
                 good -= {member for member in route[1:] if done[member].part_digests.get(part) != sent}
             images = {done[member].image_digest for member in good}
             if not payload.digest and len(images) == 1:

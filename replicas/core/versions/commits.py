@@ -508,7 +508,7 @@ class Commits:
         else:
             late = transfer.pacing.slowest() or sorted(member.name for member in transfer.laggards)
             text = f"version {publish.version}: {', '.join(late)} did not take it within {waited}"
-            if transfer.state == "offering" and transfer.lane_formed_or_none():
+            if transfer.state == "offering" and (transfer.lane is None or transfer.lane.state == "formed"):
                 error = errors.Busy(text, phase="offer", members=late)
             else:
                 phase = {"offering": "form", "probing": "probe"}.get(transfer.state, "transfer")

@@ -240,7 +240,6 @@ class Manifests:
                     channel=self._channel,
                     version=publish.version,
                 )
-        digests = {one: publish.packed[one].digest for one in carriers}
         return Payload(
             version=publish.version,
             manifest_hash=manifest.hash,
@@ -252,5 +251,4 @@ class Manifests:
             part_owners=tuple(carriers) if in_parts else (),
             digest="" if in_parts else packed[0].digest,
             filling=next((one for one in carriers if publish.packed[one].streaming), None),
-            part_digests=digests if in_parts else {},
         )
