@@ -3,9 +3,7 @@
 Every member reports about once a second what it has moved
 (:class:`~replicas.messages.LaneMoved`). A group *stands still* when all members that
 are not done have reported lately that nothing moves, for longer than a link may take to
-recover: then a link or a member is broken, although all members are responsive. Slow
-bytes are no failure. A member that reports nothing proves nothing here; its silence is
-judged elsewhere.
+recover. Slow bytes are no failure, and a member that reports nothing proves nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +82,6 @@ class Pace:
         self._reports.clear()
 
     def moved(self, member: Member, message: LaneMoved, now: float) -> None:
-        """Store a member's report."""
         reports = self._reports.setdefault(member, _Reports())
         reports.first_at = reports.first_at or now
         reports.all.append((now, message))

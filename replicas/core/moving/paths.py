@@ -9,13 +9,11 @@ the lane into a slot of its own; the others of that host *wait*, and map it in t
 attempt. So each host gets every byte once, and members that only map are in no process
 group.
 
-A version without a whole image, which exists only in parts at its source ranks
-(``ranks = "all"``), is assembled by the leaders: each copies the parts that lie on its
-own host there, and receives the others over the lane.
-
-Memory that the coordinator *keeps* for lost members
-(:mod:`replicas.core.versions.keeping`) can be mapped, or copied from, on its host, but
-not sent.
+A version that exists only in parts at its source ranks (``ranks = "all"``) is assembled
+by the leaders: each copies the parts that lie on its own host there, and receives the
+others over the lane. Memory that the coordinator *keeps* for lost members
+(:mod:`replicas.core.versions.keeping`) can be mapped or copied on its host, but not
+sent.
 
 The lane is a chain for each part (:attr:`TransferPlan.routes`): the owner first, then
 the leaders, in order of their hosts. A process group connects every pair of its

@@ -130,8 +130,7 @@ class Operations:
         lane = operation.lane
         if lane.state != "formed":
             return
-        operation.gone = True
-        operation.ran_at = now
+        operation.gone, operation.ran_at = True, now
         lane.pace.begin()
         for post in operation.posts:
             self._ground.send(post.member, operation.go(post, lane, now))
@@ -177,15 +176,13 @@ class Operations:
     # ------------------------------------------------------------ answers
 
     def done(self, member: Member, number: int, now: float) -> None:
-        operation = self._attempt(member, number)
-        if operation is not None:
+        if operation := self._attempt(member, number):
             operation.done.add(member)
             if len(operation.done) == len(operation.posts):
                 self._finish(operation, None, now)
 
     def failed(self, member: Member, number: int, error: errors.ReplicasError, now: float) -> None:
-        operation = self._attempt(member, number)
-        if operation is not None:
+        if operation := self._attempt(member, number):
             self._broken(operation.lane, [operation], error, now)
 
     def _attempt(self, member: Member, number: int) -> Operation | None:
@@ -250,8 +247,7 @@ class Operations:
 
     def resume(self, operation: Operation, now: float) -> None:
         """Try a parked operation again."""
-        operation.parked = False
-        operation.failures = 0
+        operation.parked, operation.failures = False, 0
         self._run(operation, now)
 
     # ------------------------------------------------------------ retries
@@ -271,10 +267,8 @@ class Operations:
         operation.number = next(self._ground.ids)
         self._running[operation.number] = operation
         operation.attempt += operation.gone
-        operation.gone = False
-        operation.lane = None
+        operation.gone, operation.lane, operation.attempt_at = False, None, now
         operation.done.clear()
-        operation.attempt_at = now
         for member in operation.participants:
             state = self._roster.get(member)
             if operation.number in self._running and (state is None or not state.live):
@@ -288,8 +282,7 @@ class Operations:
             self._end(operation, error, now)
             return
         operation.left_out[member.name] = why
-        operation.failures = 0
-        operation.parked = False
+        operation.parked, operation.failures = False, 0
         post = next(post for post in operation.posts if post.member == member)
         operation.posts = tuple(kept for kept in operation.posts if kept is not post)
         self.pairing.end(post)

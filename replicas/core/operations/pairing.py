@@ -191,8 +191,7 @@ class Pairing:
         self._steps[domain] = step
         for member in [member for member in self._streams if self.domain_of(member) == domain]:
             for post in [post for post in self._unstarted(member) if not post.pairwise]:
-                error = self._step_problem(post)
-                if error is not None:
+                if error := self._step_problem(post):
                     self._refuse(post, error)
 
     def _peer_problem(self, post: Post) -> errors.ReplicasError | None:
