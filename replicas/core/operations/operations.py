@@ -126,7 +126,8 @@ class Operations:
             return
         if operation.lane is None:
             operation.lane = self._lane_for(operation, now)
-            self._close_idle_lanes()
+            if operation.lane.opened_at == now:  # a new one, which may replace others
+                self._close_idle_lanes()
         lane = operation.lane
         if lane.state != "formed":
             return
