@@ -96,10 +96,10 @@ class Moments:
     def _moving(self, channel: ChannelState, transfer: int, moment: str) -> str:
         """A transfer of a publish, or of a catch-up."""
         main = channel.commits.main
-        if main is None or main.id != transfer:
+        if main is None or main.attempt.number != transfer:
             return "catching up"
         if transfer != self._transfer:  # some may map in it, and others receive
-            self._transfer, self._done, self._expected = transfer, 0, len(main.concerned)
+            self._transfer, self._done, self._expected = transfer, 0, len(main.attempt.concerned)
         return moment
 
     def _message(self, channel: ChannelState, event: Effect | FromMember) -> str:
