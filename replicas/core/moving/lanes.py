@@ -141,7 +141,7 @@ class Lanes:
         :param on_device: the tensors are on CUDA devices.
         """
         config = self.roster.config
-        if config.backend == "gloo" or (config.backend == "nccl" and config.staging != "device"):
+        if config.backend == "gloo" or (config.backend == "nccl" and (config.peers or config.staging != "device")):
             return config.backend
         return "nccl" if on_device and nccl_works([state.hello for state in states]) else "gloo"
 
