@@ -15,8 +15,8 @@ from replicas.cli.client import Client
 from replicas.cli.located import state_dir_of
 from replicas.common.decoding import MALFORMED
 from replicas.config.file import load
-from replicas.config.places import absolute, state_home
 from replicas.config.structs import Config
+from replicas.config.text import absolute, state_home
 from replicas.errors import Disconnected, UsageError
 from replicas.linux import private
 from replicas.linux.processes import start_time

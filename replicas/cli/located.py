@@ -37,9 +37,9 @@ def state_dir_of(path: Path) -> Path | None:
     run = _run_table(text)
     place = config_values.Place(base)
     if "state_dir" in run:
-        found = config_values.folder(place, run["state_dir"])
+        found = config_values.folder.read(place, run["state_dir"])
     else:
-        found = config_values.name(place, run.get("name"))
+        found = config_values.name.read(place, run.get("name"))
         found = None if place.problems else base / ".replicas" / found
     return None if place.problems else found
 

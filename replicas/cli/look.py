@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from collections import deque
@@ -32,6 +31,7 @@ from replicas.cli.render_events import concerns, event_line
 from replicas.cli.screen import Screen
 from replicas.common.decoding import MALFORMED
 from replicas.common.foreign import ascii_controls, readable
+from replicas.config.values import UNITS_S, in_units
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
 from replicas.errors import Disconnected, UsageError
 from replicas.telemetry import event_log
@@ -40,8 +40,6 @@ from replicas.telemetry.events import Record, RunEnded, RunStarted, decode, enco
 __all__ = ["events", "logs", "moment", "status"]
 
 _LINE_NBYTES = 2 << 20
-_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
-_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _CLOCKS = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d")
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new lines until the run is over.")]
@@ -281,9 +279,9 @@ def moment(text: str, *, now: float) -> float:
 
     :raises UsageError: the text is none of these.
     """
-    age = _AGO.fullmatch(text.strip())
+    age = in_units(text, UNITS_S)
     if age is not None:
-        return now - float(age[1]) * _UNITS_S[age[2]]
+        return now - age
     today = time.strftime("%Y-%m-%d", time.localtime(now))
     for words in (text.strip(), f"{today} {text.strip()}"):
         for clock in _CLOCKS:
@@ -291,5 +289,5 @@ def moment(text: str, *, now: float) -> float:
                 found = time.mktime(time.strptime(words, clock))
             except (ValueError, OverflowError):
                 continue
-            return found if found <= now or words == text.strip() else found - _UNITS_S["d"]
+            return found if found <= now or words == text.strip() else found - UNITS_S["d"]
     raise UsageError(f'"{text}" is no time', hint='write "10m" (ago), "14:30", or "2026-11-21 14:30"')

@@ -69,7 +69,7 @@ def wait(
 
 def _seconds(text: str) -> float:
     place = config_values.Place(Path())
-    found = config_values.duration()(place, text)
+    found = config_values.duration().read(place, text)
     if place.problems:
         raise UsageError(f'"{text}" is no duration', hint='write --timeout "90s", "10m" or "1h"')
     seconds: float = found

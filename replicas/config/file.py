@@ -9,7 +9,7 @@ their defaults.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from replicas.common.foreign import visible
-from replicas.config import places as config_places
 from replicas.config import tables as config_tables
 from replicas.config import text as config_text
 from replicas.config.groups import build_group, build_restart
@@ -74,9 +73,9 @@ def load(path: Path | str) -> Config:
         raise BadConfig([f"cannot be read: {error.strerror}"], source=source) from error
     except ValueError as error:
         raise BadConfig([visible(str(error))], source=source) from error
-    path = config_places.absolute(path)
-    home, lines = config_places.state_home(path.parent), config_text.Lines(text, mapping)
-    return _parse(mapping, base=path.parent.resolve(), home=home, source=source, path=path, lines=lines)
+    path = config_text.absolute(path)
+    place = Place(path.parent.resolve(), home=config_text.state_home(path.parent))
+    return _parse(place, mapping, source, path, config_text.Lines(text, mapping))
 
 
 def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str = "config") -> Config:
@@ -87,8 +86,7 @@ def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str =
     :param source: what to call it in errors.
     :raises BadConfig: with every problem found.
     """
-    folder = Path.cwd() if base is None else base.resolve()
-    return _parse(mapping, base=folder, home=folder, source=source, path=None)
+    return _parse(Place(Path.cwd() if base is None else base.resolve()), mapping, source)
 
 
 def channels_from(
@@ -99,17 +97,16 @@ def channels_from(
     :param replicas: number of replicas of each known group; not all need be known.
     :raises BadConfig: with every problem found.
     """
-    place = Place(Path.cwd())
-    tables = channels
+    place, tables = Place(Path.cwd()), channels
     if isinstance(channels, Mapping):
         tables = {name: _as_table(one) if isinstance(one, ChannelConfig) else one for name, one in channels.items()}
-    read = config_tables.each(place, tables, ChannelConfig, _BUILDS)
-    found: dict[str, ChannelConfig] = {} if read is UNSET else read
-    for channel in found.values():
+    found = config_tables.each(place, tables, ChannelConfig, _BUILDS)
+    for channel in found.values() if found is not UNSET else ():
         _check_slots(place.at(channel.name), channel, replicas)
     if place.problems:
         raise BadConfig(in_order_of(tables, place.problems), source=source)
-    return found
+    read: dict[str, ChannelConfig] = found
+    return read
 
 
 def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
@@ -120,15 +117,12 @@ def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
 
 
 def _parse(
+    place: Place,
     mapping: Mapping[str, Any],
-    *,
-    base: Path,
-    home: Path,
     source: str,
-    path: Path | None,
+    path: Path | None = None,
     lines: config_text.Lines | None = None,
 ) -> Config:
-    place = Place(base, home=home)
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
     config = config_tables.read(place, mapping, Config, _BUILDS)
@@ -156,7 +150,7 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    fields.setdefault("state_dir", place.home / ".replicas" / fields["name"])
+    fields.setdefault("state_dir", (place.home or place.base) / ".replicas" / fields["name"])
     return RunConfig(**fields)
 
 
@@ -218,7 +212,9 @@ def _check_roles(place: Place, channel: ChannelConfig) -> None:
             )
         else:
             place.at("peers").problem("a channel has either peers or sources and targets; make two channels of it")
-    elif not channel.peers and not channel.sources and not place.has_problems():
+    elif not (
+        channel.peers or channel.sources or any(path[: len(place.path)] == place.path for path, _ in place.problems)
+    ):
         place.problem("needs sources (and targets), or peers")
     if len({party.ranks for party in channel.peers}) > 1:
         place.at("peers").problem("all peers of a channel must have the same ranks")
@@ -237,28 +233,42 @@ _BUILDS: config_tables.Builds = {
 
 
 def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> None:
+    groups = config.groups.values()
     known = [str(group) for group in mapping["groups"]]  # including those with problems
     if not known:
         place.at("groups").problem("is empty; define at least one group")
-    _check_names(place.at("run", "stop_when"), config.run.stop_when, known)
-    for stopper in config.run.stop_when:
-        group = config.groups.get(stopper)
-        if group is not None and group.restart.policy == "always":
-            place.at("run", "stop_when").problem(f'group "{stopper}" has restart policy "always", so it never finishes')
-    for group in config.groups.values():
-        _check_dependencies(place.at("groups", group.name, "depends_on"), group, config, known)
+    stop_when = place.at("run", "stop_when")
+    _check_names(stop_when, config.run.stop_when, known)
+    _check_finishing(stop_when, config.run.stop_when, config)
+    for group in groups:
+        depends_on = place.at("groups", group.name, "depends_on")
+        _check_names(depends_on, [one.group for one in group.depends_on], known)
+        _check_finishing(depends_on, [one.group for one in group.depends_on if one.condition == "finished"], config)
     _check_cycles(place, config)
-    _check_ranks(place.at("groups"), config)
-    _check_gpus(place.at("groups"), config)
+    ranks = sum(group.replicas * group.world_size for group in groups)
+    if ranks > RANKS_MAX:
+        place.at("groups").problem(f"ask for {ranks:,} ranks in all; at most {RANKS_MAX:,} are possible")
+    asking = next((group.name for group in groups if group.resources.gpus), None)
+    for group in groups:
+        if asking is not None and "CUDA_VISIBLE_DEVICES" in group.env and group.resources.gpus is None:
+            place.at("groups", group.name, "env").problem(
+                f'sets CUDA_VISIBLE_DEVICES while group "{asking}" asks for resources.gpus; let both ask, '
+                "so that no GPU is given out twice"
+            )
     for channel in config.channels.values():
-        _check_channel(place.at("channels", channel.name), channel, config, known)
+        here = place.at("channels", channel.name)
+        for role in ("sources", "targets", "peers"):
+            _check_names(here.at(role), list(dict.fromkeys(party.group for party in getattr(channel, role))), known)
+        _check_slots(here, channel, {group.name: group.replicas for group in groups})
+        if channel.staging == "device":
+            _check_device_staging(here.at("staging"), channel, config)
     if config.store.port and config.store.port == config.control.port:
         place.at("store", "port").problem(
             f"{config.store.port} is the port of control.listen too; use 0 or another one"
         )
 
 
-def _check_names(place: Place, names: tuple[str, ...], known: list[str]) -> None:
+def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
     for index, group in enumerate(names):
         if group not in known:
             place.problem(f'there is no group "{group}"{nearest(group, known)}')
@@ -266,22 +276,10 @@ def _check_names(place: Place, names: tuple[str, ...], known: list[str]) -> None
             place.problem(f'group "{group}" is listed twice')
 
 
-def _check_dependencies(place: Place, group: GroupConfig, config: Config, known: list[str]) -> None:
-    _check_names(place, tuple(dependency.group for dependency in group.depends_on), known)
-    for dependency in group.depends_on:
-        other = config.groups.get(dependency.group)
-        if dependency.condition == "finished" and other is not None and other.restart.policy == "always":
-            place.problem(f'group "{other.name}" has restart policy "always", so it never finishes')
-
-
-def _check_gpus(place: Place, config: Config) -> None:
-    asking = next((group.name for group in config.groups.values() if group.resources.gpus), None)
-    for group in config.groups.values():
-        if asking is not None and "CUDA_VISIBLE_DEVICES" in group.env and group.resources.gpus is None:
-            place.at(group.name, "env").problem(
-                f'sets CUDA_VISIBLE_DEVICES while group "{asking}" asks for resources.gpus; let both ask, '
-                "so that no GPU is given out twice"
-            )
+def _check_finishing(place: Place, names: Sequence[str], config: Config) -> None:
+    for name in names:
+        if name in config.groups and config.groups[name].restart.policy == "always":
+            place.problem(f'group "{name}" has restart policy "always", so it never finishes')
 
 
 def _check_cycles(place: Place, config: Config) -> None:
@@ -298,20 +296,6 @@ def _check_cycles(place: Place, config: Config) -> None:
 
     for group in config.groups:
         visit(group, ())
-
-
-def _check_ranks(place: Place, config: Config) -> None:
-    ranks = sum(group.replicas * group.world_size for group in config.groups.values())
-    if ranks > RANKS_MAX:
-        place.problem(f"ask for {ranks:,} ranks in all; at most {RANKS_MAX:,} are possible")
-
-
-def _check_channel(place: Place, channel: ChannelConfig, config: Config, known: list[str]) -> None:
-    for role in ("sources", "targets", "peers"):
-        _check_names(place.at(role), tuple(dict.fromkeys(party.group for party in getattr(channel, role))), known)
-    _check_slots(place, channel, {group.name: group.replicas for group in config.groups.values()})
-    if channel.staging == "device":
-        _check_device_staging(place.at("staging"), channel, config)
 
 
 def _check_slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:

@@ -2,23 +2,37 @@
 
 The files that it names (programs, folders, environment files) are checked here too, so
 that ``replicas check`` finds missing ones before anything is started.
+
+An environment file is read as systemd, Docker and shells do. A line is empty, a comment
+(``#``), or ``NAME=value`` with an optional ``export`` before it. A value in single
+quotes is literal; in double quotes ``\\n``, ``\\t``, ``\\"``, ``\\\\`` and ``\\$`` are
+escapes. Without quotes it ends at a blank and a ``#`` (``COLOR=#fff`` has no comment)
+or at the end of the line, without surrounding blanks. The last line of a name wins.
+``$NAME`` is not expanded.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from replicas.config import env_file
 from replicas.config import text as config_text
 from replicas.config.structs import GroupConfig, RestartConfig
 from replicas.config.values import Place
 
-__all__ = ["build_group", "build_restart"]
+__all__ = ["BadLine", "build_group", "build_restart", "parse_env"]
 
 _RESERVED_ENV = ("REPLICA_ID", "REPLICA_NUM")
+_LINE = re.compile(r"(?:export[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)[ \t]*=(.*)", re.DOTALL)
+_SINGLE = re.compile(r"'([^']*)'\s*(?:#.*)?")
+_DOUBLE = re.compile(r'"((?:[^"\\]|\\.)*)"\s*(?:#.*)?')
+_ESCAPE = re.compile(r"\\(.)")
+_COMMENT = re.compile(r"\s+#.*")
+_ESCAPES = {"n": "\n", "t": "\t"}
 
 
 def build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
@@ -40,7 +54,7 @@ def build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
         place.at("nnodes").problem('launcher = "exec" starts one program for each replica; leave nnodes at 1')
     if (group.min_ready or 0) > group.replicas:
         place.at("min_ready").problem(f"{group.min_ready} is more than the {group.replicas} replicas of the group")
-    if not _is(group.cwd.is_dir):
+    if not os.path.isdir(group.cwd):  # noqa: PTH112  # Path.is_dir raises where the system denies access
         place.at("cwd").problem(f'folder "{group.cwd}" does not exist')
     elif group.command:
         _check_command(place.at("command"), group)
@@ -61,15 +75,12 @@ def _is_reserved(variable: str) -> bool:
 
 def _read_environment(place: Place, path: Path) -> dict[str, str]:
     try:
-        variables = env_file.parse(config_text.read(path))
+        variables = parse_env(config_text.read(path))
     except OSError as error:
         place.problem(f'"{path}" cannot be read: {error.strerror}')
         return {}
-    except env_file.BadLine as error:
-        place.problem(f'"{path}", {error}')
-        return {}
     except ValueError as error:
-        place.problem(f'"{path}" {error}')
+        place.problem(f'"{path}"{"," if isinstance(error, BadLine) else ""} {error}')
         return {}
     for variable in filter(_is_reserved, variables):
         place.problem(f'"{path}": {variable} is set for each rank by the supervisor; remove it')
@@ -90,15 +101,11 @@ def _check_command(place: Place, group: GroupConfig) -> None:
     if program == "-m":
         return
     is_path = program.endswith(".py") or "/" in program
-    if is_path:
+    if is_path and not os.path.isfile(group.cwd / program):  # noqa: PTH113  # as above
         where = "" if Path(program).is_absolute() else f" in {group.cwd}"
-        if not _is((group.cwd / program).is_file):
-            place.problem(f'"{program}" does not exist{where}')
-            return
-    search = group.env.get("PATH")
-    if (
-        not program.endswith(".py")
-        and shutil.which(str(group.cwd / program) if is_path else program, path=search) is None
+        place.problem(f'"{program}" does not exist{where}')
+    elif not program.endswith(".py") and (
+        shutil.which(str(group.cwd / program) if is_path else program, path=group.env.get("PATH")) is None
     ):
         place.problem(
             f'"{program}" is not executable; run chmod +x on it'
@@ -107,9 +114,34 @@ def _check_command(place: Place, group: GroupConfig) -> None:
         )
 
 
-def _is(test: Callable[[], bool]) -> bool:
-    """Test a path; False also where the system denies access."""
-    try:
-        return test()
-    except OSError:
-        return False
+class BadLine(ValueError):
+    """A line is no ``NAME=value``. Not quoted in the text: it may hold a secret."""
+
+
+def parse_env(text: str) -> dict[str, str]:
+    """Return the variables of an environment file.
+
+    :raises BadLine: at the first malformed line.
+    """
+    variables: dict[str, str] = {}
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise BadLine(f"line {number}: expected NAME=value")
+        if "\0" in line:
+            raise BadLine(f"line {number}: contains a NUL character")
+        variables[match[1]] = _value(match[2], number)
+    return variables
+
+
+def _value(text: str, number: int) -> str:
+    quoted = text.lstrip()
+    if not quoted.startswith(("'", '"')):
+        return _COMMENT.sub("", text).strip()
+    match = (_SINGLE if quoted[0] == "'" else _DOUBLE).fullmatch(quoted)
+    if match is None:
+        raise BadLine(f"line {number}: the value begins with a quote that does not end it")
+    return match[1] if quoted[0] == "'" else _ESCAPE.sub(lambda found: _ESCAPES.get(found[1], found[1]), match[1])

@@ -1,8 +1,10 @@
 """The config of a run as frozen structs, which are also the schema of its TOML file.
 
 The structs have resolved values (durations in seconds, defaults filled in, names
-checked). Each field with a :class:`~replicas.config.tables.Doc` is a key of the file; a
-``ClassVar`` is a key from which other fields are resolved.
+checked). A documented field is a key of the file, as its type says
+(:mod:`replicas.config.tables`); a ``ClassVar`` is a key from which other fields are
+resolved. The docstring says what a key sets, then when to set it; the reference page
+quotes it.
 :func:`replicas.config.file.load` reads a file and :func:`replicas.config.file.parse` a
 mapping.
 """
@@ -16,7 +18,7 @@ import msgspec
 from msgspec import UNSET
 
 from replicas.config import values as forms
-from replicas.config.tables import Doc
+from replicas.config.tables import AsKey
 from replicas.config.values import Form, Place, form, names, show
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import OnFailure
@@ -41,166 +43,122 @@ _ROLES = 'list of group names, or of { group = "NAME", ranks = "..." }'
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
-    name: Annotated[forms.Name, Doc("The name of the run, in its state folder, metrics and logs.", stand_in="unnamed")]
-    stop_when: Annotated[
-        forms.GroupNames,
-        Doc(
-            "The run is over when these groups have finished; without any, when all groups have.",
-            "Set it when the other groups, such as rollouts, serve until they are stopped.",
-        ),
-    ] = ()
-    state_dir: Annotated[
-        forms.Folder,
-        Doc(
-            "The folder of the run's logs, lock, token, events and decision log.",
-            "Set it when the folder of the config file is read-only, shared or slow.",
-            '".replicas/NAME" beside the config file',
-        ),
-    ]
-    events_max_nbytes: Annotated[
-        _LogSize, Doc("The file of events is rotated at this size.", key="events_max_size")
-    ] = 64 << 20
+    name: Annotated[forms.Name, AsKey(stand_in="unnamed")]
+    """The name of the run, in its state folder, metrics and logs."""
+    stop_when: forms.GroupNames = ()
+    """The run is over when these groups have finished; without any, when all groups
+    have. Set it when the other groups, such as rollouts, serve until they are stopped.
+    """
+    state_dir: Annotated[forms.Folder, AsKey(default='".replicas/NAME" beside the config file')]
+    """The folder of the run's logs, lock, token, events and decision log. Set it when
+    the folder of the config file is read-only, shared or slow.
+    """
+    events_max_nbytes: Annotated[_LogSize, AsKey(name="events_max_size")] = 64 << 20
+    """The file of events is rotated at this size."""
 
 
 class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    max_nbytes: Annotated[_LogSize, Doc("The log of a rank is rotated at this size.", key="max_size")] = 64 << 20
-    keep: Annotated[forms.Natural, Doc("Number of rotated files kept of each rank's log.")] = 3
-    keep_generations: Annotated[
-        forms.Count, Doc("Number of a replica's generations whose logs are kept, the present one included.")
-    ] = 10
-    tee: Annotated[
-        Literal["auto", "always", "never"],
-        Doc(
-            'The lines of all ranks go to the supervisor\'s stderr, too ("auto": when it is a terminal).',
-            'Set "always" where a collector, such as journald or Kubernetes, takes what the supervisor prints.',
-        ),
-    ] = "auto"
+    max_nbytes: Annotated[_LogSize, AsKey(name="max_size")] = 64 << 20
+    """The log of a rank is rotated at this size."""
+    keep: forms.Natural = 3
+    """Number of rotated files kept of each rank's log."""
+    keep_generations: forms.Count = 10
+    """Number of a replica's generations whose logs are kept, the present one included.
+    """
+    tee: Literal["auto", "always", "never"] = "auto"
+    """The lines of all ranks go to the supervisor's stderr, too ("auto": when it is a
+    terminal). Set "always" where a collector, such as journald or Kubernetes, takes
+    what the supervisor prints.
+    """
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    bind: Annotated[
-        forms.Address,
-        Doc(
-            "The store of rendezvous listens on this address, which members are told.",
-            "Set it when ranks run on other machines.",
-        ),
-    ] = "127.0.0.1"
-    port: Annotated[
-        forms.Port,
-        Doc(
-            "The store listens on this port; 0: one of the system's choice.",
-            "Set it when a firewall opens fixed ports.",
-        ),
-    ] = 0
+    bind: forms.Address = "127.0.0.1"
+    """The store of rendezvous listens on this address, which members are told. Set it
+    when ranks run on other machines.
+    """
+    port: forms.Port = 0
+    """The store listens on this port; 0: one of the system's choice. Set it when a
+    firewall opens fixed ports.
+    """
 
 
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
-    listen: ClassVar[
-        Annotated[
-            forms.Listen,
-            Doc(
-                "The sessions of members, the HTTP API and the metrics listen here; port 0: one of the system's choice.",
-                "Set the host when ranks run on other machines, the port when two runs share a machine.",
-                '"127.0.0.1:9477"',
-            ),
-        ]
-    ]
+    listen: ClassVar[Annotated[forms.Listen, AsKey(default='"127.0.0.1:9477"')]]
+    """The sessions of members, the HTTP API and the metrics listen here; port 0: one of
+    the system's choice. Set the host when ranks run on other machines, the port when
+    two runs share a machine.
+    """
     host: str = "127.0.0.1"
     port: int = 9477
-    socket: Annotated[
-        forms.File | None,
-        Doc(
-            "The Unix socket on which the commands of the same user reach the run, of at most 107 bytes.",
-            default='"control.sock" in the state folder',
-        ),
-    ] = None
+    socket: Annotated[forms.File | None, AsKey(default='"control.sock" in the state folder')] = None
+    """The Unix socket on which the commands of the same user reach the run, of at most
+    107 bytes.
+    """
 
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
-    policy: Annotated[
-        Literal["always", "on-failure", "never"],
-        Doc('A replica that ends is started again always, after a failure, or never; "always" never finishes.'),
-    ] = "on-failure"
-    max_restarts: Annotated[
-        forms.Natural, Doc("Number of restarts of the group within window; a failure beyond them is final.")
-    ] = 5
-    window_s: Annotated[
-        forms.Duration,
-        Doc("Time for which a restart counts; a replica that ran as long begins with initial_delay again."),
-    ] = 600.0
-    initial_delay_s: Annotated[
-        forms.DurationOr0,
-        Doc("Delay of a replica's first restart; each further one within window waits twice as long."),
-    ] = 1.0
-    max_delay_s: Annotated[forms.DurationOr0, Doc("Longest delay of a restart.")] = 60.0
-    strategy: Annotated[
-        Literal["replica", "group"],
-        Doc(
-            "A failure restarts the replica that failed, or all replicas of its group.",
-            'Set "group" when the replicas of the group depend on each other\'s state.',
-        ),
-    ] = "replica"
-    no_progress_cycles: Annotated[
-        forms.Natural,
-        Doc(
-            "Number of failures in a row without a new step or version that make a failure final; 0: no such rule.",
-            "Raise it when a replica may fail often before its first step; set 0 when the budget alone should decide.",
-        ),
-    ] = 3
+    policy: Literal["always", "on-failure", "never"] = "on-failure"
+    """A replica that ends is started again always, after a failure, or never; "always"
+    never finishes.
+    """
+    max_restarts: forms.Natural = 5
+    """Number of restarts of the group within window; a failure beyond them is final."""
+    window_s: forms.Duration = 600.0
+    """Time for which a restart counts; a replica that ran as long begins with
+    initial_delay again.
+    """
+    initial_delay_s: forms.DurationOr0 = 1.0
+    """Delay of a replica's first restart; each further one within window waits twice as
+    long.
+    """
+    max_delay_s: forms.DurationOr0 = 60.0
+    """Longest delay of a restart."""
+    strategy: Literal["replica", "group"] = "replica"
+    """A failure restarts the replica that failed, or all replicas of its group. Set
+    "group" when the replicas of the group depend on each other's state.
+    """
+    no_progress_cycles: forms.Natural = 3
+    """Number of failures in a row without a new step or version that make a failure
+    final; 0: no such rule. Raise it when a replica may fail often before its first
+    step; set 0 when the budget alone should decide.
+    """
 
 
 class HealthConfig(msgspec.Struct, frozen=True, kw_only=True):
-    start_timeout_s: Annotated[
-        forms.Duration,
-        Doc(
-            "A replica that is not ready within this time of its start is restarted.",
-            "Raise it when loading a model, or compiling it, takes longer.",
-        ),
-    ] = 300.0
-    heartbeat_timeout_s: Annotated[
-        forms.Duration, Doc("A replica of which a member sends no heartbeat for this time is restarted.")
-    ] = 30.0
-    progress_timeout_s: Annotated[
-        forms.Duration,
-        Doc(
-            "A replica that makes no progress for this time, while it should, is restarted.",
-            "Raise it when one step takes longer.",
-        ),
-    ] = 900.0
-    load_deadline_s: Annotated[
-        forms.Duration,
-        Doc("A replica that has ceased to be ready, and is not so again within this time, is restarted."),
-    ] = 300.0
+    start_timeout_s: forms.Duration = 300.0
+    """A replica that is not ready within this time of its start is restarted. Raise it
+    when loading a model, or compiling it, takes longer.
+    """
+    heartbeat_timeout_s: forms.Duration = 30.0
+    """A replica of which a member sends no heartbeat for this time is restarted."""
+    progress_timeout_s: forms.Duration = 900.0
+    """A replica that makes no progress for this time, while it should, is restarted.
+    Raise it when one step takes longer.
+    """
+    load_deadline_s: forms.Duration = 300.0
+    """A replica that has ceased to be ready, and is not so again within this time, is
+    restarted.
+    """
 
 
 class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Resources and limits of a group's processes; None: no limit, nothing is set."""
 
     gpus: Annotated[
-        forms.Natural | None,
-        Doc(
-            "Number of GPUs of each rank, given by CUDA_VISIBLE_DEVICES, none to two ranks.",
-            "Set it for every group that uses GPUs when several share a machine.",
-            "all GPUs; none in a run in which another group asks for some",
-        ),
+        forms.Natural | None, AsKey(default="all GPUs; none in a run in which another group asks for some")
     ] = None
-    cpu_threads: Annotated[
-        forms.Count | None, Doc("Number of compute threads of each rank, set as OMP_NUM_THREADS.")
-    ] = None
-    memory_nbytes: Annotated[
-        int | None,
-        forms.size(1 << 20),
-        Doc(
-            "Host memory that a replica may use, limited by a control group.",
-            "Set it when one replica's leak must not end the others.",
-            "no limit",
-            key="memory",
-        ),
-    ] = None
-    max_processes: Annotated[
-        forms.Count | None,
-        Doc("Number of processes and threads of a replica, limited by a control group.", default="no limit"),
-    ] = None
+    """Number of GPUs of each rank, given by CUDA_VISIBLE_DEVICES, none to two ranks.
+    Set it for every group that uses GPUs when several share a machine.
+    """
+    cpu_threads: forms.Count | None = None
+    """Number of compute threads of each rank, set as OMP_NUM_THREADS."""
+    memory_nbytes: Annotated[int | None, forms.size(1 << 20), AsKey(default="no limit", name="memory")] = None
+    """Host memory that a replica may use, limited by a control group. Set it when one
+    replica's leak must not end the others.
+    """
+    max_processes: Annotated[forms.Count | None, AsKey(default="no limit")] = None
+    """Number of processes and threads of a replica, limited by a control group."""
 
 
 class Dependency(msgspec.Struct, frozen=True):
@@ -215,7 +173,7 @@ class Dependency(msgspec.Struct, frozen=True):
 
 @form('list of "GROUP", "GROUP:ready" or "GROUP:finished"', names.range)
 def _dependencies(place: Place, value: object) -> Any:
-    words = names(place, value)
+    words = names.read(place, value)
     if words is UNSET:
         return words
     dependencies = []
@@ -232,79 +190,63 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``env``: variables for its processes, those of ``env_file`` included."""
 
     name: str
-    replicas: Annotated[int, forms.whole(1, REPLICAS_MAX), Doc("Number of replicas of the group.")] = 1
-    nproc_per_node: Annotated[forms.Count, Doc("Number of ranks of a replica on each of its nodes.")] = 1
-    nnodes: Annotated[
-        forms.Count, Doc('Number of nodes of a replica, each a process tree of its own; 1 with launcher = "exec".')
-    ] = 1
-    command: Annotated[
-        forms.Command,
-        Doc('A rank\'s program and its arguments: a ".py" file, "-m" and a module, or an executable.', stand_in=()),
-    ]
-    launcher: Annotated[
-        Literal["torchrun", "exec"],
-        Doc(
-            "Whether torchrun starts the ranks of a replica, or the program is executed once, as it is.",
-            'Set "exec" for a program that is one process or starts its own, such as an inference server.',
-        ),
-    ] = "torchrun"
-    depends_on: Annotated[
-        tuple[Dependency, ...],
-        _dependencies,
-        Doc(
-            "The group starts when each replica of these groups is ready or finished, or with :finished has finished.",
-            'Set "GROUP:finished" for a group that prepares data or weights.',
-        ),
-    ] = ()
-    restart: Annotated[RestartConfig, Doc("When a replica that has ended is started again.")] = RestartConfig()
-    health: Annotated[HealthConfig, Doc("When a replica that lives is taken for stuck.")] = HealthConfig()
-    resources: Annotated[ResourcesConfig, Doc("What the processes of the group get.")] = ResourcesConfig()
-    env: Annotated[
-        forms.Environment, Doc("Environment variables of the group's processes, over those of env_file.")
-    ] = {}
-    env_file: Annotated[
-        forms.File | None,
-        Doc(
-            "A file of NAME=value lines with environment variables.",
-            "Set it for secrets, which do not belong in a config.",
-        ),
-    ] = None
-    cwd: Annotated[
-        forms.Folder, Doc("The working folder of the group's processes.", default="the folder of the config file")
-    ]
-    drain_timeout_s: Annotated[
-        forms.DurationOr0,
-        Doc(
-            "Time in which a replica that is being ended may finish its sync before SIGTERM.",
-            "Set 0 to end it at once.",
-        ),
-    ] = 30.0
-    stop_timeout_s: Annotated[
-        forms.Duration,
-        Doc(
-            "Time from SIGTERM to SIGKILL of a replica that is being ended.",
-            "Raise it when it saves a checkpoint then.",
-        ),
-    ] = 10.0
-    max_unavailable: Annotated[
-        forms.Count, Doc("Number of replicas that a rolling restart ends at a time, at most.")
-    ] = 1
+    replicas: Annotated[int, forms.whole(1, REPLICAS_MAX)] = 1
+    """Number of replicas of the group."""
+    nproc_per_node: forms.Count = 1
+    """Number of ranks of a replica on each of its nodes."""
+    nnodes: forms.Count = 1
+    """Number of nodes of a replica, each a process tree of its own; 1 with launcher =
+    "exec".
+    """
+    command: Annotated[forms.Command, AsKey(stand_in=())]
+    """A rank's program and its arguments: a ".py" file, "-m" and a module, or an
+    executable.
+    """
+    launcher: Literal["torchrun", "exec"] = "torchrun"
+    """Whether torchrun starts the ranks of a replica, or the program is executed once,
+    as it is. Set "exec" for a program that is one process or starts its own, such as an
+    inference server.
+    """
+    depends_on: Annotated[tuple[Dependency, ...], _dependencies] = ()
+    """The group starts when each replica of these groups is ready or finished, or with
+    :finished has finished. Set "GROUP:finished" for a group that prepares data or
+    weights.
+    """
+    restart: RestartConfig = RestartConfig()
+    """When a replica that has ended is started again."""
+    health: HealthConfig = HealthConfig()
+    """When a replica that lives is taken for stuck."""
+    resources: ResourcesConfig = ResourcesConfig()
+    """What the processes of the group get."""
+    env: forms.Environment = {}
+    """Environment variables of the group's processes, over those of env_file."""
+    env_file: forms.File | None = None
+    """A file of NAME=value lines with environment variables. Set it for secrets, which
+    do not belong in a config.
+    """
+    cwd: Annotated[forms.Folder, AsKey(default="the folder of the config file")]
+    """The working folder of the group's processes."""
+    drain_timeout_s: forms.DurationOr0 = 30.0
+    """Time in which a replica that is being ended may finish its sync before SIGTERM.
+    Set 0 to end it at once.
+    """
+    stop_timeout_s: forms.Duration = 10.0
+    """Time from SIGTERM to SIGKILL of a replica that is being ended. Raise it when it
+    saves a checkpoint then.
+    """
+    max_unavailable: forms.Count = 1
+    """Number of replicas that a rolling restart ends at a time, at most."""
     on_failure: Annotated[
-        OnFailure,
-        Doc(
-            "What ends when a replica of the group has failed for good: the run, the group, or the replica alone.",
-            "Set it when a replica is more, or less, important than the default says.",
-            '"run"; "replica" for a group that is only a target of channels',
-        ),
+        OnFailure, AsKey(default='"run"; "replica" for a group that is only a target of channels')
     ] = "run"
-    min_ready: Annotated[
-        forms.Natural | None,
-        Doc(
-            "Number of ready replicas that make the group ready; when fewer are left, the run ends.",
-            "Set it when the run is useful with some replicas missing.",
-            "all to be ready, none to go on",
-        ),
-    ] = None
+    """What ends when a replica of the group has failed for good: the run, the group, or
+    the replica alone. Set it when a replica is more, or less, important than the
+    default says.
+    """
+    min_ready: Annotated[forms.Natural | None, AsKey(default="all to be ready, none to go on")] = None
+    """Number of ready replicas that make the group ready; when fewer are left, the run
+    ends. Set it when the run is useful with some replicas missing.
+    """
 
     @property
     def world_size(self) -> int:
@@ -318,8 +260,10 @@ class ChannelRole(msgspec.Struct, frozen=True):
     ``ranks``: the ranks that carry bytes, the same for all peers of a channel.
     """
 
-    group: Annotated[forms.Name, Doc("The group.")]
-    ranks: Annotated[Literal["leader", "each", "all"], Doc("Which of its ranks carry bytes.")]
+    group: forms.Name
+    """The group."""
+    ranks: Literal["leader", "each", "all"]
+    """Which of its ranks carry bytes."""
 
 
 def _parties(ranks: str) -> Form:
@@ -329,94 +273,65 @@ def _parties(ranks: str) -> Form:
 
 class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    sources: Annotated[
-        tuple[ChannelRole, ...],
-        _parties('ranks "leader" (default) or "all"'),
-        Doc("The groups that publish versions, by rank 0 or by all ranks, each with a part."),
-    ] = ()
-    targets: Annotated[
-        tuple[ChannelRole, ...],
-        _parties('ranks "leader" or "all" (default)'),
-        Doc("The groups that receive versions, on rank 0 or on all ranks."),
-    ] = ()
-    peers: Annotated[
-        tuple[ChannelRole, ...],
-        _parties('ranks "leader" (default), "each" or "all"'),
-        Doc(
-            "The groups that run collectives with each other, in place of sources and targets.",
-            "Set it for an outer optimizer, or other collectives across replicas.",
-        ),
-    ] = ()
-    ranks: ClassVar[
-        Annotated[
-            Literal["leader", "each", "all"],
-            Doc("The ranks of all peers that do not say their own.", "Set it for a channel with peers.", '"leader"'),
-        ]
-    ]
-    backend: Annotated[
-        Literal["auto", "gloo", "nccl"],
-        Doc(
-            'The process groups of the channel use this backend ("auto": NCCL where all members have it, else Gloo).',
-            'Set "nccl" when a fallback to Gloo should be an error.',
-        ),
-    ] = "auto"
-    transport: Annotated[
-        Literal["auto", "group"],
-        Doc(
-            'Bytes go through mapped memory within a host ("auto"), or always through the process group ("group").',
-            'Set "group" when processes of one host must not read each other\'s memory.',
-        ),
-    ] = "auto"
-    deadline_s: Annotated[
-        forms.Duration,
-        Doc(
-            "Longest time of a sync or an operation, unless the call says otherwise.",
-            "Raise it when the weights do not pass the network in this time.",
-        ),
-    ] = 60.0
-    on_lost: Annotated[
-        Literal["drop", "raise"],
-        Doc(
-            "When a target is lost during a sync, the version commits over those left, or the publish fails.",
-            'Set "raise" when every target must have every version.',
-        ),
-    ] = "drop"
-    slots: Annotated[
-        forms.Count,
-        Doc(
-            "Number of versions that each rank has memory for; with sources at least 2.",
-            "Raise it when a slow target should keep its version while newer ones come.",
-        ),
-    ] = 2
-    min_targets: Annotated[
-        forms.Natural,
-        Doc(
-            "Number of target replicas that a version waits for, and that must hold it to commit.",
-            "Set 1 when a version must outlive its source.",
-        ),
-    ] = 0
-    staging: Annotated[
-        Literal["host", "device"],
-        Doc(
-            "The slots are in host memory, or on each rank's own GPU.",
-            'Set "device" when there is GPU memory for them and the way through the host is too slow.',
-        ),
-    ] = "host"
+    sources: Annotated[tuple[ChannelRole, ...], _parties('ranks "leader" (default) or "all"')] = ()
+    """The groups that publish versions, by rank 0 or by all ranks, each with a part."""
+    targets: Annotated[tuple[ChannelRole, ...], _parties('ranks "leader" or "all" (default)')] = ()
+    """The groups that receive versions, on rank 0 or on all ranks."""
+    peers: Annotated[tuple[ChannelRole, ...], _parties('ranks "leader" (default), "each" or "all"')] = ()
+    """The groups that run collectives with each other, in place of sources and targets.
+    Set it for an outer optimizer, or other collectives across replicas.
+    """
+    ranks: ClassVar[Annotated[Literal["leader", "each", "all"], AsKey(default='"leader"')]]
+    """The ranks of all peers that do not say their own. Set it for a channel with
+    peers.
+    """
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """The process groups of the channel use this backend ("auto": NCCL where all
+    members have it, else Gloo). Set "nccl" when a fallback to Gloo should be an error.
+    """
+    transport: Literal["auto", "group"] = "auto"
+    """Bytes go through mapped memory within a host ("auto"), or always through the
+    process group ("group"). Set "group" when processes of one host must not read each
+    other's memory.
+    """
+    deadline_s: forms.Duration = 60.0
+    """Longest time of a sync or an operation, unless the call says otherwise. Raise it
+    when the weights do not pass the network in this time.
+    """
+    on_lost: Literal["drop", "raise"] = "drop"
+    """When a target is lost during a sync, the version commits over those left, or the
+    publish fails. Set "raise" when every target must have every version.
+    """
+    slots: forms.Count = 2
+    """Number of versions that each rank has memory for; with sources at least 2. Raise
+    it when a slow target should keep its version while newer ones come.
+    """
+    min_targets: forms.Natural = 0
+    """Number of target replicas that a version waits for, and that must hold it to
+    commit. Set 1 when a version must outlive its source.
+    """
+    staging: Literal["host", "device"] = "host"
+    """The slots are in host memory, or on each rank's own GPU. Set "device" when there
+    is GPU memory for them and the way through the host is too slow.
+    """
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: Annotated[
         forms.SchemaVersion,
-        Doc(
-            f"The version of this schema: {forms.SCHEMA_VERSION}.",
-            stand_in=forms.SCHEMA_VERSION,
-            missing=f"begin the file with schema_version = {forms.SCHEMA_VERSION}",
-        ),
+        AsKey(stand_in=forms.SCHEMA_VERSION, missing=f"begin the file with schema_version = {forms.SCHEMA_VERSION}"),
     ]
-    run: Annotated[RunConfig, Doc("The run itself.")]
-    store: Annotated[StoreConfig, Doc("The store of rendezvous.")] = StoreConfig()
-    control: Annotated[ControlConfig, Doc("Where the run is reached.")] = ControlConfig()
-    logs: Annotated[LogsConfig, Doc("The logs of ranks.")] = LogsConfig()
-    groups: Annotated[dict[str, GroupConfig], Doc("The groups, by name.")]
-    channels: Annotated[dict[str, ChannelConfig], Doc("The channels, by name.")] = {}
+    """The version of this schema: 1."""
+    run: RunConfig
+    """The run itself."""
+    store: StoreConfig = StoreConfig()
+    """The store of rendezvous."""
+    control: ControlConfig = ControlConfig()
+    """Where the run is reached."""
+    logs: LogsConfig = LogsConfig()
+    """The logs of ranks."""
+    groups: dict[str, GroupConfig]
+    """The groups, by name."""
+    channels: dict[str, ChannelConfig] = {}
+    """The channels, by name."""
     source: Path | None = None

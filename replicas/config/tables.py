@@ -3,44 +3,43 @@
 Theory of operation
 ===================
 
-A struct of :mod:`replicas.config.structs` is the only schema of its table. Each field
-with a :class:`Doc` is a key: its type says how its value is read (a
-:class:`~replicas.config.values.Form`, a ``Literal``, another struct, or structs by
-name), its default is the key's. :func:`read` goes through a table once, notes every
-problem, and names the nearest known key for each unknown one. A struct is built even
-when an optional key was bad (with that key's default), so that checks across keys still
-run; the noted problems alone decide whether the config is used.
+A struct of :mod:`replicas.config.structs` is the only schema of its table. A field is a
+key if its type says how its value is read: a :class:`~replicas.config.values.Form`, a
+``Literal``, another struct, or structs by name. Its default is the key's.
+
+:func:`read` goes through a table once, notes every problem, and names the nearest known
+key for each unknown one. A struct is built even when an optional key was bad (with that
+key's default), so that checks across keys still run; the noted problems alone decide
+whether the config is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import NODEFAULT, UNSET
 
+from replicas.config.text import Lines
 from replicas.config.values import NAMED_MAX, PROBLEMS_SHOWN, Form, Place, name, nearest, one_of, show
 
-__all__ = ["Builds", "Doc", "HasPlace", "Key", "each", "in_order_of", "keys_of", "read"]
+__all__ = ["AsKey", "Builds", "Key", "each", "in_order_of", "keys_of", "read"]
 
 
-class Doc(NamedTuple):
-    """Describes a struct's field as a key of the file.
+class AsKey(NamedTuple):
+    """What a field's name, type and default do not say about its key.
 
-    :param sentence: what it sets, and :param when: when to set it.
     :param default: the default in words, where it is no constant.
-    :param key: its name in the file, where that is not the field's without its unit.
+    :param name: in the file, where that is not the field's without ``_s``.
     :param stand_in: used in place of a required key that is missing or bad, so that
         later checks still run.
     :param missing: what to do when it is missing.
     """
 
-    sentence: str
-    when: str = ""
     default: str = ""
-    key: str = ""
+    name: str = ""
     stand_in: Any = UNSET
     missing: str = "this key is required"
 
@@ -54,8 +53,8 @@ class Key(NamedTuple):
 
     field: str
     type: Form | type[msgspec.Struct] | list[type[msgspec.Struct]]
-    doc: Doc
     default: Any
+    more: AsKey
 
 
 Builds = Mapping[type[msgspec.Struct], Callable[[Place, dict[str, Any]], Any]]
@@ -71,26 +70,28 @@ def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
     }
     keys = {}
     for field, hint in get_type_hints(kind, include_extras=True).items():
-        inner = get_args(hint)[0] if get_origin(hint) is ClassVar else hint
-        metadata = getattr(inner, "__metadata__", ())
-        doc = next((one for one in metadata if isinstance(one, Doc)), None)
-        if doc is not None:
-            default = None if doc.default else defaults[field]
-            keys[doc.key or field.removesuffix("_s")] = Key(field, _type_of(inner), doc, default)
+        form, more = _form_of(get_args(hint)[0] if get_origin(hint) is ClassVar else hint)
+        if form is not None:
+            default = None if more.default else defaults[field]
+            keys[more.name or field.removesuffix("_s")] = Key(field, form, default, more)
     return keys
 
 
-def _type_of(hint: Any) -> Form | type[msgspec.Struct] | list[type[msgspec.Struct]]:
-    """Return the form, struct or list of a struct in an annotation, nested or not."""
+def _form_of(hint: Any) -> tuple[Form | type[msgspec.Struct] | list[type[msgspec.Struct]] | None, AsKey]:
+    """Return how a field with this annotation is read; None: it is no key."""
+    more = AsKey()
     while hasattr(hint, "__metadata__") or type(None) in get_args(hint):
-        known = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Form)), None)
-        if known is not None:
-            return known
+        metadata = getattr(hint, "__metadata__", ())
+        more = next((one for one in metadata if isinstance(one, AsKey)), more)
+        form = next((one for one in metadata if isinstance(one, Form)), None)
+        if form is not None:
+            return form, more
         hint = hint.__origin__ if hasattr(hint, "__metadata__") else get_args(hint)[0]
     if get_origin(hint) is Literal:
-        return one_of(*get_args(hint))
-    kind: type[msgspec.Struct] = hint
-    return [get_args(hint)[1]] if get_origin(hint) is dict else kind
+        return one_of(*get_args(hint)), more
+    if get_origin(hint) is dict:
+        return [get_args(hint)[1]], more
+    return hint if issubclass(hint, msgspec.Struct) else None, more
 
 
 def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds = {}) -> Any:  # noqa: B006  # read only
@@ -101,15 +102,15 @@ def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds
     for key, item in value.items():
         known = keys.get(key)
         if known is None:
-            close = "" if place.is_crowded() else nearest(str(key), keys)
+            close = "" if len(place.problems) >= PROBLEMS_SHOWN else nearest(str(key), keys)  # not shown
             place.at(str(key)).problem(f"unknown key{close}")
         elif (found := _value(place.at(key), item, known.type, builds)) is not UNSET:
             fields[known.field] = found
     for key, known in keys.items():
         if known.default is NODEFAULT and key not in value:
-            place.at(key).problem(f"missing; {known.doc.missing}")
-        if known.doc.stand_in is not UNSET:
-            fields.setdefault(known.field, known.doc.stand_in)
+            place.at(key).problem(f"missing; {known.more.missing}")
+        if known.more.stand_in is not UNSET:
+            fields.setdefault(known.field, known.more.stand_in)
     if any(known.default is NODEFAULT and known.field not in fields for known in keys.values()):
         return UNSET
     build = builds.get(kind)
@@ -118,7 +119,7 @@ def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds
 
 def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
     if isinstance(kind, Form):
-        return kind(place, value)
+        return kind.read(place, value)
     return each(place, value, kind[0], builds) if isinstance(kind, list) else read(place, value, kind, builds)
 
 
@@ -131,7 +132,7 @@ def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds
     found = {}
     for key, item in value.items():
         here = place.at(str(key))
-        one = read(here, item, kind, builds) if name(here, key) is not UNSET else UNSET
+        one = read(here, item, kind, builds) if name.read(here, key) is not UNSET else UNSET
         if one is not UNSET:
             found[str(key)] = one
     return found
@@ -142,14 +143,8 @@ def _no_table(place: Place, value: object) -> Any:
     return place.problem(f"expected a table, got {'a list' if isinstance(value, list | tuple) else show(value)}")
 
 
-class HasPlace(Protocol):
-    """Finds the line of the file at which a key stands."""
-
-    def of(self, path: Sequence[str]) -> int | None: ...
-
-
 def in_order_of(
-    mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: HasPlace | None = None
+    mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: Lines | None = None
 ) -> list[str]:
     """Return the problems' texts in the order of their keys in the file.
 

@@ -3,18 +3,22 @@
 tomllib reports the line of a syntax error, but not the line of a key. A key is in the
 last statement of the shortest prefix of the text that is valid TOML and has the key.
 :class:`Lines` finds it by bisection, without a grammar of its own.
+
+Paths keep their symbolic links, as a file that is read again may be another one then.
 """
 
 from __future__ import annotations
 
+import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from replicas.common.foreign import one_line
 
-__all__ = ["CONFIG_NBYTES", "DEPTH", "TOO_DEEP", "Lines", "decode", "is_too_deep", "read"]
+__all__ = ["TOO_DEEP", "Lines", "absolute", "decode", "is_too_deep", "read", "state_home"]
 
 CONFIG_NBYTES = 1 << 20
 """Maximum size of a config file or an environment file."""
@@ -25,6 +29,41 @@ _LOOKS_NCHARS = 1 << 20
 """Text that :class:`Lines` parses to find lines, at most; then it reports none."""
 _KEY_NCHARS = 40
 _REASON_NCHARS = 200
+
+
+def absolute(path: Path) -> Path:
+    """Return an absolute path that keeps its symbolic links.
+
+    Also those in the path of the current folder, as far as the shell tells (``PWD``).
+    """
+    if path.is_absolute():
+        return path
+    told = Path(os.environ.get("PWD", ""))
+    here = Path.cwd()
+    try:
+        logical = told if told.is_absolute() and told.samefile(here) else here
+    except OSError:  # PWD no longer exists
+        logical = here
+    return logical / path
+
+
+def state_home(folder: Path) -> Path:
+    """Return the default folder for the state of runs whose configs are in ``folder``.
+
+    It is ``folder`` itself, resolved. But a symbolic link to a place below its own
+    folder (``current -> releases/7``) is switched with each release: then it is the
+    link's own folder, so that the state, and the lock that makes a run unique, stay.
+
+    :param folder: an absolute path.
+    """
+    root = here = Path(folder.anchor)
+    for part in folder.parts[1:]:
+        step = here / part
+        there = step.resolve()
+        if here != root and step.is_symlink() and here in there.parents:
+            return here
+        here = there
+    return here
 
 
 def read(path: Path) -> str:
@@ -77,18 +116,10 @@ def _located(text: str, reason: str) -> str:
             return True
 
     lines = text.split("\n")
-    number = _first(1, len(lines), lambda count: fails("\n".join(lines[:count])))
+    number = 1 + bisect_left(range(1, len(lines)), True, key=lambda count: fails("\n".join(lines[:count])))
     key = lines[number - 1].partition("=")[0].strip()
     named = f" ({key if len(key) <= _KEY_NCHARS else f'{key[:_KEY_NCHARS]}…'})" if "=" in lines[number - 1] else ""
     return f"line {number}{named}: {reason}"
-
-
-def _first(low: int, high: int, test: Callable[[int], bool]) -> int:
-    """Return the smallest number for which the monotone ``test`` is true."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if test(middle) else (middle + 1, high)
-    return low
 
 
 def is_too_deep(value: object) -> bool:

@@ -13,7 +13,8 @@ import ipaddress
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -27,6 +28,7 @@ __all__ = [
     "NAME_ONE",
     "PROBLEMS_SHOWN",
     "SCHEMA_VERSION",
+    "UNITS_S",
     "Address",
     "Command",
     "Count",
@@ -47,6 +49,7 @@ __all__ = [
     "duration",
     "folder",
     "form",
+    "in_units",
     "listen",
     "name",
     "names",
@@ -57,10 +60,9 @@ __all__ = [
     "whole",
 ]
 
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 _BEYOND_S = 10**12
-_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB)\s*")
+UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _UNITS_NBYTES = {"B": 1, "kB": 10**3} | {
     f"{letter}{end}": base**power
     for power, letter in enumerate("KMGT", 1)
@@ -68,7 +70,6 @@ _UNITS_NBYTES = {"B": 1, "kB": 10**3} | {
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_EVERY_ADDRESS = ("0.0.0.0", "0")
 NAME_ONE = "name the one by which the machines of the run reach this one, or 127.0.0.1"
 PROBLEMS_SHOWN = 100
 NAMED_MAX = 256
@@ -83,6 +84,7 @@ _KEY_NCHARS = 100
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
 
 
+@dataclass(frozen=True)
 class Place:
     """Position of a value in the config, which collects the problems found there.
 
@@ -90,28 +92,13 @@ class Place:
     :param home: default folder of runs' state (default: the same).
     """
 
-    def __init__(
-        self,
-        base: Path,
-        path: tuple[str, ...] = (),
-        problems: list[tuple[tuple[str, ...], str]] | None = None,
-        home: Path | None = None,
-    ):
-        self.base = base
-        self.home = base if home is None else home
-        self.path = path
-        self.problems = [] if problems is None else problems
+    base: Path
+    path: tuple[str, ...] = ()
+    problems: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    home: Path | None = None
 
     def at(self, *keys: str) -> Place:
-        return Place(self.base, (*self.path, *keys), self.problems, self.home)
-
-    def has_problems(self) -> bool:
-        """Return whether a problem was noted here or below."""
-        return any(path[: len(self.path)] == self.path for path, _ in self.problems)
-
-    def is_crowded(self) -> bool:
-        """Return whether further problems would not be shown."""
-        return len(self.problems) >= PROBLEMS_SHOWN
+        return replace(self, path=(*self.path, *keys))
 
     def problem(self, message: str) -> UnsetType:
         where = ".".join(map(_shown_key, self.path))
@@ -137,9 +124,6 @@ class Form(NamedTuple):
     read: Callable[[Place, object], Any]
     type: str
     range: str = ""
-
-    def __call__(self, place: Place, value: object) -> Any:
-        return self.read(place, value)
 
 
 def form(type: str, range: str = "") -> Callable[[Callable[[Place, object], Any]], Form]:
@@ -194,7 +178,7 @@ def _schema_version(place: Place, value: object) -> Any:
 
 
 def one_of(*words: str) -> Form:
-    listed = _either(words)
+    listed = ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
 
     def read(place: Place, value: object) -> Any:
         if isinstance(value, str) and value in words:
@@ -204,10 +188,6 @@ def one_of(*words: str) -> Form:
         return place.problem(f"expected {listed}, got {show(value)}{hint}")
 
     return Form(read, "string", listed)
-
-
-def _either(words: Sequence[str]) -> str:
-    return ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
 
 
 @form("name", "at most 63 letters, digits, '-', '_' and '.'")
@@ -257,87 +237,70 @@ def _environment(place: Place, value: object) -> Any:
     return {str(variable): text for variable, text in value.items() if isinstance(text, str)}
 
 
+def in_units(text: object, units: Mapping[str, float]) -> float | None:
+    """Return a number with one of the units, such as ``1.5h``; None for all else."""
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    return float(match[1]) * units[match[2]] if match is not None and match[2] in units else None
+
+
 def duration(*, zero: bool = False) -> Form:
     """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"1d"`` or 2.5."""
-    above = "of 0 or more" if zero else "above 0"
 
     def read(place: Place, value: object) -> Any:
-        seconds = _seconds(value)
+        seconds = value if isinstance(value, float) else in_units(value, UNITS_S)
+        if isinstance(value, int) and not isinstance(value, bool):
+            seconds = float(min(max(value, -1), _BEYOND_S))  # may have more digits than a float: too long anyway
         if seconds is None or not math.isfinite(seconds):
             return place.problem(f'expected a duration such as "500ms", "30s" or "10m", got {show(value)}')
         if seconds > SECONDS_MAX:
             return place.problem(f"expected a duration of at most {SECONDS_MAX:g} seconds, got {show(value)}")
         if seconds < 0 or (seconds == 0 and not zero):
-            return place.problem(f"expected a duration {above}, got {show(value)}")
+            return place.problem(f"expected a duration {'of 0 or more' if zero else 'above 0'}, got {show(value)}")
         return seconds
 
     return Form(read, "duration", f"{'0' if zero else 'above 0'} to {SECONDS_MAX:,.0f} s")
-
-
-def _seconds(value: object) -> float | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float(min(max(value, -1), _BEYOND_S))  # may have more digits than a float: too long anyway
-    if isinstance(value, float):
-        return value
-    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
-    return None if match is None else float(match[1]) * _UNITS_S[match[2]]
 
 
 def size(least: int = 1) -> Form:
     """Bytes as an int of at least ``least``, from ``"64MiB"``, ``"10MB"`` or an int."""
 
     def read(place: Place, value: object) -> Any:
-        nbytes = _nbytes(value)
-        if nbytes is None:
+        nbytes = value if isinstance(value, int) and not isinstance(value, bool) else in_units(value, _UNITS_NBYTES)
+        if nbytes is None or nbytes == math.inf:
             return place.problem(f'expected a size such as "64MiB" or "8GiB", got {show(value)}')
         if nbytes > NBYTES_MAX:
             return place.problem(f"expected a size of at most {NBYTES_MAX:,} bytes, got {show(value)}")
         if nbytes < least:
             return place.problem(f"expected a size of at least {least} bytes, got {show(value)}")
-        return nbytes
+        return int(nbytes)
 
     return Form(read, "size", f"{least:,} bytes to {NBYTES_MAX >> 60} EiB")
 
 
-def _nbytes(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    nbytes = None if match is None else float(match[1]) * _UNITS_NBYTES[match[2]]
-    return None if nbytes is None or not math.isfinite(nbytes) else int(nbytes)
+def _path(what: str) -> Form:
+    """An absolute path, from one relative to the config's folder."""
+
+    def read(place: Place, value: object) -> Any:
+        if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
+            try:
+                return Path(place.base, Path(value).expanduser()).resolve()
+            except (OSError, RuntimeError) as error:
+                return place.problem(f"{show(value)} is not a usable {what}: {error}")
+        return place.problem(f"expected a {what}, got {show(value)}")
+
+    return Form(read, f"path of a {what}")
 
 
-@form("path of a folder")
-def folder(place: Place, value: object) -> Any:
-    """An absolute folder, from a path relative to the config's folder."""
-    return _path(place, value, "folder")
-
-
-@form("path of a file")
-def _file(place: Place, value: object) -> Any:
-    """The absolute path of a file, from one relative to the config's folder."""
-    return _path(place, value, "file")
-
-
-def _path(place: Place, value: object, what: str) -> Any:
-    if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
-        try:
-            return Path(place.base, Path(value).expanduser()).resolve()
-        except (OSError, RuntimeError) as error:
-            return place.problem(f"{show(value)} is not a usable {what}: {error}")
-    return place.problem(f"expected a {what}, got {show(value)}")
+folder = _path("folder")
 
 
 @form("IP address", "one address of this machine")
 def address(place: Place, value: object) -> Any:
     """An IP address to listen on."""
-    try:
-        if isinstance(value, str):
-            found = ipaddress.ip_address(value)
-            return _one_address(place, found) if found.is_unspecified else str(found)
-    except ValueError:
-        pass  # reported below
-    return place.problem(f'expected an IP address such as "127.0.0.1", got {show(value)}')
+    found = _ip_address(value)
+    if found is None:
+        return place.problem(f'expected an IP address such as "127.0.0.1", got {show(value)}')
+    return _every_address(place, found) if found.is_unspecified else str(found)
 
 
 @form('"host:port"', "one host; port 0 to 65535")
@@ -346,23 +309,24 @@ def listen(place: Place, value: object) -> Any:
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
+    found = _ip_address(host)
     numeric = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
-    if numeric and (_is_ipv6(host) if bracketed else _HOST_NAME.fullmatch(host)):
-        if host in _EVERY_ADDRESS or (bracketed and ipaddress.ip_address(host).is_unspecified):
-            return _one_address(place, host)
-        return host, int(port)
-    return place.problem(f'expected "host:port" such as "127.0.0.1:9477" (port 0 to 65535), got {show(value)}')
+    if not numeric or not (found is not None and found.version == 6 if bracketed else _HOST_NAME.fullmatch(host)):
+        return place.problem(f'expected "host:port" such as "127.0.0.1:9477" (port 0 to 65535), got {show(value)}')
+    if host == "0" or (found is not None and found.is_unspecified):
+        return _every_address(place, host)
+    return host, int(port)
 
 
-def _one_address(place: Place, found: object) -> Any:
-    return place.problem(f"{found} means every address of this machine, and tells others none: {NAME_ONE}")
-
-
-def _is_ipv6(host: str) -> bool:
+def _ip_address(text: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).version == 6
+        return ipaddress.ip_address(text) if isinstance(text, str) else None
     except ValueError:
-        return False
+        return None
+
+
+def _every_address(place: Place, found: object) -> Any:
+    return place.problem(f"{found} means every address of this machine, and tells others none: {NAME_ONE}")
 
 
 Address = Annotated[str, address]
@@ -371,7 +335,7 @@ Count = Annotated[int, whole(1)]
 Duration = Annotated[float, duration()]
 DurationOr0 = Annotated[float, duration(zero=True)]
 Environment = Annotated[dict[str, str], _environment]
-File = Annotated[Path, _file]
+File = Annotated[Path, _path("file")]
 Folder = Annotated[Path, folder]
 GroupNames = Annotated[tuple[str, ...], names]
 Listen = Annotated[str, listen]

@@ -304,9 +304,9 @@ def _port(what: str, port: object) -> int:
     return arguments.integer(what, port, least=0, most=65535)
 
 
-def _read(what: str, read: Form, value: object) -> Any:
+def _read(what: str, form: Form, value: object) -> Any:
     place = Place(Path.cwd(), (what,))
-    found = read(place, value)
+    found = form.read(place, value)
     if found is UNSET:
         raise errors.UsageError(place.problems[0][1])
     return found

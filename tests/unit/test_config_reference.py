@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from replicas.config.file import parse
-from replicas.config.reference import Key, keys
 from replicas.errors import BadConfig
+from tests.support.reference.config import Key, keys
 
 KEYS = {key.name: key for key in keys()}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.config import env_file
+from replicas.config.groups import BadLine, parse_env
 
 
 @pytest.mark.parametrize(
@@ -28,21 +28,21 @@ from replicas.config import env_file
     ],
 )
 def test_a_line(line: str, value: str) -> None:
-    assert env_file.parse(f"# first\n\n{line}\r\nB=2\n") == {"A": value, "B": "2"}
+    assert parse_env(f"# first\n\n{line}\r\nB=2\n") == {"A": value, "B": "2"}
 
 
 def test_the_last_line_of_a_name_wins() -> None:
-    assert env_file.parse("\ufeffA=1\nA=2") == {"A": "2"}
+    assert parse_env("\ufeffA=1\nA=2") == {"A": "2"}
 
 
 @pytest.mark.parametrize("line", ["secret", "=secret", "1A=secret", "A-B=secret", 'A="secret', "A='secret' x", "A=\0"])
 def test_a_bad_line_is_numbered_and_not_quoted(line: str) -> None:
-    with pytest.raises(env_file.BadLine, match=r"^line 2: ") as caught:
-        env_file.parse(f"A=1\n{line}\n")
+    with pytest.raises(BadLine, match=r"^line 2: ") as caught:
+        parse_env(f"A=1\n{line}\n")
     assert "secret" not in str(caught.value)
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.text(st.characters(exclude_characters="\0'\n\r", codec="utf-8")))
 def test_single_quotes_keep_everything(value: str) -> None:
-    assert env_file.parse(f"A='{value}'") == {"A": value}
+    assert parse_env(f"A='{value}'") == {"A": value}

@@ -12,8 +12,9 @@ import pytest
 import replicas.telemetry.events
 import replicas.telemetry.metrics
 from replicas.control import exit_codes
-from tests.support.reference import FOLDER, api, commands, config, environment, errors, events, metrics, pages
+from tests.support.reference import FOLDER, api, commands, environment, errors, events, metrics, pages
 from tests.support.reference import exit_codes as exit_codes_page
+from tests.support.reference.config import keys as config_keys
 from tests.support.reference.source import calls, modules
 
 PINS = dict(line.split("==") for line in (FOLDER.parents[1] / "constraints.txt").read_text().split() if "==" in line)
@@ -93,9 +94,8 @@ def test_every_public_name_has_a_sentence() -> None:
         assert internal <= set(dir(api.public()[name])) | {"keep_decisions", "looked_at"}, name
 
 
-@pytest.mark.skipif(not config.available(), reason="the table of config keys is not there yet")
 def test_every_config_key_has_a_sentence() -> None:
-    for key in config.rows():
+    for key in config_keys():
         assert key.type, key.name
         assert key.default, key.name
         assert key.sentence, key.name

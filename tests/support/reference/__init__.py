@@ -29,12 +29,7 @@ _PAGES: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def pages() -> dict[str, str]:
-    """The text of each page by its file name; a page whose source is not there is left
-    out."""
-    found = {f"{name}.md": page(title, body()) for name, (title, body) in _PAGES.items() if name not in _missing()}
+    """The text of each page by its file name."""
+    found = {f"{name}.md": page(title, body()) for name, (title, body) in _PAGES.items()}
     contents = "\n".join(f"- [{_PAGES[name.removesuffix('.md')][0]}]({name})" for name in found)
     return {"README.md": page("Reference", contents), **found}
-
-
-def _missing() -> set[str]:
-    return set() if config.available() else {"config"}

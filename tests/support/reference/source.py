@@ -13,7 +13,7 @@ from pathlib import Path
 
 import replicas
 
-__all__ = ["ROOT", "attributes", "calls", "constants", "modules", "strings"]
+__all__ = ["ROOT", "attributes", "calls", "constants", "fields", "modules", "strings"]
 
 ROOT = Path(replicas.__file__).parent
 
@@ -43,16 +43,27 @@ def constants(path: Path) -> Iterator[tuple[str, object, str]]:
 
 def attributes(kind: type) -> dict[str, str]:
     """Docstring of each documented attribute that a class sets in ``__init__``."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    makers = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-    found: dict[str, str] = {}
-    for body in (maker.body for maker in makers):
-        for node, after in pairwise(body):
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-            text = after.value if isinstance(after, ast.Expr) else None
-            if isinstance(target, ast.Attribute) and isinstance(text, ast.Constant) and isinstance(text.value, str):
-                found[target.attr] = text.value
-    return {name: text for name, text in found.items() if not name.startswith("_")}
+    makers = [node for node in ast.walk(_class(kind)) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    found = [pair for maker in makers for pair in _documented(maker.body)]
+    return {target.attr: text for target, text in found if isinstance(target, ast.Attribute) and target.attr[0] != "_"}
+
+
+def fields(kind: type) -> dict[str, str]:
+    """Docstring of each documented field of a class."""
+    return {target.id: text for target, text in _documented(_class(kind).body) if isinstance(target, ast.Name)}
+
+
+def _class(kind: type) -> ast.ClassDef:
+    (found,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(found, ast.ClassDef)
+    return found
+
+
+def _documented(body: list[ast.stmt]) -> Iterator[tuple[ast.expr | None, str]]:
+    for node, after in pairwise(body):
+        text = after.value if isinstance(after, ast.Expr) else None
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            yield node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None), text.value
 
 
 def strings(path: Path) -> Iterator[str]:
