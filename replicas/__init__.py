@@ -33,16 +33,10 @@ __all__ = [
     "join",
 ]
 
-_HOMES = {
-    "Channel": "replicas.channel",
+_HOMES = dict.fromkeys(("Channel", "Pending", "Receipt", "Shard", "Update", "join"), "replicas.channel") | {
     "Coordinator": "replicas.coordinator",
     "Member": "replicas.messages.identity",
-    "Pending": "replicas.channel",
-    "Receipt": "replicas.channel",
-    "Shard": "replicas.channel",
     "Supervisor": "replicas.supervisor",
-    "Update": "replicas.channel",
-    "join": "replicas.channel",
 }
 
 

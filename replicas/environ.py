@@ -7,6 +7,7 @@ as arguments, which take precedence.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,9 +92,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         one.
     """
     source = os.environ if environ is None else environ
-    token_file = source.get(TOKEN_FILE)
-    log_dir = source.get(LOG_DIR)
-    generation = _integer(source, GENERATION)
+    token_file, log_dir, generation = source.get(TOKEN_FILE), source.get(LOG_DIR), _integer(source, GENERATION)
     return Environment(
         endpoint=source.get(ENDPOINT) or None,
         token_file=Path(token_file) if token_file else None,
@@ -115,7 +114,7 @@ def read_token(environment: Environment) -> str:
     :raises replicas.errors.UsageError: the variable is not set, or the file is missing,
         unreadable or empty.
     """
-    path = environment.token_file
+    path, hint = environment.token_file, f"{TOKEN_FILE} must name the run's own token file"
     if path is None:
         raise errors.UsageError(
             f"no token: {TOKEN_FILE} is not set",
@@ -124,23 +123,18 @@ def read_token(environment: Environment) -> str:
     try:
         token = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise errors.UsageError(
-            f"cannot read the token in {path}: {error}", hint=f"{TOKEN_FILE} must name the run's own token file"
-        ) from error
+        raise errors.UsageError(f"cannot read the token in {path}: {error}", hint=hint) from error
     if not token:
-        raise errors.UsageError(
-            f"the token file {path} is empty", hint=f"{TOKEN_FILE} must name the run's own token file"
-        )
+        raise errors.UsageError(f"the token file {path} is empty", hint=hint)
     return token
 
 
 def token_owners(environment: Environment) -> frozenset[int]:
     """Return the users who may see the token: its file's owner, this user and root."""
-    path = environment.token_file
-    try:
-        return frozenset({os.geteuid(), 0} if path is None else {os.geteuid(), 0, path.stat().st_uid})
-    except OSError:  # removed with its run
-        return frozenset({os.geteuid(), 0})
+    owners = {os.geteuid(), 0}
+    with contextlib.suppress(OSError):  # removed with its run
+        owners |= {environment.token_file.stat().st_uid} if environment.token_file is not None else set()
+    return frozenset(owners)
 
 
 def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:

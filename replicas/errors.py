@@ -30,6 +30,7 @@ replica gets this same verdict).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -98,15 +99,8 @@ class ReplicasError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self._fields()))
-
-    def _fields(self) -> dict[str, object]:
         names = ("channel", "version", "phase", "members", "hint", "unanimous")
-        return {name: getattr(self, name) for name in names}
-
-
-def _rebuild(kind: type[ReplicasError], message: str, fields: dict[str, object]) -> ReplicasError:
-    return kind(message, **fields)  # type: ignore[arg-type]  # the fields come from _fields of the same class
+        return functools.partial(type(self), **{name: getattr(self, name) for name in names}), (self.message,)
 
 
 class UsageError(ReplicasError):
@@ -152,11 +146,7 @@ class BadConfig(UsageError):
         super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_bad_config, (self.problems, self.source))
-
-
-def _rebuild_bad_config(problems: tuple[str, ...], source: str) -> BadConfig:
-    return BadConfig(problems, source=source)
+        return functools.partial(BadConfig, source=self.source), (self.problems,)
 
 
 class SyncError(ReplicasError):

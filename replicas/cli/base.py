@@ -1,40 +1,42 @@
-"""Shared by all commands: app, options, exit codes, output of answers and errors."""
+"""Shared by all commands: app, options, exit codes, and the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from replicas.cli.find_run import RunAddress
-from replicas.cli.screen import Screen, complain
-from replicas.common.foreign import ascii_controls, one_line
+from replicas.common.foreign import ascii_controls, characters, hanging, one_line
 from replicas.control.exit_codes import BAD_CONFIG, BUG, INTERRUPTED, UNAVAILABLE, USAGE
 from replicas.errors import BadConfig, Disconnected, ReplicasError, SyncError, UsageError, WorldError
 
 __all__ = [
-    "ConfigArgument",
-    "ConfigOption",
-    "EndpointOption",
     "GroupArgument",
+    "Here",
     "Json",
     "OptionalTarget",
+    "Screen",
     "TargetArgument",
-    "TokenFileOption",
+    "ThisRun",
+    "ThisRunFirst",
     "app",
-    "checked_target",
+    "command",
+    "complain",
     "exit_code_of",
-    "exit_codes",
     "json_text",
     "patience",
     "place_of",
-    "show",
 ]
 
 app = typer.Typer(
@@ -53,20 +55,16 @@ def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str,
     """Groups and replicas of the run named so far; no completions on any error."""
     try:
         place = RunAddress(context.params.get("config"), context.params.get("endpoint"))
-        found = _targets(place)
+        try:
+            groups = place.status(timeout_s=2.0).groups
+            found = [(group.name, f"group of {len(group.replicas)}") for group in groups]
+            found += [(one.name, one.state) for group in groups for one in group.replicas]
+        except Disconnected:
+            planned = place.config.groups.values() if place.config is not None else ()
+            found = [(group.name, f"group of {group.replicas}") for group in planned]
     except (ReplicasError, OSError):
         return []
     return [(name, what) for name, what in found if name.startswith(incomplete)]
-
-
-def _targets(place: RunAddress) -> list[tuple[str, str]]:
-    try:
-        status = place.status(timeout_s=2.0)
-    except Disconnected:
-        groups = place.config.groups.values() if place.config is not None else ()
-        return [(group.name, f"group of {group.replicas}") for group in groups]
-    found = [(group.name, f"group of {len(group.replicas)}") for group in status.groups]
-    return found + [(one.name, one.state) for group in status.groups for one in group.replicas]
 
 
 def _complete_group(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -75,67 +73,134 @@ def _complete_group(context: typer.Context, incomplete: str) -> list[tuple[str, 
 
 # ------------------------------------------------------------ options
 
-ConfigArgument = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file. Default: the run below this folder.")
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", metavar="CONFIG", help="The run's TOML file. Default: the run below this folder."),
-]
-EndpointOption = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="The run's control port, in place of CONFIG; or unix:PATH.")
-]
-TokenFileOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File with the run's token, where --endpoint is a HOST:PORT.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-TargetArgument = Annotated[
-    str, typer.Argument(metavar="TARGET", help="A group, or GROUP/INDEX.", autocompletion=_complete_target)
-]
-OptionalTarget = Annotated[
-    str | None, typer.Argument(metavar="TARGET", help="A group, or GROUP/INDEX.", autocompletion=_complete_target)
-]
+_TARGET: dict[str, Any] = {"metavar": "TARGET", "help": "A group, or GROUP/INDEX.", "autocompletion": _complete_target}
+TargetArgument = Annotated[str, typer.Argument(**_TARGET)]
+OptionalTarget = Annotated[str | None, typer.Argument(**_TARGET)]
 GroupArgument = Annotated[
     str, typer.Argument(metavar="GROUP", help="The name of a group.", autocompletion=_complete_group)
 ]
 
+_CONFIG: dict[str, Any] = {"metavar": "CONFIG", "help": "The run's TOML file. Default: the run below this folder."}
+_FIRST = {"config": Annotated[Path | None, typer.Argument(**_CONFIG)]}
+_NAMED = {"named": Annotated[Path | None, typer.Option("--config", "-c", **_CONFIG)]}
+_ADDRESS = {
+    "endpoint": Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The run's control port, in place of CONFIG; or unix:PATH.")
+    ],
+    "token_file": Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the run's token, where --endpoint is a HOST:PORT.")
+    ],
+}
+ThisRun = Annotated[RunAddress, {"config": _NAMED["named"], **_ADDRESS}]
+"""A parameter ``place`` of a :func:`command`: the run, from these options."""
+ThisRunFirst = Annotated[RunAddress, _FIRST | _NAMED | _ADDRESS]
+"""The same, with the config also as an argument."""
+Here = Annotated[RunAddress, _FIRST | _NAMED]
+"""The same, on this machine."""
+
+
+def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a function with keyword parameters, to make it one that typer can run.
+
+    Its ``place`` is made of options, its targets are checked, and a library error
+    becomes one message on stderr and its exit code.
+
+    :param failed: the exit code of a WorldError or SyncError.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        given = inspect.signature(body, eval_str=True)
+        options: dict[str, Any] = {}
+        parameters = []
+        for name, one in given.parameters.items():
+            if name == "place":
+                options = one.annotation.__metadata__[0]
+                parameters += [one.replace(name=key, annotation=kind, default=None) for key, kind in options.items()]
+            else:
+                parameters.append(one)
+        targets = [one.name for one in parameters if one.annotation in (TargetArgument, OptionalTarget, GroupArgument)]
+
+        @functools.wraps(body)
+        def run(**values: Any) -> None:
+            try:
+                if options:
+                    values["place"] = place_of(**{option: values.pop(option) for option in options})
+                for name in targets:
+                    _check_target(values[name])
+                body(**values)
+            except ReplicasError as error:
+                complain(str(error))
+                raise typer.Exit(exit_code_of(error, failed)) from error
+            except KeyboardInterrupt:
+                raise typer.Exit(INTERRUPTED) from None
+
+        run.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]  # what typer reads
+        return run
+
+    return decorate
+
 
 def place_of(
-    config: Path | None, other: Path | None = None, endpoint: str | None = None, token_file: Path | None = None
+    config: Path | None, named: Path | None = None, endpoint: str | None = None, token_file: Path | None = None
 ) -> RunAddress:
-    """The run that a command line names. ``config``: an argument; ``other``: an option.
+    """The run that a command line names. ``config``: an argument; ``named``: an option.
 
     :raises UsageError: two of them were given.
     """
-    if config is not None and other is not None:
+    if config is not None and named is not None:
         raise UsageError("give CONFIG once")
-    return RunAddress(config if config is not None else other, endpoint, token_file)
+    return RunAddress(config if config is not None else named, endpoint, token_file)
 
 
-def checked_target(target: str | None) -> str | None:
-    """``target``, unless it is a config file.
-
-    :raises UsageError: it is a config file.
-    """
+def _check_target(target: str | None) -> None:
     if target is not None and target.endswith(".toml"):
         raise UsageError(f'"{target}" is no group or replica', hint=f"name a config with -c {target}")
-    return target
 
 
-# ------------------------------------------------------------ answers
+def exit_code_of(error: ReplicasError, failed: int = UNAVAILABLE) -> int:
+    """The exit code of a command that ends with ``error``."""
+    if isinstance(error, BadConfig):
+        return BAD_CONFIG
+    if isinstance(error, UsageError):
+        return USAGE
+    if isinstance(error, Disconnected):
+        return UNAVAILABLE
+    return failed if isinstance(error, WorldError | SyncError) else BUG
+
+
+# ------------------------------------------------------------ the terminal
+
+
+class Screen(Console):
+    """A Rich console that escapes control characters in any text; no other is made.
+
+    Text is never read as markup. Unprintable characters are replaced during rendering,
+    also in live displays.
+
+    :param to_stderr: draw on stderr, not stdout.
+    :param soft_wrap: leave long lines to the terminal.
+    """
+
+    def __init__(self, *, to_stderr: bool = False, soft_wrap: bool = False) -> None:
+        super().__init__(stderr=to_stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():  # control: Rich's own codes, for live displays
+                yield segment
+            else:
+                yield Segment(characters(segment.text), segment.style)
+
+
+def complain(text: str) -> None:
+    """Print a message to stderr, in one or more lines."""
+    print(f"replicas: {hanging(text)}", file=sys.stderr)
 
 
 def json_text(value: object) -> str:
     """``value`` as indented JSON."""
     return ascii_controls(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode())
-
-
-def show(value: Any, draw: Callable[[Console], None], *, as_json: bool) -> None:
-    """Print an answer to stdout: as JSON, or drawn by ``draw``."""
-    if as_json:
-        print(json_text(value))
-    else:
-        draw(Screen())
 
 
 @contextmanager
@@ -151,29 +216,3 @@ def patience(doing: str) -> Iterator[Callable[[str], None]]:
 
 def _under_way(doing: str) -> Text:
     return Text(f"{one_line(doing)} ...")
-
-
-@contextmanager
-def exit_codes(*, failed: int = UNAVAILABLE) -> Iterator[None]:
-    """Turn a library error into one message on stderr and its exit code.
-
-    :param failed: the exit code of a WorldError or SyncError.
-    """
-    try:
-        yield
-    except ReplicasError as error:
-        complain(str(error))
-        raise typer.Exit(exit_code_of(error, failed)) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def exit_code_of(error: ReplicasError, failed: int = UNAVAILABLE) -> int:
-    """The exit code of a command that ends with ``error``."""
-    if isinstance(error, BadConfig):
-        return BAD_CONFIG
-    if isinstance(error, UsageError):
-        return USAGE
-    if isinstance(error, Disconnected):
-        return UNAVAILABLE
-    return failed if isinstance(error, WorldError | SyncError) else BUG

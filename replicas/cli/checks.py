@@ -10,7 +10,7 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +29,7 @@ from replicas.supervisor.cleanup.inventory import Belongings, Listener, listener
 from replicas.supervisor.cleanup.still_held import held
 from replicas.supervisor.fleet.machine import Machine, look
 from replicas.supervisor.fleet.resources import notes, problems
-from replicas.supervisor.state.run_state import RunState, Saved
+from replicas.supervisor.state.run_state import RunState
 from replicas.supervisor.state.state import identity_of
 
 __all__ = ["Finding", "examine"]
@@ -60,20 +60,16 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
     """
     machine = look()
     supervisor = None
-    saved = None
     if state_dir is not None:
         try:
             trusted(state_dir)
         except NotTrusted as error:
-            yield Finding(
-                about="run", state="problem", text=error.message, remedy="run this as its owner, or remove it"
-            )
+            yield _problem("run", error.message, "run this as its owner, or remove it")
             state_dir = None
     if state_dir is not None:
-        saved = RunState(state_dir / "state.json").peek()
         supervisor = _supervisor(state_dir)
-        yield from _run(state_dir, supervisor)
-        yield from _leftovers(state_dir, saved, supervisor)
+        yield _run(state_dir, supervisor)
+        yield from _leftovers(state_dir, supervisor)
     if config is not None:
         yield from _plan(config, machine)
         yield from _ports(config, supervisor)
@@ -81,6 +77,18 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
     yield from _limits(config, machine)
     if state_dir is not None:
         yield from _disk(state_dir, config)
+
+
+def _ok(about: str, text: str) -> Finding:
+    return Finding(about=about, state="ok", text=text)
+
+
+def _note(about: str, text: str, remedy: str = "") -> Finding:
+    return Finding(about=about, state="note", text=text, remedy=remedy)
+
+
+def _problem(about: str, text: str, remedy: str) -> Finding:
+    return Finding(about=about, state="problem", text=text, remedy=remedy)
 
 
 # ------------------------------------------------------------ the run
@@ -96,20 +104,18 @@ def _supervisor(state_dir: Path) -> int | None:
     return pid if pid in holders and start_time(pid) is not None else None
 
 
-def _run(state_dir: Path, supervisor: int | None) -> Iterator[Finding]:
+def _run(state_dir: Path, supervisor: int | None) -> Finding:
     if supervisor is not None:
-        yield Finding(about="run", state="ok", text=f"supervised by process {supervisor}, state in {state_dir}")
-        return
+        return _ok("run", f"supervised by process {supervisor}, state in {state_dir}")
     stale = [name for name in (ENDPOINT_FILE, "token", SOCKET_FILE) if (state_dir / name).exists()]
-    if stale:
-        text = f"its supervisor was killed; it left {', '.join(stale)} in {state_dir}"
-        yield Finding(about="run", state="note", text=f"{text}: the next start replaces them and goes on")
-    else:
-        yield Finding(about="run", state="ok", text=f"not running, state in {state_dir}")
+    if not stale:
+        return _ok("run", f"not running, state in {state_dir}")
+    text = f"its supervisor was killed; it left {', '.join(stale)} in {state_dir}"
+    return _note("run", f"{text}: the next start replaces them and goes on")
 
 
-def _leftovers(state_dir: Path, saved: Saved | None, supervisor: int | None) -> Iterator[Finding]:
-    found = leftovers.find(saved, identity_of(state_dir))
+def _leftovers(state_dir: Path, supervisor: int | None) -> Iterator[Finding]:
+    found = leftovers.find(RunState(state_dir / "state.json").peek(), identity_of(state_dir))
     remedy = "the next start of this run kills it"
     if supervisor is not None:
         ours = set(descendants(supervisor))  # the state file, which names them, may never have been written
@@ -117,25 +123,21 @@ def _leftovers(state_dir: Path, saved: Saved | None, supervisor: int | None) -> 
         remedy = "it is of an earlier supervisor of this run; end it by hand"
     for one in found:
         whose = f" of {one.group}/{one.replica}, generation {one.generation}" if one.group else ""
-        text = f"process {one.pid}{whose} (found by its {one.how}): {one.command}"
-        yield Finding(about="leftovers", state="problem", text=text, remedy=remedy)
+        yield _problem("leftovers", f"process {one.pid}{whose} (found by its {one.how}): {one.command}", remedy)
     if not found:
-        yield Finding(about="leftovers", state="ok", text="no process of a dead supervisor of this run")
+        yield _ok("leftovers", "no process of a dead supervisor of this run")
 
 
 def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
     found = problems(config, machine)
     for problem in found:
-        yield Finding(about="plan", state="problem", text=problem, remedy="change the config, or the machine")
+        yield _problem("plan", problem, "change the config, or the machine")
     for note in notes(config, machine):
-        yield Finding(about="plan", state="note", text=note)
+        yield _note("plan", note)
     if not found:
-        yield Finding(about="plan", state="ok", text=f"it fits this machine, which has {_machine(machine)}")
-
-
-def _machine(machine: Machine) -> str:
-    gpus = f"{len(machine.gpus)} GPUs" if machine.gpus else "no GPU"
-    return f"{gpus}, {machine.cpus} CPUs and {size_text(machine.memory_nbytes)} for this process"
+        gpus = f"{len(machine.gpus)} GPUs" if machine.gpus else "no GPU"
+        has = f"{gpus}, {machine.cpus} CPUs and {size_text(machine.memory_nbytes)} for this process"
+        yield _ok("plan", f"it fits this machine, which has {has}")
 
 
 # ------------------------------------------------------------ ports
@@ -148,22 +150,16 @@ def _ports(config: Config, supervisor: int | None) -> Iterator[Finding]:
     ]
     listening = list(listeners())
     for key, host, port in wanted:
+        holders = [_holder(one) for one in listening if one.port == port]
         if not port:
-            yield Finding(about="ports", state="ok", text=f"{key}: any free one")
-            continue
-        taken = [one for one in listening if one.port == port]
-        holders = [_holder(one) for one in taken]
-        if not taken:
-            yield Finding(about="ports", state="ok", text=f"{key}: {host}:{port} is free")
+            yield _ok("ports", f"{key}: any free one")
+        elif not holders:
+            yield _ok("ports", f"{key}: {host}:{port} is free")
         elif supervisor is not None and all(_is_below(holder, supervisor) for holder in holders):
-            yield Finding(about="ports", state="ok", text=f"{key}: {host}:{port} is this run's")
+            yield _ok("ports", f"{key}: {host}:{port} is this run's")
         else:
-            yield Finding(
-                about="ports",
-                state="problem",
-                text=f"{key}: {host}:{port} is held by {', '.join(sorted(set(holders)))}",
-                remedy="end that process, or choose another port (0: any free one)",
-            )
+            text = f"{key}: {host}:{port} is held by {', '.join(sorted(set(holders)))}"
+            yield _problem("ports", text, "end that process, or choose another port (0: any free one)")
 
 
 def _holder(listener: Listener) -> str:
@@ -183,19 +179,18 @@ def _is_below(holder: str, supervisor: int) -> bool:
 
 def _gpus(machine: Machine, supervisor: int | None) -> Iterator[Finding]:
     if not machine.gpus:
-        yield Finding(about="gpus", state="ok", text=f"none ({machine.gpus_from or 'no driver'})")
+        yield _ok("gpus", f"none ({machine.gpus_from or 'no driver'})")
         return
-    yield Finding(about="gpus", state="ok", text=f"{len(machine.gpus)}, says {machine.gpus_from}")
+    yield _ok("gpus", f"{len(machine.gpus)}, says {machine.gpus_from}")
     ours = set(descendants(supervisor)) if supervisor is not None else set()
     try:
         holders = _gpu_holders()
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding(about="gpus", state="note", text=f"who uses them cannot be told: {error}")
+        yield _note("gpus", f"who uses them cannot be told: {error}")
         return
     for pid, gpu, used, command in holders:
-        whose = "this run's" if pid in ours else "not of this run"
-        state: Literal["ok", "note"] = "ok" if pid in ours else "note"
-        yield Finding(about="gpus", state=state, text=f"{used} MiB on {gpu}: process {pid}, {whose}: {command}")
+        state, whose = (_ok, "this run's") if pid in ours else (_note, "not of this run")
+        yield state("gpus", f"{used} MiB on {gpu}: process {pid}, {whose}: {command}")
 
 
 def _gpu_holders() -> list[tuple[int, str, str, str]]:
@@ -216,52 +211,45 @@ def _limits(config: Config | None, machine: Machine) -> Iterator[Finding]:
     many = sum(group.replicas * (1 + group.world_size) for group in groups)
     yield _limit("open files", resource.RLIMIT_NOFILE, _FILES_BASE + _FILES_EACH * many, "-n")
     yield _limit("processes", resource.RLIMIT_NPROC, _PROCESSES_EACH * many, "-u")
-    yield from _kernel()
-    yield _cgroups()
+    for name, test, remedy in (
+        ("pidfd_open", _open_pidfd, "a kernel from 5.3 on, or a container that allows it"),
+        ("memfd_create", _create_memfd, "a container that allows it"),
+    ):
+        try:
+            os.close(test())
+        except OSError as error:
+            yield _problem("limits", f"{name} is refused: {error.strerror}", remedy)
+        else:
+            yield _ok("limits", f"{name} works")
+    try:
+        yield _ok("limits", f"control groups can be made in {cgroups.find_own()}")
+    except OSError as error:
+        text = f"no control groups: {error.strerror}; what a replica leaves is found by descent and by its mark"
+        yield _note("limits", text)
     if machine.limits_refused:
-        text = f"memory and max_processes cannot be enforced: {machine.limits_refused}"
-        yield Finding(about="limits", state="note", text=text)
+        yield _note("limits", f"memory and max_processes cannot be enforced: {machine.limits_refused}")
     else:
-        yield Finding(about="limits", state="ok", text="memory and max_processes can be enforced")
-    yield Finding(about="limits", state="ok", text=f"{size_text(_available_nbytes())} of memory are free")
+        yield _ok("limits", "memory and max_processes can be enforced")
+    yield _ok("limits", f"{size_text(_available_nbytes())} of memory are free")
+
+
+def _open_pidfd() -> int:
+    return os.pidfd_open(os.getpid())
+
+
+def _create_memfd() -> int:
+    return os.memfd_create("replicas-doctor")
 
 
 def _limit(name: str, which: int, needed: int, option: str) -> Finding:
     soft, hard = resource.getrlimit(which)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         many = "any number of" if soft == resource.RLIM_INFINITY else str(soft)
-        return Finding(about="limits", state="ok", text=f"{many} {name} allowed")
+        return _ok("limits", f"{many} {name} allowed")
     remedy = f"ulimit {option} {needed}"
     if hard != resource.RLIM_INFINITY and hard < needed:
         remedy = f"raise the hard limit ({hard}) in limits.conf or the systemd unit"
-    return Finding(
-        about="limits", state="problem", text=f"{soft} {name} allowed, {needed} may be needed", remedy=remedy
-    )
-
-
-def _cgroups() -> Finding:
-    try:
-        own = cgroups.find_own()
-    except OSError as error:
-        text = f"no control groups: {error.strerror}; what a replica leaves is found by descent and by its mark"
-        return Finding(about="limits", state="note", text=text)
-    return Finding(about="limits", state="ok", text=f"control groups can be made in {own}")
-
-
-def _kernel() -> Iterator[Finding]:
-    """System calls that the library requires."""
-    tests: list[tuple[str, Callable[[], int], str]] = [
-        ("pidfd_open", lambda: os.pidfd_open(os.getpid()), "a kernel from 5.3 on, or a container that allows it"),
-        ("memfd_create", lambda: os.memfd_create("replicas-doctor"), "a container that allows it"),
-    ]
-    for name, test, remedy in tests:
-        try:
-            os.close(test())
-        except OSError as error:
-            text = f"{name} is refused: {error.strerror}"
-            yield Finding(about="limits", state="problem", text=text, remedy=remedy)
-        else:
-            yield Finding(about="limits", state="ok", text=f"{name} works")
+    return _problem("limits", f"{soft} {name} allowed, {needed} may be needed", remedy)
 
 
 def _available_nbytes() -> int:
@@ -275,18 +263,17 @@ def _disk(state_dir: Path, config: Config | None) -> Iterator[Finding]:
     folder = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
-        text = f"{folder} cannot be written"
-        yield Finding(about="disk", state="problem", text=text, remedy="set run.state_dir, or change its owner")
+        yield _problem("disk", f"{folder} cannot be written", "set run.state_dir, or change its owner")
     elif free < _DISK_NBYTES:
         text = f"{size_text(free)} are free for logs in {folder}"
-        yield Finding(about="disk", state="problem", text=text, remedy="make room, or set run.state_dir")
+        yield _problem("disk", text, "make room, or set run.state_dir")
     else:
-        yield Finding(about="disk", state="ok", text=f"{size_text(free)} are free for logs in {folder}")
+        yield _ok("disk", f"{size_text(free)} are free for logs in {folder}")
     most = 0 if config is None else _most_logs_nbytes(config)
     if most > free:
         text = f"all logs together may take up to {size_text(most)}, and {size_text(free)} are free in {folder}"
         remedy = "lower logs.max_size, logs.keep or logs.keep_generations, or make room; ranks go on when it is full"
-        yield Finding(about="disk", state="note", text=text, remedy=remedy)
+        yield _note("disk", text, remedy)
 
 
 def _most_logs_nbytes(config: Config) -> int:

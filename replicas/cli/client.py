@@ -36,20 +36,6 @@ _SILENCE_S = 20.0
 _PATHS = {kind: path for path, kind in ORDERS.items()}
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP to a Unix socket."""
-
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        with reachable(self._path) as name:
-            self.sock.connect(name)
-
-
 class Client:
     """Requests to one supervisor, one at a time.
 
@@ -82,7 +68,7 @@ class Client:
         self._token = token
         self._owners = owners
         self._token_owners = token_owners
-        self._withheld = ""
+        self._withheld: UsageError | None = None
         self._timeout_s = timeout_s
         self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
 
@@ -94,7 +80,7 @@ class Client:
         :raises Disconnected: no answer, or not from a supervisor of replicas.
         """
         with self._asked("GET", "/status") as response:
-            body = self._all(response)
+            body = response.read(_MAX_ANSWER_NBYTES)
         if response.status != 200:
             raise Disconnected(
                 f"{self.where} answered GET /status with {response.status}", hint="is it a replicas supervisor?"
@@ -115,7 +101,7 @@ class Client:
         path = _PATHS[type(order)] + ("" if wait else "?wait=0")
         body = msgspec.json.encode(order)
         with self._asked("POST", path, body, silence_s=_SILENCE_S) as response:
-            answer = self._decoded(response, self._all(response), f"POST {path}")
+            answer = self._answer(response, f"POST {path}")
         if answer.error is not None:
             raise self._refused(response.status, answer)
         return answer
@@ -140,15 +126,21 @@ class Client:
         self, method: str, path: str, body: bytes | None = None, *, silence_s: float | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """The response to a request. ``silence_s``: read deadline once it has begun."""
-        connection = self._connect()
+        connection = http.client.HTTPConnection(self._host or "localhost", self._port or None, timeout=self._timeout_s)
         headers = {"Accept": "application/json"}
         if self._run:
             headers[RUN_HEADER] = quote(self._run, safe="")
         try:
-            connection.connect()
+            if self._host:
+                connection.connect()
+            else:
+                connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.sock.settimeout(self._timeout_s)
+                with reachable(Path(self.where.removeprefix("unix:"))) as name:
+                    connection.sock.connect(name)
             headers |= self._credentials(connection.sock)
-            if self._withheld and method == "POST":
-                raise self._not_shown()
+            if self._withheld is not None and method == "POST":
+                raise self._withheld
             with contextlib.suppress(BrokenPipeError):  # refused before the body was sent: the answer says why
                 connection.request(method, path, body=body, headers=headers)
             with connection.getresponse() as response:
@@ -163,9 +155,8 @@ class Client:
             connection.close()
 
     def _credentials(self, connection: socket.socket) -> dict[str, str]:
-        """The Authorization header, if the peer may have the token.
-
-        A Unix socket needs none: its supervisor knows the user.
+        """The Authorization header, if the peer may have the token and needs it: at a
+        Unix socket the kernel tells who asks.
 
         :raises Disconnected: the peer is another user's process, not the supervisor.
         """
@@ -176,12 +167,10 @@ class Client:
         if local or not self._token:
             return {}
         if uids is not None and self._token_owners is not None and not (uids and uids <= self._token_owners):
-            self._withheld = f"{self.where} {whose(uids)}: the token, which is another user's, was not shown to it"
+            text = f"{self.where} {whose(uids)}: the token, which is another user's, was not shown to it"
+            self._withheld = UsageError(text, hint="name the token with --token-file if it may be shown there")
             return {}
         return {"Authorization": f"Bearer {self._token}"}
-
-    def _not_shown(self) -> UsageError:
-        return UsageError(self._withheld, hint="name the token with --token-file if it may be shown there")
 
     def _why_silent(self) -> str:
         if not self._pid:
@@ -190,16 +179,8 @@ class Client:
             return f"its supervisor, process {self._pid}, is dead; start it again with: replicas run CONFIG"
         return f"its supervisor, process {self._pid}, is {'stopped' if is_stopped(self._pid) else 'there, and busy'}"
 
-    def _connect(self) -> http.client.HTTPConnection:
-        if not self._host:
-            return _UnixConnection(Path(self.where.removeprefix("unix:")), self._timeout_s)
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-
-    @staticmethod
-    def _all(response: http.client.HTTPResponse) -> bytes:
-        return response.read(_MAX_ANSWER_NBYTES)
-
-    def _decoded(self, response: http.client.HTTPResponse, body: bytes, what: str) -> Answer:
+    def _answer(self, response: http.client.HTTPResponse, what: str) -> Answer:
+        body = response.read(_MAX_ANSWER_NBYTES)
         try:
             return msgspec.json.decode(body, type=Answer)
         except MALFORMED as error:
@@ -210,10 +191,8 @@ class Client:
 
     def _refused(self, code: int, answer: Answer) -> ReplicasError:
         assert answer.error is not None
-        if code in (401, 403) and self._withheld:
-            return self._not_shown()
         if code in (401, 403):
-            return UsageError(
+            return self._withheld or UsageError(
                 f"{self.where} takes no orders from here: {answer.error.message}",
                 hint="give --token-file, or run this as the user of the supervisor, on its machine",
             )
@@ -222,7 +201,7 @@ class Client:
     def _lines(self, path: str) -> Iterator[bytes]:
         with self._asked("GET", path, silence_s=_SILENCE_S) as response:
             if response.status != 200:
-                answer = self._decoded(response, self._all(response), f"GET {path.partition('?')[0]}")
+                answer = self._answer(response, f"GET {path.partition('?')[0]}")
                 if answer.error is None:
                     raise Disconnected(f"{self.where} answered with {response.status}")
                 raise self._refused(response.status, answer)

@@ -1,25 +1,36 @@
-"""Resolve which run a command addresses: by config, working directory, or address."""
+"""Resolve which run a command addresses: by config, working directory, or address.
+
+A run must be visible and stoppable while its config is being edited. So its state
+folder is found in a config file that need not be valid: two values suffice, ``name``
+and ``state_dir`` of ``[run]``; in a file that is not valid TOML, the lines that look
+like these values are used.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from replicas import environ
 from replicas.cli.client import Client
-from replicas.cli.located import state_dir_of
 from replicas.common.decoding import MALFORMED
+from replicas.config import values as config_values
 from replicas.config.file import load
 from replicas.config.structs import Config
 from replicas.config.text import absolute, state_home
-from replicas.errors import Disconnected, UsageError
+from replicas.errors import BadConfig, Disconnected, UsageError
 from replicas.linux import private
 from replicas.linux.processes import start_time
+from replicas.messages.bounds import clean
 from replicas.status import RunStatus
 
 __all__ = [
@@ -29,17 +40,17 @@ __all__ = [
     "NotTrusted",
     "RunAddress",
     "RunEndWatcher",
-    "find_endpoint",
     "find_state_dir",
     "lives",
     "read_endpoint",
+    "state_dir_of",
     "trusted",
 ]
 
 ENDPOINT_FILE = "endpoint.json"
 """File in a run's state folder with the address of its supervisor."""
-
-
+_TABLE = re.compile(r"\s*\[+\s*([^\[\]]*?)\s*\]+\s*(?:#.*)?")
+_VALUE = re.compile(r"""\s*(name|state_dir)\s*=\s*(?:"([^"\\]*)"|'([^']*)')\s*(?:#.*)?""")
 SILENT_S = 30.0
 """How long a living supervisor may not answer before a wait for its end gives up."""
 
@@ -102,41 +113,27 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
         raise Disconnected(f"{path} cannot be read: {error}", hint="give --endpoint HOST:PORT instead") from error
 
 
-def find_endpoint(*, folder: Path) -> EndpointFile:
-    """The supervisor of the only run whose state is below ``folder``.
+def find_state_dir(folder: Path, *, running: bool = False) -> Path:
+    """The state folder of the only run below ``folder``; living ones go first.
 
+    :param running: of several runs, one must be running.
     :raises UsageError: several runs have their state there.
     :raises Disconnected: no run has.
     """
-    running = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
-    ended = sorted(folder.glob(".replicas/*/lock"))
-    if not running and len(ended) > 1:
-        names = ", ".join(path.parent.name for path in ended)
-        raise Disconnected(f"none of the runs here is running: {names}", hint="start one with: replicas run CONFIG")
-    return read_endpoint(_only_run(folder, running or ended))
-
-
-def find_state_dir(*, folder: Path) -> Path:
-    """The state folder of the only run below ``folder``; running ones go first.
-
-    Raises as :func:`find_endpoint`.
-    """
-    running = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
-    return _only_run(folder, running or sorted(folder.glob(".replicas/*/lock")))
-
-
-def _only_run(folder: Path, found: list[Path]) -> Path:
-    """The state folder of the only living run of these files, or of the only run."""
-    living = [path for path in found if len(found) > 1 and lives(path.parent)]
-    if len(living) == 1:
-        found = living
+    started = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
+    found = started or sorted(folder.glob(".replicas/*/lock"))
     if len(found) > 1:
-        runs = ", ".join(path.parent.name for path in found)
-        raise UsageError(f"several runs have their state here: {runs}", hint="name the CONFIG of one")
+        living = [path for path in found if lives(path.parent)]
+        found = living if len(living) == 1 else found
+    names = ", ".join(path.parent.name for path in found)
     if not found:
         raise Disconnected(
             f"no run has its state in {folder / '.replicas'}", hint="name its CONFIG, or give --endpoint HOST:PORT"
         )
+    if len(found) > 1 and running and not started:
+        raise Disconnected(f"none of the runs here is running: {names}", hint="start one with: replicas run CONFIG")
+    if len(found) > 1:
+        raise UsageError(f"several runs have their state here: {names}", hint="name the CONFIG of one")
     return found[0].parent
 
 
@@ -146,6 +143,42 @@ def lives(state_dir: Path) -> bool:
         return start_time(read_endpoint(state_dir).pid) is not None
     except (Disconnected, NotTrusted):
         return False
+
+
+def state_dir_of(path: Path) -> Path | None:
+    """The absolute state folder by the config at ``path``; None: not in the file.
+
+    :raises BadConfig: it cannot be read.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8", "replace")
+    except (OSError, ValueError) as error:  # ValueError: an impossible file name
+        words = error.strerror if isinstance(error, OSError) else error
+        raise BadConfig([f"cannot be read: {words}"], source=clean(str(path))) from error
+    base = path.resolve().parent
+    run = _run_table(text)
+    place = config_values.Place(base)
+    if "state_dir" in run:
+        found = config_values.folder.read(place, run["state_dir"])
+    else:
+        found = config_values.name.read(place, run.get("name"))
+        found = None if place.problems else base / ".replicas" / found
+    return None if place.problems else found
+
+
+def _run_table(text: str) -> dict[str, Any]:
+    try:
+        run = tomllib.loads(text).get("run", {})
+        return run if isinstance(run, dict) else {}
+    except (ValueError, RecursionError):  # not TOML, or excessive numbers or nesting
+        pass
+    table, found = "", dict[str, Any]()
+    for line in text.splitlines():
+        if heading := _TABLE.fullmatch(line):
+            table = heading[1]
+        elif table == "run" and (value := _VALUE.fullmatch(line)):
+            found[value[1]] = value[2] if value[2] is not None else value[3]
+    return found
 
 
 class RunEndWatcher:
@@ -162,7 +195,6 @@ class RunEndWatcher:
         self._silent_since: float | None = None
 
     def answered(self) -> None:
-        """The run has answered."""
         self._silent_since = None
 
     def came(self, error: Disconnected) -> bool:
@@ -177,10 +209,12 @@ class RunEndWatcher:
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
                 return True
         else:
-            dead = (
-                start_time(self._pid) is None
-            )  # checked first: an orderly exit removes the file before the process ends
-            if not self._is_named():
+            dead = start_time(self._pid) is None  # asked first: an orderly exit removes the file before it ends
+            try:
+                named = read_endpoint(self._state_dir).pid
+            except Disconnected:
+                named = None
+            if named != self._pid:
                 return True
             if dead:
                 raise error
@@ -188,68 +222,35 @@ class RunEndWatcher:
             raise error
         return False
 
-    def _is_named(self) -> bool:
-        """Whether the endpoint file, removed last, still names this supervisor."""
-        assert self._state_dir is not None
-        try:
-            return read_endpoint(self._state_dir).pid == self._pid
-        except Disconnected:
-            return False
-
-
-def _here() -> Path:
-    try:
-        return state_home(absolute(Path()))
-    except FileNotFoundError as error:
-        raise UsageError("the current folder has been removed", hint="change into another one") from error
-
 
 class RunAddress:
     """The run that a command addresses. Reads and requests nothing until needed.
 
-    :param config: its config file. :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of a
-        supervisor, also on another machine.
+    Without ``path`` and ``endpoint`` it is the only run below the working directory.
+
+    :param path: of its config. :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of a
+        supervisor, also on another machine: then there are no files to read.
     :param token_file: file with its token; default: the run's own, or the one in
         ``REPLICAS_TOKEN_FILE``.
-    :param folder: where to look without ``config``; default: the working directory.
-    :param variables: environment variables; default: those of this process.
-    :raises UsageError: both ``config`` and ``endpoint`` are given.
+    :raises UsageError: both ``path`` and ``endpoint`` are given.
     """
 
-    def __init__(
-        self,
-        config: Path | None = None,
-        endpoint: str | None = None,
-        token_file: Path | None = None,
-        *,
-        folder: Path | None = None,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        if config is not None and endpoint is not None:
+    def __init__(self, path: Path | None = None, endpoint: str | None = None, token_file: Path | None = None) -> None:
+        if path is not None and endpoint is not None:
             raise UsageError("give CONFIG or --endpoint, not both")
-        self.path = config
+        self.path = path
         self.endpoint = endpoint
         self._token_file = token_file
-        self._folder = _here() if folder is None else folder
-        self._variables = variables
-        self._config: Config | None = None
-        self._known_token = ""
-        self._known_owner: int | None = None
+        self._token: tuple[str, int | None] = ("", None)
+        try:
+            self._folder = state_home(absolute(Path()))
+        except FileNotFoundError as error:
+            raise UsageError("the current folder has been removed", hint="change into another one") from error
 
-    @property
+    @cached_property
     def config(self) -> Config | None:
-        """Its config, if one was named.
-
-        :raises BadConfig: with all its problems.
-        """
-        if self._config is None and self.path is not None:
-            self._config = load(self.path)
-        return self._config
-
-    @property
-    def remote(self) -> bool:
-        """Whether only its address is known, so that there are no files to read."""
-        return self.endpoint is not None
+        """Its config, if one was named."""
+        return None if self.path is None else load(self.path)
 
     @property
     def named_dir(self) -> Path:
@@ -257,29 +258,19 @@ class RunAddress:
 
         It is named in the config, which may have problems as long as this can be read,
         or found below the working directory.
-
-        :raises ReplicasError: there is none, or more than one.
         """
         if self.path is None:
-            return find_state_dir(folder=self._folder)
+            return find_state_dir(self._folder)
         return state_dir_of(self.path) or load(self.path).run.state_dir
 
     @property
     def state_dir(self) -> Path:
-        """As :attr:`named_dir`.
-
-        :raises NotTrusted: it is another user's.
-        """
+        """As :attr:`named_dir`, but :class:`NotTrusted` if it is another user's."""
         return trusted(self.named_dir)
 
     def _supervisor(self) -> EndpointFile:
-        """The endpoint file of the run.
-
-        :raises Disconnected: the run is not running. :raises BadConfig: nor could it be
-            started.
-        """
         if self.path is None:
-            return find_endpoint(folder=self._folder)
+            return read_endpoint(find_state_dir(self._folder, running=True))
         try:
             return read_endpoint(self.state_dir)
         except Disconnected:
@@ -289,20 +280,21 @@ class RunAddress:
     def client(self, *, timeout_s: float = 5.0) -> Client:
         """A client of the supervisor, over the Unix socket if the run has one.
 
-        :raises Disconnected: the run is not running. :raises BadConfig: and its config
-            has problems.
+        :raises Disconnected: the run is not running.
+        :raises BadConfig: nor could it be started.
         """
         ours = frozenset({os.geteuid(), 0})
         if self.endpoint is not None:
-            token, owner = self._named_token()
+            token, owner = self._read_token()
             chosen = self._token_file is not None  # the user chose this token for this endpoint, whoever owns it
             owners = None if chosen else ours | ({owner} if owner is not None else set())
             return Client(self.endpoint, token=token, token_owners=owners, timeout_s=timeout_s)
         where = self._supervisor()
         if where.socket and Path(where.socket).is_socket():
             return Client(f"unix:{where.socket}", pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s)
-        token = self._named_token()[0] if self._token_file is not None else self._own_token(self.state_dir)
-        return Client(where.endpoint, token=token, pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s)
+        return Client(
+            where.endpoint, token=self._read_token()[0], pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s
+        )
 
     def status(self, *, timeout_s: float = 5.0) -> RunStatus:
         """The present state of the run.
@@ -336,42 +328,25 @@ class RunAddress:
             time.sleep(interval_s)
 
     def end(self) -> RunEndWatcher:
-        """A watcher for the end of the present run.
+        return RunEndWatcher(None if self.endpoint is not None else self.state_dir)
 
-        :raises Disconnected: it is not running.
+    def _read_token(self) -> tuple[str, int | None]:
+        """The token, and the owner of a file that was named for it, if any.
+
+        Links to that are followed. Read once: the run's own file is deleted with it,
+        and its end may be waited for.
         """
-        return RunEndWatcher(None if self.remote else self.state_dir)
-
-    def _own_token(self, state_dir: Path) -> str:
-        """The run's own token.
-
-        Read once: the file is deleted with the run, whose end may be waited for.
-        """
-        if not self._known_token:
-            try:
-                self._known_token = private.read(state_dir / "token").decode("ascii").strip()
-            except private.NotPrivate as error:
-                raise NotTrusted.of(state_dir, error) from error
-            except (OSError, UnicodeDecodeError):
-                return ""  # pages can be read without
-        return self._known_token
-
-    def _named_token(self) -> tuple[str, int | None]:
-        """The token of ``--token-file`` or the environment, and the owner of its file.
-
-        Read once, as the run's own. Links are followed.
-        """
-        if self._known_token:
-            return self._known_token, self._known_owner
-        path = self._token_file or environ.read(self._variables).token_file
-        if path is None:
-            return "", None
+        if self._token[0]:
+            return self._token
         try:
-            with path.open("rb") as file:
-                self._known_token = file.read().decode("ascii").strip()
-                self._known_owner = os.fstat(file.fileno()).st_uid
+            if self.endpoint is None and self._token_file is None:
+                self._token = private.read(self.state_dir / "token").decode("ascii").strip(), None
+            elif path := self._token_file or environ.read().token_file:
+                with path.open("rb") as file:
+                    self._token = file.read().decode("ascii").strip(), os.fstat(file.fileno()).st_uid
+        except private.NotPrivate as error:
+            raise NotTrusted.of(self.state_dir, error) from error
         except (OSError, UnicodeDecodeError) as error:
-            if self._token_file is None:
-                return "", None  # pages can be read without
-            raise UsageError(f"cannot read the token in {path}: {error}") from error
-        return self._known_token, self._known_owner
+            if self._token_file is not None:
+                raise UsageError(f"cannot read the token in {self._token_file}: {error}") from error
+        return self._token  # pages can be read without

@@ -1,4 +1,4 @@
-"""Read-only commands: ``status``, ``logs``, ``events``."""
+"""Read-only commands: ``status``, ``logs``, ``events``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -6,38 +6,30 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.live import Live
+from rich.text import Text
 
 from replicas.cli import render
-from replicas.cli.base import (
-    ConfigArgument,
-    ConfigOption,
-    EndpointOption,
-    Json,
-    OptionalTarget,
-    TokenFileOption,
-    checked_target,
-    exit_codes,
-    place_of,
-    show,
-)
+from replicas.cli.base import Here, Json, OptionalTarget, Screen, ThisRun, ThisRunFirst, command, json_text
 from replicas.cli.find_run import RunAddress, RunEndWatcher, lives
-from replicas.cli.render_events import concerns, event_line
-from replicas.cli.screen import Screen
 from replicas.common.decoding import MALFORMED
-from replicas.common.foreign import ascii_controls, readable
+from replicas.common.foreign import ascii_controls, one_line, readable
 from replicas.config.values import UNITS_S, in_units
+from replicas.control.exit_codes import FAILED
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
 from replicas.errors import Disconnected, UsageError
 from replicas.telemetry import event_log
 from replicas.telemetry.events import Record, RunEnded, RunStarted, decode, encode
 
-__all__ = ["events", "logs", "moment", "status"]
+if TYPE_CHECKING:
+    from replicas.cli.checks import Finding
+
+__all__ = ["doctor", "draw_findings", "events", "logs", "moment", "status"]
 
 _LINE_NBYTES = 2 << 20
 _CLOCKS = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d")
@@ -51,24 +43,23 @@ Since = Annotated[
 ]
 
 
+@command()
 def status(
-    config: ConfigArgument = None,
-    named: ConfigOption = None,
-    endpoint: EndpointOption = None,
-    token_file: TokenFileOption = None,
+    *,
+    place: ThisRunFirst,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it repeatedly until the run is over.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Interval of --watch.")] = 1.0,
     as_json: Json = False,
 ) -> None:
     """Print the state of a running run: its replicas, channels and versions."""
-    with exit_codes():
-        place = place_of(config, named, endpoint, token_file)
-        end = place.end() if watch else None
-        answer = place.status()
-        if end is not None:
-            _watch(place, end, interval, as_json=as_json)
-        else:
-            show(answer, lambda console: console.print(render.run_status(answer)), as_json=as_json)
+    end = place.end() if watch else None
+    answer = place.status()
+    if end is not None:
+        _watch(place, end, interval, as_json=as_json)
+    elif as_json:
+        print(json_text(answer))
+    else:
+        Screen().print(render.run_status(answer))
 
 
 def _watch(place: RunAddress, end: RunEndWatcher, interval_s: float, *, as_json: bool) -> None:
@@ -92,11 +83,11 @@ def _watch(place: RunAddress, end: RunEndWatcher, interval_s: float, *, as_json:
 # ------------------------------------------------------------ logs
 
 
+@command()
 def logs(
+    *,
     target: OptionalTarget = None,
-    config: ConfigOption = None,
-    endpoint: EndpointOption = None,
-    token_file: TokenFileOption = None,
+    place: ThisRun,
     rank: Annotated[int | None, typer.Option("--rank", "-r", min=0, help="Only this rank of each replica.")] = None,
     generation: Annotated[
         int | None, typer.Option("--generation", "-g", min=1, help="Only this one. Default: the newest.")
@@ -114,21 +105,20 @@ def logs(
 
     Lines of several ranks begin with GROUP/INDEX.RANK.
     """
-    with exit_codes():
-        place = place_of(config, None, endpoint, token_file)
-        selection = Selection(
-            target=checked_target(target),
-            rank=rank,
-            generation=generation,
-            lines=10 if follow and lines is None and since is None else lines,
-            since=None if since is None else moment(since, now=time.time()),
-        )
-        if place.remote and previous:
-            raise UsageError("--previous reads files: it does not go with --endpoint")
-        found = (
-            _from_port(place, selection, follow) if place.remote else _from_files(place, selection, follow, previous)
-        )
-        _print_lines(found, as_json=as_json)
+    selection = Selection(
+        target=target,
+        rank=rank,
+        generation=generation,
+        lines=10 if follow and lines is None and since is None else lines,
+        since=None if since is None else moment(since, now=time.time()),
+    )
+    if place.endpoint is None:
+        found = _from_files(place, selection, follow, previous)
+    elif previous:
+        raise UsageError("--previous reads files: it does not go with --endpoint")
+    else:
+        found = _from_port(place, selection, follow)
+    _print_lines(found, as_json=as_json)
 
 
 def _from_port(place: RunAddress, selection: Selection, follow: bool) -> Iterator[tuple[LogLine, bool]]:
@@ -179,11 +169,10 @@ def _print_lines(found: Iterator[tuple[LogLine, bool]], *, as_json: bool) -> Non
 # ------------------------------------------------------------ events
 
 
+@command()
 def events(
-    config: ConfigArgument = None,
-    named: ConfigOption = None,
-    endpoint: EndpointOption = None,
-    token_file: TokenFileOption = None,
+    *,
+    place: ThisRunFirst,
     target: Annotated[
         str | None, typer.Option("--target", "-t", metavar="TARGET", help="Only events of a group, or of GROUP/INDEX.")
     ] = None,
@@ -195,36 +184,32 @@ def events(
     as_json: Json = False,
 ) -> None:
     """Print the events of a run, also of one that is over."""
-    with exit_codes():
-        place = place_of(config, named, endpoint, token_file)
-        first = 0.0 if since is None else moment(since, now=time.time())
-        console = Screen(soft_wrap=True)
-        position = after if after is not None else 0 if every or since is not None else _began(place)
-        last: deque[Record] = deque(maxlen=lines)
-        for record in _past(place, position):
-            position = record.seq
-            if _wanted(record, target, first):
-                if lines is None:
-                    _tell(console, record, as_json=as_json)
-                else:
-                    last.append(record)
-        for record in last:
+    first = 0.0 if since is None else moment(since, now=time.time())
+    console = Screen(soft_wrap=True)
+
+    def wanted(record: Record) -> bool:
+        return record.at >= first and (target is None or render.concerns(record, target))
+
+    position = after if after is not None else 0 if every or since is not None else _began(place)
+    last: deque[Record] = deque(maxlen=lines)
+    for record in _past(place, position):
+        position = record.seq
+        if wanted(record) and lines is None:
             _tell(console, record, as_json=as_json)
-        if follow:
-            for record in _coming(place, position):
-                if _wanted(record, target, first):
-                    _tell(console, record, as_json=as_json)
-
-
-def _wanted(record: Record, target: str | None, since: float) -> bool:
-    return record.at >= since and (target is None or concerns(record, target))
+        elif wanted(record):
+            last.append(record)
+    for record in last:
+        _tell(console, record, as_json=as_json)
+    if follow:
+        for record in filter(wanted, _coming(place, position)):
+            _tell(console, record, as_json=as_json)
 
 
 def _tell(console: Screen, record: Record, *, as_json: bool) -> None:
     if as_json:
         print(ascii_controls(encode(record).decode()), flush=True)
     else:
-        console.print(event_line(record))
+        console.print(render.event_line(record))
 
 
 def _began(place: RunAddress) -> int:
@@ -237,7 +222,7 @@ def _began(place: RunAddress) -> int:
 
 def _past(place: RunAddress, after: int) -> Iterator[Record]:
     """Recorded events: from the file, which remains after the run, or a remote port."""
-    if place.remote:
+    if place.endpoint is not None:
         yield from _decoded(place.client().events(after, follow=False))
         return
     path = place.state_dir / "events.jsonl"
@@ -249,10 +234,7 @@ def _past(place: RunAddress, after: int) -> Iterator[Record]:
 
 
 def _coming(place: RunAddress, after: int) -> Iterator[Record]:
-    """New events until the run ends.
-
-    :raises Disconnected: the run is not running.
-    """
+    """New events until the run ends."""
     client = place.client()
     ended = False
     try:
@@ -291,3 +273,42 @@ def moment(text: str, *, now: float) -> float:
                 continue
             return found if found <= now or words == text.strip() else found - UNITS_S["d"]
     raise UsageError(f'"{text}" is no time', hint='write "10m" (ago), "14:30", or "2026-11-21 14:30"')
+
+
+# ------------------------------------------------------------ doctor
+
+_MARKS = {"ok": ("+", "green"), "note": ("~", "yellow"), "problem": ("-", "bold red")}
+
+
+@command()
+def doctor(*, place: Here, as_json: Json = False) -> None:
+    """Check for leftovers of dead runs, held ports, GPU processes and limits.
+
+    Changes nothing. Exit code 1 when there is a problem.
+    """
+    from replicas.cli.checks import examine  # imports the supervisor's inspection of the machine
+
+    config = place.config
+    try:
+        state_dir = place.named_dir
+    except Disconnected:  # no run here: only the machine is checked
+        state_dir = None
+    findings = list(examine(config, state_dir))
+    bad = sum(finding.state == "problem" for finding in findings)
+    if as_json:
+        print(json_text({"problems": bad, "findings": findings}))
+    else:
+        screen = Screen(soft_wrap=True)
+        draw_findings(screen, findings)
+        screen.print(f"{bad} problem{'s' if bad != 1 else ''}" if bad else "all is well")
+    if bad:
+        raise typer.Exit(FAILED)
+
+
+def draw_findings(screen: Screen, findings: Iterable[Finding]) -> None:
+    """A line for each finding, and one for the remedy of a problem."""
+    for finding in findings:
+        mark, style = _MARKS[finding.state]
+        screen.print(Text.assemble((f"[{mark}] ", style), (f"{finding.about:10}", "bold"), one_line(finding.text)))
+        if finding.remedy:
+            screen.print(Text(f"{'':14}-> {one_line(finding.remedy)}"))

@@ -15,33 +15,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import replicas
 from replicas.cli import render
-from replicas.cli.base import (
-    Json,
-    app,
-    exit_codes,
-    show,
-)
-from replicas.cli.doctor import doctor
-from replicas.cli.look import events, logs, status
-from replicas.cli.orders import drain, reload, reset_failed, restart, scale, stacks
-from replicas.cli.screen import complain
-from replicas.cli.wait import wait
+from replicas.cli.base import Json, Screen, app, command, complain, json_text
+from replicas.cli.look import doctor, events, logs, status
+from replicas.cli.orders import drain, reload, reset_failed, restart, scale, stacks, wait
 from replicas.common.foreign import lines
 from replicas.config.file import load
 from replicas.control.exit_codes import BUG, DONE, FAILED
 from replicas.linux import inherited
 
-__all__ = [
-    "app",
-    "check",
-    "main",
-    "run",
-    "supervisor_main",
-]
+__all__ = ["app", "check", "main", "run", "supervisor_main"]
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
 
@@ -61,34 +46,33 @@ def _options(
     """Options before the command."""
 
 
-def run(config: ConfigPath) -> None:
+@command()
+def run(*, config: ConfigPath) -> None:
     """Supervise the run of CONFIG until it is over."""
-    with exit_codes():
-        loaded = load(config)
-        from replicas.supervisor.operator import supervise  # heavy: imported by this command only
+    loaded = load(config)
+    from replicas.supervisor.operator import supervise  # heavy: imported by this command only
 
-        code = supervise(loaded)
-    raise typer.Exit(code)
+    raise typer.Exit(supervise(loaded))
 
 
-def check(config: ConfigPath, as_json: Json = False) -> None:
+@command()
+def check(*, config: ConfigPath, as_json: Json = False) -> None:
     """Check CONFIG and print the resolved plan.
 
     A CONFIG that is invalid, or does not fit this machine, gets exit code 78 and all
     its problems printed.
     """
-    with exit_codes():
-        loaded = load(config)
-        from replicas.supervisor.fleet.resources import check_plan
+    loaded = load(config)
+    from replicas.supervisor.fleet.resources import check_plan
 
-        notes = check_plan(loaded)
-
-    def draw(console: Console) -> None:
-        console.print(render.plan(loaded))
-        for note in notes:
-            console.print(f"note: {note}")
-
-    show(loaded, draw, as_json=as_json)
+    notes = check_plan(loaded)
+    if as_json:
+        print(json_text(loaded))
+        return
+    screen = Screen()
+    screen.print(render.plan(loaded))
+    for note in notes:
+        screen.print(f"note: {note}")
 
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {

@@ -1,48 +1,50 @@
-"""Commands that send orders: scale, restart, drain, reset-failed, reload and stacks."""
+"""Commands that send orders, and ``wait``, for scripts that go on when it is ready."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import structs
 from rich.text import Text
 
 from replicas.cli.base import (
-    ConfigArgument,
-    ConfigOption,
-    EndpointOption,
     GroupArgument,
     Json,
     OptionalTarget,
+    Screen,
     TargetArgument,
-    TokenFileOption,
-    checked_target,
-    exit_codes,
+    ThisRun,
+    ThisRunFirst,
+    command,
     json_text,
     patience,
-    place_of,
 )
 from replicas.cli.find_run import RunAddress, RunEndWatcher
-from replicas.cli.screen import Screen
 from replicas.common.foreign import one_line
+from replicas.config import values as config_values
 from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, StacksOrder
 from replicas.control.exit_codes import FAILED
 from replicas.core.lives.lifecycle import SETTLED
-from replicas.status import RunStatus
+from replicas.core.lives.ordering import GOOD, enough, is_good
+from replicas.errors import DeadlineExceeded, UsageError, WorldError
+from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 
-__all__ = ["drain", "reload", "reset_failed", "restart", "scale", "stacks"]
+__all__ = ["chosen", "drain", "reload", "reset_failed", "restart", "scale", "stacks", "unready", "wait"]
 
 _LOOK_AGAIN_S = 0.2
 
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as it has begun.")]
 
 
+@command(failed=FAILED)
 def scale(
+    *,
     group: GroupArgument,
     replicas: Annotated[int, typer.Argument(metavar="REPLICAS", min=0, help="The new number of replicas.")],
-    config: ConfigOption = None,
-    endpoint: EndpointOption = None,
-    token_file: TokenFileOption = None,
+    place: ThisRun,
     no_wait: NoWait = False,
     as_json: Json = False,
 ) -> None:
@@ -50,18 +52,15 @@ def scale(
 
     Holds until the next scale, or until a reload changes the number in the config.
     """
-    with exit_codes(failed=FAILED):
-        place = place_of(config, None, endpoint, token_file)
-        order = Scale(group=checked_target(group) or "", replicas=replicas)
-        answer = _hand_in(place, order, f"scaling {group}", wait=not no_wait)
+    answer = _hand_in(place, Scale(group=group, replicas=replicas), f"scaling {group}", wait=not no_wait)
     _tell(answer, f"{group}: {replicas} replica{'s' if replicas != 1 else ''} wanted", as_json=as_json)
 
 
+@command(failed=FAILED)
 def restart(
+    *,
     target: TargetArgument,
-    config: ConfigOption = None,
-    endpoint: EndpointOption = None,
-    token_file: TokenFileOption = None,
+    place: ThisRun,
     rolling: Annotated[
         bool, typer.Option("--rolling", help="A few at a time (max_unavailable), each ready before the next.")
     ] = False,
@@ -73,18 +72,15 @@ def restart(
     Returns when their next generation has begun, with --rolling when all are ready; see
     also the command wait.
     """
-    with exit_codes(failed=FAILED):
-        place = place_of(config, None, endpoint, token_file)
-        order = Restart(target=checked_target(target) or "", rolling=rolling)
-        answer = _hand_in(place, order, f"restarting {target}", wait=not no_wait)
+    answer = _hand_in(place, Restart(target=target, rolling=rolling), f"restarting {target}", wait=not no_wait)
     _tell(answer, f"{target}: restarted, and ready" if rolling else f"{target}: starting again", as_json=as_json)
 
 
+@command(failed=FAILED)
 def drain(
+    *,
     target: OptionalTarget = None,
-    config: ConfigOption = None,
-    endpoint: EndpointOption = None,
-    token_file: TokenFileOption = None,
+    place: ThisRun,
     hurry: Annotated[
         bool, typer.Option("--hurry", help="Kill at once; also hurries a drain that is under way.")
     ] = False,
@@ -96,67 +92,42 @@ def drain(
     Each replica may finish its sync (drain_timeout), then gets SIGTERM, then
     (stop_timeout) SIGKILL.
     """
-    with exit_codes(failed=FAILED):
-        place = place_of(config, None, endpoint, token_file)
-        order = Drain(target=checked_target(target), hurry=hurry)
-        if target is not None:
-            answer = _hand_in(place, order, f"draining {target}", wait=not no_wait)
-        else:
-            end = place.end()
-            answer = place.client().order(order, wait=False)
-            if not no_wait:
-                _until_gone(place, end)
-                answer = Answer(done=True)
+    order = Drain(target=target, hurry=hurry)
+    if target is not None:
+        answer = _hand_in(place, order, f"draining {target}", wait=not no_wait)
+    else:
+        end = place.end()
+        answer = place.client().order(order, wait=False)
+        if not no_wait:
+            _until_gone(place, end)
+            answer = Answer(done=True)
     _tell(answer, f"{target}: drained" if target is not None else "the run is over", as_json=as_json)
 
 
-def reset_failed(
-    target: OptionalTarget = None,
-    config: ConfigOption = None,
-    endpoint: EndpointOption = None,
-    token_file: TokenFileOption = None,
-    as_json: Json = False,
-) -> None:
+@command(failed=FAILED)
+def reset_failed(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = False) -> None:
     """Start failed replicas again, with a full restart budget."""
-    with exit_codes(failed=FAILED):
-        place = place_of(config, None, endpoint, token_file)
-        answer = _hand_in(place, ResetFailed(target=checked_target(target)), "resetting")
-    names = answer.result or ()
-    _tell(
-        answer,
-        f"starting again: {', '.join(names)}" if names else "nothing had failed; restart budgets are full",
-        as_json=as_json,
-    )
+    answer = _hand_in(place, ResetFailed(target=target), "resetting")
+    again = f"starting again: {', '.join(answer.result)}" if answer.result else ""
+    _tell(answer, again or "nothing had failed; restart budgets are full", as_json=as_json)
 
 
-def reload(
-    config: ConfigArgument = None,
-    named: ConfigOption = None,
-    endpoint: EndpointOption = None,
-    token_file: TokenFileOption = None,
-    as_json: Json = False,
-) -> None:
+@command(failed=FAILED)
+def reload(*, place: ThisRunFirst, as_json: Json = False) -> None:
     """Have the supervisor read its config again; only changed groups are restarted.
 
     A config with problems changes nothing: they are printed, with exit code 78.
     """
-    with exit_codes(failed=FAILED):
-        answer = _hand_in(place_of(config, named, endpoint, token_file), Reload(), "reloading")
-    _tell(answer, _reloaded(answer), as_json=as_json)
+    answer = _hand_in(place, Reload(), "reloading")
+    result = answer.result if isinstance(answer.result, dict) else {}
+    parts = [f"{name}: {', '.join(result[name])}" for name in ("changed", "added", "removed") if result.get(name)]
+    _tell(answer, f"reloaded; {'; '.join(parts) or 'nothing has changed'}", as_json=as_json)
 
 
-def stacks(
-    target: OptionalTarget = None,
-    config: ConfigOption = None,
-    endpoint: EndpointOption = None,
-    token_file: TokenFileOption = None,
-    as_json: Json = False,
-) -> None:
+@command(failed=FAILED)
+def stacks(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = False) -> None:
     """Print the stack of every thread of the ranks."""
-    with exit_codes(failed=FAILED):
-        place = place_of(config, None, endpoint, token_file)
-        answer = _hand_in(place, StacksOrder(target=checked_target(target)), "asking")
-    found: dict[str, str] = answer.result or {}
+    found: dict[str, str] = _hand_in(place, StacksOrder(target=target), "asking").result or {}
     if as_json:
         print(json_text(found))
         return
@@ -166,9 +137,6 @@ def stacks(
         console.print(text.rstrip("\n"))
 
 
-# ------------------------------------------------------------ helpers
-
-
 def _hand_in(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
     client = place.client()
     with patience(doing):
@@ -176,10 +144,6 @@ def _hand_in(place: RunAddress, order: Order, doing: str, *, wait: bool = True) 
 
 
 def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
-    """Wait until the run has ended.
-
-    :raises Disconnected: it has not ended, and no longer answers.
-    """
     pid = None
     with patience("draining") as show_doing:
         for status in place.looks(_LOOK_AGAIN_S, end):
@@ -188,18 +152,8 @@ def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
             if pid not in (None, status.pid):
                 return  # the run was started again
             pid = status.pid
-            show_doing(f"draining: {_running(status)} left")
-
-
-def _running(status: RunStatus) -> str:
-    names = [one.name for group in status.groups for one in group.replicas if one.state not in SETTLED]
-    return ", ".join(names) if 0 < len(names) <= 4 else f"{len(names)} replicas"
-
-
-def _reloaded(answer: Answer) -> str:
-    result = answer.result if isinstance(answer.result, dict) else {}
-    parts = [f"{name}: {', '.join(result[name])}" for name in ("changed", "added", "removed") if result.get(name)]
-    return f"reloaded; {'; '.join(parts)}" if parts else "reloaded; nothing has changed"
+            left = [one.name for group in status.groups for one in group.replicas if one.state not in SETTLED]
+            show_doing(f"draining: {', '.join(left) if 0 < len(left) <= 4 else f'{len(left)} replicas'} left")
 
 
 def _tell(answer: Answer, words: str, *, as_json: bool) -> None:
@@ -209,3 +163,88 @@ def _tell(answer: Answer, words: str, *, as_json: bool) -> None:
         print(one_line(words))
     else:
         print("begun; follow it with: replicas events --follow")
+
+
+# ------------------------------------------------------------ wait
+
+
+@command(failed=FAILED)
+def wait(
+    *,
+    target: OptionalTarget = None,
+    place: ThisRun,
+    ready: Annotated[bool, typer.Option("--ready", help="Until they are ready; the default.")] = True,
+    timeout: Annotated[
+        str, typer.Option("--timeout", "-t", metavar="DURATION", help='How long at most, such as "90s" or "1h".')
+    ] = "10m",
+    as_json: Json = False,
+) -> None:
+    """Wait until a replica, a group or (without TARGET) the whole run is ready.
+
+    One that has done its work counts as ready. Exit code 1 when that cannot happen any
+    more (a replica has failed or was drained, the run is over), or not in time.
+    """
+    checked = config_values.Place(Path())
+    seconds = config_values.duration().read(checked, timeout)
+    if checked.problems:
+        raise UsageError(f'"{timeout}" is no duration', hint='write --timeout "90s", "10m" or "1h"')
+    began = time.monotonic()
+    found = _until_ready(place, target, began + seconds, timeout)
+    if as_json:
+        names = [one.name for one in found if one.state in GOOD]
+        print(json_text({"ready": names, "seconds": round(time.monotonic() - began, 3)}))
+    else:
+        print(f"{target or 'the run'}: ready")
+
+
+def _until_ready(place: RunAddress, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
+    missing: list[ReplicaStatus] | None = None
+    with patience("waiting") as show_doing:
+        for status in place.looks(_LOOK_AGAIN_S):
+            missing = missing if status is None else unready(status, target)
+            if status is not None and not missing:
+                return tuple(one for group in chosen(status, target) for one in group.replicas)
+            if missing:
+                show_doing(f"waiting for {_named(missing)}")
+            if time.monotonic() >= until:
+                what = "nobody answered" if missing is None else f"not ready: {_named(missing)}"
+                raise DeadlineExceeded(f"not within {words}: {what}", hint="replicas status tells why")
+    raise WorldError("the run is over")
+
+
+def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
+    """The named group, or its group with only the named replica; None: all groups.
+
+    :raises UsageError: there is no such group or replica.
+    """
+    group, _, index = (target or "").partition("/")
+    found = tuple(one for one in status.groups if target is None or one.name == group)
+    if index:
+        replicas = tuple(one for each in found for one in each.replicas if one.name == target)
+        found = tuple(structs.replace(one, replicas=replicas, min_ready=None) for one in found if replicas)
+    if not found:
+        known = ", ".join(one.name for one in status.groups)
+        raise UsageError(f'run "{status.run}" has no "{target}"', hint=f"its groups: {known}")
+    return found
+
+
+def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
+    """Replicas to wait for. A group is ready with ``min_ready`` ready or done ones.
+
+    :raises WorldError: too few of them can still become ready.
+    """
+    missing: list[ReplicaStatus] = []
+    for group in chosen(status, target):
+        if is_good([one.state for one in group.replicas], group.min_ready):
+            continue
+        lost = [one for one in group.replicas if one.state in ("failed", "drained")]
+        if len(group.replicas) - len(lost) < enough(group.min_ready, len(group.replicas)):
+            why = f"has failed: {lost[0].reason}" if lost[0].state == "failed" else "was drained"
+            raise WorldError(f"{lost[0].name} {why}", hint=f"see: replicas logs {lost[0].name}")
+        missing += [one for one in group.replicas if one.state not in GOOD]
+    return missing
+
+
+def _named(found: list[ReplicaStatus]) -> str:
+    words = [f"{one.name} ({one.reason or one.state})" for one in found[:4]]
+    return ", ".join(words) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

@@ -1,21 +1,26 @@
-"""Draw plans and states as Rich tables that fit 80 columns."""
+"""Draw plans and states as Rich tables that fit 80 columns, and events as lines."""
 
 from __future__ import annotations
 
 import shlex
+import time
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from replicas.common.foreign import one_line
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
+from replicas.core import effects
 from replicas.core.lives.ordering import enough
-from replicas.status import ChannelStatus, ReplicaStatus, RunStatus
+from replicas.status import ChannelStatus, GroupStatus, ReplicaStatus, RunStatus
+from replicas.telemetry import events as happened
 
-__all__ = ["STATE_STYLES", "duration_text", "plan", "run_status", "size_text"]
+__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "plan", "run_status", "size_text"]
 
 STATE_STYLES = {
     "pending": "dim",
@@ -27,6 +32,12 @@ STATE_STYLES = {
     "finished": "cyan",
     "drained": "magenta",
 }
+_GROUP = ("group", "replicas", "ranks each", "launcher", "starts after", "command")
+_RESOURCES = ("group", "GPUs a rank", "threads a rank", "memory a replica", "processes a replica")
+_CHANNEL = ("channel", "members", "backend", "transport", "deadline", "on lost", "slots", "staging")
+_GROUP_STATE = ("group", "ready", "others", "restarts", "budget left", "no progress", "then ends")
+_REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
+_CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "moved")
 
 
 def duration_text(seconds: float) -> str:
@@ -60,7 +71,7 @@ def plan(config: Config) -> RenderableType:
     control = f"[{config.control.host}]" if ":" in config.control.host else config.control.host
     facts = [
         ("run", config.run.name),
-        ("over when", f"{_and(config.run.stop_when)} finished" if config.run.stop_when else "stopped by a signal"),
+        ("over when", f"{', '.join(config.run.stop_when)} finished" if config.run.stop_when else "stopped by a signal"),
         ("state in", str(config.run.state_dir)),
         ("control", f"{control}:{config.control.port or '(any free port)'}"),
         ("store", f"{config.store.bind}, port {config.store.port or '(any free one)'}"),
@@ -69,16 +80,17 @@ def plan(config: Config) -> RenderableType:
     on_channels = {
         party.group for one in config.channels.values() for party in (*one.sources, *one.targets, *one.peers)
     }
+    failures, timeouts = (_failure_row(group, on_channels) for group in groups), map(_timeout_row, groups)
     parts: list[RenderableType] = [
         _facts(facts),
-        _table_of_groups(groups),
-        _table_of_failures(groups, on_channels),
-        _table_of_timeouts(groups),
+        _table("Groups", _GROUP, map(_group_row, groups)),
+        _table("Failures", ("group", "restart", "no progress", "after that", "ready with"), failures),
+        _table("Timeouts", ("group", "start", "beat", "progress", "load", "drain", "stop"), timeouts),
     ]
     if any(group.resources != ResourcesConfig() for group in groups):
-        parts.append(_table_of_resources(groups))
+        parts.append(_table("Resources", _RESOURCES, map(_resource_row, groups)))
     if config.channels:
-        parts.append(_table_of_channels(config.channels.values()))
+        parts.append(_table("Channels", _CHANNEL, map(_channel_row, config.channels.values())))
     return Group(*parts)
 
 
@@ -89,7 +101,7 @@ def _facts(facts: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _new_table(title: str, *columns: str) -> Table:
+def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
     table = Table(
         title=title,
         title_justify="left",
@@ -100,105 +112,76 @@ def _new_table(title: str, *columns: str) -> Table:
     )
     for column in columns:  # wide enough that no word of the heading is broken
         table.add_column(column, overflow="fold", min_width=max(map(len, column.split())))
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))  # no markup in foreign text
     return table
 
 
-def _table_of_groups(groups: Iterable[GroupConfig]) -> Table:
-    table = _new_table("Groups", "group", "replicas", "ranks each", "launcher", "starts after", "command")
-    for group in groups:
-        nodes = f" ({group.nnodes} nodes)" if group.nnodes > 1 else ""
-        table.add_row(
-            Text(group.name),
-            str(group.replicas),
-            f"{group.world_size}{nodes}",
-            group.launcher,
-            Text(_and([str(dependency) for dependency in group.depends_on]) or "-"),
-            Text(shlex.join(group.command)),
-        )
-    return table
+def _group_row(group: GroupConfig) -> tuple[str, ...]:
+    nodes = f" ({group.nnodes} nodes)" if group.nnodes > 1 else ""
+    return (
+        group.name,
+        str(group.replicas),
+        f"{group.world_size}{nodes}",
+        group.launcher,
+        ", ".join(map(str, group.depends_on)) or "-",
+        shlex.join(group.command),
+    )
 
 
 _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays failed"}
 
 
-def _table_of_failures(groups: Iterable[GroupConfig], on_channels: set[str]) -> Table:
+def _failure_row(group: GroupConfig, on_channels: set[str]) -> tuple[str, ...]:
     """When a replica is not started again, and what ends then."""
-    table = _new_table("Failures", "group", "restart", "no progress", "after that", "ready with")
-    for group in groups:
-        rules = group.restart
-        never = rules.policy == "never"
-        cycles = rules.no_progress_cycles if group.name in on_channels and not never else 0
-        ends = _ENDS[group.on_failure]
-        if group.on_failure != "run" and group.min_ready:
-            ends += f", the run below {group.min_ready}"
-        table.add_row(
-            Text(group.name),
-            rules.policy if never else f"{rules.policy} {rules.max_restarts}/{duration_text(rules.window_s)}",
-            f"{cycles} in a row" if cycles else "-",
-            ends,
-            f"{enough(group.min_ready, group.replicas)} of {group.replicas}",
-        )
-    return table
-
-
-def _table_of_timeouts(groups: Iterable[GroupConfig]) -> Table:
-    table = _new_table("Timeouts", "group", "start", "beat", "progress", "load", "drain", "stop")
-    for group in groups:
-        health = group.health
-        times = (
-            health.start_timeout_s,
-            health.heartbeat_timeout_s,
-            health.progress_timeout_s,
-            health.load_deadline_s,
-            group.drain_timeout_s,
-            group.stop_timeout_s,
-        )
-        table.add_row(Text(group.name), *(duration_text(seconds) for seconds in times))
-    return table
-
-
-def _table_of_resources(groups: Iterable[GroupConfig]) -> Table:
-    table = _new_table("Resources", "group", "GPUs a rank", "threads a rank", "memory a replica", "processes a replica")
-    for group in groups:
-        has = group.resources
-        table.add_row(
-            Text(group.name),
-            str(has.gpus or "-"),
-            str(has.cpu_threads or "-"),
-            "-" if has.memory_nbytes is None else size_text(has.memory_nbytes),
-            str(has.max_processes or "-"),
-        )
-    return table
-
-
-def _table_of_channels(channels: Iterable[ChannelConfig]) -> Table:
-    table = _new_table(
-        "Channels", "channel", "members", "backend", "transport", "deadline", "on lost", "slots", "staging"
+    rules = group.restart
+    never = rules.policy == "never"
+    cycles = rules.no_progress_cycles if group.name in on_channels and not never else 0
+    below = f", the run below {group.min_ready}" if group.on_failure != "run" and group.min_ready else ""
+    return (
+        group.name,
+        rules.policy if never else f"{rules.policy} {rules.max_restarts}/{duration_text(rules.window_s)}",
+        f"{cycles} in a row" if cycles else "-",
+        f"{_ENDS[group.on_failure]}{below}",
+        f"{enough(group.min_ready, group.replicas)} of {group.replicas}",
     )
-    for channel in channels:
-        if channel.peers:
-            members = f"peers {_parties(channel.peers)}"
-        else:
-            members = f"{_parties(channel.sources)} -> {_parties(channel.targets) or '(nobody)'}"
-        table.add_row(
-            Text(channel.name),
-            Text(members),
-            channel.backend,
-            channel.transport,
-            duration_text(channel.deadline_s),
-            channel.on_lost,
-            str(channel.slots),
-            channel.staging,
-        )
-    return table
+
+
+def _timeout_row(group: GroupConfig) -> tuple[str, ...]:
+    health = group.health
+    times = (
+        health.start_timeout_s,
+        health.heartbeat_timeout_s,
+        health.progress_timeout_s,
+        health.load_deadline_s,
+        group.drain_timeout_s,
+        group.stop_timeout_s,
+    )
+    return group.name, *map(duration_text, times)
+
+
+def _resource_row(group: GroupConfig) -> tuple[str, ...]:
+    has = group.resources
+    memory = "-" if has.memory_nbytes is None else size_text(has.memory_nbytes)
+    return group.name, str(has.gpus or "-"), str(has.cpu_threads or "-"), memory, str(has.max_processes or "-")
+
+
+def _channel_row(channel: ChannelConfig) -> tuple[str, ...]:
+    members = f"{_parties(channel.sources)} -> {_parties(channel.targets) or '(nobody)'}"
+    return (
+        channel.name,
+        f"peers {_parties(channel.peers)}" if channel.peers else members,
+        channel.backend,
+        channel.transport,
+        duration_text(channel.deadline_s),
+        channel.on_lost,
+        str(channel.slots),
+        channel.staging,
+    )
 
 
 def _parties(parties: Iterable[ChannelRole]) -> str:
     return ", ".join(f"{party.group} ({party.ranks})" for party in parties)
-
-
-def _and(words: Iterable[str]) -> str:
-    return ", ".join(words)
 
 
 def _count(number: int, noun: str) -> str:
@@ -212,70 +195,181 @@ def run_status(status: RunStatus) -> RenderableType:
     title.append(f"  up {duration_text(status.uptime_s)}")
     if not status.store.up:
         title.append("  store down", style="bold red")
-    parts: list[RenderableType] = [title, _table_of_group_states(status), _table_of_replicas(status)]
+    replicas = [replica for group in status.groups for replica in group.replicas]
+    parts: list[RenderableType] = [
+        title,
+        _table("Groups", _GROUP_STATE, map(_group_state_row, status.groups)),
+        _table("Replicas", _REPLICA_STATE, map(_replica_row, replicas)),
+    ]
     if status.channels:
-        parts.append(_table_of_channel_states(status.channels))
+        parts.append(_table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
     return Group(*parts)
 
 
-def _table_of_group_states(status: RunStatus) -> Table:
-    table = _new_table("Groups", "group", "ready", "others", "restarts", "budget left", "no progress", "then ends")
-    for group in status.groups:
-        states = Counter(replica.state for replica in group.replicas)
-        others = [f"{count} {state}" for state, count in sorted(states.items()) if state != "ready"]
-        restarts = [f"{count} {reason}" for reason, count in sorted(group.restarts.items()) if count]
-        cycles = max((replica.cycles for replica in group.replicas), default=0)
-        limit = f"{cycles} of {group.no_progress_cycles}" if group.no_progress_cycles else "-"
-        table.add_row(
-            Text(group.name),
-            f"{states['ready']} of {len(group.replicas)}",
-            Text(_and(others) or "-"),
-            Text(_and(restarts) or "-"),
-            f"{group.restart_budget_remaining_ratio:.0%}",
-            Text(limit, style="bold red" if group.no_progress_remaining_ratio < 0.5 else ""),
-            group.on_failure,
-        )
-    return table
-
-
-def _table_of_replicas(status: RunStatus) -> Table:
-    table = _new_table("Replicas", "replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
-    for group in status.groups:
-        for replica in group.replicas:
-            table.add_row(*_replica_row(replica))
-    return table
+def _group_state_row(group: GroupStatus) -> tuple[str | Text, ...]:
+    states = Counter(replica.state for replica in group.replicas)
+    others = [f"{count} {state}" for state, count in sorted(states.items()) if state != "ready"]
+    restarts = [f"{count} {reason}" for reason, count in sorted(group.restarts.items()) if count]
+    cycles = max((replica.cycles for replica in group.replicas), default=0)
+    limit = f"{cycles} of {group.no_progress_cycles}" if group.no_progress_cycles else "-"
+    return (
+        group.name,
+        f"{states['ready']} of {len(group.replicas)}",
+        ", ".join(others) or "-",
+        ", ".join(restarts) or "-",
+        f"{group.restart_budget_remaining_ratio:.0%}",
+        Text(limit, style="bold red" if group.no_progress_remaining_ratio < 0.5 else ""),
+        group.on_failure,
+    )
 
 
 def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
-    heartbeat = "-" if replica.heartbeat_age_s is None else duration_text(replica.heartbeat_age_s)
     versions = sorted(replica.versions.items())
     loaded = str(versions[0][1]) if len(versions) == 1 else ", ".join(f"{name} {number}" for name, number in versions)
     return (
-        Text(replica.name),
+        replica.name,
         Text(replica.state, style=STATE_STYLES[replica.state]),
         duration_text(replica.state_age_s),
         str(replica.restarts),
-        heartbeat,
-        Text(loaded or "-"),
-        Text(replica.reason or replica.last_exit),
+        "-" if replica.heartbeat_age_s is None else duration_text(replica.heartbeat_age_s),
+        loaded or "-",
+        replica.reason or replica.last_exit,
     )
 
 
-def _table_of_channel_states(channels: Iterable[ChannelStatus]) -> Table:
-    table = _new_table(
-        "Channels", "channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "moved"
+def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
+    last = channel.last_sync
+    synced = channel.syncs.get("committed", 0)
+    return (
+        channel.name,
+        str(channel.epoch),
+        str(channel.committed_version),
+        str(sum(member.state == "live" for member in channel.members)),
+        str(synced),
+        str(sum(channel.syncs.values()) - synced),
+        "-" if last is None else f"{last.outcome} in {duration_text(last.seconds)}",
+        size_text(channel.bytes_total),
     )
-    for channel in channels:
-        last = channel.last_sync
-        synced = channel.syncs.get("committed", 0)
-        table.add_row(
-            Text(channel.name),
-            str(channel.epoch),
-            str(channel.committed_version),
-            str(sum(1 for member in channel.members if member.state == "live")),
-            str(synced),
-            str(sum(channel.syncs.values()) - synced),
-            "-" if last is None else Text(f"{last.outcome} in {duration_text(last.seconds)}"),
-            size_text(channel.bytes_total),
-        )
-    return table
+
+
+# ------------------------------------------------------------ events
+
+
+def event_line(record: happened.Record) -> Text:
+    """``20:07:51     12  rollout/1          ready after 2.1 s``."""
+    who, what, style = _words(record.event, record.at)
+    clock = time.strftime("%H:%M:%S", time.localtime(record.at))
+    return Text.assemble(
+        (f"{clock} {record.seq:>6}  ", "dim"), (f"{one_line(who):18} ", "bold"), (one_line(what), style)
+    )
+
+
+def concerns(record: happened.Record, target: str) -> bool:
+    """Whether the event is about this group, this ``group/index``, or all."""
+    who = _subject(record.event)
+    return not who or who == target or who.startswith(f"{target}/") or target.startswith(f"{who}/")
+
+
+def _subject(event: happened.Event) -> str:
+    """Group or replica that an event is about; empty: the whole run, or a channel."""
+    target = getattr(event, "target", None)
+    if isinstance(target, str):
+        return target
+    about = getattr(event, "member", event)
+    group, replica = getattr(about, "group", ""), getattr(about, "replica", -1)
+    return f"{group}/{replica}" if group and replica >= 0 else group
+
+
+def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
+    """Subject, text and style of an event at ``at`` (seconds since 1970)."""
+    who = _subject(event)
+    match event:
+        case happened.Transition():
+            return who, _transition(event), STATE_STYLES[event.after]
+        case happened.RunStarted():
+            how = ", goes on where the one before died" if event.resumed else ""
+            return "run", f"{event.run}: supervised by process {event.pid}, release {event.version}{how}", "bold"
+        case happened.RunEnded():
+            return "run", f"over, exit code {event.exit_code}{_because(event.reason)}", "bold"
+        case happened.Draining():
+            return who or "run", f"draining ({event.reason}{', at once' if event.hurry else ''})", "yellow"
+        case happened.Drained():
+            return who or "run", f"drained in {duration_text(event.seconds)}", ""
+        case happened.Scaled():
+            return who, f"scaled from {event.before} to {event.after}", ""
+        case happened.RestartAsked():
+            return who, f"{'rolling ' if event.rolling else ''}restart asked for", ""
+        case happened.FailedReset():
+            budgets = f"full restart budget: {', '.join(event.groups)}" if event.groups else ""
+            failed = f"failures forgotten: {', '.join(event.replicas)}" if event.replicas else ""
+            return "run", "; ".join(filter(None, (failed, budgets))), ""
+        case happened.Reloaded():
+            parts = [("changed", event.changed), ("added", event.added), ("removed", event.removed)]
+            said = "; ".join(f"{name}: {', '.join(groups)}" for name, groups in parts if groups)
+            return "config", f"reloaded{_because(said or 'nothing has changed')}", ""
+        case happened.ReloadRefused():
+            return "config", f"not reloaded: {'; '.join(event.problems)}", "bold red"
+        case happened.ReplicaExited():
+            return who, f"generation {event.generation} ended: {event.outcome}{_because(event.reason)}", _outcome(event)
+        case happened.HeldUp():
+            fate = "no longer waits for" if event.gave_up else "waits for"
+            since = f", killed {duration_text(max(0.0, at - event.since))} ago" if event.pid else ""
+            return who, f"{fate} {event.what}: {event.holder}{since}", "yellow"
+        case happened.LeftoverFound():
+            fate = "killed" if event.swept else "NOT killed"
+            return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "yellow"
+    return _channel_words(who, event)
+
+
+def _outcome(event: happened.ReplicaExited) -> str:
+    return "red" if event.outcome in ("failed", "lost") else ""
+
+
+def _transition(event: happened.Transition) -> str:
+    if event.after == "ready" and event.start_s is not None:
+        recovered = "" if event.recovery_s is None else f", {duration_text(event.recovery_s)} after it was lost"
+        return f"ready after {duration_text(event.start_s)} (generation {event.generation}{recovered})"
+    if event.after == "starting" and event.before != "ready":
+        return f"starting (generation {event.generation})"
+    return f"{event.before} -> {event.after}{_because(event.reason)}"
+
+
+def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
+    match event:
+        case effects.MemberJoined():
+            return event.member.name, f"joined {event.channel}", ""
+        case effects.MemberLost():
+            return event.member.name, f"left {event.channel}{_because(event.reason)}", "yellow"
+        case effects.MemberQuarantined():
+            return event.member.name, f"quarantined on {event.channel}{_because(event.reason)}", "red"
+        case effects.EpochStarted():
+            return event.channel, f"epoch {event.epoch} of {len(event.members)} members", "dim"
+        case effects.SyncEnded():
+            sync = event.record
+            lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
+            what = f"version {sync.version} {sync.outcome} in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
+            return event.channel, f"{what}, {sync.members} members{lost}", "" if sync.outcome == "committed" else "red"
+        case effects.CaughtUp():
+            names = ", ".join(member.name for member in event.members)
+            return event.channel, f"version {event.version} fetched later by {names}", "dim"
+        case effects.ReplicaLoaded():
+            what = f"serves version {event.version}" if event.version else "serves no whole version any more"
+            return who, f"{what} of {event.channel}", ""
+        case effects.StoreChanged():
+            return event.channel, f"store {'up' if event.up else 'down'}", "" if event.up else "bold red"
+    return who or "run", _plain(event), ""
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
+
+
+def _plain(event: happened.Event) -> str:
+    """Any other event: its name in words, and its fields."""
+    name = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(event).__name__).strip()
+    fields = {
+        field: value
+        for field, value in msgspec.structs.asdict(event).items()
+        if field not in ("group", "replica", "target") and value not in ("", (), None, 0, False)
+    }
+    return f"{name}: {', '.join(f'{field} {value}' for field, value in fields.items())}" if fields else name

@@ -3,12 +3,14 @@
 Every problem is found in one pass and reported at once, in the order of the file, as
 one :class:`replicas.errors.BadConfig`. An unknown key is an error that names the
 nearest known one. The structs in :mod:`replicas.config.structs` define the keys and
-their defaults.
+their defaults. Programs, folders and environment files that a group names are checked
+too, so that ``replicas check`` finds missing ones before anything is started.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ from msgspec.structs import replace
 from replicas.common.foreign import visible
 from replicas.config import tables as config_tables
 from replicas.config import text as config_text
-from replicas.config.groups import build_group, build_restart
 from replicas.config.structs import (
     ChannelConfig,
     ChannelRole,
@@ -38,6 +39,7 @@ __all__ = ["channels_from", "load", "parse", "read"]
 
 _FEWEST_SLOTS = 2
 _LONGEST_SOCKET_PATH = 107
+_RESERVED_ENV = ("REPLICA_ID", "REPLICA_NUM")
 
 
 def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
@@ -78,19 +80,18 @@ def load(path: Path | str) -> Config:
     return _parse(place, mapping, source, path, config_text.Lines(text, mapping))
 
 
-def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str = "config") -> Config:
+def parse(mapping: Mapping[str, Any], *, base: Path | None = None) -> Config:
     """Read a config from a mapping of the file's form.
 
     :param base: folder that relative folders are relative to (default: the current
         one).
-    :param source: what to call it in errors.
     :raises BadConfig: with every problem found.
     """
-    return _parse(Place(Path.cwd() if base is None else base.resolve()), mapping, source)
+    return _parse(Place(Path.cwd() if base is None else base.resolve()), mapping)
 
 
 def channels_from(
-    channels: Mapping[str, ChannelConfig | Mapping[str, Any]], replicas: Mapping[str, int], *, source: str = "channels"
+    channels: Mapping[str, ChannelConfig | Mapping[str, Any]], replicas: Mapping[str, int]
 ) -> dict[str, ChannelConfig]:
     """Read and check channels by name, as ``[channels.NAME]`` tables or resolved.
 
@@ -104,7 +105,7 @@ def channels_from(
     for channel in found.values() if found is not UNSET else ():
         _check_slots(place.at(channel.name), channel, replicas)
     if place.problems:
-        raise BadConfig(in_order_of(tables, place.problems), source=source)
+        raise BadConfig(in_order_of(tables, place.problems), source="channels")
     read: dict[str, ChannelConfig] = found
     return read
 
@@ -119,7 +120,7 @@ def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
 def _parse(
     place: Place,
     mapping: Mapping[str, Any],
-    source: str,
+    source: str = "config",
     path: Path | None = None,
     lines: config_text.Lines | None = None,
 ) -> Config:
@@ -163,6 +164,85 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
             f"{control.socket} is longer than the {_LONGEST_SOCKET_PATH} bytes of a socket's path"
         )
     return control
+
+
+def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
+    restart = RestartConfig(**fields)
+    if restart.initial_delay_s > restart.max_delay_s:
+        place.at("initial_delay").problem(
+            f"{restart.initial_delay_s:g} s is longer than max_delay, {restart.max_delay_s:g} s"
+        )
+    return restart
+
+
+def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
+    _check_environment(place.at("env"), fields.get("env", {}))
+    if "env_file" in fields:
+        fields["env"] = {**_read_environment(place.at("env_file"), fields["env_file"]), **fields.get("env", {})}
+    group = GroupConfig(**{"cwd": place.base, **fields, "name": place.path[-1]})
+    _check_resources(place, group)
+    if group.launcher == "exec" and group.nnodes > 1:
+        place.at("nnodes").problem('launcher = "exec" starts one program for each replica; leave nnodes at 1')
+    if (group.min_ready or 0) > group.replicas:
+        place.at("min_ready").problem(f"{group.min_ready} is more than the {group.replicas} replicas of the group")
+    if not os.path.isdir(group.cwd):  # noqa: PTH112  # Path.is_dir raises where the system denies access
+        place.at("cwd").problem(f'folder "{group.cwd}" does not exist')
+    elif group.command:
+        _check_command(place.at("command"), group)
+    return group
+
+
+def _check_environment(place: Place, env: Mapping[str, str]) -> None:
+    for variable, value in env.items():
+        if _is_reserved(variable):
+            place.at(variable).problem("is set for each rank by the supervisor; remove it")
+        elif not variable or "=" in variable or "\0" in variable + value:
+            place.at(variable).problem("is not a usable environment variable")
+
+
+def _is_reserved(variable: str) -> bool:
+    return variable in _RESERVED_ENV or variable.startswith("REPLICAS_")
+
+
+def _read_environment(place: Place, path: Path) -> dict[str, str]:
+    try:
+        variables = config_text.parse_env(config_text.read(path))
+    except OSError as error:
+        place.problem(f'"{path}" cannot be read: {error.strerror}')
+        return {}
+    except ValueError as error:
+        place.problem(f'"{path}"{"," if isinstance(error, config_text.BadLine) else ""} {error}')
+        return {}
+    for variable in filter(_is_reserved, variables):
+        place.problem(f'"{path}": {variable} is set for each rank by the supervisor; remove it')
+    return variables
+
+
+def _check_resources(place: Place, group: GroupConfig) -> None:
+    for key, wanted, variable in (
+        ("gpus", group.resources.gpus, "CUDA_VISIBLE_DEVICES"),
+        ("cpu_threads", group.resources.cpu_threads, "OMP_NUM_THREADS"),
+    ):
+        if wanted is not None and variable in group.env:
+            place.at("resources", key).problem(f"sets {variable}, which env (or env_file) sets too; remove one of them")
+
+
+def _check_command(place: Place, group: GroupConfig) -> None:
+    program = group.command[0]
+    if program == "-m":
+        return
+    is_path = program.endswith(".py") or "/" in program
+    if is_path and not os.path.isfile(group.cwd / program):  # noqa: PTH113  # as above
+        where = "" if Path(program).is_absolute() else f" in {group.cwd}"
+        place.problem(f'"{program}" does not exist{where}')
+    elif not program.endswith(".py") and (
+        shutil.which(str(group.cwd / program) if is_path else program, path=group.env.get("PATH")) is None
+    ):
+        place.problem(
+            f'"{program}" is not executable; run chmod +x on it'
+            if is_path
+            else f'"{program}" is not on PATH; install it, or give its path'
+        )
 
 
 def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
@@ -223,8 +303,8 @@ def _check_roles(place: Place, channel: ChannelConfig) -> None:
 _BUILDS: config_tables.Builds = {
     RunConfig: _build_run,
     ControlConfig: _build_control,
-    RestartConfig: build_restart,
-    GroupConfig: build_group,
+    RestartConfig: _build_restart,
+    GroupConfig: _build_group,
     ChannelConfig: _build_channel,
 }
 

@@ -1,15 +1,23 @@
-"""Read a config file's text within limits, and find the line of a key in it.
+"""Read config and environment files within limits, and find the line of a key.
 
 tomllib reports the line of a syntax error, but not the line of a key. A key is in the
 last statement of the shortest prefix of the text that is valid TOML and has the key.
 :class:`Lines` finds it by bisection, without a grammar of its own.
 
 Paths keep their symbolic links, as a file that is read again may be another one then.
+
+An environment file is read as systemd, Docker and shells do. A line is empty, a comment
+(``#``), or ``NAME=value`` with an optional ``export`` before it. A value in single
+quotes is literal; in double quotes ``\\n``, ``\\t``, ``\\"``, ``\\\\`` and ``\\$`` are
+escapes. Without quotes it ends at a blank and a ``#`` (``COLOR=#fff`` has no comment)
+or at the end of the line, without surrounding blanks. The last line of a name wins.
+``$NAME`` is not expanded.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -18,7 +26,7 @@ from typing import Any
 
 from replicas.common.foreign import one_line
 
-__all__ = ["TOO_DEEP", "Lines", "absolute", "decode", "is_too_deep", "read", "state_home"]
+__all__ = ["TOO_DEEP", "BadLine", "Lines", "absolute", "decode", "is_too_deep", "parse_env", "read", "state_home"]
 
 CONFIG_NBYTES = 1 << 20
 """Maximum size of a config file or an environment file."""
@@ -29,6 +37,12 @@ _LOOKS_NCHARS = 1 << 20
 """Text that :class:`Lines` parses to find lines, at most; then it reports none."""
 _KEY_NCHARS = 40
 _REASON_NCHARS = 200
+_LINE = re.compile(r"(?:export[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)[ \t]*=(.*)", re.DOTALL)
+_SINGLE = re.compile(r"'([^']*)'\s*(?:#.*)?")
+_DOUBLE = re.compile(r'"((?:[^"\\]|\\.)*)"\s*(?:#.*)?')
+_ESCAPE = re.compile(r"\\(.)")
+_COMMENT = re.compile(r"\s+#.*")
+_ESCAPES = {"n": "\n", "t": "\t"}
 
 
 def absolute(path: Path) -> Path:
@@ -95,13 +109,15 @@ def decode(text: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         reason, _, place = str(error).rpartition(" (at ")
         raise ValueError(f"is not valid TOML: {one_line(reason, _REASON_NCHARS)} (at {place}") from error
-    except RecursionError as error:
-        raise ValueError(_located(text, TOO_DEEP)) from error
+    except RecursionError:
+        reason = TOO_DEEP
     except ValueError as error:  # e.g. a number with too many digits for int()
-        raise ValueError(_located(text, str(error).partition(";")[0])) from error
-    if is_too_deep(mapping):
-        raise ValueError(_located(text, TOO_DEEP))
-    return mapping
+        reason = str(error).partition(";")[0]
+    else:
+        if not is_too_deep(mapping):
+            return mapping
+        reason = TOO_DEEP
+    raise ValueError(_located(text, reason))
 
 
 def _located(text: str, reason: str) -> str:
@@ -194,3 +210,36 @@ def _has(mapping: Mapping[str, Any], path: Sequence[str]) -> bool:
             return False
         value = value[key]
     return True
+
+
+class BadLine(ValueError):
+    """A line is no ``NAME=value``. Not quoted in the text: it may hold a secret."""
+
+
+def parse_env(text: str) -> dict[str, str]:
+    """Return the variables of an environment file.
+
+    :raises BadLine: at the first malformed line.
+    """
+    variables: dict[str, str] = {}
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise BadLine(f"line {number}: expected NAME=value")
+        if "\0" in line:
+            raise BadLine(f"line {number}: contains a NUL character")
+        variables[match[1]] = _value(match[2], number)
+    return variables
+
+
+def _value(text: str, number: int) -> str:
+    quoted = text.lstrip()
+    if not quoted.startswith(("'", '"')):
+        return _COMMENT.sub("", text).strip()
+    match = (_SINGLE if quoted[0] == "'" else _DOUBLE).fullmatch(quoted)
+    if match is None:
+        raise BadLine(f"line {number}: the value begins with a quote that does not end it")
+    return match[1] if quoted[0] == "'" else _ESCAPE.sub(lambda found: _ESCAPES.get(found[1], found[1]), match[1])

@@ -20,7 +20,6 @@ import replicas
 from replicas.cli import client, render
 from replicas.cli import find_run as find
 from replicas.cli import main as cli
-from replicas.cli.located import state_dir_of
 from replicas.control.commands import Answer
 from replicas.errors import Disconnected
 from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
@@ -218,7 +217,7 @@ def test_a_run_is_seen_and_stopped_while_its_config_has_problems(
 )
 def test_the_state_folder_is_read_from_what_can_be_read(tmp_path: Path, text: str, expected: str | None) -> None:
     (tmp_path / "run.toml").write_text(text)
-    found = state_dir_of(tmp_path / "run.toml")
+    found = find.state_dir_of(tmp_path / "run.toml")
     assert found == (None if expected is None else tmp_path.resolve() / expected)
 
 
@@ -303,8 +302,8 @@ def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.Ca
     for name, pid in (("a", os.getpid()), ("b", 2**22 + 1)):
         endpoint = {"endpoint": "127.0.0.1:1", "pid": pid, "run": name}
         (folder / ".replicas" / name / find.ENDPOINT_FILE).write_text(json.dumps(endpoint))
-    assert find.find_endpoint(folder=folder).run == "a"
-    assert find.find_state_dir(folder=folder).name == "a"
+    assert find.read_endpoint(find.find_state_dir(folder, running=True)).run == "a"
+    assert find.find_state_dir(folder).name == "a"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from replicas.cli import base as cli_base
 from replicas.cli import main as cli
-from replicas.cli import wait as cli_wait
+from replicas.cli import orders as cli_wait
 from replicas.cli.find_run import RunAddress
 from replicas.errors import Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
@@ -102,7 +103,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for(monkeypatch: pytest.MonkeyPatch, place: FakePlace, *words: str) -> int:
-    monkeypatch.setattr(cli_wait, "place_of", lambda *_: place)
+    monkeypatch.setattr(cli_base, "place_of", lambda **_: place)
     return cli.main(["wait", *words])
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.config.groups import BadLine, parse_env
+from replicas.config.text import BadLine, parse_env
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,9 @@ import replicas
 from replicas import errors
 from replicas.cli import base as cli_base
 from replicas.cli import checks as doctor
-from replicas.cli.doctor import draw_findings
-from replicas.cli.render import run_status
-from replicas.cli.render_events import event_line
-from replicas.cli.screen import Screen, complain
+from replicas.cli.base import Screen, complain
+from replicas.cli.look import draw_findings
+from replicas.cli.render import event_line, run_status
 from replicas.common.foreign import ascii_controls, characters, hanging, lines, one_line, readable, visible
 from replicas.core.effects import MemberLost
 from replicas.messages.identity import Member
@@ -247,6 +246,6 @@ def test_nobody_else_makes_a_rich_console() -> None:
         str(path.relative_to(root))
         for path in root.rglob("*.py")
         if re.search(r"\brich\.get_console|from rich import .*print|(?<![.\w])Console\(", path.read_text())
-        and path.name not in ("screen.py", "console.py", "operator.py")
+        and path.name not in ("base.py", "console.py", "operator.py")
     ]
     assert found == []
