@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -271,7 +271,7 @@ class OperationEnd(_FromCoordinator, frozen=True):
     error: WireError | None = None
 
 
-FromCoordinator = (
+FromCoordinator: TypeAlias = (
     Welcome
     | Refused
     | Ack

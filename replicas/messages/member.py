@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from replicas.messages.identity import ProcessIdentity
@@ -324,7 +326,7 @@ class OperationFailed(_FromMember, frozen=True):
     error: WireError
 
 
-FromMember = (
+FromMember: TypeAlias = (
     Hello
     | Located
     | Resumed
