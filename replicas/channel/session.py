@@ -23,8 +23,8 @@ new message went either way. Each failed try in a row brings a longer, jittered 
 and more patience, so a message that the coordinator rejects is not sent again at full
 speed. A malformed frame, perhaps corrupted on the way, ends the connection alone. Only
 three things end a session for good, by the handler's ``session_over``:
-:class:`Refused`, a refused token, and :data:`MALFORMED_MAX` malformed frames without a
-good one in between.
+the message ``Refused``, a refused token, and :data:`MALFORMED_MAX` malformed frames
+without a good one in between.
 """
 
 from __future__ import annotations

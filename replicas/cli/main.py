@@ -1,4 +1,4 @@
-"""The command ``replicas``.
+"""The command ``replicas``: all its commands, of which ``run`` and ``check`` are here.
 
 ``python -m replicas.supervisor CONFIG`` is ``replicas run CONFIG``. Exit codes:
 :mod:`replicas.control.exit_codes`. Answers go to stdout, everything else to stderr.

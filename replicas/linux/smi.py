@@ -1,4 +1,4 @@
-"""Ask the NVIDIA driver within a time limit: in a hung driver no signal reaches it."""
+"""Programs that ask the NVIDIA driver, with a time limit: no signal ends a hung one."""
 
 from __future__ import annotations
 

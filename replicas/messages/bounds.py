@@ -1,6 +1,6 @@
-"""Limits of message contents.
+"""Limits of message contents, and texts made to fit into messages.
 
-They are checked in the call (:mod:`replicas.messages.arguments`), so the coordinator
+Limits are checked in the call (:mod:`replicas.messages.arguments`), so the coordinator
 (:mod:`replicas.coordinator.limits`) never gets bad ones from a library that works.
 """
 

@@ -95,7 +95,7 @@ class Hello(_FromMember, frozen=True):
 
 
 class Located(_FromMember, frozen=True):
-    """Answer to :class:`Locate`: index of the first beacon that was verified, or -1."""
+    """Answer to ``Locate``: index of the first beacon that was verified, or -1."""
 
     found: int
 
@@ -105,7 +105,7 @@ class Resumed(_FromMember, frozen=True):
 
 
 class Described(_FromMember, frozen=True):
-    """Answer to :class:`Describe`: a complete version that this member holds.
+    """Answer to ``Describe``: a complete version that this member holds.
 
     An empty ``manifest_hash``: it holds it no longer.
     """

@@ -1,4 +1,4 @@
-"""One pass over the user's weights; user errors are kept apart from library errors.
+"""One pass over the user's weights: sources, shards, ties; user errors are kept apart.
 
 A pass may run collectives of the user's own group: a generator that gathers, or
 ``DTensor.full_tensor()`` here. So every rank must walk to the end, in the same order,

@@ -1,4 +1,4 @@
-"""A forkserver for which there is no process, as the shim's keeper sees it."""
+"""A forkserver for which there is no process, as the shim's watcher sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""React to a transfer that stands still or that one slow link holds up.
+"""Pacing: find a transfer that stands still, or that a slow link or member holds up.
 
 Theory of operation
 ===================

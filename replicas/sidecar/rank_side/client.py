@@ -1,13 +1,14 @@
-"""The rank's client of sidecars, for the asyncio loop of its session thread.
+"""A rank's connection to a forkserver: reach or start it, and fork sidecars from it.
 
 Theory of operation
 ===================
 
 A :class:`Forkserver` is the connection to a forkserver, a shim's or a helper process of
 the rank's own, and makes :class:`~replicas.sidecar.rank_side.handle.Sidecar` objects; a
-sidecar has one process group. Requests and replies are matched by number, so that a
-reply that comes after its caller gave up is dropped and never taken for another's. The
-end of a sidecar is detected by its pidfd, which no inherited socket delays.
+sidecar has one process group. All run on the asyncio loop of the session thread.
+Requests and replies are matched by number, so that a reply that comes after its caller
+gave up is dropped and never taken for another's. The end of a sidecar is detected by
+its pidfd, which no inherited socket delays.
 
 **Hung and frozen.** A sidecar whose group hangs still answers pings. It may be in
 native code without a timeout, so it is killed when it has not answered a request one

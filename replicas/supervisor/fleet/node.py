@@ -1,4 +1,4 @@
-"""The supervisor's side of one shim: orders, messages, the sweep after its death."""
+"""The supervisor's side of one shim: start, orders, messages, sweep after its death."""
 
 from __future__ import annotations
 

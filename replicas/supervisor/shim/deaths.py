@@ -1,4 +1,4 @@
-"""Deaths in a replica that nobody tells the shim: of a child of a rank, or unseen ones.
+"""Deaths not reported to the shim: of a rank's child, or below a stopped torchrun.
 
 A process that crashed before the main process ended died first, and is named in the
 exit report (:class:`DeathWatch`). The shim is not the parent of these processes, so it

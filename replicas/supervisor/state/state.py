@@ -1,4 +1,4 @@
-"""The state folder of a run: lock, token, endpoint file, logs, state, leftovers.
+"""The state folder of a run: lock, identity, token, endpoint, logs, state, leftovers.
 
 ::
 

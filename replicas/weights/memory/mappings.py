@@ -1,4 +1,4 @@
-"""Mappings of shared memory as tensors, populated without the GIL.
+"""Mappings of shared memory as tensors: populated without the GIL, and kept for reuse.
 
 Theory of operation
 ===================

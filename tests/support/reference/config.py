@@ -1,4 +1,4 @@
-"""The page of config keys, from the table by which the config is read."""
+"""The page of config keys, from the structs that are its schema."""
 
 from __future__ import annotations
 
