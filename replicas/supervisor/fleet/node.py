@@ -73,7 +73,7 @@ def start_helper(
 ) -> subprocess.Popen[bytes]:
     """Start a shim or janitor, with the run's lock, in a session of its own."""
     if lock is not None:
-        arguments += ("--lock", str(lock))
+        arguments = ("--lock", str(lock), *arguments)
         keep += (lock,)
     return subprocess.Popen(
         python_module(module, "--control", str(control), "--parent", str(os.getpid()), *arguments),
