@@ -134,8 +134,8 @@ async def test_other_gpus_get_every_byte_once() -> None:
             assert [await load(rollout) for rollout in (near, *far)] == [(value, value)] * 3
         (lane,) = lanes(world)
         assert lane in (["rollout/1/0", "trainer/0/0"], ["rollout/2/0", "trainer/0/0"]), "one of each GPU"
-        hosts = world.coordinator.engine.channels["policy"].hosts
-        assert len(hosts) == 2
+        roster = world.coordinator.engine.channels["policy"].roster
+        assert len({state.host for state in roster}) == 2
 
 
 async def test_the_parts_of_a_version_on_two_gpus() -> None:

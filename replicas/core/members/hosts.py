@@ -73,9 +73,6 @@ class Hosts:
         self._here = here if self._shared and not self._by_device else None
         self.own = self._new() if self._here is not None else 0
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def on(self, host: int) -> list[MemberState]:
         return list(self._members.get(host, {}).values())
 

@@ -153,9 +153,7 @@ class Links:
         due.sort(key=lambda entry: entry[0])
         for link in [link for _, link in due if link <= ends.keys()][:room]:
             members = [ends[address].member for address in sorted(link)]
-            trial = Probe(self._lanes, members, "gloo", now, partial(self._tried, link))
-            if not trial.over:
-                self._faults[link].trial = trial
+            self._faults[link].trial = Probe(self._lanes, members, "gloo", now, partial(self._tried, link))
 
     def _tried(self, link: frozenset[str], culprits: Mapping[Member, str] | None, now: float) -> None:
         fault = self._faults[link]

@@ -85,7 +85,7 @@ class Roster:
         """All but observers."""
         self.apart: dict[Member, MemberState] = {}
         """Members that are neither live nor observing."""
-        self.on_held: Callable[[MemberState], None] | None = None
+        self.on_held: Callable[[MemberState], None] = lambda _: None
         """Called with a member whose held versions have changed."""
         self._replicas: dict[tuple[str, int], dict[Member, MemberState]] = {}
         self._alike: dict[object, dict[Member, MemberState]] = {}
@@ -219,8 +219,7 @@ class Roster:
 
     def _held_changed(self, state: MemberState, version: int, held: bool) -> None:
         self._note(state, version, held=held)
-        if self.on_held is not None:
-            self.on_held(state)
+        self.on_held(state)
 
     def _note(self, state: MemberState, version: int, *, held: bool) -> None:
         carries = state.member in self._carriers

@@ -86,7 +86,7 @@ class Probe:
         """Discard the pair of a lost member, or all pairs over a lost store."""
         if not all(member in self._lanes.roster for member in lane.members):
             self._close(lane, now)
-        elif not self.over:
+        else:
             self.abandon()
             self._on_end(None, now)
 

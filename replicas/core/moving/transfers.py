@@ -354,10 +354,8 @@ class Transfer:
     def _keep(self, replies: Mapping[Member, TransferDone], *, lent: bool) -> None:
         """Record that these members have it. ``lent``: in memory of their own."""
         version = self.payload.version
-        for member, reply in replies.items():
-            state = self._ground.roster.get(member)
-            if state is None:
-                continue
+        for state in self._ground.roster.states(replies):
+            member, reply = state.member, replies[state.member]
             state.held[version] = self.payload.digest or reply.image_digest
             if reply.place is not None:
                 state.places[version] = reply.place
@@ -378,8 +376,7 @@ class Transfer:
 
     def filled(self, now: float) -> None:
         """The publisher has filled its slot: it can be mapped, its digest is known."""
-        if not self.over and self._probe is None:
-            self._end_attempt_if_done(now)
+        self._end_attempt_if_done(now)
 
     def member_failed(self, member: Member, transfer: int, error: errors.ReplicasError, now: float) -> None:
         """A member cannot go on with this attempt."""
@@ -415,8 +412,7 @@ class Transfer:
                 self._ground.hosts.apart(state)
 
     def _forget_held(self, member: Member) -> None:
-        state = self._ground.roster.get(member)
-        if state is not None:
+        for state in self._ground.roster.states([member]):
             state.forget(self.payload.version)
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
@@ -464,9 +460,8 @@ class Transfer:
         self.state = TRANSFER.next(self.state, "stuck")
         self.attempt.number = next(self._ground.ids)  # replies to the old attempt are ignored
         self._probes += 1
-        probe = Probe(self._ground.lanes, self.plan.lane, self._backend(self.plan.lane), now, self._probed)
-        if not probe.over:
-            self._probe = probe
+        lane = self.plan.lane
+        self._probe = Probe(self._ground.lanes, lane, self._backend(lane), now, self._probed)
 
     def _probed(self, found: Mapping[Member, str] | None, now: float) -> None:
         """Quarantine the culprits that the pairs have shown, and resume."""
@@ -497,8 +492,6 @@ class Transfer:
 
     def _resume(self, now: float, reason: str) -> None:
         """Start the next attempt, if any member needs one."""
-        if self.over:
-            return
         if not self.needers and (self.verified or self.kind == "catch_up" or self.refused):
             self._end(None if self.verified else self._refusal(), now)
             return
@@ -509,8 +502,6 @@ class Transfer:
 
     def lost(self, member: Member, now: float) -> None:
         """A member is lost (already out of the roster)."""
-        if self.over:
-            return
         self.needers.discard(member)
         self.verified.discard(member)
         if member == self.payload.filling:
@@ -620,8 +611,6 @@ class Transfer:
         )
 
     def _end(self, error: errors.ReplicasError | None, now: float) -> None:
-        if self.over:
-            return
         self.state = TRANSFER.next(self.state, "done" if error is None else "fail")
         self._on_end(self, error, now)
 

@@ -10,6 +10,7 @@ follow. Targets that were left behind stay members, are caught up
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal
 
 from replicas import errors
@@ -150,7 +151,7 @@ class Commits:
                     transfer.ready(member, message.transfer, now)
                 case wire.TransferDone():
                     transfer.done(member, message, now)
-                case wire.TransferFailed():
+                case _:
                     transfer.member_failed(member, message.transfer, message.error.exception(), now)
 
     # ------------------------------------------------------------ from packed to moving
@@ -241,7 +242,12 @@ class Commits:
         targets = self._roster.targets
         needers = [s.member for s in targets if publish.version not in s.held and not s.draining]
         publish.transfer = self.main = Transfer(
-            self._ground, payload, needers, kind="main", deadline=publish.deadline, on_end=self._main_ended
+            self._ground,
+            payload,
+            needers,
+            kind="main",
+            deadline=publish.deadline,
+            on_end=partial(self._main_ended, publish),
         )
         for catch_up in self.catch_ups:
             catch_up.served_by(self.main, now)
@@ -249,10 +255,7 @@ class Commits:
 
     # ------------------------------------------------------------ the end of a publish
 
-    def _main_ended(self, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
-        publish = self.publishes.moving
-        if publish is None or publish.transfer is not transfer:
-            return
+    def _main_ended(self, publish: Publish, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
         if error is not None:
             self.fail(publish, error, now)
             return
@@ -503,7 +506,7 @@ class Commits:
             error = errors.Busy(f"{text} an earlier version to be done", phase="queue")
         elif transfer.verified and self._ground.config.on_lost == "drop":
             transfer.stop(complete=True)
-            self._main_ended(transfer, None, now)
+            self._main_ended(publish, transfer, None, now)
             return
         else:
             late = transfer.pacing.slowest() or sorted(member.name for member in transfer.laggards)

@@ -17,6 +17,7 @@ This module does no I/O, and knows torch's dtypes by name only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
@@ -351,12 +352,9 @@ def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, st
         raise ManifestMismatch(f"the tensors add up to {total} bytes", hint="that is more than any machine has")
     names = [*(spec.name for spec in tensors), *(alias for alias, _ in aliases)]
     if len({"__metadata__", *names}) <= count:
-        seen = {"__metadata__"}
-        for name in names:
-            if name in seen:
-                what = "is reserved by safetensors" if name == "__metadata__" else "appears twice"
-                raise ManifestMismatch(f"tensor name {name!r} {what}", hint="give each tensor a name of its own")
-            seen.add(name)
+        name = next(name for name, times in Counter(["__metadata__", *names]).items() if times > 1)
+        what = "is reserved by safetensors" if name == "__metadata__" else "appears twice"
+        raise ManifestMismatch(f"tensor name {name!r} {what}", hint="give each tensor a name of its own")
     known = set(names[: len(tensors)]) if aliases else ()
     for alias, target in aliases:
         if target not in known:

@@ -240,7 +240,7 @@ class Recovery:
         try:
             joined = commits.manifests.joined(wanted, [encoded], whole=True)
         except errors.ManifestMismatch:
-            if (state := self._roster.get(holder)) is not None:
+            for state in self._roster.states([holder]):
                 self.undescribed(state)
             return
         if joined is None:
