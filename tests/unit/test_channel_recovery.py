@@ -4,11 +4,13 @@ or ends, nothing goes backwards."""
 from __future__ import annotations
 
 import pytest
+import xxhash
 
 from replicas import messages as wire
+from replicas.config.structs import ChannelRole
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.recovery import RECOVERY_S
-from tests.support.channel_world import SimMember, World, peer_config
+from tests.support.channel_world import MANIFEST, SimMember, World, channel_config, peer_config
 
 WINDOW_S = 2 * RECOVERY_S + 0.6
 
@@ -295,3 +297,188 @@ def test_a_number_that_turns_out_to_be_committed_is_not_taken_from_those_who_hol
     first.ask()
     world.advance(1.0)
     assert first.granted == [1]
+
+
+def test_a_rank_that_has_had_its_verdict_fails_the_publish_for_the_others() -> None:
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)))
+    ranks = [world.join(f"trainer/0/{rank}", world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.publish()
+    world.run()
+    world.restart(keep_log=False)
+    ranks[1].open.clear()
+    for rank in ranks:
+        world.rejoin(rank)
+    world.advance(WINDOW_S)
+    error = ranks[0].verdicts[1].error
+    assert error is not None
+    assert (error.kind, error.phase) == ("SyncError", "commit")
+    assert error.message == (
+        "version 1 was not committed by the coordinator that was here before: trainer/0/1 had its verdict"
+    )
+
+
+def test_a_version_that_had_failed_is_not_published_again_by_a_source_that_has_not_heard_of_it() -> None:
+    world, (trainer, *targets) = world_of("trainer/0/0", "rollout/0/0", "rollout/1/0")
+    prepared_by_all(world, trainer, targets)
+    world.advance(11.0, frozen=(trainer, *targets))  # the deadline passes, and nobody hears of it
+    assert world.aborted == {1}
+    world.restart()
+    for sim in (trainer, *targets):
+        world.rejoin(sim)
+    world.advance(WINDOW_S)
+    error = trainer.verdicts[1].error
+    assert error is not None
+    assert error.message == "version 1 was not committed by the coordinator that was here before: it had failed"
+    assert world.decisions == []
+    assert all(target.held == set() for target in targets)
+
+
+def test_what_failed_to_pack_while_members_came_back_is_told_when_it_has_its_number() -> None:
+    world, (trainer, target) = world_of("trainer/0/0", "rollout/0/0")
+    publish(world, trainer)
+    world.run()
+    for sim in world.restart():
+        world.rejoin(sim)
+    number = trainer.publish()
+    trainer.outbox.append(wire.PackFailed(number, wire.WireError("NoCapacity", "no memory is left")))
+    world.run()
+    assert number not in trainer.verdicts
+    world.advance(WINDOW_S)
+    error = trainer.verdicts[number].error
+    assert error is not None
+    assert (error.kind, error.message, error.version) == ("NoCapacity", "no memory is left", 2)
+    assert target.commits == [1]
+
+
+@pytest.mark.parametrize("answer", ["not here", "other bytes", "no manifest"])
+def test_a_holder_that_describes_nothing_of_use_is_passed_over(answer: str) -> None:
+    """Its copy is not counted any more: it is sent the version again."""
+    world, (trainer, bad, good) = world_of("trainer/0/0", "rollout/0/0", "rollout/1/0")
+    publish(world, trainer)
+    world.run()
+    world.restart()
+    handle, image = bad.handle, MANIFEST.whole.hash
+    unreadable = xxhash.xxh3_128_hexdigest(b"no manifest")
+    bad.manifests[unreadable] = b"no manifest"
+
+    def handle_badly(message: wire.FromCoordinator) -> None:
+        if not isinstance(message, wire.Describe):
+            handle(message)
+        elif answer == "not here":
+            bad.outbox.append(wire.Described(1, "", "", {}, "cpu"))
+        elif answer == "other bytes":
+            bad.outbox.append(wire.Described(1, "digest-of-others", image, {}, "cpu"))
+        else:
+            bad.outbox.append(wire.Described(1, "digest-1", unreadable, {}, "cpu"))
+
+    bad.handle = handle_badly  # type: ignore[method-assign]  # it has lost what it held
+    for sim in (bad, good):
+        world.rejoin(sim)
+    bad.held.clear()
+    world.advance(WINDOW_S)
+    assert any(isinstance(message, wire.Describe) for message in good.seen)
+    assert world.state.commits.committed is not None
+    assert bad.held == {1}
+
+
+def test_a_description_of_a_version_that_is_the_newest_no_more() -> None:
+    world, (trainer, slow) = world_of("trainer/0/0", "rollout/0/0")
+    publish(world, trainer)
+    world.run()
+    for sim in world.restart():
+        world.rejoin(sim)
+    world.run()
+    world.advance(RECOVERY_S + 0.5, frozen=(slow,))
+    describe = wire.Describe(1)
+    slow.inbox.remove(describe)  # it is slow to answer
+    publish(world, trainer)
+    world.advance(1.0)
+    assert slow.commits == [1, 2]
+    slow.handle(describe)
+    world.run()
+    assert world.state.commits.committed is not None
+    assert world.state.commits.committed.version == 2
+
+
+def test_a_newer_version_that_is_learned_while_the_manifest_of_one_is_read() -> None:
+    world, (trainer, slow, knows) = world_of("trainer/0/0", "rollout/0/0", "rollout/1/0")
+    publish(world, trainer)
+    world.run()
+    world.lose(slow)
+    publish(world, trainer)
+    world.run()
+    world.restart(keep_log=False)
+    world.rejoin(slow)
+    asks, handle = [], slow.handle
+
+    def handle_slowly(message: wire.FromCoordinator) -> None:
+        if isinstance(message, wire.ManifestAsk):
+            asks.append(message)
+        else:
+            handle(message)
+
+    slow.handle = handle_slowly  # type: ignore[method-assign]  # its manifest never comes
+    world.advance(WINDOW_S)
+    assert len(asks) == 1
+    assert (world.state.commits.latest, world.state.commits.committed) == (1, None)
+    world.rejoin(knows)
+    world.run()
+    committed = world.state.commits.committed
+    assert committed is not None
+    assert (committed.version, committed.digest) == (2, "digest-2")
+
+
+def test_a_resumed_publish_whose_commit_is_learned_while_it_moves_gets_its_receipt() -> None:
+    """And the next one starts: nothing is under way any more."""
+    world, (trainer, first) = world_of("trainer/0/0", "rollout/0/0")
+    publish(world, trainer)
+    while not world.decisions:
+        for sim in (trainer, first):
+            world.up(sim)
+            if not world.decisions:
+                world.down(sim)
+    world.run(frozen=(trainer,))
+    assert (first.commits, trainer.commits) == ([1], [])
+    world.restart(keep_log=False)
+    world.rejoin(trainer)
+    second = world.join("rollout/1/0")
+    world.run()
+    world.advance(RECOVERY_S - 0.5)
+    world.now += 1.0
+    world.state.tick(world.now)
+    world._collect()
+    assert world.state.commits.moving, "nobody who knows of the commit has come back"
+    world.rejoin(first)
+    world.run(frozen=(first,))
+    receipt = trainer.verdicts[1].receipt
+    assert receipt is not None
+    assert (receipt.version, receipt.nbytes) == (1, 16)
+    world.run()
+    assert second.commits == [1]
+    number = publish(world, trainer)
+    world.advance(1.0)
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert (receipt.version, len(receipt.members)) == (2, 2)
+
+
+def test_other_bytes_under_the_number_that_is_committed_are_thrown_away() -> None:
+    world, (trainer, first) = world_of("trainer/0/0", "rollout/0/0")
+    number = trainer.publish()
+    world.run()
+    trainer.pack(number)
+    world.restart(keep_log=False)
+    for sim in (trainer, first):
+        world.rejoin(sim)
+    other = world.join(
+        "rollout/1/0", resume_term=1, held=(wire.HeldVersion(1, "digest-of-others"),), latest=0, publishes=0
+    )
+    other.outbox.append(wire.Resumed())
+    world.run()
+    world.advance(WINDOW_S)
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert (receipt.digest, receipt.members) == ("digest-1", (first.member,))
+    assert wire.Discard(1) in other.seen
+    assert other.held == {1}, "it was sent what is committed"

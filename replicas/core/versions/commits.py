@@ -261,6 +261,8 @@ class Commits:
             return
         config, holders = self._ground.config, self._holders(publish.version)
         if publish.version <= self.latest:
+            self.main = None
+            transfer.close_lane()
             self._overtaken(publish, now)
         elif config.on_lost == "raise" and publish.lost:
             why = "; ".join(f"{name}: {reason}" for name, reason in publish.lost.items())
