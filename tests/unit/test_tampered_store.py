@@ -3,6 +3,8 @@ store takes its place."""
 
 from __future__ import annotations
 
+import pytest
+
 from replicas.core.effects import Effect, MemberLost, MemberQuarantined
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.lanes import SECRET_NBYTES, Lanes
@@ -104,6 +106,79 @@ def test_a_store_that_is_down_says_nothing_of_members_either() -> None:
     new_store(world)
     assert ends(sims, posts) == ["ok"] * 3
     assert left_out(world) == []
+
+
+def end_store(world: World, how: str) -> None:
+    """``down``: it has ended, ``moved``: another one took its place."""
+    if how == "down":
+        world.state.store_lost()
+    else:
+        world.store = (world.store[0], world.store[1] + 1)
+    world.refused_by_store = True
+
+
+def probes(sim: SimMember) -> int:
+    return sum(isinstance(message, LaneForm) and message.probe for message in sim.seen)
+
+
+@pytest.mark.parametrize("how", ["down", "moved"])
+def test_a_trial_whose_store_has_ended_releases_no_peer(how: str) -> None:
+    """Nothing was proved at its deadline: it is repeated."""
+    world, sims = peers(4)
+    bad = sims[3]
+    world.bad_pairs = {frozenset((bad.member.name, other.member.name)) for other in sims[:3]}
+    posts = [sim.post("all_reduce") for sim in sims]
+    world.advance(1.0)
+    assert ends(sims[:3], posts[:3]) == ["ok"] * 3
+    assert left_out(world) == ["peer/3/0"]
+    state = world.state.roster.get(bad.member)
+    assert state is not None
+    while not [lane for lane in world.state.lanes._lanes.values() if bad.member in lane.ranks]:
+        before = probes(bad)
+        world.advance(0.5, frozen=tuple(sims))
+    end_store(world, how)
+    world.advance(5.0)
+    assert state.standing == "quarantined"
+    assert probes(bad) > before + 3, "tried again with each of the others"
+    world.refused_by_store = False
+    new_store(world)
+    world.advance(5.0)
+    assert state.standing == "quarantined"
+    posts = [sim.post("all_reduce") for sim in sims[:3]]
+    world.advance(0.5)
+    assert ends(sims[:3], posts) == ["ok"] * 3
+    world.bad_pairs.clear()
+    world.advance(10.0)
+    assert state.live
+
+
+@pytest.mark.parametrize("how", ["down", "moved"])
+def test_a_trial_whose_store_has_ended_mends_no_link(how: str) -> None:
+    world = World()
+    addresses = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+    names = ("trainer/0/0", "rollout/0/0", "rollout/1/0")
+    trainer, near, far = (
+        world.join(name, machine=address, address=address) for name, address in zip(names, addresses, strict=True)
+    )
+    world.advance(1.0)
+    world.cuts.add(frozenset((trainer.address, far.address)))
+    trainer.pack(trainer.publish())
+    world.advance(5.0)
+    assert far.held == {1}, "it came over the other target"
+    before = probes(far)
+    while probes(far) == before:
+        if not world.down(far):
+            world.advance(0.5, frozen=(trainer, near, far))
+    end_store(world, how)
+    world.advance(5.0)
+    ends_of_it = [world.state.roster.get(sim.member) for sim in (trainer, far)]
+    assert not world.state.links.works(ends_of_it[0], ends_of_it[1], world.now)  # type: ignore[arg-type]  # both are here
+    assert probes(far) > before + 1, "it was tried again"
+    world.refused_by_store = False
+    new_store(world)
+    world.cuts.clear()
+    world.advance(5.0)
+    assert world.state.links.works(ends_of_it[0], ends_of_it[1], world.now)  # type: ignore[arg-type]  # both are here
 
 
 def test_each_lane_has_a_secret_of_its_own() -> None:
