@@ -463,3 +463,65 @@ def test_the_chain_goes_from_host_to_host() -> None:
     assert [member.name for member in found.routes[0]] == ["trainer/0/0", "rollout/1/0", "rollout/3/0", "rollout/0/0"]
     assert names(found.waiting) == {"rollout/2/0", "rollout/4/0"}
     assert found.lane == found.routes[0]
+
+
+class GoneOnce(SimMember):
+    """Its first look at what it is to map finds nothing."""
+
+    looks = 0
+
+    def _map(self, offer: wire.TransferOffer) -> None:
+        self.looks += 1
+        if self.looks == 1:
+            self.outbox.append(wire.TransferFailed(offer.transfer, wire.WireError("Gone", "it is not there")))
+        else:
+            super()._map(offer)
+
+
+def test_what_is_gone_at_the_first_look_is_looked_for_once_more() -> None:
+    world = World()
+    world.member_type = GoneOnce
+    trainer, target = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
+    end = publish(world, trainer)
+    assert end is not None
+    assert end.receipt is not None
+    assert end.receipt.members == (target.member,)
+    assert kinds(target) == ["map"]
+    assert host_of(world, target) == host_of(world, trainer)
+
+
+def test_a_lane_that_fails_when_its_bytes_have_moved_costs_nothing_but_the_lane() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0", machine="a")
+    leader, second = (world.join(f"rollout/{index}/0", machine="b") for index in range(2))
+    world.run()
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run(frozen=(second,))
+    assert leader.held == {1}
+    [lane] = [message.lane for message in leader.seen if isinstance(message, wire.LaneForm)]
+    leader.outbox.append(wire.LaneFailed(lane, wire.WireError("SyncError", "its sidecar ended")))
+    world.run(frozen=(second,))
+    assert wire.LaneDrop(lane) in leader.seen
+    world.run()
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert receipt.members == (leader.member, second.member)
+    assert len([message for message in leader.seen if isinstance(message, wire.LaneForm)]) == 1
+
+
+def test_kept_memory_is_no_source_for_other_hosts() -> None:
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)))
+    first, second = (world.join(f"trainer/0/{rank}", world_size=2, machine="a") for rank in range(2))
+    near, far = world.join("rollout/0/0", machine="a"), world.join("rollout/1/0", machine="b")
+    world.run()
+    states = {state.member: state for state in world.state.roster}
+    one, two = states[first.member], states[second.member]
+    for sim in (first, second):
+        place = sim.place(1)
+        assert place is not None
+        states[sim.member].places[1] = place
+    kept = {first.member, second.member}
+    for holders, owners in (([one], []), ([], [one, two])):
+        assert plan(1, [states[near.member]], holders, owners, kept=kept) is not None
+        assert plan(1, [states[far.member]], holders, owners, kept=kept) is None

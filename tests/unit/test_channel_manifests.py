@@ -164,3 +164,21 @@ def test_who_asks_for_what_is_not_known_is_told() -> None:
     target.outbox.append(ask)
     world.run()
     assert target.seen[-1] == pieces(ask, None)[0]
+
+
+def test_a_manifest_that_is_no_good_fails_no_publish_that_waits_for_another_one() -> None:
+    world = World()
+    bad, good, _ = world.join("trainer/0/0"), world.join("trainer/1/0"), world.join("rollout/0/0")
+    world.run()
+    numbers = [trainer.publish() for trainer in (bad, good)]
+    world.run()
+    for trainer, number in zip((bad, good), numbers, strict=True):
+        trainer.pack(number)
+    bad.manifests = {MANIFEST.hash: b"something else"}
+    while world.up(bad) or world.up(good):  # both are packed, and neither manifest is there yet
+        pass
+    world.run()
+    error = bad.verdicts[numbers[0]].error
+    assert error is not None
+    assert error.kind == "ManifestMismatch"
+    assert committed(good, numbers[1])

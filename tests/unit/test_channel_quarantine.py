@@ -267,3 +267,71 @@ def test_who_gives_is_no_culprit_when_a_preflight_names_another_one_too() -> Non
     assert receipt is not None
     assert receipt.members == (good.member,)
     assert receipt.reasons == {"rollout/1/0": "they do not agree"}
+
+
+def test_in_a_large_group_each_is_probed_with_four_others_and_the_culprit_is_found() -> None:
+    world = World()
+    trainer, *targets = [world.join("trainer/0/0"), *(world.join(f"rollout/{index}/0") for index in range(6))]
+    cut_off(world, targets[3])
+    receipt = trainer.verdicts[publish(world, trainer)].receipt
+    assert receipt is not None
+    assert receipt.lost == ("rollout/3/0",)
+    assert quarantined(world) == ["rollout/3/0"]
+    assert sum(lanes_asked_of(trainer)) == 4
+
+
+def test_a_sender_that_fails_after_all_have_the_version_is_not_probed() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    world.run()
+    trainer.breaks = True
+    number = trainer.publish()
+    trainer.pack(number)
+    for lanes, order in ((2, (trainer, target)), (3, (target, trainer))):  # who is the first to tell
+        while len(lanes_asked_of(target)) < lanes and number not in trainer.verdicts:
+            for sim in order:
+                while world.down(sim) or world.up(sim):
+                    pass
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert receipt.members == (target.member,)
+    assert not any(lanes_asked_of(target))
+    assert quarantined(world) == []
+
+
+def test_a_lane_that_fails_without_a_word_of_one_of_its_members_is_that_ones_fault() -> None:
+    world = World()
+    trainer, near, far = [world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    world.advance(1.0)
+    number = trainer.publish(deadline_s=120.0)
+    trainer.pack(number)
+    world.run(frozen=(far,))
+    [lane] = [message.lane for message in near.seen if isinstance(message, wire.LaneForm)]
+    world.now += 15.0
+    for sim in (trainer, near):
+        world.state.seen(sim.member, world.now)
+    near.outbox.append(wire.LaneFailed(lane, wire.WireError("SyncError", "connection reset")))
+    world.run(frozen=(far,))
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert receipt.reasons == {"rollout/1/0": "no sign of life"}
+    assert not any(lanes_asked_of(near))
+
+
+def test_a_peer_that_dies_while_it_is_tried_leaves_no_lane_behind() -> None:
+    world = World(peer_config(), {"peer": GroupShape(replicas=4)})
+    sims = [world.join(f"peer/{index}/0") for index in range(4)]
+    cut_off(world, sims[2])
+    for sim in sims:
+        sim.post("all_reduce")
+    world.advance(0.5)
+    assert quarantined(world) == ["peer/2/0"]
+    for _ in range(20):
+        if len(world.state.lanes) > 1:
+            break
+        world.advance(0.5, frozen=tuple(sims))
+    assert len(world.state.lanes) > 1
+    world.lose(sims[2])
+    world.run()
+    assert len(world.state.lanes) == 1
+    assert len(world.swept) == len(set(world.swept))

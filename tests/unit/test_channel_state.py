@@ -3,11 +3,14 @@ which version."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from replicas import errors
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
+from replicas.core.channel import WHOLE_VIEW
 from replicas.core.effects import MemberLost, ReplicaLoaded, Retried
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
@@ -688,3 +691,173 @@ def test_a_catch_up_that_is_slower_than_the_publishing_ends() -> None:
     assert slow.granted == [2]
     assert len(world.state.lanes) == 1
     assert first.held == {1, 2}
+
+
+def test_nothing_follows_from_what_is_said_of_a_member_that_is_gone() -> None:
+    """Its connection and its last messages end in any order."""
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    world.run()
+    world.lose(target)
+    world.run()
+    state, seen = world.state, len(trainer.seen)
+    state.receive(target.member, wire.ReceiveAsk(1, 0, 0), world.now)
+    state.disconnected(target.member, world.now)
+    state.connected(target.member, world.now)
+    state.lose(target.member, "lease", world.now)
+    world._collect()
+    world.run()
+    assert len(trainer.seen) == seen
+    assert [event.reason for event in world.events if isinstance(event, MemberLost)] == ["exited"]
+
+
+def test_a_member_of_before_that_comes_after_its_successor_is_fenced() -> None:
+    world = World()
+    first = world.join("rollout/0/0")
+    world.run()
+    world.restart()
+    second = world.join("rollout/0/0")
+    with pytest.raises(errors.Fenced, match="while this one could not be heard") as caught:
+        world.rejoin(first)
+    assert caught.value.hint == "join again"
+    assert second.member in world.state.roster
+
+
+def test_in_a_large_channel_members_are_told_who_came_and_went_and_newcomers_all() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0")
+    targets = [world.join(f"rollout/{index}/0") for index in range(WHOLE_VIEW + 4)]
+    world.advance(1.0)
+    world.lose(targets[0])
+    late = world.join("rollout/99/0")
+    world.advance(1.0)
+    views = [message for message in trainer.seen if isinstance(message, wire.View)]
+    known = set(views[0].members)
+    for before, view in pairwise(views):
+        if view.since:
+            assert view.since == before.epoch
+            known = (known | set(view.members)) - set(view.left)
+        else:
+            known = set(view.members)
+    assert known == {state.member for state in world.state.roster.live}
+    assert views[-1].since > 0
+    assert len(views[-1].members) + len(views[-1].left) <= 2
+    [first, *_] = [message for message in late.seen if isinstance(message, wire.View)]
+    assert (first.since, late.member in first.members or len(first.members) > WHOLE_VIEW) == (0, True)
+
+
+def test_views_of_joins_in_a_row_are_sent_together() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0")
+    world.run()
+    for index in range(100):
+        world.join(f"rollout/{index}/0")
+    world.run()
+    views = sum(isinstance(message, wire.View) for message in trainer.seen)
+    assert views < 90
+    assert len(world.state.roster.live) == 101
+    world.advance(1.0)
+    assert trainer.epoch == world.state.roster.epoch
+
+
+def test_the_transport_that_the_config_names_is_taken() -> None:
+    for backend in ("gloo", "nccl"):
+        world = World(channel_config(backend=backend))
+        trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+        publish(world, trainer)
+        world.run()
+        assert [m.backend for m in target.seen if isinstance(m, wire.LaneForm)] == [backend]
+
+
+def test_a_kept_lane_that_fails_between_two_versions_is_formed_anew() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(world, trainer)
+    world.run()
+    [lane] = [m.lane for m in target.seen if isinstance(m, wire.LaneForm)]
+    trainer.outbox.append(wire.LaneFailed(lane, wire.WireError("SyncError", "its sidecar ended")))
+    world.run()
+    assert wire.LaneDrop(lane) in target.seen
+    assert len(world.state.lanes) == 0
+    publish(world, trainer)
+    world.run()
+    assert target.commits == [1, 2]
+    assert len([m for m in target.seen if isinstance(m, wire.LaneForm)]) == 2
+
+
+def test_a_rank_without_bytes_is_not_waited_for() -> None:
+    world = World(channel_config(targets=(ChannelRole("rollout", "leader"),)))
+    trainer, leader, other = world.join("trainer/0/0"), *(world.join(f"rollout/0/{r}", world_size=2) for r in range(2))
+    publish(world, trainer)
+    world.run()
+    other.outbox.append(wire.Loaded(1, 0.1))
+    other.outbox.append(wire.LoadFailed(1, wire.WireError("SyncError", "it has none")))
+    leader.ask()
+    world.run()
+    assert (leader.granted, other.held) == ([1], set())
+    assert world.state.rounds.of("rollout", 0).loaded == 1
+    again = world.state.rounds.of("rollout", 0)
+    leader.outbox.append(wire.Loaded(1, 0.1))  # once more
+    world.run()
+    assert (again.state, again.loaded) == ("loaded", 1)
+
+
+def test_parts_of_a_rank_that_dies_while_they_move_end_the_publish() -> None:
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    ranks = [world.join(f"trainer/0/{rank}", world_size=2) for rank in range(2)]
+    target = world.join("rollout/0/0")
+    target.stuck = True
+    spec = TensorSpec("weight", "float32", (4,))
+    for number, rank in enumerate(ranks):
+        rank.pack(rank.publish(), manifest=PartManifest((spec,), (), (Piece(0, (2 * number,), (2,), 0),)))
+    world.run()
+    assert world.state.commits.moving
+    world.lose(ranks[1])
+    world.run()
+    error = ranks[0].verdicts[1].error
+    assert error is not None
+    assert error.message == "version 1 was lost: no member that held all of it is left"
+    assert world.decisions == []
+
+
+class Odd(SimMember):
+    """One that gives a version, and finds that it is not what it was."""
+
+    how = ""
+
+    def _answer(self, message: wire.FromCoordinator) -> None:
+        if self.how == "gone" and isinstance(message, wire.TransferOffer) and message.role == "send":
+            error = wire.WireError("Gone", "its memory is gone")
+            self.outbox.append(wire.TransferFailed(message.transfer, error))
+        elif self.how == "changed" and isinstance(message, wire.TransferGo) and 1 in self.held:
+            self.outbox.append(wire.TransferDone(message.transfer, "another", {}, 0.1, 0.01))
+        else:
+            super()._answer(message)
+
+
+@pytest.mark.parametrize("how", ["gone", "changed"])
+def test_a_holder_that_cannot_give_the_version_any_more_gives_way_to_another_one(how: str) -> None:
+    """It counts as one without the version, and is sent it again."""
+    world = World()
+    world.member_type = Odd
+    trainer, holder = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(world, trainer)
+    world.run()
+    assert isinstance(holder, Odd)
+    holder.how = how
+    late = world.join("rollout/1/0")
+    while late.held != {1}:
+        world.advance(0.5)
+    holder.how = ""
+    world.advance(10.0)
+    assert late.held == {1}
+    assert sum(version == 1 for version in holder.received) == 2
+    assert {state.member for state in world.state.roster.holders(1)} == {trainer.member, holder.member, late.member}
+
+
+def test_only_those_who_were_not_heard_are_pardoned_for_the_silence() -> None:
+    world = World()
+    silent, heard = world.join("rollout/0/0"), world.join("rollout/1/0")
+    world.state.roster.pardon({silent.member}, 5.0, world.now + 5.0)
+    seen = [state.last_seen - world.now for state in world.state.roster.states([silent.member, heard.member])]
+    assert seen == [5.0, 0.0]

@@ -162,3 +162,35 @@ def test_a_rank_that_joins_only_now_comes_too_late_for_anything() -> None:
     assert late.held == one.held == set()
     assert late.member not in {state.member for state in world.state.roster.live}
     assert trainer.verdicts[number].receipt is not None, "nobody has waited for it"
+
+
+def test_one_that_leaves_while_it_finishes_is_not_called_idle() -> None:
+    world, (trainer, one, two) = world_of("trainer/0/0", "rollout/0/0", "rollout/1/0")
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run(frozen=(two,))
+    assert drain(world, "rollout", 1)
+    world.lose(two)
+    assert world.state.drains.busy("rollout", 1) == ""
+    world.run()
+    assert (idle(world), one.held) == ([], {1})
+
+
+def test_one_that_has_not_joined_yet_is_draining_when_it_does() -> None:
+    world, (trainer,) = world_of("trainer/0/0")
+    assert drain(world, "rollout", 0) == ""
+    late = world.join("rollout/0/0")
+    commit(world, trainer)
+    assert (idle(world), late.held) == ([], set())
+
+
+def test_the_transfer_of_others_does_not_hold_it_up() -> None:
+    world, (trainer, one, two) = world_of("trainer/0/0", "rollout/0/0", "rollout/1/0")
+    assert drain(world, "rollout", 1) == ""
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run(frozen=(one,))
+    assert world.state.commits.moving
+    assert world.state.drains.busy("rollout", 1) == ""
+    assert world.state.drains.busy("rollout", 0) == "policy: version 1 is on its way"
+    assert two.held == set()

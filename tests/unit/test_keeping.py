@@ -3,10 +3,12 @@ its own host."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
+from replicas.core.effects import Keep
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from tests.support.channel_world import COORDINATOR, SimMember, World, channel_config
@@ -145,3 +147,52 @@ def test_a_coordinator_that_starts_again_keeps_what_members_still_have() -> None
     world.rejoin(back)
     world.advance(5.0)
     assert world.kept == {trainer.member: 1}
+
+
+class SlowHands(World):
+    """A coordinator that has yet to open what it is to keep."""
+
+    opens: tuple[Keep, ...] = ()
+
+    def _keep(self, effect: Keep) -> None:
+        self.opens += (effect,)
+
+
+def test_a_source_that_dies_before_its_memory_is_open_here_has_a_stand_in_all_the_same() -> None:
+    world = SlowHands(machine="a")
+    trainer = world.join("trainer/0/0", machine="a")
+    publish(world, trainer)
+    [keep] = world.opens
+    world.lose(trainer)
+    assert world.state.keeping.of(1) == []
+    world.kept[trainer.member] = 1
+    world.state.kept(keep.owner, 1, msgspec.structs.replace(keep.place, pid=COORDINATOR))
+    assert [state.member for state in world.state.keeping.of(1)] == [trainer.member]
+    target = world.join("rollout/0/0", machine="a")
+    target.ask()
+    world.run()
+    assert target.granted == [1]
+
+
+def test_memory_that_cannot_be_opened_is_asked_of_the_next_holder() -> None:
+    world = SlowHands(machine="a")
+    trainer, target = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
+    publish(world, trainer)
+    assert [keep.owner for keep in world.opens] == [trainer.member]
+    world.state.kept(trainer.member, 1, None)
+    world.advance(0.5)
+    assert [keep.owner for keep in world.opens] == [trainer.member, target.member]
+    world.lose(trainer)
+    assert world.state.keeping.of(1) == []
+
+
+def test_memory_of_a_version_that_is_the_newest_no_more_is_not_kept() -> None:
+    world = SlowHands(machine="a")
+    trainer = world.join("trainer/0/0", machine="a")
+    publish(world, trainer)
+    publish(world, trainer)
+    first, second = world.opens
+    for keep in (second, first):  # what was asked for first is opened last
+        world.state.kept(keep.owner, keep.version, keep.place)
+    world.lose(trainer)
+    assert [dict(state.places) for state in world.state.keeping.of(2)] == [{2: second.place}]

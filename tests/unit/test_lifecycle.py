@@ -132,3 +132,12 @@ def test_no_history_starts_a_generation_while_another_one_lives(events: list[Rep
         if step.before in SETTLED:
             assert event in (ReplicaEvent.RESTART, ReplicaEvent.RESET, ReplicaEvent.STOP)
         assert life.state in STATES
+
+
+def test_a_pause_of_the_supervisor_is_no_part_of_a_start() -> None:
+    life = Lifecycle("rollout", 0, now=0.0)
+    life.apply(ReplicaEvent.START, now=0.0)
+    life.launched(1.0)
+    life.forgive(50.0)
+    step = life.apply(ReplicaEvent.READY, now=53.0)
+    assert step.after == "ready"

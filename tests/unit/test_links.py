@@ -8,6 +8,7 @@ import pytest
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
 from replicas.core.effects import MemberQuarantined
+from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from tests.support.channel_world import NBYTES, SimMember, World, channel_config
@@ -175,3 +176,66 @@ def test_a_link_over_which_groups_form_and_nothing_moves_is_left_alone_for_longe
         suffered += took > 1.0
         world.advance(2.0)
     assert 2 <= suffered <= 8, "it is tried again, and seldom"
+
+
+def state_of(world: World, sim: SimMember) -> MemberState:
+    state = world.state.roster.get(sim.member)
+    assert state is not None
+    return state
+
+
+def test_a_broken_link_to_a_host_that_is_gone_is_forgotten() -> None:
+    world, trainer, _, far = three_hosts()
+    world.cuts.add(frozenset((TRAINER, FAR)))
+    publish(world, trainer)
+    assert not world.state.links.works(state_of(world, trainer), state_of(world, far), world.now)
+    world.lose(far)
+    world.cuts.clear()
+    world.advance(5.0)
+    assert not world.state.links
+    again = world.join("rollout/1/0", machine="c", address=FAR, generation=2)
+    world.advance(1.0)
+    assert world.state.links.works(state_of(world, trainer), state_of(world, again), world.now)
+
+
+def test_an_observer_on_a_host_behind_a_broken_link_is_not_asked_to_try_it() -> None:
+    world, trainer, _, far = three_hosts()
+    observer = world.join("aside/0/0", machine="c", address=FAR, observe=True)
+    world.cuts.add(frozenset((TRAINER, FAR)))
+    publish(world, trainer)
+    world.lose(far)
+    world.cuts.clear()
+    world.advance(5.0)
+    assert not any(isinstance(message, wire.LaneForm) for message in observer.seen)
+    assert not world.state.links.works(state_of(world, trainer), state_of(world, observer), world.now)
+
+
+def test_only_a_trial_mends_a_broken_link_and_no_version_that_was_on_its_way_over_it() -> None:
+    world, trainer, _, far = three_hosts()
+    links, pair = world.state.links, (TRAINER, FAR)
+    links.slow([pair], "it is slow", world.now)
+    links.proved([pair])
+    assert not links
+    links.broke([pair], "refused", world.now)
+    links.proved([pair])
+    assert not links.works(state_of(world, trainer), state_of(world, far), world.now)
+
+
+def test_a_source_whose_ranks_do_not_reach_each_other_sends_nothing_in_parts() -> None:
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    trainers = [
+        world.join(f"trainer/0/{rank}", world_size=2, machine=f"{rank}", address=address)
+        for rank, address in enumerate((TRAINER, NEAR))
+    ]
+    far = world.join("rollout/0/0", machine="c", address=FAR)
+    world.advance(1.0)
+    world.cuts.add(frozenset((TRAINER, NEAR)))
+    numbers = [trainer.publish() for trainer in trainers]
+    for trainer, number, manifest in zip(trainers, numbers, PARTS, strict=True):
+        trainer.pack(number, manifest=manifest)
+    world.advance(5.0)
+    error = trainers[0].verdicts[numbers[0]].error
+    assert error is not None
+    assert (error.kind, error.members) == ("Preflight", ("rollout/0/0",))
+    assert error.message.startswith("nobody who has it reaches rollout/0/0: ")
+    assert far.held == set()

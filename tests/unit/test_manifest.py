@@ -268,3 +268,11 @@ def test_more_tensors_than_fit_into_a_message_are_refused(monkeypatch: pytest.Mo
 def test_pieces_that_lie_nowhere_are_refused(piece: Piece, text: str) -> None:
     with pytest.raises(ManifestMismatch, match=text):
         PartManifest((WEIGHT,), (), (piece,)).validate()
+
+
+def test_a_tensor_without_dimensions_lies_with_one_rank() -> None:
+    scalar = TensorSpec("scale", "float32", ())
+    piece = Piece(0, (), (), 0)
+    assert merge_parts([part((scalar,), (0, (), ()))] * 2).parts == ((piece,), ())
+    with pytest.raises(ManifestMismatch, match=r"tensor 'scale': ranks 0 and 1 both have elements at \[\]"):
+        Manifest.decode(Manifest((scalar,), (), ((piece,), (piece,))).encode())

@@ -9,9 +9,10 @@ import pytest
 
 from replicas.config.structs import ChannelConfig, ChannelRole
 from replicas.core.members.preflight import NCCL_AGREED, check_join
-from replicas.errors import Preflight
+from replicas.errors import Preflight, RanksDisagree
 from replicas.messages import PROTOCOL, Hello
 from replicas.messages.identity import ProcessIdentity
+from tests.support.channel_world import World, channel_config
 
 PROCESS = ProcessIdentity(1, 2, "boot", 3)
 
@@ -124,3 +125,11 @@ def test_ranks_without_bytes_never_meet_in_a_group() -> None:
     peers = ChannelConfig(name="outer", peers=(ChannelRole("trainer", "each"),), backend="nccl")
     with pytest.raises(Preflight):
         check_join(on_gpu(rank=1), [on_gpu()], peers)
+
+
+def test_ranks_of_a_replica_that_join_worlds_of_different_sizes() -> None:
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)))
+    world.join("trainer/0/0", world_size=2)
+    with pytest.raises(RanksDisagree, match=r"^trainer/0/1: world_size 4, but its replica joined with 2 "):
+        world.join("trainer/0/1", world_size=4)
+    world.join("trainer/1/0", world_size=4)

@@ -1,0 +1,196 @@
+"""What the verdict of a publish says when its deadline has passed, or another reason
+ended it before all was done."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas import messages as wire
+from replicas.config.structs import ChannelRole
+from replicas.core.effects import Read
+from replicas.core.versions.manifest import PartManifest, TensorSpec
+from tests.support.channel_world import SimMember, World, channel_config
+
+
+class Unready(SimMember):
+    """One that forms lanes, and never has a slot to receive into."""
+
+    def _answer(self, message: wire.FromCoordinator) -> None:
+        if not isinstance(message, wire.TransferOffer):
+            super()._answer(message)
+
+
+class SlowReader(World):
+    """A coordinator that has not read any manifest yet."""
+
+    def _read(self, effect: Read) -> None:
+        self.unread = effect
+
+
+def publish(trainer: SimMember, deadline_s: float) -> int:
+    number = trainer.publish(deadline_s=deadline_s)
+    trainer.pack(number)
+    return number
+
+
+def error_of(trainer: SimMember, number: int) -> wire.WireError:
+    error = trainer.verdicts[number].error
+    assert error is not None
+    return error
+
+
+def test_members_that_have_not_come_back_to_a_new_coordinator() -> None:
+    world = World()
+    trainer, _ = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(trainer, 60.0)
+    world.run()
+    world.restart()
+    world.rejoin(trainer)
+    world.run()
+    trainer.outbox.append(wire.PublishBegin(2, 2, 1.0, resumed=True))
+    trainer.pack(2)
+    world.advance(2.0)
+    error = error_of(trainer, 2)
+    assert (error.kind, error.phase) == ("DeadlineExceeded", "queue")
+    assert error.message == "version 2 waited 1.0 s for the members to come back to a new coordinator"
+
+
+def test_a_manifest_that_is_still_being_read() -> None:
+    world = SlowReader()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    number = publish(trainer, 3.0)
+    world.advance(4.0)
+    error = error_of(trainer, number)
+    assert (error.kind, error.phase) == ("DeadlineExceeded", "queue")
+    assert error.message == "version 1: its manifest was still being read after 3.0 s"
+    assert not any(isinstance(message, wire.TransferOffer) for message in target.seen)
+
+
+def test_an_earlier_version_that_is_not_done() -> None:
+    world = World(channel_config(on_lost="raise"))
+    first, second, target = world.join("trainer/0/0"), world.join("trainer/1/0"), world.join("rollout/0/0")
+    target.mute = True
+    publish(first, 60.0)
+    world.run()
+    number = publish(second, 2.0)
+    world.advance(3.0)
+    error = error_of(second, number)
+    assert (error.kind, error.phase) == ("Busy", "queue")
+    assert error.message == "version 2 waited 2.0 s for an earlier version to be done"
+    assert not first.verdicts
+
+
+def test_a_target_that_has_no_slot_free() -> None:
+    world = World()
+    world.member_type = Unready
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    trainer._answer = lambda message: SimMember._answer(trainer, message)  # type: ignore[method-assign]  # it is ready
+    number = publish(trainer, 5.0)
+    world.advance(6.0)
+    error = error_of(trainer, number)
+    assert (error.kind, error.phase, error.members) == ("Busy", "offer", (target.member.name,))
+    assert error.message == "version 1: rollout/0/0 did not take it within 5.0 s"
+
+
+def test_the_deadline_commits_what_some_targets_have() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0", machine="a")
+    near, far = world.join("rollout/0/0", machine="a"), world.join("rollout/1/0", machine="b")
+    world.run()
+    far.stuck = far.quiet = trainer.stuck = trainer.quiet = True
+    number = publish(trainer, 1.0)
+    world.advance(2.0)
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert receipt.members == (near.member,)
+    assert receipt.reasons == {"rollout/1/0": "it did not have all of it by the deadline"}
+    assert near.commits == far.commits == [1]
+    assert far.held == set()
+
+
+def test_the_first_of_two_ranks_that_could_not_pack_gives_the_reason() -> None:
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)))
+    ranks = [world.join(f"trainer/0/{rank}", world_size=2) for rank in range(2)]
+    numbers = [rank.publish() for rank in ranks]
+    world.run()
+    for rank, number in zip(ranks, numbers, strict=True):
+        rank.outbox.append(wire.PackFailed(number, wire.WireError("NoCapacity", f"none left at {rank.member.rank}")))
+    world.run()
+    errors = [error_of(rank, number) for rank, number in zip(ranks, numbers, strict=True)]
+    assert {error.message for error in errors} == {"none left at 0"}
+    assert world.state.commits.publishes.open() == []
+
+
+def test_a_publish_of_which_no_rank_has_bytes() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0")
+    number = trainer.publish()
+    trainer.pack(number, manifest=None)
+    world.run()
+    error = error_of(trainer, number)
+    assert (error.kind, error.message) == ("InternalError", "publish 1 of trainer/0 has no bytes")
+    assert world.decisions == []
+
+
+def test_a_version_that_its_only_holder_dropped_before_it_was_full() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0")
+    number = trainer.publish()
+    world.run()
+    trainer.stream(number)
+    world.run()
+    trainer.outbox.append(wire.Dropped(1))
+    trainer.outbox.append(wire.Filled(number, 0.1, "digest-1", 0.01, wire.SlotPlace(1, 3, 1, 16, 1)))
+    world.run()
+    error = error_of(trainer, number)
+    assert (error.kind, error.phase) == ("PeersLost", "commit")
+    assert error.message == "version 1 was lost with its source before it was committed"
+    assert (world.decisions, world.aborted) == ([], {1})
+
+
+def test_a_slot_that_is_full_before_any_target_is_there() -> None:
+    world = World(channel_config(min_targets=1))
+    trainer = world.join("trainer/0/0", machine="a")
+    number = trainer.publish()
+    world.run()
+    trainer.stream(number)
+    world.run()
+    trainer.fill(number)
+    world.run()
+    assert not trainer.verdicts
+    target = world.join("rollout/0/0", machine="b")
+    world.run()
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert (receipt.digest, target.held) == ("digest-1", {1})
+
+
+@pytest.mark.parametrize("fault", ["early", "twice"])
+def test_who_says_that_it_has_a_version_before_it_was_sent_is_not_believed(fault: str) -> None:
+    world = World()
+    world.member_type = Unready
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    number = publish(trainer, 30.0)
+    world.run()
+    offer = next(message for message in target.seen if isinstance(message, wire.TransferOffer))
+    for _ in range(1 + (fault == "twice")):
+        target.outbox.append(wire.TransferDone(offer.transfer, "digest-1", {}, 0.1, 0.01))
+    world.run()
+    assert [state.member for state in world.state.roster.holders(1)] == [trainer.member]
+    assert number not in trainer.verdicts
+
+
+def test_a_manifest_of_many_pieces_is_asked_for_window_by_window() -> None:
+    large = PartManifest(tuple(TensorSpec(f"layers.{index}.weight", "float32", (4,)) for index in range(6000)))
+    world = World()
+    trainer, _ = world.join("trainer/0/0"), world.join("rollout/0/0")
+    number = trainer.publish()
+    trainer.pack(number, manifest=large)
+    world.run()
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    asks = [message.offset for message in trainer.seen if isinstance(message, wire.ManifestAsk)]
+    assert len(asks) > 1
+    assert asks == sorted(set(asks))
+    assert asks[0] == 0
+    assert len(large.encode()) > asks[-1]
