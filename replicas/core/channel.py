@@ -445,7 +445,7 @@ class ChannelState:
 
     def _post(self, state: MemberState, message: wire.OperationPost, now: float) -> None:
         if state.is_peer:
-            self.operations.pairing.post(state.member, message, now)
+            self.operations.pairing.post(state, message, now)
             return
         error = errors.UsageError(
             f'channel "{self.config.name}" has no peers: {message.kind} needs a channel with peers = [...]',

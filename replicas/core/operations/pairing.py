@@ -147,11 +147,9 @@ class Pairing:
         """Return whether the member waits for an operation."""
         return bool(self._streams.get(member))
 
-    def post(self, member: Member, message: OperationPost, now: float) -> None:
+    def post(self, state: MemberState, message: OperationPost, now: float) -> None:
         """Take a member's next call."""
-        state = self._roster.get(member)
-        if state is None:
-            return
+        member = state.member
         view = tuple(peer.member for peer in self.live(self.domain_of(member)))
         post = Post(member, self._meant(message, member), now, now + message.deadline_s, view)
         error = self._problem(state, post)
