@@ -525,3 +525,20 @@ def test_kept_memory_is_no_source_for_other_hosts() -> None:
     for holders, owners in (([one], []), ([], [one, two])):
         assert plan(1, [states[near.member]], holders, owners, kept=kept) is not None
         assert plan(1, [states[far.member]], holders, owners, kept=kept) is None
+
+
+def test_who_has_all_parts_on_its_own_host_is_in_no_lane() -> None:
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    trainers = [world.join(f"trainer/0/{rank}", world_size=2, machine="a") for rank in range(2)]
+    near, far = world.join("rollout/0/0", machine="a"), world.join("rollout/1/0", machine="b")
+    world.run()
+    spec = TensorSpec("weight", "float32", (4,))
+    for rank, trainer in enumerate(trainers):
+        piece = Piece(0, (2 * rank,), (2,), 0)
+        trainer.pack(trainer.publish(), manifest=PartManifest((spec,), (), (piece,)))
+    world.run()
+    assert near.held == far.held == {1}
+    [here], [there] = ([m for m in sim.seen if isinstance(m, wire.TransferGo)] for sim in (near, far))
+    assert (here.lane, here.routes, len(here.places)) == ("", (), 2)
+    assert (bool(there.lane), len(there.routes), there.places) == (True, 2, ())
+    assert not any(isinstance(message, wire.LaneForm) for message in near.seen)

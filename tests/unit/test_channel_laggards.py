@@ -140,3 +140,18 @@ def test_one_that_has_missed_a_version_that_is_gone_is_waited_for_again() -> Non
     (verdict,) = again.verdicts.values()
     assert verdict.receipt is not None
     assert verdict.receipt.members == (reader.member,)
+
+
+def test_of_two_that_are_caught_up_together_one_does_not_wait_for_the_other() -> None:
+    world, trainer, (reader,) = world_of(1)
+    seconds_to_the_receipt(world, trainer)
+    for sim in world.restart():
+        world.rejoin(sim)
+    slow, late = world.join("rollout/1/0"), world.join("rollout/2/0")
+    slow.mute = True
+    world.advance(RECOVERY_S + 0.5)
+    transfer = world.state.commits.catch_ups[0].transfer
+    assert transfer is not None
+    assert transfer.needers == {slow.member, late.member}
+    world.advance(PATIENCE_S + 1)
+    assert (late.held, slow.held, reader.held) == ({1}, set(), {1})

@@ -182,3 +182,18 @@ def test_a_manifest_that_is_no_good_fails_no_publish_that_waits_for_another_one(
     assert error is not None
     assert error.kind == "ManifestMismatch"
     assert committed(good, numbers[1])
+
+
+def test_the_same_tensors_cut_in_another_way_are_no_new_manifest() -> None:
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(1, 2)})
+    ranks = [world.join(f"trainer/0/{rank}", world_size=2) for rank in range(2)]
+    target = world.join("rollout/0/0")
+    spec = TensorSpec("weight", "float32", (4,))
+    for cut in (2, 1):
+        boxes = ((0, cut), (cut, 4 - cut))
+        numbers = [rank.publish() for rank in ranks]
+        for rank, number, (offset, extent) in zip(ranks, numbers, boxes, strict=True):
+            rank.pack(number, manifest=PartManifest((spec,), (), (Piece(0, (offset,), (extent,), 0),)))
+        world.run()
+        assert committed(ranks[0], numbers[0])
+    assert target.commits == [1, 2]
