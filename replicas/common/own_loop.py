@@ -44,5 +44,5 @@ def must_not_block(what: str) -> None:
     if loop in _coordinators:
         raise errors.UsageError(
             f"{what} would block the event loop on which the coordinator runs, which it waits for",
-            hint="await it, or call it in a worker thread (asyncio.to_thread), or run the coordinator in a thread of its own",
+            hint="await it, or call it in a worker thread (asyncio.to_thread), or run the coordinator by in_thread()",
         )

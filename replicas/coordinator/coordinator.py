@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
+from anyio.from_thread import start_blocking_portal
 from msgspec import UNSET
 from starlette.routing import BaseRoute
 
@@ -161,6 +163,25 @@ class Coordinator:
         self.engine.close()
         await self._store.aclose()
         self._decisions.close(remove=error is None and not self.keep_decisions)
+
+    @contextlib.contextmanager
+    def in_thread(self) -> Iterator[Self]:
+        """Run it on an event loop in a thread of its own, for programs that block.
+
+        ::
+
+            with replicas.Coordinator(channels).in_thread() as coordinator:
+                address = {"endpoint": coordinator.endpoint, "token": coordinator.token}
+                with replicas.join("policy", group="trainer", **address) as channel:
+                    channel.publish(model).wait()
+
+        :attr:`endpoint` and :attr:`token` may be read on any thread; all else of it
+        belongs to its own.
+
+        :raises errors.WorldError: as in ``async with``.
+        """
+        with start_blocking_portal("asyncio") as portal, portal.wrap_async_context_manager(self):
+            yield self
 
     # ------------------------------------------------------------ for the supervisor
 

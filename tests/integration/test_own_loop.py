@@ -4,6 +4,8 @@ could answer them."""
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,3 +76,31 @@ async def test_on_another_loop_and_after_its_end_nothing_is_refused() -> None:
 
         assert await asyncio.to_thread(asyncio.run, elsewhere()) == 1
     own_loop.must_not_block("this")
+
+
+def test_a_program_that_blocks_has_the_coordinator_in_a_thread() -> None:
+    channels = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
+    threads = threading.active_count()
+    with replicas.Coordinator(channels).in_thread() as coordinator:
+        where: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
+        with (
+            replicas.join("policy", **where, group="trainer") as trainer,
+            replicas.join("policy", **where, group="rollout") as rollout,
+        ):
+            pending = trainer.publish(walked_weights())
+            with rollout.receive().wait(timeout=20) as update:
+                assert update.version == 1
+            assert pending.wait(timeout=20).members == (rollout.member,)
+    assert not [one for one in threading.enumerate() if "portal" in one.name.lower()]
+    assert threading.active_count() <= threads + 1  # the session thread of this process stays
+    with pytest.raises(errors.Disconnected):
+        replicas.join("policy", **where, group="trainer", timeout=0.2)
+
+
+def test_an_error_of_its_start_reaches_the_thread_that_waits() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        coordinator = replicas.Coordinator({}, port=taken.getsockname()[1])
+        with pytest.raises(errors.WorldError), coordinator.in_thread():
+            pass
