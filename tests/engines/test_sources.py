@@ -1,0 +1,157 @@
+"""The released transformers, PEFT and FSDP as sources, by the names that TRL sends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from replicas import errors
+from replicas.sources import hf
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
+
+Model = torch.nn.Module
+
+
+def model(*, tied: bool = True) -> Model:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        tie_word_embeddings=tied,
+    )
+    made: Model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return made
+
+
+def tuned(**options: Any) -> Model:
+    """A model with a LoRA adapter that changes something."""
+    targets = ["q_proj", "v_proj", "gate_proj"]
+    made: Model = get_peft_model(model(), LoraConfig(r=4, target_modules=targets, modules_to_save=["norm"], **options))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return made
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    file = tmp_path_factory.mktemp("group") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def names(weights: Any) -> list[str]:
+    return [name for name, _ in weights]
+
+
+def announced(weights: Any) -> bool:
+    """Whether metadata() says exactly what the walk gives."""
+    given = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights]
+    return bool(given == weights.metadata())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_plain_model_has_the_names_that_trl_sends(tied: bool) -> None:
+    made = model(tied=tied)
+    assert names(hf(made)) == names(_iter_vllm_named_params(made))
+    assert ("lm_head.weight" in names(hf(made))) is not tied
+    assert announced(hf(made))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}])
+def test_a_merged_adapter_gives_what_trl_sends_and_leaves_the_model_as_it_was(options: dict[str, Any]) -> None:
+    made = tuned(**options)
+    before = {name: parameter.detach().clone() for name, parameter in made.named_parameters()}
+    got = dict(hf(made))
+    assert all(torch.equal(before[name], parameter) for name, parameter in made.named_parameters())
+    merged: Any = made
+    merged.merge_adapter()
+    wanted = {name: parameter.detach().clone() for name, parameter in _iter_vllm_named_params(made)}
+    merged.unmerge_adapter()
+    assert list(got) == list(wanted)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    changed = [name for name, parameter in made.named_parameters() if not torch.equal(before[name], parameter)]
+    assert changed  # a merge and its reverse in bfloat16, which the source avoids
+    assert announced(hf(made))
+
+
+def test_an_adapter_alone_has_the_names_of_its_checkpoint() -> None:
+    made = tuned()
+    got = names(hf(made, adapter="only"))
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in got
+    assert all("lora_" in name or "modules_to_save" in name for name in got)
+
+
+def test_an_adapter_of_a_model_without_one_is_refused() -> None:
+    with pytest.raises(errors.UsageError, match="no adapter"):
+        hf(model(), adapter="only")
+
+
+def test_frozen_parameters_come_unless_they_are_not_wanted() -> None:
+    made = model()
+    made.get_parameter("model.embed_tokens.weight").requires_grad = False
+    assert "model.embed_tokens.weight" in names(hf(made))
+    assert names(hf(made, frozen=False)) == names(_iter_vllm_named_params(made))
+
+
+@pytest.mark.usefixtures("group")
+def test_wrappers_do_not_show_in_names() -> None:
+    plain = names(hf(model()))
+    assert names(hf(DistributedDataParallel(model()))) == plain
+    compiled: Any = torch.compile(model())
+    assert names(hf(compiled)) == plain
+
+
+@pytest.mark.usefixtures("group")
+def test_fsdp2_gives_the_shards_which_publish_gathers() -> None:
+    made: Any = model()
+    plain = names(hf(made))
+    for layer in made.model.layers:
+        fully_shard(layer)
+    fully_shard(made)
+    assert names(hf(made)) == plain
+    assert all(hasattr(tensor, "full_tensor") for _, tensor in hf(made))
+    assert announced(hf(made))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_is_gathered_unit_by_unit(original: bool) -> None:
+    made = model()
+    wanted = {name: parameter.detach().clone() for name, parameter in made.named_parameters()}
+    wrapped = FullyShardedDataParallel(
+        made,
+        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+        use_orig_params=original,
+        device_id=torch.device("cpu"),
+    )
+    got = {name: tensor.clone() for name, tensor in hf(wrapped)}
+    assert set(got) == set(wanted)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert announced(hf(wrapped))
+
+
+@pytest.mark.parametrize("wrong", [{"adapter": "both"}, {"sync": "cuda"}])
+def test_a_wrong_argument_names_the_right_ones(wrong: dict[str, Any]) -> None:
+    with pytest.raises(errors.UsageError, match="pass"):
+        hf(model(), **wrong)
