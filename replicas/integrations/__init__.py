@@ -1,0 +1,2 @@
+"""Adapters to other people's engines and trainers; nothing in this package imports
+one."""

@@ -1,0 +1,158 @@
+"""The gate of an inference server: no answer before its first version, no control
+without the secret.
+
+An ASGI middleware inside the server and its *follower*, the process that loads versions
+into it, share one page of memory, a memfd of the follower's:
+
+====== ===== ======================================================
+offset bytes content
+====== ===== ======================================================
+0      1     1: the gate is open
+8      8     the version that is served, little-endian; 0: none
+16     32    the secret that control requests carry
+====== ===== ======================================================
+
+The server finds it by the path in ``REPLICAS_GATE``, ``/proc/PID/fd/N`` of the
+follower: nothing is on a disk, and nothing outlives the two. Each process of a server
+with several API processes maps the same page, so all of them open and close in the same
+instant.
+
+While the gate is closed, requests other than for health, metrics and the like are
+answered with 503 at once. A fresh server would otherwise answer with its checkpoint,
+and one whose update has failed with a mixture of two versions.
+
+An engine's control routes (pause, update, reset) are not behind its API key. The gate
+answers them with 403 unless the request carries the secret, which only the follower and
+the server know.
+"""
+
+from __future__ import annotations
+
+import hmac
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from typing import Any
+
+__all__ = ["GATE", "HEADER", "Gate", "GatePage"]
+
+GATE = "REPLICAS_GATE"
+"""Path of an inference server's gate page, as long as its follower lives."""
+HEADER = "x-replicas-gate"
+"""Header that carries the secret of a control request."""
+
+_ALWAYS = ("/health", "/ping", "/metrics", "/version", "/load", "/v1/models")
+_NBYTES = 48
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class GatePage:
+    """The shared page: written by the follower, read by the server."""
+
+    def __init__(self, memory: mmap.mmap, fd: int | None = None) -> None:
+        self._memory = memory
+        self._fd = fd
+
+    @classmethod
+    def create(cls) -> GatePage:
+        """A new page, closed, with a new secret."""
+        fd = os.memfd_create("replicas-gate")
+        os.ftruncate(fd, _NBYTES)
+        page = cls(mmap.mmap(fd, _NBYTES), fd)
+        page._memory[16:48] = secrets.token_hex(16).encode()
+        return page
+
+    @classmethod
+    def attach(cls, path: str) -> GatePage:
+        """The page at ``path``, read only. :raises OSError: the follower is gone."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return cls(mmap.mmap(fd, _NBYTES, prot=mmap.PROT_READ))
+        finally:
+            os.close(fd)
+
+    @property
+    def path(self) -> str:
+        """Its path for processes of the same user, as long as this process lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    @property
+    def secret(self) -> str:
+        return self._memory[16:48].decode()
+
+    @property
+    def is_open(self) -> bool:
+        return self._memory[0] == 1
+
+    @property
+    def version(self) -> int:
+        """The version that is served; 0: none."""
+        number: int = struct.unpack_from("<Q", self._memory, 8)[0]
+        return number
+
+    def open(self, version: int) -> None:
+        struct.pack_into("<Q", self._memory, 8, version)
+        self._memory[0] = 1
+
+    def shut(self) -> None:
+        self._memory[0] = 0
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._memory.close()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class Gate:
+    """ASGI middleware that asks the page before each request.
+
+    :param app: the server's application.
+    :param control: paths that change the engine, ``{...}`` standing for one segment.
+    :param page: the shared page; default: the one that ``REPLICAS_GATE`` names.
+    """
+
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        control: Collection[str],
+        page: GatePage | None = None,
+    ) -> None:
+        self._app = app
+        self._page = GatePage.attach(os.environ[GATE]) if page is None else page
+        self._control = {path.rstrip("/") for path in control}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") or "/"
+        is_control, reads = path in self._control, scope.get("method") in ("GET", "HEAD")
+        if is_control and not reads and not self._may_control(scope):
+            await _refuse(scope, send, 403, "this route is the follower's alone: publish a version instead")
+        elif self._page.is_open or is_control or path in _ALWAYS:
+            await self._app(scope, receive, send)
+        else:
+            await _refuse(scope, send, 503, "no version has been loaded yet, or the last load failed")
+
+    def _may_control(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
+        return hmac.compare_digest(given, self._page.secret.encode())
+
+
+async def _refuse(scope: Scope, send: Send, status: int, why: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1013 if status == 503 else 1008, "reason": why})
+        return
+    body = b'{"error": {"message": "replicas: %s", "code": %d}}' % (why.encode(), status)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

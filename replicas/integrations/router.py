@@ -1,0 +1,177 @@
+"""One URL for many servers: keep the worker list of an existing router in step with a
+channel.
+
+``vllm-router`` and ``sglang-router`` spread requests over workers, and try a request
+again on another worker when one dies before it has answered. They learn of workers by
+``POST /add_worker?url=`` and ``/remove_worker?url=``. This module calls the two:
+
+    python -m replicas.integrations.router --channel policy --port 8000 [options of
+    vllm-router]
+
+starts vllm-router and keeps its list; :func:`keep` does so for a router that somebody
+else started. A worker is a replica whose rank 0 shows ``info["url"]``, is live and has
+loaded a version. A worker that loads the next version stays in the list: its requests
+in flight are frozen and continued, not cut. One that is lost is removed, and a router
+that was restarted gets the whole list again.
+
+The run's status is read twice a second, without the token: it is not needed to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from urllib.parse import quote
+
+from replicas import environ, errors
+from replicas.cli.client import Client
+from replicas.integrations.engine_server import host_and_port
+from replicas.linux.processes import die_with_parent
+from replicas.status import RunStatus
+
+__all__ = ["WorkerList", "keep", "main", "ready_urls"]
+
+logger = logging.getLogger("replicas.integrations.router")
+
+POLL_S = 0.5
+TIMEOUT_S = 5.0
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+
+
+def ready_urls(status: RunStatus, channel: str) -> frozenset[str]:
+    """The URLs of the replicas that answer with a version of the channel.
+
+    :raises replicas.errors.UnknownChannel: the run has no such channel.
+    """
+    for found in status.channels:
+        if found.name == channel:
+            leaders = (one for one in found.members if one.role == "target" and one.name.endswith("/0"))
+            return frozenset(
+                one.info["url"]
+                for one in leaders
+                if one.state in ("live", "behind") and one.loaded and "url" in one.info
+            )
+    raise errors.UnknownChannel(
+        f"the run {status.run} has no channel {channel}",
+        hint=f"name one of: {', '.join(sorted(one.name for one in status.channels)) or 'none'}",
+    )
+
+
+class WorkerList:
+    """The workers of one router."""
+
+    def __init__(self, url: str) -> None:
+        self._address = host_and_port(url)
+
+    def bring_to(self, wanted: frozenset[str]) -> None:
+        """Add and remove workers until the router has these.
+
+        :raises OSError: the router does not answer.
+        """
+        known = frozenset(json.loads(self._request("GET", "/list_workers"))["urls"])
+        for url in sorted(known - wanted):
+            self._request("POST", f"/remove_worker?url={quote(url, safe='')}")
+            logger.info("%s gets no more requests", url)
+        for url in sorted(wanted - known):
+            self._request("POST", f"/add_worker?url={quote(url, safe='')}")
+            logger.info("%s gets requests", url)
+
+    def _request(self, method: str, path: str) -> bytes:
+        connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+            content = response.read()
+        except http.client.HTTPException as error:
+            raise ConnectionError(str(error) or type(error).__name__) from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise ConnectionError(f"{method} {path}: {response.status} {content[:200].decode(errors='replace')}")
+        return content
+
+
+def keep(
+    router_url: str,
+    channel: str,
+    *,
+    endpoint: str | None = None,
+    stop: threading.Event | None = None,
+    is_gone: Callable[[], str] = lambda: "",
+) -> None:
+    """Keep a router's worker list in step with a channel until ``stop`` is set.
+
+    A router or a run that does not answer is asked again; the router keeps its list
+    meanwhile.
+
+    :param router_url: ``http://HOST:PORT`` of the router.
+    :param endpoint: ``host:port`` of the run's control port (``REPLICAS_ENDPOINT``).
+    :param is_gone: returns why there is no more to do, or an empty text.
+    :raises replicas.errors.UsageError: no endpoint is known.
+    :raises replicas.errors.UnknownChannel: the run has no such channel.
+    """
+    where = endpoint or environ.read().endpoint
+    if not where:
+        raise errors.UsageError("no endpoint", hint="pass endpoint=..., or set REPLICAS_ENDPOINT")
+    client, workers = Client(where, timeout_s=TIMEOUT_S), WorkerList(router_url)
+    ending = threading.Event() if stop is None else stop
+    trouble = ""
+    while not ending.wait(POLL_S):
+        if gone := is_gone():
+            raise errors.SyncError(gone, hint="see the router's own log")
+        try:
+            workers.bring_to(ready_urls(client.status(), channel))
+            trouble = ""
+        except (OSError, errors.Disconnected) as error:
+            if trouble != str(error):
+                logger.warning("the list of workers stays as it is: %s", error)
+            trouble = str(error)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start vllm-router and keep its list; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m replicas.integrations.router", allow_abbrev=False)
+    parser.add_argument("--channel", default="policy", help="the channel whose targets are the workers")
+    parser.add_argument("--endpoint", help="host:port of the run (default: REPLICAS_ENDPOINT)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    options, rest = parser.parse_known_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    parent = os.getpid()
+    command = [sys.executable, "-m", "vllm_router.launch_router", "--host", options.host, "--port", str(options.port)]
+    process = subprocess.Popen([*command, *rest], preexec_fn=lambda: die_with_parent(parent))
+
+    def is_gone() -> str:
+        code = process.poll()
+        return "" if code is None else f"vllm-router ended with {code}"
+
+    try:
+        host = "127.0.0.1" if options.host == "0.0.0.0" else options.host
+        keep(f"http://{host}:{options.port}", options.channel, endpoint=options.endpoint, stop=stop, is_gone=is_gone)
+    except errors.ReplicasError as error:
+        print(f"replicas: {error}", file=sys.stderr)
+        return 1
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+        process.kill()
+        process.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The follower of an inference server, against a look-alike of vLLM's control routes.
+
+(The released vLLM: ``make test-engines``.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import replicas
+from replicas import errors
+from replicas.integrations import engine_server
+from replicas.integrations.vllm import follow
+from tests.support.channels import POLICY, ChannelWorld, channel_world, wait_until
+from tests.support.engines import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+LOAD = ["/pause", "/update_weights", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+RESUME = ["/reset_prefix_cache", "/resume"]
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full((64,), value) for name in ("a", "b", "c")}
+
+
+async def publish(trainer: replicas.Channel, value: float) -> replicas.Receipt:
+    """On a thread, as the coordinator is on this loop."""
+    return await (await asyncio.to_thread(trainer.publish, weights(value)))
+
+
+@asynccontextmanager
+async def following(world: ChannelWorld, engine: FakeEngine, **more: Any) -> AsyncIterator[asyncio.Task[None]]:
+    """The follower of ``engine`` on a thread of its own."""
+    stop = threading.Event()
+    identity: dict[str, Any] = {
+        "endpoint": world.endpoint,
+        "token": world.coordinator.token,
+        "group": "rollout",
+        "replica": 0,
+    }
+    task = asyncio.create_task(asyncio.to_thread(follow, engine.url, world.channel, stop=stop, **identity, **more))
+    try:
+        yield task
+    finally:
+        stop.set()
+        await asyncio.wait([task])
+
+
+async def served(engine: FakeEngine, version: int) -> None:
+    await wait_until(lambda: engine.version == str(version) and not engine.paused, f"version {version} is served")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_each_version_is_loaded_by_every_worker_and_tagged(workers: int) -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine(workers) as engine, following(world, engine):
+            for number in (1, 2, 3):
+                await publish(trainer, number)
+                await served(engine, number)
+                await trainer.loaded(number, deadline=10)  # workers and follower have reported it
+                for worker in engine.workers:
+                    assert all(tensor.eq(number).all() for tensor in worker.model.values())
+            control = [path for path in engine.calls if path not in ("/health", "/get_world_size")]
+            assert control[-len(LOAD + RESUME) :] == LOAD + RESUME
+
+
+async def test_an_update_that_dies_half_way_is_loaded_again_as_a_whole() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine):
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.fail_updates = 1
+            await publish(trainer, 2)
+            await served(engine, 2)
+            assert all(tensor.eq(2).all() for tensor in engine.workers[0].model.values())
+
+
+async def test_a_version_that_never_loads_leaves_the_server_paused_and_ends_the_follower() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine) as task:
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.fail_updates = 5
+            receipt = await publish(trainer, 2)  # the trainer is not held up
+            assert receipt.version == 2
+            with pytest.raises(errors.SyncError, match="dies after 1 tensors"):
+                await task
+            assert engine.paused
+            assert engine.version == "1"
+
+
+async def test_a_follower_that_was_replaced_ends_the_update_that_the_first_left_open() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine:
+            engine.active = True  # a follower died after its start
+            async with following(world, engine):
+                await publish(trainer, 1)
+                await served(engine, 1)
+
+
+async def test_a_server_that_stops_answering_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_server, "HEALTH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(engine_server, "HEALTH_EVERY_S", 0.1)
+    monkeypatch.setattr(engine_server, "UNHEALTHY_AFTER_S", 1.0)
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine) as task:
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.answers.clear()
+            receipt = await publish(trainer, 2)  # a load begins, and hangs in the server
+            assert receipt.version == 2
+            with pytest.raises(errors.SyncError, match="has not answered"):
+                await task
+
+
+async def test_only_every_nth_version_is_loaded() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, every=3):
+            for number in (1, 2, 3, 4):
+                await publish(trainer, number)
+                if number in (1, 4):
+                    await served(engine, number)
+        assert engine.calls.count("/finish_weight_update") == 2
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "stop"}, {"every": 0}])
+def test_an_argument_that_is_wrong_is_refused_before_anything_is_asked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(errors.UsageError):
+        follow("http://127.0.0.1:1", "policy", **wrong)

@@ -1,0 +1,157 @@
+"""A look-alike of vLLM's server: its control routes, and workers that are real ranks.
+
+It behaves as vLLM does where the follower depends on it: an update that fails is over
+for vLLM, whose next start is refused while one is open; a worker keeps what it has
+received until it has finished; control routes do nothing without a start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+import replicas
+
+__all__ = ["FakeEngine"]
+
+
+class _Worker:
+    def __init__(self, init: dict[str, Any], rank: int) -> None:
+        given = {name: init[name] for name in ("endpoint", "token", "group", "replica") if name in init}
+        self.channel = replicas.join(init["channel"], rank=rank, world_size=init["world_size"], **given)
+        self.update: replicas.Update | None = None
+        self.model: dict[str, torch.Tensor] = {}
+
+    def load(self, version: int, tensors: int | None) -> None:
+        """Load ``tensors`` of the version's tensors; None: all."""
+        if self.update is None:
+            self.update = self.channel.receive(deadline=20).wait()
+            assert self.update.version == version
+            self.update.__enter__()
+        for number, (name, tensor) in enumerate(self.update):
+            if number == tensors:
+                raise RuntimeError(f"the update dies after {tensors} tensors")
+            self.model[name] = tensor.clone()
+
+    def finish(self) -> None:
+        update, self.update = self.update, None
+        assert update is not None
+        update.__exit__(None, None, None)
+
+
+class FakeEngine(ThreadingHTTPServer):
+    """Serves on a free port of loopback while its ``with`` block is open.
+
+    :param workers: how many ranks join.
+    :ivar calls: the control requests so far, by path.
+    :ivar fail_updates: how many of the next updates die after their first tensor.
+    :ivar answers: event; while it is clear no request is answered.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.count = workers
+        self.workers: list[_Worker] = []
+        self.calls: list[str] = []
+        self.fail_updates = 0
+        self.paused = False
+        self.active = False
+        self.version = "default"
+        self.answers = threading.Event()
+        self.answers.set()
+        self._thread = threading.Thread(target=self.serve_forever)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    async def __aenter__(self) -> FakeEngine:
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        self.answers.set()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+        for worker in self.workers:
+            worker.channel.close(wait=False)
+
+    def control(self, path: str, body: dict[str, Any]) -> Any:
+        """Do what the route does; raises what vLLM answers with 500."""
+        self.calls.append(path)
+        match path:
+            case "/health":
+                return {}
+            case "/get_world_size":
+                return {"world_size": self.count}
+            case "/init_weight_transfer_engine":
+                for worker in self.workers:
+                    worker.channel.close(wait=False)
+                self.workers = [_Worker(body["init_info"], 1 + index) for index in range(self.count)]
+            case "/pause":
+                self.paused = True
+            case "/resume":
+                self.paused = False
+            case "/start_weight_update":
+                if self.active:
+                    raise RuntimeError("a weight update is already active")
+                self.active = True
+            case "/update_weights":
+                self._update(body["update_info"]["version"])
+            case "/finish_weight_update":
+                for worker in self.workers:
+                    worker.finish()
+                self.active, self.version = False, body["weight_version"]
+            case "/reset_prefix_cache":
+                pass
+            case _:
+                raise RuntimeError(f"no route {path}")
+        return {}
+
+    def _update(self, version: int) -> None:
+        if not self.active:
+            raise RuntimeError("start_weight_update must be called before update_weights")
+        self.active = False  # as in vLLM: an update that fails is over
+        if version == 0:
+            raise RuntimeError("the update that was left open is over")
+        fails, self.fail_updates = self.fail_updates > 0, max(0, self.fail_updates - 1)
+        for worker in self.workers:
+            worker.load(version, 1 if fails else None)
+        self.active = True
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeEngine
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer({})
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers.get("content-length") or 0))
+        self._answer(json.loads(content) if content else {})
+
+    def _answer(self, body: dict[str, Any]) -> None:
+        self.server.answers.wait()
+        try:
+            status, answer = 200, self.server.control(urlsplit(self.path).path, body)
+        except (RuntimeError, replicas.errors.ReplicasError) as error:
+            status, answer = 500, {"error": {"message": str(error)}}
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
