@@ -1,0 +1,193 @@
+"""Publish the weights of TRL's trainers on a channel, in place of TRL's own NCCL group.
+
+::
+
+    from replicas.integrations.trl import WeightTransfer, server_mode
+
+    trainer = AsyncGRPOTrainer(..., weight_transfer=WeightTransfer())
+
+    with server_mode():  # for GRPOTrainer(vllm_mode="server")
+        trainer = GRPOTrainer(...)
+
+TRL asks its weight transfer to pause the server, to send an iterator of (name, tensor),
+and to resume. Here the servers pause themselves, each for its own load
+(:mod:`replicas.integrations.vllm`), so sending is one ``publish``: it returns when the
+weights are copied. What the trainer waits for before it samples again is ``wait``.
+
+Figures of each sync go into TRL's own logs (``trainer.state.log_history``) under
+``replicas/``. TRL hands its weight transfer no trainer; its iterator is a generator
+method of the trainer, and is asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+
+import replicas
+from replicas import errors
+
+__all__ = ["Wait", "WeightTransfer", "server_mode"]
+
+logger = logging.getLogger("replicas.integrations.trl")
+
+Wait = Literal["loaded", "committed"] | None
+
+
+class WeightTransfer:
+    """A weight transfer of TRL's ``AsyncGRPOTrainer``.
+
+    :param channel: name of the channel, of which this trainer is a source.
+    :param wait: before the trainer goes on: ``"loaded"``, all live servers answer with
+        the new version; ``"committed"``, all have its bytes; None (the default): it is
+        copied.
+    :param deadline: seconds for each of the two; default: the channel's.
+    :param join: further arguments of :func:`replicas.join`, where no supervisor has
+        set the environment.
+    """
+
+    def __init__(
+        self, channel: str = "policy", *, wait: Wait = None, deadline: float | None = None, **join: Any
+    ) -> None:
+        if wait not in ("loaded", "committed", None):
+            raise errors.UsageError(f"WeightTransfer: wait={wait!r}", hint='pass "loaded", "committed" or None')
+        self._name = channel
+        self._wait = wait
+        self._deadline = deadline
+        self._join = join
+        self._channel: replicas.Channel | None = None
+        self._publishes: list[tuple[replicas.Pending[replicas.Receipt], float]] = []
+        self._logs: dict[str, list[float]] | None = None
+
+    @property
+    def channel(self) -> replicas.Channel | None:
+        """The channel, once training has begun."""
+        return self._channel
+
+    def init_weight_transfer(self) -> None:
+        """Join the channel."""
+        if self._channel is None:
+            self._channel = replicas.join(self._name, **self._join)
+
+    def pause(self) -> None:
+        """Do nothing: each server pauses for its own load only."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publish; return when the weights are copied.
+
+        A publish that fails is logged with the next one and costs the trainer nothing:
+        the servers go on with the version that they have.
+        """
+        if self._channel is None:
+            self.init_weight_transfer()
+        assert self._channel is not None
+        self._logs = _logs_of(iterator)
+        self._report()
+        began = time.monotonic()
+        pending = self._channel.publish(iterator, deadline=self._deadline)
+        self._publishes.append((pending, time.monotonic() - began))
+
+    def resume(self) -> None:
+        """Wait as ``wait`` says."""
+        channel = self._channel
+        if channel is None or not self._publishes or self._wait is None:
+            return
+        try:
+            receipt = self._publishes[-1][0].wait()
+            if self._wait == "loaded":
+                channel.loaded(receipt.version, deadline=self._deadline or 60.0).wait()
+        except errors.ReplicasError as error:
+            logger.warning("the sync did not end well, training goes on: %s", error)
+        self._report()
+
+    def destroy(self) -> None:
+        """Leave the channel."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _report(self) -> None:
+        """Log the figures of the publishes that have ended."""
+        ended = [one for one in self._publishes if one[0].done()]
+        self._publishes = [one for one in self._publishes if one not in ended]
+        for pending, copied_s in ended:
+            figures = {"replicas/copied_seconds": copied_s}
+            try:
+                figures |= pending.wait().metrics()
+            except errors.ReplicasError as error:
+                logger.warning("a publish failed: %s", error)
+                figures["replicas/failed"] = 1.0
+            if self._logs is not None:
+                for name, value in figures.items():
+                    self._logs[name].append(value)
+
+
+def _logs_of(iterator: object) -> dict[str, list[float]] | None:
+    """The lists of metrics of the trainer whose generator method this is; None: no such
+    trainer."""
+    frame = getattr(iterator, "gi_frame", None)
+    trainer = frame.f_locals.get("self") if frame is not None else None
+    metrics = getattr(trainer, "_metrics", None)
+    return metrics["train"] if isinstance(metrics, dict) and "train" in metrics else None
+
+
+class _Announced:
+    """A stream of tensors whose names, dtypes and shapes are known."""
+
+    def __init__(self, metadata: list[tuple[str, str, list[int]]], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._metadata = metadata
+        self._tensors = tensors
+
+    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in self._metadata]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._tensors
+
+
+@contextlib.contextmanager
+def server_mode(
+    channel: str = "policy", *, wait: Wait = "loaded", deadline: float | None = None, **join: Any
+) -> Iterator[None]:
+    """Make a ``GRPOTrainer(vllm_mode="server")`` built in this block publish on a
+    channel.
+
+    TRL builds its client of the server itself, so the class that it builds is another
+    one within the block. This trainer samples right after each sync; ``wait`` is
+    ``"loaded"`` by default. The other parameters are those of :class:`WeightTransfer`.
+    """
+    from trl.generation import vllm_generation
+
+    theirs = vllm_generation.VLLMClient
+    vllm_generation.VLLMClient = _client(theirs, WeightTransfer(channel, wait=wait, deadline=deadline, **join))
+    try:
+        yield
+    finally:
+        vllm_generation.VLLMClient = theirs
+
+
+def _client(theirs: type, transfer: WeightTransfer) -> type:
+    class ChannelClient(theirs):  # type: ignore[misc]  # a class of TRL's
+        """TRL's client of vLLM's server, whose weights go over a channel."""
+
+        def init_communicator(self, device: Any = 0) -> None:
+            transfer.init_weight_transfer()
+
+        def update_named_params(
+            self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
+        ) -> None:
+            transfer.send_weights(_Announced(metadata, named_params))  # type: ignore[arg-type]
+            transfer.resume()
+
+        def reset_prefix_cache(self) -> None:
+            """Do nothing: each server has reset its own with its load."""
+
+        def close_communicator(self) -> None:
+            transfer.destroy()
+
+    return ChannelClient
