@@ -294,6 +294,7 @@ NOT_CALLED = {
         "takes nothing, or is for the supervisor's own parts",
     ),
     **dict.fromkeys(("Supervisor.preempt", "Supervisor.run_until_done"), "ends the run"),
+    "Coordinator.in_thread": "takes nothing",
     **dict.fromkeys(
         (
             f"Coordinator.{name}"
