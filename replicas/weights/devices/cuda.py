@@ -159,7 +159,7 @@ class Cuda(Accelerator):
 
     @classmethod
     def present(cls) -> bool:
-        return bool(_backends.cuda.is_built()) and torch.version.cuda is not None and driver.library() is not None
+        return bool(_backends.cuda.is_built()) and torch.version.cuda is not None and driver.load_library() is not None
 
     def device(self) -> str:
         visible = self.visible()

@@ -30,8 +30,8 @@ __all__ = [
     "Pointer",
     "call",
     "first_line",
-    "library",
     "list_devices",
+    "load_library",
     "memory_info",
     "new_stream",
     "typed",
@@ -83,7 +83,7 @@ _THREAD_LOCAL = 1
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """The driver's library, with no call made yet; None where it is missing."""
     try:
         found = ctypes.CDLL("libcuda.so.1")
@@ -102,7 +102,7 @@ class DriverError(Exception):
     def __init__(self, function: str, number: int) -> None:
         self.number = number
         name = ctypes.c_char_p()
-        found = library()
+        found = load_library()
         if found is None or found.cuGetErrorName(number, ctypes.byref(name)) or name.value is None:
             super().__init__(f"{function} failed with {number}")
         else:
@@ -128,7 +128,7 @@ def first_line(error: BaseException) -> str:
 
 def call(function: str, *arguments: Any) -> None:
     """Call a driver function, or raise DriverError; WorldError: it is missing."""
-    found = library()
+    found = load_library()
     if found is None:
         raise WorldError("there is no CUDA driver on this machine: libcuda.so.1 cannot be loaded")
     number = getattr(found, function)(*arguments)
@@ -178,7 +178,7 @@ def uncaptured() -> Iterator[None]:
     allocates, pins or queries an event fails, and invalidates the capture. Within the
     block this thread does neither: its calls have nothing to do with the graph.
     """
-    found, mode = library(), ctypes.c_int(_THREAD_LOCAL)
+    found, mode = load_library(), ctypes.c_int(_THREAD_LOCAL)
     # The call fails before the driver is initialised, when there can be no capture.
     changed = found is not None and not found.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -213,7 +213,7 @@ class Contexts:
             with uncaptured():
                 yield
         finally:
-            found = library()
+            found = load_library()
             if found is not None:
                 found.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 

@@ -135,7 +135,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(cuda_driver, "library", lambda: made.driver)
+    monkeypatch.setattr(cuda_driver, "load_library", lambda: made.driver)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: made.calls.append(f"set_device {index}"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(made, "cached", 0))
