@@ -68,7 +68,10 @@ class EngineServer:
             self._connection = None
         if response.status != 200:
             raise self._failure(method, path, f"{response.status} {_message(content)}")
-        return json.loads(content) if content else None
+        try:
+            return json.loads(content) if content else None
+        except ValueError as error:
+            raise self._failure(method, path, f"no JSON: {_message(content)}") from error
 
     def is_healthy(self) -> bool:
         """Whether ``/health`` answers with 200 in time."""

@@ -114,7 +114,7 @@ class Gate:
     """ASGI middleware that asks the page before each request.
 
     :param app: the server's application.
-    :param control: paths that change the engine, ``{...}`` standing for one segment.
+    :param control: paths that change the engine.
     :param page: the shared page; default: the one that ``REPLICAS_GATE`` names.
     """
 

@@ -44,7 +44,6 @@ logger = logging.getLogger("replicas.integrations.router")
 
 POLL_S = 0.5
 TIMEOUT_S = 5.0
-START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 
 
@@ -78,7 +77,11 @@ class WorkerList:
 
         :raises OSError: the router does not answer.
         """
-        known = frozenset(json.loads(self._request("GET", "/list_workers"))["urls"])
+        answer = self._request("GET", "/list_workers")
+        try:
+            known = frozenset(json.loads(answer)["urls"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConnectionError(f"GET /list_workers gave no list: {answer[:200].decode(errors='replace')}") from error
         for url in sorted(known - wanted):
             self._request("POST", f"/remove_worker?url={quote(url, safe='')}")
             logger.info("%s gets no more requests", url)

@@ -133,7 +133,8 @@ class Follower:
                 following.channel, rank=0, world_size=world_size, info={"url": following.url}, **following.identity
             ) as channel,
         ):
-            self._end_open_update()
+            if following.gate is None:  # a server that is older than this follower
+                self._end_open_update()
             server.call(
                 "POST",
                 "/init_weight_transfer_engine",
@@ -178,9 +179,10 @@ class Follower:
                 logger.warning("version %d did not load, once more: %s", version, error)
                 if gate is not None:
                     gate.shut()
+                self._end_open_update()
                 self._replace(version)
             loaded = time.monotonic()
-            self._post("/reset_prefix_cache")
+            self._reset_prefix_cache()
             self._post("/resume")
             if gate is not None:
                 gate.open(version)
@@ -190,7 +192,6 @@ class Follower:
         )
 
     def _replace(self, version: int) -> None:
-        self._end_open_update()
         self._post("/start_weight_update")
         self._update(version)
         self._post("/finish_weight_update", {"weight_version": str(version)})
@@ -200,11 +201,22 @@ class Follower:
         with contextlib.suppress(errors.SyncError):  # the answer is the error that ends it, or that there is none
             self._update(0)
 
+    def _reset_prefix_cache(self) -> None:
+        """Forget what was computed with the old weights.
+
+        Requests that were kept hold some of it: they are computed anew then.
+        """
+        for running in ("false", "true"):
+            answer = self._post("/reset_prefix_cache", query={"reset_running_requests": running})
+            if isinstance(answer, dict) and answer.get("success"):
+                return
+        raise self._lost("the prefix cache of the old version could not be reset")
+
     def _update(self, version: int) -> None:
         self._post("/update_weights", {"update_info": {"version": version, "timeout_s": LOAD_TIMEOUT_S / 2}})
 
-    def _post(self, path: str, body: Any = None, *, query: dict[str, str] | None = None) -> None:
-        self._server.call("POST", path, body, query=query, timeout_s=LOAD_TIMEOUT_S)
+    def _post(self, path: str, body: Any = None, *, query: dict[str, str] | None = None) -> Any:
+        return self._server.call("POST", path, body, query=query, timeout_s=LOAD_TIMEOUT_S)
 
     @staticmethod
     def _lost(reason: str) -> errors.SyncError:

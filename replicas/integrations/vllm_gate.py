@@ -11,11 +11,11 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from replicas.integrations.gate import Gate, GatePage, Receive, Scope, Send
+from replicas.integrations.gate import Gate, GatePage
 
 __all__ = ["VllmGate"]
 
-_CONTROL_PACKAGES = ("vllm.entrypoints.rl", "vllm.entrypoints.serve.dev", "vllm.entrypoints.serve.lora")
+_CONTROL_PACKAGES = ("vllm.entrypoints.rl", "vllm.entrypoints.serve.dev")
 
 
 class VllmGate(Gate):
@@ -25,9 +25,6 @@ class VllmGate(Gate):
     def __init__(self, app: object) -> None:
         super().__init__(app, frozenset(_control_paths()))  # type: ignore[arg-type]  # FastAPI's app is an ASGI app
         REGISTRY.register(_ServedVersion(self._page))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
 
 
 class _ServedVersion(Collector):

@@ -23,7 +23,7 @@ from tests.support.engines import FakeEngine
 
 pytestmark = pytest.mark.anyio
 
-LOAD = ["/pause", "/update_weights", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+LOAD = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
 RESUME = ["/reset_prefix_cache", "/resume"]
 
 
@@ -98,6 +98,16 @@ async def test_a_version_that_never_loads_leaves_the_server_paused_and_ends_the_
                 await task
             assert engine.paused
             assert engine.version == "1"
+
+
+async def test_requests_that_were_kept_do_not_keep_the_old_versions_prefixes() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine):
+            engine.kept_requests = True
+            await publish(trainer, 1)
+            await served(engine, 1)
+            assert engine.calls.count("/reset_prefix_cache") == 2  # the second one reaches running requests, too
 
 
 async def test_a_follower_that_was_replaced_ends_the_update_that_the_first_left_open() -> None:

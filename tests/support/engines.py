@@ -51,6 +51,7 @@ class FakeEngine(ThreadingHTTPServer):
     :param workers: how many ranks join.
     :ivar calls: the control requests so far, by path.
     :ivar fail_updates: how many of the next updates die after their first tensor.
+    :ivar kept_requests: frozen requests hold blocks of the prefix cache.
     :ivar answers: event; while it is clear no request is answered.
     """
 
@@ -63,6 +64,7 @@ class FakeEngine(ThreadingHTTPServer):
         self.paused = False
         self.active = False
         self.version = "default"
+        self.kept_requests = False
         self.answers = threading.Event()
         self.answers.set()
         self._thread = threading.Thread(target=self.serve_forever)
@@ -86,7 +88,7 @@ class FakeEngine(ThreadingHTTPServer):
         for worker in self.workers:
             worker.channel.close(wait=False)
 
-    def control(self, path: str, body: dict[str, Any]) -> Any:
+    def control(self, path: str, body: dict[str, Any], query: str = "") -> Any:
         """Do what the route does; raises what vLLM answers with 500."""
         self.calls.append(path)
         match path:
@@ -113,7 +115,7 @@ class FakeEngine(ThreadingHTTPServer):
                     worker.finish()
                 self.active, self.version = False, body["weight_version"]
             case "/reset_prefix_cache":
-                pass
+                return {"success": not self.kept_requests or "reset_running_requests=true" in query}
             case _:
                 raise RuntimeError(f"no route {path}")
         return {}
@@ -144,7 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict[str, Any]) -> None:
         self.server.answers.wait()
         try:
-            status, answer = 200, self.server.control(urlsplit(self.path).path, body)
+            split = urlsplit(self.path)
+            status, answer = 200, self.server.control(split.path, body, split.query)
         except (RuntimeError, replicas.errors.ReplicasError) as error:
             status, answer = 500, {"error": {"message": str(error)}}
         content = json.dumps(answer).encode()
