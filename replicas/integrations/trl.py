@@ -16,7 +16,8 @@ weights are copied. What the trainer waits for before it samples again is ``wait
 
 Figures of each sync go into TRL's own logs (``trainer.state.log_history``) under
 ``replicas/``. TRL hands its weight transfer no trainer; its iterator is a generator
-method of the trainer, and is asked for it.
+method of the trainer, and is asked for it. (Not in ``server_mode``, whose iterator
+belongs to TRL's client.)
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class WeightTransfer:
     :param wait: before the trainer goes on: ``"loaded"``, all live servers answer with
         the new version; ``"committed"``, all have its bytes; None (the default): it is
         copied.
-    :param deadline: seconds for each of the two; default: the channel's.
+    :param deadline: seconds for each of the two; default: the channel's for the commit,
+        60 for the loads.
     :param join: further arguments of :func:`replicas.join`, where no supervisor has
         set the environment.
     """
@@ -71,8 +73,12 @@ class WeightTransfer:
 
     def init_weight_transfer(self) -> None:
         """Join the channel."""
+        self._joined()
+
+    def _joined(self) -> replicas.Channel:
         if self._channel is None:
             self._channel = replicas.join(self._name, **self._join)
+        return self._channel
 
     def pause(self) -> None:
         """Do nothing: each server pauses for its own load only."""
@@ -80,17 +86,23 @@ class WeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish; return when the weights are copied.
 
-        A publish that fails is logged with the next one and costs the trainer nothing:
-        the servers go on with the version that they have.
+        A publish that fails is logged, now or with the next one, and training goes on:
+        the servers keep the version that they have.
+
+        :raises replicas.errors.UsageError: this trainer may not publish on the channel.
         """
-        if self._channel is None:
-            self.init_weight_transfer()
-        assert self._channel is not None
+        channel = self._joined()
         self._logs = _logs_of(iterator)
         self._report()
         began = time.monotonic()
-        pending = self._channel.publish(iterator, deadline=self._deadline)
-        self._publishes.append((pending, time.monotonic() - began))
+        try:
+            pending = channel.publish(iterator, deadline=self._deadline)
+        except errors.UsageError:
+            raise
+        except errors.ReplicasError as error:
+            self._failed(error)
+        else:
+            self._publishes.append((pending, time.monotonic() - began))
 
     def resume(self) -> None:
         """Wait as ``wait`` says."""
@@ -108,23 +120,31 @@ class WeightTransfer:
     def destroy(self) -> None:
         """Leave the channel."""
         channel, self._channel = self._channel, None
-        if channel is not None:
+        if channel is None:
+            return
+        try:
             channel.close()
+        except errors.ReplicasError as error:
+            logger.warning("a publish failed: %s", error)
 
     def _report(self) -> None:
         """Log the figures of the publishes that have ended."""
         ended = [one for one in self._publishes if one[0].done()]
         self._publishes = [one for one in self._publishes if one not in ended]
         for pending, copied_s in ended:
-            figures = {"replicas/copied_seconds": copied_s}
             try:
-                figures |= pending.wait().metrics()
+                self._log({"replicas/copied_seconds": copied_s, **pending.wait().metrics()})
             except errors.ReplicasError as error:
-                logger.warning("a publish failed: %s", error)
-                figures["replicas/failed"] = 1.0
-            if self._logs is not None:
-                for name, value in figures.items():
-                    self._logs[name].append(value)
+                self._failed(error)
+
+    def _failed(self, error: errors.ReplicasError) -> None:
+        logger.warning("a publish failed, training goes on: %s", error)
+        self._log({"replicas/failed": 1.0})
+
+    def _log(self, figures: dict[str, float]) -> None:
+        if self._logs is not None:
+            for name, value in figures.items():
+                self._logs[name].append(value)
 
 
 def _logs_of(iterator: object) -> dict[str, list[float]] | None:

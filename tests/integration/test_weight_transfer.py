@@ -77,6 +77,23 @@ async def test_training_goes_on_after_a_sync_that_failed(caplog: pytest.LogCaptu
         await asyncio.to_thread(transfer.destroy)
 
 
+async def test_no_free_slot_is_a_failed_sync_and_no_error_of_the_trainer() -> None:
+    async with channel_world({**POLICY, "deadline": "1s"}) as world:
+        rollout = await world.join("rollout")
+        transfer, trainer = transfer_to(world, "committed"), Trainer(1.0)
+        await asyncio.to_thread(trainer.sync, transfer)
+        channel = transfer.channel
+        assert channel is not None
+        slot = await asyncio.to_thread(channel.arena_like, dict(trainer._streaming_iter()))  # the rollout has the other
+        with slot:
+            await asyncio.to_thread(trainer.sync, transfer)
+        assert trainer._metrics["train"]["replicas/failed"] == [1.0]
+        await asyncio.to_thread(trainer.sync, transfer)
+        assert trainer._metrics["train"]["replicas/version"][-1] > 1.0
+        assert rollout.latest > 1
+        await asyncio.to_thread(transfer.destroy)
+
+
 def test_an_unknown_wait_names_those_that_there_are() -> None:
     with pytest.raises(errors.UsageError, match="committed"):
         WeightTransfer(wait="sent")  # type: ignore[arg-type]
