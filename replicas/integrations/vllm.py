@@ -256,6 +256,7 @@ def follow(
         the same, or with their own environment.
     :raises replicas.errors.SyncError: the server is gone, or a version failed to load
         twice; the server is left paused then.
+    :raises replicas.errors.Disconnected: no coordinator answered for 60 s.
     :raises replicas.errors.UsageError: an argument is wrong.
     """
     following = Following(
