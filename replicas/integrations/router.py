@@ -5,16 +5,16 @@ channel.
 again on another worker when one dies before it has answered. They learn of workers by
 ``POST /add_worker?url=`` and ``/remove_worker?url=``. This module calls the two:
 
-    python -m replicas.integrations.router --channel policy --port 8000 [options of
-    vllm-router]
+    python -m replicas.integrations.router --channel policy --port 8000 ...
 
-starts vllm-router and keeps its list; :func:`keep` does so for a router that somebody
-else started. A worker is a replica whose rank 0 shows ``info["url"]``, is live and has
-loaded a version. A worker that loads the next version stays in the list: its requests
-in flight are frozen and continued, not cut. One that is lost is removed, and a router
-that was restarted gets the whole list again.
+starts vllm-router with its own further options, and keeps its list; :func:`keep` does
+so for a router that somebody else started. A worker is a replica whose rank 0 shows
+``info["url"]``, is live and has loaded a version. A worker that loads the next version
+stays in the list: its requests in flight are frozen and continued, not cut. One that is
+lost is removed, and a router that was restarted gets the whole list again.
 
-The run's status is read twice a second, without the token: it is not needed to read.
+The supervisor's status is read twice a second, without the token: it is not needed to
+read. (An embedded coordinator has no such page.)
 """
 
 from __future__ import annotations
