@@ -238,7 +238,8 @@ class Containment:
         :raises OSError: the shim, or its control group, cannot be made.
         """
         placed, janitor = self._place(spec), self._janitor
-        assert janitor is not None, "it has not been entered"
+        if janitor is None:
+            raise errors.InternalError("no replica can be started before containment has been entered")
 
         def moved() -> None:
             if node is not None and node.gone.is_set():
