@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
 import signal
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,8 +64,14 @@ def memory_left() -> bool:
     """Whether this process still has any buffer called "test", as a descriptor or as a
     mapping."""
     gc.collect(0)
-    names = [str(path.readlink()) if path.is_symlink() else "" for path in Path("/proc/self/fd").iterdir()]
-    return any("memfd:test" in name for name in names) or "memfd:test" in Path("/proc/self/maps").read_text()
+    return any("memfd:test" in name for name in _open_files()) or "memfd:test" in Path("/proc/self/maps").read_text()
+
+
+def _open_files() -> Iterator[str]:
+    """What each descriptor of this process is open on. Other threads close some meanwhile."""
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            yield str(path.readlink())
 
 
 class Child:
