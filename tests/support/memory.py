@@ -68,7 +68,7 @@ def memory_left() -> bool:
 
 
 def _open_files() -> Iterator[str]:
-    """What each descriptor of this process is open on. Other threads close some meanwhile."""
+    """What each descriptor of this process is open on (other threads close some)."""
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             yield str(path.readlink())
