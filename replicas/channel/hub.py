@@ -124,7 +124,7 @@ class Hub:
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
         self.session = session
         self._parts = parts
-        self.loop.call(self.loop.users.add, self)
+        self.loop.call(self.loop.users.add, self._loop_broken)
         own = (wire.Ack, wire.Assigned, wire.Describe, wire.Discard, wire.Locate, wire.Released)
         self._handlers = {**dict.fromkeys(own, self._handle), wire.View: self._view, wire.Commit: self._commit}
         for part in parts:
@@ -296,7 +296,7 @@ class Hub:
         self.over = error
         if self._down_timer is not None:
             self._down_timer.cancel()
-        self.loop.users.discard(self)
+        self.loop.users.discard(self._loop_broken)
         ends: list[Callable[[], None]] = [partial(part.fail_all, error) for part in self._parts]
         for end in (*ends, self.holdings.close):
             try:
@@ -383,7 +383,7 @@ class Hub:
         except BaseException as error:  # noqa: BLE001  # the same for tasks
             self._broken(error)
 
-    def loop_broken(self, error: errors.ReplicasError) -> None:
+    def _loop_broken(self, error: errors.ReplicasError) -> None:
         """The loop of the session thread has ended unexpectedly."""
         error.channel = self.name
         self._end(error)

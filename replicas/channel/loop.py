@@ -31,7 +31,7 @@ import os
 import selectors
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from replicas import errors
 from replicas.channel.pending import Pending
@@ -49,13 +49,6 @@ ENDS_MAX = 100
 """How often the loop may end unexpectedly before its thread ends for good."""
 
 
-class User(Protocol):
-    """A channel."""
-
-    def loop_broken(self, error: errors.ReplicasError) -> None:
-        """End everything: the loop has ended unexpectedly. On the session thread."""
-
-
 class SessionLoop:
     """See the module's header. Made by :func:`session_loop` only."""
 
@@ -69,8 +62,8 @@ class SessionLoop:
         """Connections that a forked child must close."""
         self.closers: dict[object, Callable[[], None]] = {}
         """Close functions of open channels; at exit, main thread, newest first."""
-        self.users: set[User] = set()
-        """Open channels; changed on the session thread."""
+        self.users: set[Callable[[errors.ReplicasError], None]] = set()
+        """End the open channels if the loop ends; changed on the session thread."""
         self._stopping = self._begun = self._over = False
         self._ends = 0
         selector = selectors.DefaultSelector()
@@ -109,9 +102,9 @@ class SessionLoop:
         self._ends += 1
         why = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
         logger.critical("the session thread's loop has ended: %s", why, exc_info=error)
-        for user in list(self.users):
+        for end in list(self.users):
             try:
-                user.loop_broken(errors.InternalError(f"the session thread's loop has ended: {why}"))
+                end(errors.InternalError(f"the session thread's loop has ended: {why}"))
             except BaseException:
                 logger.exception("a channel could not be ended")
 

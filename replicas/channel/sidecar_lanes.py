@@ -18,7 +18,8 @@ from typing import Any
 from replicas import errors
 from replicas.channel.hub import Hub, Part, as_wire_error
 from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
-from replicas.sidecar.rank_side.client import GroupSpec, Moved, Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.client import Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.wire import GroupSpec, Moved
 
 __all__ = ["SidecarLane", "SidecarLanes"]
 

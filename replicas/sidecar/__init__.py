@@ -2,8 +2,8 @@
 
 ``forkserver`` forks them. In the sidecar, ``process`` is the main loop, ``mailbox``
 reads the channel, ``meeting`` and ``building`` make the process group, ``groups`` has
-its operations. In the rank, ``rank_side`` (``client``, ``handle``, ``pulse``) controls
-them. ``wire`` has the messages between the two.
+its operations. In the rank, ``rank_side`` controls them. ``wire`` has the messages
+between the two.
 
 This file imports nothing, so that the forkserver listens before it loads torch.
 """

@@ -77,7 +77,7 @@ from replicas.sidecar.buckets import MAX_BUCKET_NBYTES, Bucket, BucketPlan, imag
 from replicas.sidecar.groups import CollectiveGroup, Handle
 from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.devices.accelerator import Accelerator
-from replicas.weights.devices.device_digest import DeviceDigest, DeviceStreamDigest
+from replicas.weights.devices.device_digest import DeviceDigest
 from replicas.weights.digest import Digest
 from replicas.weights.tensors import piece_view
 
@@ -150,9 +150,8 @@ class _Checker:
         self._device = device
         self._worked = worked
         self._by_part = by_part
-        self._image = Digest()
-        self._device_image = DeviceDigest(data)
-        self._parts: dict[int, Digest | DeviceStreamDigest] = {}
+        self._image = self._digest()
+        self._parts: dict[int, Digest | DeviceDigest] = {}
 
     def begin(self) -> None:
         """Digest the bytes that no bucket will change."""
@@ -180,27 +179,26 @@ class _Checker:
                 self._device.synchronize()
 
     def image_digest(self) -> str:
-        if self._device is not None:
-            with self._stream():
-                return self._device_image.hexdigest()
         if self._image.nbytes != self._data.numel():
             raise RuntimeError(f"{self._image.nbytes} of {self._data.numel()} bytes were digested")
-        return self._image.hexdigest()
+        with self._stream():
+            return self._image.hexdigest()
 
     def part_digest(self, owner: int) -> str:
         with self._stream():
             return self._part(owner).hexdigest()
 
-    def _part(self, owner: int) -> Digest | DeviceStreamDigest:
-        return self._parts.setdefault(owner, Digest() if self._device is None else DeviceStreamDigest())
+    def _digest(self) -> Digest | DeviceDigest:
+        return Digest() if self._device is None else DeviceDigest()
+
+    def _part(self, owner: int) -> Digest | DeviceDigest:
+        return self._parts.setdefault(owner, self._digest())
 
     def _settle(self, number: int) -> None:
-        if self._device is not None:
-            self._device_image.advance(self._plan.settled[number])
-        else:
-            end = self._plan.settled[number]
-            while (start := self._image.nbytes) < end:
-                self._image.update(self._data[start : min(end, start + DIGEST_NBYTES)])
+        end = self._plan.settled[number]
+        while (start := self._image.nbytes) < end:
+            self._image.update(self._data[start : min(end, start + DIGEST_NBYTES)])
+            if self._device is None:  # else it is only enqueued
                 self._worked(self._image.nbytes - start)
 
     def _stream(self) -> AbstractContextManager[None]:

@@ -23,8 +23,9 @@ import torch
 from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.linux import stalls
 from replicas.linux.processes import start_time
-from replicas.sidecar.rank_side import client, pulse
-from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
+from replicas.sidecar.rank_side import client, handle
+from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed
+from replicas.sidecar.wire import TransferSpec
 from replicas.weights.memory.arena import Arena, Slot
 from tests.support.channels import channel_world, wait_until
 from tests.support.processes import name_of
@@ -33,7 +34,7 @@ from tests.support.sidecars import LoopbackStore, children_of, gone, lane, share
 
 pytestmark = pytest.mark.anyio
 
-FROZEN = rf"it gave no sign of life for {pulse.SILENCE_S:g} s and was killed"
+FROZEN = rf"it gave no sign of life for {handle.SILENCE_S:g} s and was killed"
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ async def test_a_sidecar_frozen_in_mid_transfer_is_killed_long_before_the_deadli
 
 
 async def test_idle_and_spare_sidecars_are_asked_too(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "IDLE_S", 0.2)
+    monkeypatch.setattr(handle, "IDLE_S", 0.2)
     async with lane(1, server) as alone:
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         alone.sidecars[0].on_exit = ended.set_result
@@ -112,7 +113,7 @@ async def test_one_that_is_stuck_answers_pings_and_has_its_whole_deadline(server
         started = time.monotonic()
         with pytest.raises(SidecarFailed, match=r"rollout/0/0 did not come to the group"):
             await two.sidecars[0].build(two.spec("alone", 0, timeout_s=4.0, names=("trainer/0/0", "rollout/0/0")))
-        assert time.monotonic() - started >= 4.0 > pulse.SILENCE_S
+        assert time.monotonic() - started >= 4.0 > handle.SILENCE_S
 
 
 async def test_a_store_that_answers_nothing_costs_the_deadline(server: str) -> None:
@@ -161,7 +162,7 @@ async def test_a_crowded_machine_makes_no_false_alarm(server: str) -> None:
             for sidecar in three.sidecars:
                 sidecar.on_exit = exits.append
             began = time.monotonic()
-            while time.monotonic() - began < 2 * pulse.SILENCE_S:
+            while time.monotonic() - began < 2 * handle.SILENCE_S:
                 roles = ["send", "receive", "receive"]
                 await asyncio.gather(
                     *(
@@ -182,7 +183,8 @@ async def test_a_crowded_machine_makes_no_false_alarm(server: str) -> None:
 
 PAUSED = """
 import asyncio, sys, time
-from replicas.sidecar.rank_side.client import Forkserver, GroupSpec
+from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.wire import GroupSpec
 
 async def main():
     forkserver = await Forkserver.connect(sys.argv[1])
@@ -209,16 +211,16 @@ async def test_a_pause_of_the_rank_or_of_everything_kills_no_sidecar(server: str
     try:
         async with asyncio.timeout(60):
             sidecar = int(await rank.stdout.readline())
-            while await said(rank) < pulse.INTERVAL_S * 10 + 2:  # until a ping was due
+            while await said(rank) < handle.INTERVAL_S * 10 + 2:  # until a ping was due
                 continue
             if whole:
                 os.kill(sidecar, signal.SIGSTOP)
             rank.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(pulse.SILENCE_S + 1.0)  # the pause itself
+            await asyncio.sleep(handle.SILENCE_S + 1.0)  # the pause itself
             rank.send_signal(signal.SIGCONT)
             if whole:
                 os.kill(sidecar, signal.SIGCONT)
-            for _ in range(int(10 * pulse.SILENCE_S) + 10):
+            for _ in range(int(10 * handle.SILENCE_S) + 10):
                 assert await rank.stdout.readline() == b"tick\n"
         assert start_time(sidecar) is not None
     finally:

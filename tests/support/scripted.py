@@ -23,7 +23,8 @@ from replicas.channel.versions.watches import Watches
 from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.messages.identity import Member, ProcessIdentity
-from replicas.sidecar.rank_side.client import CollectiveSpec, GroupSpec, SidecarDied, TransferResult, TransferSpec
+from replicas.sidecar.rank_side.client import SidecarDied
+from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 from replicas.weights.memory.arena import Buffer
 
 __all__ = ["MANIFEST", "ME", "Loop", "Session", "Sidecar", "World"]

@@ -50,7 +50,8 @@ from replicas.channel.operations.scratch import Scratch, write_segments
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.core.versions.manifest import segment_layout
-from replicas.sidecar.rank_side.client import CollectiveSpec, SidecarFailed
+from replicas.sidecar.rank_side.client import SidecarFailed
+from replicas.sidecar.wire import CollectiveSpec
 
 __all__ = ["RankOperations"]
 

@@ -36,7 +36,8 @@ from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.channel.versions.free_slot import free_slot
 from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.on_device import copy_image, copy_part
-from replicas.sidecar.rank_side.client import Sidecar, TransferSpec
+from replicas.sidecar.rank_side.client import Sidecar
+from replicas.sidecar.wire import TransferSpec
 from replicas.weights.digest import digest_of
 from replicas.weights.memory.arena import Buffer, Slot
 

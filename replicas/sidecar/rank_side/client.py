@@ -13,8 +13,8 @@ its pidfd, which no inherited socket delays.
 **Hung and frozen.** A sidecar whose group hangs still answers pings. It may be in
 native code without a timeout, so it is killed when it has not answered a request one
 second after its deadline. A frozen sidecar answers no ping: it is killed after two
-seconds (:mod:`replicas.sidecar.rank_side.pulse`), long before any deadline, and its
-lane is replaced.
+seconds (:class:`~replicas.sidecar.rank_side.handle.Pulse`), long before any deadline,
+and its lane is replaced.
 
 **Ahead of need.** After :meth:`Forkserver.prefork`, a forkserver connection has one
 spare sidecar, so that a lane does not wait for the fork. ``ps`` calls it
@@ -47,19 +47,8 @@ from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
 from replicas.sidecar import wire
 from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
-from replicas.sidecar.wire import CollectiveSpec, GroupSpec, Moved, TransferResult, TransferSpec
 
-__all__ = [
-    "CollectiveSpec",
-    "Forkserver",
-    "GroupSpec",
-    "Moved",
-    "Sidecar",
-    "SidecarDied",
-    "SidecarFailed",
-    "TransferResult",
-    "TransferSpec",
-]
+__all__ = ["Forkserver", "Sidecar", "SidecarDied", "SidecarFailed"]
 
 logger = logging.getLogger("replicas.sidecar")
 
@@ -308,7 +297,8 @@ class Forkserver:
         elif isinstance(reply, wire.Forked):
             future.set_result((reply.pid, fds[0]))
         else:
-            future.set_exception(SidecarFailed(f"a sidecar could not be forked: {reply.error}"))
+            told = wire.Failed(reply.id, f"a sidecar could not be forked: {reply.error}")
+            future.set_exception(SidecarFailed(told))
 
     def _close(self, reason: str) -> None:
         if self._closed:

@@ -1,6 +1,15 @@
 """One sidecar, as its rank uses it: requests, signs of life, errors, and its end.
 
 :mod:`replicas.sidecar.rank_side.client` has the theory of operation.
+
+**Pings.** A sidecar answers a ping on a separate thread, within 0.2 s, whatever its
+main thread is stuck in. One that does not answer is stopped (SIGSTOP, a frozen cgroup),
+or starved beyond use: it is killed and replaced. A thread that needs microseconds of
+CPU gets them within some 100 ms even on a machine with ten busy processes for each
+core, and no call of the sidecar holds the GIL for that long. ``SILENCE_S`` is far above
+that, and far below any deadline; a wrong verdict costs one lane, which is built again.
+There is no verdict after this process itself was late: the answer may lie unread, so
+the sidecar gets the whole time again.
 """
 
 from __future__ import annotations
@@ -13,7 +22,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -21,15 +30,23 @@ import torch
 from replicas import errors
 from replicas.linux.processes import send_signal
 from replicas.sidecar import wire
-from replicas.sidecar.rank_side.pulse import SILENCE_S, Pulse
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.memory.arena import Buffer
 
-__all__ = ["KILL_GRACE_S", "Sidecar", "SidecarDied", "SidecarFailed"]
+__all__ = ["IDLE_S", "INTERVAL_S", "KILL_GRACE_S", "SILENCE_S", "Pulse", "Sidecar", "SidecarDied", "SidecarFailed"]
 
 KILL_GRACE_S = 1.0
 """Time past a request's own timeout after which the sidecar is killed, in seconds."""
+INTERVAL_S = 0.5
+"""Between two looks while a request or a ping is pending, in seconds."""
+IDLE_S = 5.0
+"""Between two pings of an idle sidecar, in seconds."""
+SILENCE_S = 2.0
+"""A ping unanswered for this many seconds means that the sidecar is frozen."""
+LATE_S = 0.25
+"""A look that is later than this, in seconds, means that this process was stalled."""
+_ROUNDING_S = 0.01
 
 _R = TypeVar("_R")
 
@@ -37,18 +54,10 @@ _R = TypeVar("_R")
 class SidecarFailed(RuntimeError):
     """The sidecar answered with an error. Fields as of :class:`wire.Failed`."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        over: bool = True,
-        kind: str = "",
-        members: tuple[str, ...] = (),
-        hint: str = "",
-        links: tuple[tuple[str, str], ...] = (),
-    ) -> None:
-        super().__init__(message)
-        self.over, self.kind, self.members, self.hint, self.links = over, kind, members, hint, links
+    def __init__(self, reply: wire.Failed) -> None:
+        super().__init__(reply.error)
+        self.over, self.kind, self.links = reply.over, reply.kind, reply.links
+        self.members, self.hint = reply.members, reply.hint
 
     def as_error(self, **fields: Any) -> errors.ReplicasError:
         """Convert to an error of the library. ``fields``: channel, phase, version."""
@@ -58,6 +67,40 @@ class SidecarFailed(RuntimeError):
 
 class SidecarDied(RuntimeError):
     """The sidecar or the forkserver is dead, or was killed at a deadline."""
+
+
+class Pulse:
+    """Signs of life of one sidecar: its owner calls :meth:`look` at intervals.
+
+    ``now``: seconds of any steady clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._asked_at: float | None = None
+        self._due = now
+
+    @property
+    def asked(self) -> bool:
+        """True while a ping is pending."""
+        return self._asked_at is not None
+
+    def interval_s(self, now: float, *, busy: bool) -> float:
+        """Return the delay until the next look, and note when it is due."""
+        delay = INTERVAL_S if busy or self.asked else IDLE_S
+        self._due = now + delay
+        return delay
+
+    def look(self, now: float) -> Literal["ping", "wait", "frozen"]:
+        """Decide: send a ping (it counts as sent now), wait, or give the sidecar up."""
+        if self._asked_at is None:
+            self._asked_at = now
+            return "ping"
+        if now - self._due > LATE_S:
+            self._asked_at = now
+        return "frozen" if now - self._asked_at >= SILENCE_S - _ROUNDING_S else "wait"
+
+    def answered(self) -> None:
+        self._asked_at = None
 
 
 class Sidecar:
@@ -187,11 +230,10 @@ class Sidecar:
         finally:
             self._pending.pop(request.id, None)
         if isinstance(reply, wire.Failed):
-            raise SidecarFailed(
-                reply.error, over=reply.over, kind=reply.kind, members=reply.members, hint=reply.hint, links=reply.links
-            )
+            raise SidecarFailed(reply)
         if not isinstance(reply, kind):
-            raise SidecarFailed(f"sidecar {self.pid} answered {type(request).__name__} with {type(reply).__name__}")
+            text = f"sidecar {self.pid} answered {type(request).__name__} with {type(reply).__name__}"
+            raise SidecarFailed(wire.Failed(request.id, text))
         return reply
 
     def _map(self, buffer: Buffer) -> None:

@@ -25,14 +25,13 @@ sign. All of it runs on the thread's current stream; only reading the sums block
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import torch
 import xxhash
 
 from replicas.common.waits import locked
 
-__all__ = ["DEVICE_PREFIX", "DeviceDigest", "DeviceStreamDigest", "device_digest_of"]
+__all__ = ["DEVICE_PREFIX", "DeviceDigest", "device_digest_of"]
 
 DEVICE_PREFIX = "d"
 _BLOCK_NBYTES = 16 << 20
@@ -47,40 +46,7 @@ _keys: dict[torch.device, torch.Tensor] = {}
 
 
 class DeviceDigest:
-    """The digest of ``data``, block by block as its bytes arrive. Not thread-safe.
-
-    :param data: uint8, one-dimensional, contiguous, on any device.
-    """
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data
-        self._sums: list[torch.Tensor] = []
-        self._done = 0
-
-    def advance(self, nbytes: int) -> None:
-        """Enqueue the hashing of the complete blocks among the first ``nbytes``.
-
-        Those bytes must be complete for later work on this thread's current stream. It
-        does not block.
-        """
-        end = self._data.numel()
-        most = _AT_ONCE.get(self._data.device.type, 1)
-        while (whole := (min(nbytes, end) - self._done) // _BLOCK_NBYTES) > 0:
-            stop = self._done + min(whole, most) * _BLOCK_NBYTES
-            self._sums.append(_sums(self._data[self._done : stop]))
-            self._done = stop
-        if self._done < end <= nbytes:
-            self._sums.append(_sums(self._data[self._done :]))
-            self._done = end
-
-    def hexdigest(self) -> str:
-        """The digest of all of ``data``, which must be complete; blocking."""
-        self.advance(self._data.numel())
-        return _combined(self._sums, self._data.numel())
-
-
-class DeviceStreamDigest:
-    """The same digest, of bytes that come in chunks. Not thread-safe."""
+    """The digest of bytes that come in chunks. Not thread-safe."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -91,14 +57,16 @@ class DeviceStreamDigest:
     def update(self, chunk: torch.Tensor) -> None:
         """Append ``chunk`` (uint8, one-dimensional, contiguous; all on one device).
 
-        Its work is enqueued on this thread's current stream: the chunk must not change
-        until that is done.
+        Its work is enqueued on this thread's current stream, and does not block: the
+        chunk must not change until it is done.
         """
         self.nbytes += chunk.numel()
+        at_once = _AT_ONCE.get(chunk.device.type, 1)
         while chunk.numel():
-            taken = chunk[: _BLOCK_NBYTES - self._filled]
+            whole = 0 if self._filled else min(chunk.numel() // _BLOCK_NBYTES, at_once)
+            taken = chunk[: whole * _BLOCK_NBYTES or _BLOCK_NBYTES - self._filled]
             chunk = chunk[taken.numel() :]
-            if taken.numel() == _BLOCK_NBYTES:
+            if whole:
                 self._sums.append(_sums(taken))
                 continue
             if not self._block.numel():
@@ -109,10 +77,20 @@ class DeviceStreamDigest:
                 self._sums.append(_sums(self._block))
                 self._filled = 0
 
-    def hexdigest(self) -> str:
-        """The digest of all chunks; blocking."""
-        rest = [_sums(self._block[: self._filled])] if self._filled else []
-        return _combined([*self._sums, *rest], self.nbytes)
+    def hexdigest(self, rest: torch.Tensor | None = None) -> str:
+        """The digest of all chunks; blocking.
+
+        :param rest: the bytes behind them, less than a block: read in place.
+        """
+        if rest is None:
+            rest = self._block[: self._filled]
+        else:
+            self.nbytes += rest.numel()
+        sums = [*self._sums, _sums(rest)] if rest.numel() else self._sums
+        known = torch.cat(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)
+        state = xxhash.xxh3_128(known.numpy().tobytes())
+        state.update(self.nbytes.to_bytes(8, "little"))
+        return DEVICE_PREFIX + state.hexdigest()
 
 
 def device_digest_of(data: torch.Tensor) -> str:
@@ -121,14 +99,9 @@ def device_digest_of(data: torch.Tensor) -> str:
     It runs on the thread's current stream: on the library's threads, call it inside
     :meth:`~replicas.weights.devices.accelerator.Accelerator.on_side_stream`.
     """
-    return DeviceDigest(data).hexdigest()
-
-
-def _combined(sums: Sequence[torch.Tensor], nbytes: int) -> str:
-    known = torch.cat(list(sums)).cpu() if sums else torch.empty(0, dtype=torch.int64)
-    state = xxhash.xxh3_128(known.numpy().tobytes())
-    state.update(nbytes.to_bytes(8, "little"))
-    return DEVICE_PREFIX + state.hexdigest()
+    digest, whole = DeviceDigest(), data.numel() // _BLOCK_NBYTES * _BLOCK_NBYTES
+    digest.update(data[:whole])
+    return digest.hexdigest(data[whole:])
 
 
 def _sums(blocks: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from replicas.sidecar import building, wire
 from replicas.sidecar.groups import CollectiveGroup, GlooGroup, Handle, NcclGroup
 from replicas.sidecar.process import SidecarProcess
 from replicas.sidecar.transfer import run_transfer
-from replicas.weights.devices.device_digest import DeviceDigest, DeviceStreamDigest, device_digest_of
+from replicas.weights.devices.device_digest import DeviceDigest, device_digest_of
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.memory.buffers import Buffer
@@ -338,13 +338,13 @@ def test_a_digest_is_made_of_what_the_other_thread_has_waited_for(monkeypatch: p
             super().synchronize(uuid)
 
     class NotedDigest(DeviceDigest):
-        def advance(self, nbytes: int) -> None:
+        def update(self, chunk: torch.Tensor) -> None:
             told.append(("enqueues", threading.current_thread().name))
-            super().advance(nbytes)
+            super().update(chunk)
 
-        def hexdigest(self) -> str:
+        def hexdigest(self, rest: torch.Tensor | None = None) -> str:
             told.append(("reads", threading.current_thread().name))
-            return super().hexdigest()
+            return super().hexdigest(rest)
 
     monkeypatch.setattr("replicas.sidecar.transfer.DeviceDigest", NotedDigest)
     manifest = Manifest((TensorSpec("x", "uint8", (1000,)),))
@@ -368,11 +368,11 @@ def test_a_digest_of_pieces_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("replicas.weights.devices.device_digest._BLOCK_NBYTES", 1 << 12)
     data = torch.arange(1 << 10, dtype=torch.int64).view(torch.uint8)[:-3]
     for cuts in ((), (5, 1000, 4099, 8000), (4096,)):
-        stream = DeviceStreamDigest()
+        stream = DeviceDigest()
         for start, end in zip((0, *cuts), (*cuts, data.numel()), strict=True):
             stream.update(data[start:end])
         assert stream.hexdigest() == device_digest_of(data), cuts
-    assert DeviceStreamDigest().hexdigest() == device_digest_of(data[:0])
+    assert DeviceDigest().hexdigest() == device_digest_of(data[:0])
 
 
 # ---------------------------------------------------------------- the process

@@ -19,7 +19,7 @@ from replicas.linux.stalls import LOOK_INTERVAL_S, STARTING_S, STOPPED_S, StallW
 from replicas.sidecar import building, wire
 from replicas.sidecar.meeting import blame
 from replicas.sidecar.rank_side.client import SidecarDied, SidecarFailed
-from replicas.sidecar.rank_side.pulse import IDLE_S, INTERVAL_S, SILENCE_S, Pulse
+from replicas.sidecar.rank_side.handle import IDLE_S, INTERVAL_S, SILENCE_S, Pulse
 from tests.support.runs import eventually
 
 # ---------------------------------------------------------------- pings
@@ -215,14 +215,20 @@ def test_blame(edges: set[tuple[int, int]], guilty: list[int]) -> None:
 
 
 def test_what_a_sidecar_says_reaches_the_coordinator_with_kind_members_and_hint() -> None:
-    failure = SidecarFailed("rollout/1/0 cannot be reached", kind="Preflight", members=("rollout/1/0",), hint="open it")
+    reply = wire.Failed(1, "rollout/1/0 cannot be reached", True, "Preflight", ("rollout/1/0",), "open it")
+    failure = SidecarFailed(reply)
     error = as_wire_error(failure, channel="policy", phase="form")
     assert (error.kind, error.members, error.hint) == ("Preflight", ("rollout/1/0",), "open it")
     assert (error.channel, error.phase, error.message) == ("policy", "form", "rollout/1/0 cannot be reached")
-    plain = as_wire_error(SidecarFailed("Connection reset by peer"), channel="policy", phase="transfer", version=3)
+    plain = as_wire_error(
+        SidecarFailed(wire.Failed(1, "Connection reset by peer")), channel="policy", phase="transfer", version=3
+    )
     assert (plain.kind, plain.version, plain.hint) == ("SyncError", 3, "")
     assert as_wire_error(SidecarDied("it died"), channel="policy", phase="lane").kind == "SyncError"
-    assert as_wire_error(SidecarFailed("?", kind="Nonsense"), channel="p", phase="form").kind == "InternalError"
+    assert (
+        as_wire_error(SidecarFailed(wire.Failed(1, "?", kind="Nonsense")), channel="p", phase="form").kind
+        == "InternalError"
+    )
     assert isinstance(error.exception(), errors.Preflight)
 
 

@@ -18,7 +18,8 @@ from replicas.channel.operations.jobs import KEPT_RESULTS
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.messages.identity import Member
-from replicas.sidecar.rank_side.client import CollectiveSpec, SidecarFailed
+from replicas.sidecar.rank_side.client import SidecarFailed
+from replicas.sidecar.wire import CollectiveSpec, Failed
 from replicas.weights.memory.arena import Buffer
 from tests.support.scripted import ME, Sidecar, World
 from tests.support.sidecars import mapped_by
@@ -155,7 +156,7 @@ async def test_a_go_for_what_has_ended_is_refused(world: World) -> None:
 
 async def test_a_refusal_of_the_sidecar_is_the_callers_fault(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(self: Sidecar, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
-        raise SidecarFailed("gloo cannot reduce float8_e5m2 tensors", over=False)
+        raise SidecarFailed(Failed(1, "gloo cannot reduce float8_e5m2 tensors", over=False))
 
     monkeypatch.setattr(Sidecar, "collective", refuse)
     await open_lane(world)

@@ -47,7 +47,7 @@ async def leave_soon() -> None:
 def test_what_ends_the_loop_ends_those_who_wait_and_the_loop_goes_on(loop: SessionLoop, how: str) -> None:
     users = [User(), User()]
     for user in users:
-        loop.call(loop.users.add, user)
+        loop.call(loop.users.add, user.loop_broken)
     match how:
         case "function":
             loop.call(leave)
