@@ -22,13 +22,11 @@ from replicas.channel.operations.results import OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.session import Session
 from replicas.channel.sidecar_lanes import SidecarLanes
-from replicas.channel.versions.filling import PublishJob
-from replicas.channel.versions.free_slot import arena_like
+from replicas.channel.versions.filling import PublishJob, arena_like
 from replicas.channel.versions.leases import Holder
-from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Bound, Receiver
-from replicas.channel.versions.transfers import Transfers
+from replicas.channel.versions.transfers import ManifestExchange, Transfers
 from replicas.channel.versions.update import Update
 from replicas.channel.versions.watches import Watches
 from replicas.common import own_loop
@@ -78,8 +76,6 @@ class Channel(Collectives):
         state = "closed" if self._closed else f"version={self.version} latest={self.latest} epoch={self.epoch}"
         return f"<Channel {self.name} {self.member} {state}>"
 
-    # ------------------------------------------------------------ state
-
     @property
     def name(self) -> str:
         """Name of the channel."""
@@ -122,8 +118,6 @@ class Channel(Collectives):
     def info(self) -> Mapping[str, str]:
         """The ``info`` that this process passed to join."""
         return dict(self._hello.info)
-
-    # ------------------------------------------------------------ weights
 
     def publish(
         self,
@@ -316,8 +310,6 @@ class Channel(Collectives):
         self._check_open()
         self._hub.progress(arguments.integer("progress: step", step, least=0))
 
-    # ------------------------------------------------------------ the end
-
     def close(self, *, wait: bool = True) -> None:
         """Leave the channel: say good-bye, end the sidecars, free the memory.
 
@@ -389,8 +381,6 @@ class Channel(Collectives):
             hub.loop.closers.pop(self, None)
         finally:
             self._left.set()
-
-    # ------------------------------------------------------------ inside
 
     def _open(self, timeout_s: float) -> None:
         """Connect; join calls it once."""

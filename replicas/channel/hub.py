@@ -119,8 +119,6 @@ class Hub:
         self._down_timer: asyncio.TimerHandle | None = None
         self._failures: tuple[Pending[Any], ...] = ()
 
-    # ------------------------------------------------------------ set-up
-
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
         self.session = session
         self._parts = parts
@@ -146,8 +144,6 @@ class Hub:
     @property
     def gpu(self) -> str:
         return next(iter(self._introduced.cuda_devices), "")
-
-    # ------------------------------------------------------------ for the parts
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Any thread: run a function on the session thread; an error is a bug."""
@@ -208,8 +204,6 @@ class Hub:
 
     def _dropped(self, version: int) -> None:
         self.send(wire.Dropped(version))
-
-    # ------------------------------------------------------------ the session's handler
 
     def introduce(self, hello: wire.Hello) -> wire.Hello:
         """``hello`` with the current state of this member."""
@@ -309,8 +303,6 @@ class Hub:
         for part in self._parts:
             part.session_down(self.no_answer("the wait", DOWN_S))
 
-    # ------------------------------------------------- messages about the whole channel
-
     def _view(self, message: wire.View) -> None:
         if message.since:
             left = frozenset(message.left)
@@ -366,8 +358,6 @@ class Hub:
         """Session thread: this replica is to load ``version``; 0: nothing to load."""
         self.holdings.assigned = version
         self.holdings.protect()
-
-    # ------------------------------------------------------------ bugs
 
     def _guarded(self, function: Callable[..., object], *args: Any) -> None:
         try:

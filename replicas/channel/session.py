@@ -211,8 +211,6 @@ class Session:
         self._task.cancel()
         await asyncio.wait([self._task], timeout=timeout_s + CLOSE_TIMEOUT_S)
 
-    # ------------------------------------------------------------ connections
-
     async def _run(self, first: _Connection) -> None:
         there = [first]
 
@@ -350,8 +348,6 @@ class Session:
         self.connected = True
         self._handler.welcomed(body, resumed)
         self._wake.set()
-
-    # ------------------------------------------------------------ traffic
 
     async def _serve(self, websocket: _Connection) -> None:
         work = (self._read, self._write, self._listen)

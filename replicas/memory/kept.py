@@ -20,14 +20,19 @@ import errno
 import logging
 import operator
 import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import open_plain
-from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 
-__all__ = ["MemoryHolder", "hold"]
+__all__ = ["Living", "MemoryHolder", "hold"]
+
+T = TypeVar("T")
 
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Transient errors: they do not say whether the two processes can share memory."""
@@ -71,6 +76,39 @@ def hold(place: SlotPlace, version: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+class Living(Generic[T]):
+    """A set of the live objects that were added; usable on any thread.
+
+    The callback of its weak references runs no Python, unlike ``weakref.WeakSet``'s. An
+    object dies on the thread that drops the last reference, which may be the user's
+    main thread, where signal handlers run: if one raises in a Python callback, Python
+    discards the exception and Ctrl-C is lost. Here the callback is ``deque.append``,
+    written in C: it only records which reference is dead, and the next :meth:`add`
+    removes it.
+
+    :param in_child: called with each of them in a forked child, for sets that live as
+        long as the process.
+    """
+
+    def __init__(self, in_child: Callable[[T], object] | None = None) -> None:
+        self._known: dict[int, weakref.ref[T]] = {}
+        self._dead: deque[weakref.ref[T]] = deque()
+        if in_child is not None:
+            os.register_at_fork(after_in_child=lambda: [in_child(one) for one in self])
+
+    def __iter__(self) -> Iterator[T]:
+        """The live objects, each once, in no order."""
+        found = {id(one): one for known in list(self._known.values()) if (one := known()) is not None}
+        return iter(found.values())
+
+    def add(self, one: T) -> None:
+        """Add an object; adding it twice is harmless."""
+        while self._dead:
+            self._known.pop(id(self._dead.popleft()), None)
+        known = weakref.ref(one, self._dead.append)
+        self._known[id(known)] = known
 
 
 class MemoryHolder:

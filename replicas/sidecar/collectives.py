@@ -94,8 +94,6 @@ class _Operation:
             for tensor in mine:
                 tensor.div_(self.group.size)
 
-    # -- elementwise, on a copy of the inputs
-
     def _copy_inputs(self) -> None:
         _, nbytes = segment_layout(self.spec.segments[self.spec.me])
         self._region(self.outputs, 0, nbytes).copy_(self._region(self.inputs, 0, nbytes))
@@ -128,8 +126,6 @@ class _Operation:
         for region in self._whole(memory, self.spec.root):
             yield self.group.broadcast(region, self._root_rank, self.deadline)
 
-    # -- all to all or one
-
     def _all_gather(self) -> Iterator[Handle]:
         for rank, region in self._gathered():
             yield self.group.broadcast(region, rank, self.deadline)
@@ -159,8 +155,6 @@ class _Operation:
             elif region.numel():
                 yield self.group.send(region, self.spec.lane_ranks[index], self.deadline)
 
-    # -- between two participants
-
     def _send(self) -> Iterator[Handle]:
         for region in self._whole(self.inputs, self.spec.me):
             yield self.group.send(region, self.spec.lane_ranks[1 - self.spec.me], self.deadline)
@@ -171,8 +165,6 @@ class _Operation:
 
     def _barrier(self) -> Iterator[Handle]:
         yield self.group.all_reduce(torch.zeros(1, dtype=torch.int32), "sum", self.deadline)
-
-    # -- memory
 
     @property
     def _root_rank(self) -> int:

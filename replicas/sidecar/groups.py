@@ -157,8 +157,6 @@ class CollectiveGroup(ABC):
             return self._run(tensor, lambda near: self._exchange(near, others, ()), deadline, read=True, write=False)
         return self.receive(tensor, route[0], deadline)
 
-    # ------------------------------------------------------------ staging
-
     @abstractmethod
     def _in_place(self, tensor: torch.Tensor) -> bool:
         """True if the backend works on this memory directly."""
@@ -193,8 +191,6 @@ class CollectiveGroup(ABC):
             give_back()
 
         return Handle(start(near), deadline, finish, wait=self._wait_for)
-
-    # ------------------------------------------------------------ the backend
 
     _wait_for = staticmethod(_wait)
 

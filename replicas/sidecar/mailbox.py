@@ -128,8 +128,6 @@ class Mailbox:
         """Forget the packing progress of a transfer."""
         self._progress.forget(transfer)
 
-    # ------------------------------------------------------------ reading
-
     def _take_over(self) -> None:
         """Make the main thread the reader."""
         if not self._reading.acquire(blocking=False):
@@ -182,8 +180,6 @@ class Mailbox:
         finally:
             if code:
                 os._exit(code)
-
-    # ------------------------------------------------------------ the watch
 
     def _look(self) -> None:
         poller = self._new_poller()

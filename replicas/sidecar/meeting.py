@@ -108,9 +108,6 @@ def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
     _verdict(edges, cards)
 
 
-# ---------------------------------------------------------------- cards
-
-
 def _check(mine: _Card, card: _Card) -> None:
     """:raises Preflight: the two cannot be in one group."""
     if card.error:
@@ -165,9 +162,6 @@ def _collect(
                 raise RuntimeError(f"the {what} of {spec.name(rank)} in the store is malformed: {error}") from error
             check(found[rank])
     return found
-
-
-# ---------------------------------------------------------------- connections
 
 
 def _socket(address: str) -> socket.socket:
@@ -250,9 +244,6 @@ async def _call(card: _Card, greeting: bytes) -> str:
         except OSError as error:
             return os.strerror(error.errno or 0)
     return "" if heard == greeting else "another listener answers there"
-
-
-# ---------------------------------------------------------------- the verdict
 
 
 def blame(edges: set[tuple[int, int]]) -> list[int]:

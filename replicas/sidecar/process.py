@@ -149,8 +149,6 @@ class SidecarProcess:
             seen = bytes(buffer.readable().cpu().numpy().tobytes())
         return wire.Probed(request.id, seen)
 
-    # ------------------------------------------------------------ memory
-
     def _map(self, key: int, fd: int, device: str) -> None:
         """Map a buffer; an error is reported by the request that needs it."""
         try:
@@ -169,8 +167,6 @@ class SidecarProcess:
         if key in self._unusable:
             raise self._unusable[key]
         return self._buffers[key]
-
-    # ------------------------------------------------------------ the GPU
 
     def _choose(self, uuid: str) -> None:
         if self._uuid not in ("", uuid):

@@ -119,8 +119,6 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
     def clone(self) -> SignedStore:
         return self
 
-    # ------------------------------------------------------------ tampering
-
     @property
     def slice_s(self) -> float:
         """Timeout of one wait for the store: long enough for a long round trip."""

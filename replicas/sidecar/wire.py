@@ -186,9 +186,6 @@ class CollectiveSpec(msgspec.Struct, frozen=True):
     places: tuple[int, ...] = ()
 
 
-# -------------------------------------------------------------- a rank and a forkserver
-
-
 class Attach(msgspec.Struct, frozen=True, tag=True):
     """First packet, answered by :class:`Attached`; descriptor: a pidfd of the rank.
 
@@ -228,8 +225,6 @@ class ForkFailed(msgspec.Struct, frozen=True, tag=True):
 
 ForkserverRequest = Attach | Fork
 ForkserverReply = Attached | Forked | ForkFailed
-
-# ---------------------------------------------------------------- a rank and a sidecar
 
 
 class MapBuffer(msgspec.Struct, frozen=True, tag=True):

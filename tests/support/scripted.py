@@ -15,10 +15,9 @@ from replicas import messages as wire
 from replicas.channel.hub import Hub
 from replicas.channel.operations.operations import RankOperations
 from replicas.channel.sidecar_lanes import SidecarLanes
-from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Receiver
-from replicas.channel.versions.transfers import Transfers
+from replicas.channel.versions.transfers import ManifestExchange, Transfers
 from replicas.channel.versions.watches import Watches
 from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifest import Manifest, TensorSpec

@@ -162,8 +162,6 @@ class RankOperations(Part):
         except errors.UsageError as error:  # more tensors than one message can describe
             self._end(job, error)
 
-    # ------------------------------------------------------------ attempts
-
     def _go(self, go: wire.OperationGo) -> None:
         job, member = self._jobs.get(go.post), self._hub.member
         earlier = job.attempt if job is not None else None
@@ -230,8 +228,6 @@ class RankOperations(Part):
         if isinstance(error, SidecarFailed) and not error.over:  # refused before any bytes moved: a retry cannot help
             error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
         return as_wire_error(error, channel=self._hub.name, phase="transfer")
-
-    # ------------------------------------------------------------ ends
 
     def _ended(self, message: wire.OperationEnd) -> None:
         job = self._jobs.get(message.post)

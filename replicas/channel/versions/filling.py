@@ -1,30 +1,41 @@
-"""The caller's part of a publish: its job, a slot, and the copy of the weights."""
+"""The caller's part of a publish: its job, a free slot, and the copy of the weights.
+
+A free slot is waited for to fill it here, or to lend it to the trainer (`arena_like`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from replicas import errors
-from replicas.channel.hub import Hub
+from replicas.channel.hub import Hub, as_wire_error
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.versions.free_slot import free_slot
 from replicas.channel.versions.leases import Holder
-from replicas.core.versions.manifest import PartManifest, check_size
+from replicas.common import own_loop
+from replicas.core.versions.manifest import Manifest, PartManifest, check_size
 from replicas.messages import Meta, Packed, PackFailed, PublishBegin, arguments
 from replicas.weights.copying import Copier
 from replicas.weights.devices.accelerator import accelerator, device_of
 from replicas.weights.devices.device_copies import CopyOptions, DeviceCopies
-from replicas.weights.feed import Feed
+from replicas.weights.feed import Feed, Mode
 from replicas.weights.memory.arena import Slot
+from replicas.weights.memory.pool import PREPARED_NBYTES
 from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
 
-__all__ = ["CopiesUnderWay", "Filling", "PublishJob"]
+__all__ = ["CopiesUnderWay", "Filling", "PublishJob", "arena_like", "free_slot"]
+
+BEAT_S = 0.03
+"""Seconds between two looks: a reader in another process lets go without notice."""
 
 
 @dataclass(eq=False, repr=False)
@@ -199,7 +210,7 @@ class Filling:
         check_size(manifest)
         if feed.device != "cpu" and not self._hub.device:
             self._hub.arena.pool.pinning = True  # preallocated memory is then for copies from a GPU
-        slot = self._slot(job, partial(self._free_slot, job, manifest))
+        slot = _fetched(self._hub, partial(self._find, job, partial(self._free_slot, job, manifest)))
         if staged is not None:
             return manifest, staged.write(slot.data, CopyOptions(slot.buffer, begun=begun))
         progress = None
@@ -231,32 +242,18 @@ class Filling:
         check_size(written.manifest)
         written.check_open()
         feed.take_known()
-        self._slot(job, partial(self._take, job, written))
+        _fetched(self._hub, partial(self._find, job, partial(self._take, job, written)))
         written.taken()
         return written.manifest, written.digest(begun)
 
-    def _slot(self, job: PublishJob, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
-        """Have the session thread find a slot, and wait for it."""
-        room: Pending[Slot] = Pending(f"a slot of {self._hub.name}")
-        self._hub.call(self._look_for, job, room, find)
-        return room._wait_for_session()
-
     # ------------------------------------------------------------ session thread
 
-    def _look_for(self, job: PublishJob, room: Pending[Slot], find: Callable[[], Coroutine[Any, Any, Slot]]) -> None:
-        self._hub.spawn(self._find(job, room, find), "slot of a publish")
-
-    async def _find(self, job: PublishJob, room: Pending[Slot], find: Callable[[], Coroutine[Any, Any, Slot]]) -> None:
-        """The job owns the slot at once: whatever the caller does, it comes back."""
-        try:
-            await job.admitted
-            started = time.monotonic()
-            job.slot = await find()
-            job.wait_s = time.monotonic() - started
-        except (OSError, RuntimeError, MemoryError, errors.ReplicasError) as error:
-            room._fail(error)
-        else:
-            room._resolve(job.slot)
+    async def _find(self, job: PublishJob, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
+        await job.admitted
+        started = time.monotonic()
+        job.slot = slot = await find()
+        job.wait_s = time.monotonic() - started
+        return slot
 
     async def _free_slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
         text = f"no free slot for version {job.version} within {job.deadline - time.monotonic():.3g} s"
@@ -277,3 +274,124 @@ class Filling:
             job.pending.wait()
         if job.walk_over or job.failed is not None:
             raise self._hub.error(errors.Gone, "the publish was interrupted", hint="")
+
+
+def _fetched(hub: Hub, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
+    """Have the session thread find a slot, and wait for it.
+
+    The slot has an owner when ``find`` returns: whatever the caller does, it comes
+    back.
+    """
+    room: Pending[Slot] = Pending(f"a slot of {hub.name}")
+
+    async def look() -> None:
+        try:
+            room._resolve(await find())
+        except (OSError, RuntimeError, MemoryError, errors.ReplicasError) as error:
+            room._fail(error)
+
+    hub.call(lambda: hub.spawn(look(), "slot"))
+    return room._wait_for_session()
+
+
+async def free_slot(
+    hub: Hub,
+    version: int,
+    manifest: Manifest | PartManifest,
+    *,
+    until: float,
+    check: Callable[[], object],
+    text: str,
+    phase: str = "wait",
+) -> Slot:
+    """Session thread, which interrupts do not reach: a slot to fill with ``version``.
+
+    ``check``, called before and after each look, raises if no slot is wanted. At
+    ``until`` (monotonic clock) it is Busy: ``text``, and who uses the slots.
+    """
+    nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
+    while True:
+        changed = hub.holdings.changed
+        check()
+        hub.leases.sweep()
+        hub.arena.release(version)
+        if nbytes < PREPARED_NBYTES:  # its memory is allocated fast enough for this thread
+            slot = hub.arena.acquire(version, manifest)
+        else:
+            slot = await asyncio.to_thread(hub.arena.acquire, version, manifest)
+        try:
+            check()
+        except BaseException:
+            if slot is not None:
+                hub.arena.free(slot)
+            raise
+        if slot is not None:
+            return slot
+        left = until - time.monotonic()
+        if left <= 0:
+            raise hub.error(
+                errors.Busy,
+                f"{text}: {hub.arena.in_use()}",
+                version=version or None,
+                phase=phase,
+                members=[hub.member.name],
+            )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(left, BEAT_S)):
+                await changed.wait()
+
+
+def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, deadline_s: float) -> WritableSlot:
+    """See :meth:`replicas.Channel.arena_like`. On the caller's thread."""
+    feed = Feed(weights, dtype=dtype, mode=mode)
+    if mode == "image" and not hub.leader:
+        text = "arena_like: only the leader of this source carries bytes"
+        raise hub.error(errors.UsageError, text, hint='call it on rank 0 alone, or set ranks = "all" for the source')
+    manifest = feed.plan()
+    if manifest is None:
+        text = f"arena_like: a {type(weights).__name__} does not tell its tensors beforehand"
+        raise hub.error(errors.UsageError, text, hint="give a module, a mapping, or an object with metadata()")
+    holder = Holder()
+    refusal = _refusal_to_wait()
+    until = time.monotonic() + (deadline_s if refusal is None else 0.0)
+    try:
+        slot = _fetched(hub, partial(_lent, hub, weakref.ref(holder), manifest, until))
+    except errors.Busy:
+        if refusal is not None:
+            raise refusal from None
+        raise
+    return WritableSlot(slot, manifest, partial(hub.call, hub.leases.give_back, holder), holder)
+
+
+def _refusal_to_wait() -> errors.ReplicasError | None:
+    """The error to raise if no slot is free at once: on the coordinator's own loop.
+
+    Its traceback must not refer to the caller's frame, which refers to the holder.
+    """
+    try:
+        own_loop.must_not_block("waiting for a free slot")
+    except errors.UsageError as error:
+        return error
+    return None
+
+
+async def _lent(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, until: float) -> Slot:
+    """Session thread: lend the caller a slot, as long as the caller waits for it."""
+
+    def check() -> None:
+        if hub.over is not None:
+            raise hub.over.with_traceback(None)
+        if wanted() is None:
+            raise hub.error(errors.Gone, "nobody waits for the slot any more", hint="")
+
+    text = f"no free slot for writing in place within {until - time.monotonic():.3g} s"
+    try:
+        slot = await free_slot(hub, 0, manifest, until=until, check=check, text=text)
+    except (OSError, RuntimeError, MemoryError, errors.ReplicasError) as error:
+        raise as_wire_error(error, channel=hub.name, phase="wait").exception() from None
+    holder = wanted()
+    if holder is None:
+        hub.arena.free(slot)
+        raise hub.error(errors.Gone, "nobody waits for the slot any more", hint="")
+    hub.leases.lend(holder, partial(hub.arena.free, slot))
+    return slot

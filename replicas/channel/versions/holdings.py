@@ -88,8 +88,6 @@ class Holdings:
             self.arena.close()
             self._wake()
 
-    # ------------------------------------------------------------ versions held
-
     def held(self) -> tuple[HeldVersion, ...]:
         """The complete versions here, for the coordinator."""
         if not self.opened:
@@ -127,8 +125,6 @@ class Holdings:
         self._facts[version] = msgspec.structs.replace(known, **facts)
         if "digest" in facts:
             self.doubtful.discard(version)
-
-    # ------------------------------------------------------------ decisions
 
     def received(self, slot: Slot, digest: str, meta: Meta, device: str) -> None:
         """Record a slot that was received or mapped; keep it until it is decided."""
@@ -179,8 +175,6 @@ class Holdings:
         if found == digest:
             self.note(version, digest=digest)
         return found == digest
-
-    # ------------------------------------------------------------ eviction
 
     def protect(self) -> None:
         """Recompute the protected versions, free others, wake waits for a slot."""

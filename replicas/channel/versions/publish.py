@@ -417,8 +417,6 @@ class Publisher(Part):
         else:
             known.release(job.version)
 
-    # ------------------------------------------------------- outcomes that were unknown
-
     def _settle(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
         """End an unsettled publish with its outcome; None: it will never be known."""
         del self._unsettled[job.number]

@@ -208,8 +208,6 @@ class Sidecar:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
-    # ------------------------------------------------------------ requests
-
     async def _ask(self, request: Any, buffers: tuple[Buffer, ...], timeout_s: float, kind: type[_R]) -> _R:
         if not self.usable:
             raise SidecarDied(self._end_text())
@@ -273,8 +271,6 @@ class Sidecar:
             self._mapped.discard(key)
             self._send(wire.ForgetBuffer(key))
 
-    # ------------------------------------------------------------ signs of life
-
     def _next_look(self) -> asyncio.TimerHandle:
         self._busy = bool(self._pending)
         delay = self._pulse.interval_s(self._loop.time(), busy=self._busy)
@@ -295,8 +291,6 @@ class Sidecar:
             case "ping":
                 self._send(wire.Ping(next(self._numbers)))
         self._timer = self._next_look()
-
-    # ------------------------------------------------------------ replies, and the end
 
     def _readable(self) -> None:
         try:

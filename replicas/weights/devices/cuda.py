@@ -155,8 +155,6 @@ class Cuda(Accelerator):
         self._local = threading.local()
         self._idle: dict[int, list[Any]] = {}
 
-    # ------------------------------------------------------------ devices
-
     @classmethod
     def present(cls) -> bool:
         return bool(_backends.cuda.is_built()) and torch.version.cuda is not None and driver.load_library() is not None
@@ -206,8 +204,6 @@ class Cuda(Accelerator):
         if not tensor.is_cuda:
             return ""
         return (self._visible or self.visible())[tensor.device.index]
-
-    # ------------------------------------------------------------ memory
 
     def allocate(self, nbytes: int, uuid: str) -> DeviceMemory:
         index = self._index(uuid)
@@ -311,8 +307,6 @@ class Cuda(Accelerator):
         except (DriverError, WorldError) as error:
             logger.info("memory is not given back before this process ends: %s", error)
 
-    # ------------------------------------------------------------ streams
-
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
         uuid = uuid or self._default()
         index = self._index(uuid)
@@ -387,8 +381,6 @@ class Cuda(Accelerator):
         event = self.event(uuid)  # waiting for the stream itself would busy-wait
         event.record()
         event.synchronize()
-
-    # ------------------------------------------------------------ inside
 
     def _default(self) -> str:
         """The device for calls that name none."""

@@ -240,8 +240,6 @@ class DeviceCopies:
             for event in list(self._ends.values()):
                 event.wait()
 
-    # ------------------------------------------------------------ enqueueing
-
     def _enqueue(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], uuids: set[str]) -> None:
         if not self._used and not self._ends and self._buffer is not None and not self._device:
             self._buffer.pin()

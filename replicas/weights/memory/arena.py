@@ -157,8 +157,6 @@ class Arena:
         with self._lock:
             return tuple(self._foreign)
 
-    # ------------------------------------------------------------ memory of its own
-
     def prepare(self, nbytes: int) -> None:
         """Allocate memory for the slots that lack it, in the background, if it fits."""
         with self._lock:
@@ -249,8 +247,6 @@ class Arena:
             offered = {slot._buffer.offered for slot in self._slots if slot._buffer is not None}
             return offered - held - {0}
 
-    # ------------------------------------------------------------ memory of others
-
     def borrow(self, place: SlotPlace, version: int) -> Buffer:
         """:meth:`Buffer.open` another member's memory briefly; the caller closes it."""
         buffer = Buffer.open(place, version)
@@ -287,8 +283,6 @@ class Arena:
             self._kept.sweep(slot.buffer.place.inode for slot in self._foreign)
         for version in versions:
             self.on_drop(version)
-
-    # ------------------------------------------------------------ readers here
 
     def pin(self, slot: Slot) -> None:
         """Keep a held slot until :meth:`unpin`; pins add up."""
@@ -344,8 +338,6 @@ class Arena:
             images = {slot.version: slot.image for slot in self._held()}
             return {version: image for version, image in images.items() if image is not None}
 
-    # ------------------------------------------------------------ the whole
-
     def in_use(self) -> str:
         """The slots in use and their users, as text for an error."""
         with self._lock:
@@ -368,8 +360,6 @@ class Arena:
             self._kept.close()
         self.pool.close()
         self._end.detach()  # no Python runs when this is garbage-collected, maybe on a thread being interrupted
-
-    # ------------------------------------------------------------ inside
 
     def _held(self) -> Iterator[Slot]:
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")

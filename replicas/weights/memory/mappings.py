@@ -37,7 +37,7 @@ import torch
 from replicas.common.waits import locked
 from replicas.linux import locks
 from replicas.linux.files import reopen
-from replicas.memory.living import Living
+from replicas.memory.kept import Living
 from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import Accelerator, Registration
 

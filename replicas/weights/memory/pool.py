@@ -21,8 +21,7 @@ from collections.abc import Callable
 
 from replicas.errors import NoCapacity, WorldError
 from replicas.weights.devices.accelerator import device_of
-from replicas.weights.memory.buffers import AllocationStopped, Buffer
-from replicas.weights.memory.capacity import available_nbytes
+from replicas.weights.memory.buffers import AllocationStopped, Buffer, available_nbytes
 
 __all__ = ["PREPARED_NBYTES", "SPARE_BEATS", "Pool"]
 
@@ -58,8 +57,6 @@ class Pool:
         self._made = 0
         self._warned: set[int] = set()
         self._closed = False
-
-    # ------------------------------------------------------------ ahead of time
 
     def prepare(self, nbytes: int, count: int) -> None:
         """Allocate up to ``count`` spare buffers in the background, if they fit."""
@@ -104,8 +101,6 @@ class Pool:
                 else:
                     self._spare.append((buffer, self._beats))
                 self._changed.notify_all()
-
-    # ------------------------------------------------------------ for a slot
 
     def take(self, nbytes: int, slots: int) -> Buffer:
         """A claimed buffer for one of ``slots`` slots; NoCapacity: no memory."""

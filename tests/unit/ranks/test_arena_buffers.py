@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from replicas.errors import Gone, NoCapacity, WorldError
-from replicas.memory.living import Living
+from replicas.memory.kept import Living
 from replicas.messages import SlotPlace
 from replicas.weights.memory import mappings
 from replicas.weights.memory.buffers import Buffer

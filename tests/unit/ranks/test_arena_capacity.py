@@ -11,10 +11,9 @@ import pytest
 
 from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.errors import NoCapacity
-from replicas.weights.memory import buffers, capacity, pool
+from replicas.weights.memory import buffers, pool
 from replicas.weights.memory.arena import Arena
-from replicas.weights.memory.buffers import Buffer
-from replicas.weights.memory.capacity import RESERVE_NBYTES, available_nbytes, check_capacity
+from replicas.weights.memory.buffers import RESERVE_NBYTES, Buffer, available_nbytes, check_capacity
 from tests.support.memory import MANIFEST, fill, memory_left, statistics
 
 LARGE = Manifest((TensorSpec("x", "float32", (1 << 18,)),))  # just enough to be made ahead of time
@@ -73,7 +72,7 @@ def test_a_limit_of_version_1_counts(tmp_path: Path) -> None:
 
 
 def test_a_large_buffer_leaves_something_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "available_nbytes", lambda: (2 * RESERVE_NBYTES, "the test"))
+    monkeypatch.setattr(buffers, "available_nbytes", lambda: (2 * RESERVE_NBYTES, "the test"))
     check_capacity(RESERVE_NBYTES, "a buffer")
     with pytest.raises(
         NoCapacity, match=r"a buffer needs .* but the test leaves .* kept for others \(free memory, raise"
@@ -86,7 +85,7 @@ def test_what_others_take_meanwhile_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     """Beyond the limit of a cgroup there is no error but a kill: it is looked at again
     between the pieces."""
     left = [1 << 30, 1 << 30, 100]
-    monkeypatch.setattr(capacity, "available_nbytes", lambda: (left.pop(0), "the test"))
+    monkeypatch.setattr(buffers, "available_nbytes", lambda: (left.pop(0), "the test"))
     monkeypatch.setattr(buffers, "_ALLOCATE_NBYTES", 4096)
     with pytest.raises(NoCapacity, match="needs 4096 bytes, but the test leaves 100"):
         Buffer.allocate(8192, "test")
@@ -203,7 +202,7 @@ def test_memory_that_cannot_be_made_ahead_is_missed_when_it_is_needed(
 ) -> None:
     arena = Arena(2, name="test")
     with caplog.at_level(logging.INFO, logger="replicas.weights"), monkeypatch.context() as patch:
-        patch.setattr(capacity, "available_nbytes", lambda: (100, "the test"))
+        patch.setattr(buffers, "available_nbytes", lambda: (100, "the test"))
         arena.prepare(LARGE.image_nbytes)
         join_workers()
         assert "memory is not made ahead of time: the buffer 'test-1' needs" in caplog.text
@@ -222,7 +221,7 @@ def test_memory_of_another_size_makes_room(monkeypatch: pytest.MonkeyPatch) -> N
     def available() -> tuple[int, str]:
         return (100 if statistics(arena).spare else 1 << 20), "the test"
 
-    monkeypatch.setattr(capacity, "available_nbytes", available)
+    monkeypatch.setattr(buffers, "available_nbytes", available)
     fill(arena, 1)
     assert statistics(arena).spare == 0
     arena.close()

@@ -271,9 +271,9 @@ async def test_no_slot_is_found_for_a_publish_that_was_interrupted(
     filling, call, looked = source.publisher._filling, source.hub.call, threading.Event()
     find = filling._find
 
-    async def finds(*args: Any) -> None:
+    async def finds(*args: Any) -> Any:
         try:
-            await find(*args)
+            return await find(*args)
         finally:
             looked.set()
 
