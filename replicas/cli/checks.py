@@ -27,8 +27,7 @@ from replicas.linux.smi import gpu_processes
 from replicas.supervisor.cleanup import leftovers
 from replicas.supervisor.cleanup.inventory import Belongings, Listener, listeners
 from replicas.supervisor.cleanup.still_held import held
-from replicas.supervisor.fleet.machine import Machine, look
-from replicas.supervisor.fleet.resources import notes, problems
+from replicas.supervisor.fleet.resources import Machine, look, notes, problems
 from replicas.supervisor.state.run_state import RunState
 from replicas.supervisor.state.state import identity_of
 

@@ -1,13 +1,20 @@
-"""Programs that ask the NVIDIA driver, with a time limit: no signal ends a hung one."""
+"""Ask the NVIDIA driver by programs with a time limit: no signal ends a hung one.
+
+Run as a program, this file prints NVML's number of GPUs, or its error text with exit
+code 1. Standard library only.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
+import sys
 import threading
 
-__all__ = ["ask", "gpu_processes"]
+__all__ = ["NVML", "ask", "gpu_processes"]
 
+NVML = "libnvidia-ml.so.1"
 _KILL_S = 0.2
 _lock = threading.Lock()
 _stuck: list[subprocess.Popen[str]] = []
@@ -56,3 +63,22 @@ def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
                 _stuck.append(asked)  # a later call reaps it, once the driver returns
         raise
     return asked.returncode, text
+
+
+def main() -> int:
+    nvml = ctypes.CDLL(NVML)
+    count = ctypes.c_uint()
+    code = nvml.nvmlInit_v2()
+    if code == 0:
+        code = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        nvml.nvmlShutdown()
+    if code != 0:
+        nvml.nvmlErrorString.restype = ctypes.c_char_p
+        print(nvml.nvmlErrorString(code).decode())
+        return 1
+    print(count.value)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -28,8 +28,7 @@ from replicas.config.structs import Config
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
-from replicas.supervisor.fleet.machine import Machine
-from replicas.supervisor.fleet.resources import Resources, with_sizes
+from replicas.supervisor.fleet.resources import Machine, Resources, with_sizes
 from replicas.telemetry.events import Event, Reloaded, ReloadRefused
 
 __all__ = ["Reloading"]

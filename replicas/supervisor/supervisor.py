@@ -48,10 +48,9 @@ from replicas.messages import arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
 from replicas.supervisor.cleanup.containment import Containment
+from replicas.supervisor.fleet.causes import FailureReports, line
 from replicas.supervisor.fleet.fleet import Fleet
-from replicas.supervisor.fleet.machine import Machine
-from replicas.supervisor.fleet.reports import FailureReports, line
-from replicas.supervisor.fleet.resources import Resources, fitting, machine_for, refuse_unfit, with_sizes
+from replicas.supervisor.fleet.resources import Machine, Resources, fitting, machine_for, refuse_unfit, with_sizes
 from replicas.supervisor.reloading import Reloading
 from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_record, this_process
 from replicas.supervisor.state.run_state import machine as this_machine

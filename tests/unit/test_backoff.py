@@ -13,7 +13,7 @@ from replicas.core.versions import catch_up
 from replicas.sidecar import building
 from replicas.supervisor.cleanup import containment
 from replicas.supervisor.logs import pump_watcher as logkeeper
-from replicas.supervisor.shim import forkserver_watcher as keeper
+from replicas.supervisor.shim import starting as keeper
 
 
 @pytest.mark.parametrize(

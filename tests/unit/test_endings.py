@@ -12,11 +12,10 @@ import pytest
 
 from replicas.control.access import without_output
 from replicas.linux.processes import Child
-from replicas.supervisor.fleet.causes import exited, verdict
-from replicas.supervisor.fleet.endings import exit_report
+from replicas.supervisor.fleet.causes import FailureReports, exited, verdict
 from replicas.supervisor.fleet.node import Node
-from replicas.supervisor.fleet.reports import FailureReports
 from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.deaths import exit_report
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.shim.shim import Shim
 from replicas.telemetry.events import LogLinesDropped, RankEnd, ReplicaExited

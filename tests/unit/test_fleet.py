@@ -14,7 +14,7 @@ import pytest
 from replicas import errors
 from replicas.config.structs import ResourcesConfig
 from replicas.supervisor.fleet.causes import Cause
-from replicas.supervisor.fleet.machine import Machine
+from replicas.supervisor.fleet.resources import Machine
 from replicas.telemetry.events import Drained, Draining, FailedReset, HeldUp, RestartAsked, Scaled, Transition
 from tests.support.fleets import DIES, DONE, Life, fleet, group_of
 from tests.support.virtual import virtually

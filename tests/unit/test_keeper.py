@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import Child
-from replicas.supervisor.shim.forkserver_watcher import TRIES, ForkserverWatcher
+from replicas.supervisor.shim.starting import TRIES, ForkserverWatcher
 
 
 def descriptors() -> int:

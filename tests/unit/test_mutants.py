@@ -9,8 +9,7 @@ import pytest
 
 from replicas.config import file as config_file
 from replicas.errors import BadConfig
-from replicas.supervisor.fleet.machine import Machine
-from replicas.supervisor.fleet.resources import notes, problems
+from replicas.supervisor.fleet.resources import Machine, notes, problems
 from tests.support.mutants import assert_told_well, mutant
 
 HERE = Machine(gpus=("0", "1"), cpus=4, memory_nbytes=1 << 34)

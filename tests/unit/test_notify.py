@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus, StoreStatus
-from replicas.supervisor.notify import Notifier, Watcher, status_line
+from replicas.supervisor.operator import Notifier, Watcher, status_line
 from replicas.supervisor.supervisor import Supervisor
 from tests.support.notify import FakeSystemd
 

@@ -15,9 +15,18 @@ from hypothesis import strategies as st
 from replicas.config.file import parse
 from replicas.config.structs import Config
 from replicas.errors import BadConfig
-from replicas.supervisor.fleet import machine
-from replicas.supervisor.fleet.machine import Machine, look, nvml_count, visible_gpus
-from replicas.supervisor.fleet.resources import Resources, _peak, notes, problems, refuse_unfit
+from replicas.supervisor.fleet import resources
+from replicas.supervisor.fleet.resources import (
+    Machine,
+    Resources,
+    _peak,
+    look,
+    notes,
+    nvml_count,
+    problems,
+    refuse_unfit,
+    visible_gpus,
+)
 
 EIGHT = Machine(gpus=tuple("01234567"), gpus_from="NVML", gpu_order="PCI_BUS_ID", cpus=8, memory_nbytes=64 << 30)
 
@@ -175,7 +184,7 @@ def test_this_machine_has_something() -> None:
 
 
 def test_limits_need_controllers_that_we_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "find_own", lambda: tmp_path)
+    monkeypatch.setattr(resources, "find_own", lambda: tmp_path)
     controllers = tmp_path / "cgroup.controllers"
     controllers.write_text("cpu memory pids\n")
     assert look(gpus=False).limits_refused == ""

@@ -15,9 +15,8 @@ from replicas import errors
 from replicas.config.structs import Dependency, GroupConfig
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, Transition
 from replicas.core.lives.ordering import start_levels
-from replicas.supervisor.fleet.causes import Cause, verdict
+from replicas.supervisor.fleet.causes import Cause, line, verdict
 from replicas.supervisor.fleet.node import rank_environment
-from replicas.supervisor.fleet.reports import line
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.shim.starting import resolve_command

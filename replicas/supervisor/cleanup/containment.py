@@ -233,7 +233,7 @@ class Containment:
         return spec._replace(cgroup=str(path))
 
     def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int | None = None) -> Node:
-        """Start a shim (a :data:`replicas.supervisor.fleet.environment.ShimStarter`).
+        """Start a shim (a :data:`replicas.supervisor.shim.generation.ShimStarter`).
 
         :raises OSError: the shim, or its control group, cannot be made.
         """

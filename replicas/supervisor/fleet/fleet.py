@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Literal, Protocol
 
 import anyio
 
@@ -47,10 +47,11 @@ from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
 from replicas.status import GroupStatus
 from replicas.supervisor.fleet.causes import Cause
-from replicas.supervisor.fleet.environment import FleetEnvironment, ShimStarter
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.node import Node
 from replicas.supervisor.fleet.replica import REQUESTED, Replica, new_turns
+from replicas.supervisor.fleet.resources import Resources
+from replicas.supervisor.shim.generation import Ground, ShimStarter
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
 from replicas.telemetry.events import Drained, Draining, FailedReset, RestartAsked, Scaled, Transition
 
@@ -63,6 +64,15 @@ _SETTLE_S = 0.75
 _DIGITS = 7
 
 DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"]
+
+
+class FleetEnvironment(Ground, Protocol):
+    """The supervisor as the fleet sees it."""
+
+    @property
+    def resources(self) -> Resources: ...
+    def told(self, transition: Transition, resume_in_s: float) -> None: ...
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None: ...
 
 
 class Fleet:

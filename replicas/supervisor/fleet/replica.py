@@ -39,9 +39,8 @@ from replicas.core.lives.restarts import Restarts, RestartVerdict
 from replicas.status import ReplicaStatus
 from replicas.supervisor.cleanup.still_held import HoldUps
 from replicas.supervisor.fleet.causes import Cause, Health, dropped, exited, verdict
-from replicas.supervisor.fleet.environment import Host, ShimStarter
 from replicas.supervisor.fleet.node import Node
-from replicas.supervisor.shim.generation import STUCK_S, Generation
+from replicas.supervisor.shim.generation import STUCK_S, Generation, Host, ShimStarter
 from replicas.supervisor.shim.orders import ExitReport
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.telemetry.events import StacksSaved

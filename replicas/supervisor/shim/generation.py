@@ -6,21 +6,25 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import msgspec
 
 from replicas import environ
-from replicas.config.structs import GroupConfig, LogsConfig
+from replicas.config.structs import Config, GroupConfig, LogsConfig
+from replicas.coordinator import Coordinator
+from replicas.core.lives.lifecycle import Transition
 from replicas.linux.processes import MARK
 from replicas.linux.sockets import SocketAddress
 from replicas.supervisor.cleanup.inventory import Belongings
-from replicas.supervisor.fleet.environment import Host, ShimStarter
 from replicas.supervisor.fleet.node import Node, rank_environment
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, Remains
 from replicas.supervisor.state.run_state import ShimRecord, process_record
+from replicas.supervisor.state.state import StateDir
+from replicas.telemetry.events import Event
 
-__all__ = ["STUCK_S", "Generation", "wants_tee"]
+__all__ = ["STUCK_S", "Generation", "Ground", "Host", "ShimStarter", "wants_tee"]
 
 STUCK_S = 8.0
 """Grace after a generation's stop timeout, in seconds: then shims that give no reason
@@ -28,6 +32,63 @@ for being late are killed. At the end of the run, after the same time again, pro
 that do not die are abandoned."""
 PRESS_INTERVAL_S = 1.0
 _SHIM_DIES_S = 4.0
+ShimStarter = Callable[[NodeSpec, Callable[[], None], int], Node]
+"""Called with the spec, a callback for each change, and the run lock's descriptor."""
+
+
+class Ground(Protocol):
+    """The supervisor as the fleet and its replicas see it. Tests use fakes."""
+
+    @property
+    def state(self) -> StateDir: ...
+    @property
+    def coordinator(self) -> Coordinator: ...
+    @property
+    def environment(self) -> Callable[[], Mapping[str, str]]: ...
+    @property
+    def emit(self) -> Callable[[Event], None]: ...
+    @property
+    def say(self) -> Callable[[str], None]:
+        """Print one human-readable line."""
+        ...
+
+    def save(self) -> None:
+        """Save the state that must survive a kill now, before what follows."""
+        ...
+
+
+class Host(Ground, Protocol):
+    """The fleet as a replica sees it."""
+
+    @property
+    def config(self) -> Config: ...
+    def size(self, group: str) -> int: ...
+    def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
+        """Environment of one node of a replica with its share of the machine."""
+        ...
+
+    def waits_for(self, group: str, replica: int) -> str:
+        """What a replica's first start waits for; empty: its share is now taken."""
+        ...
+
+    def may_resume(self, group: str, replica: int) -> bool:
+        """Whether a replica whose delay is over may start again.
+
+        A group that restarts as a whole waits for its last replica; and the share of
+        the machine is taken, which a reload may have changed.
+        """
+        ...
+
+    def fell(self, group: str, replica: int, text: str) -> None:
+        """Handle a failing replica: others of its group may have to end, too."""
+        ...
+
+    def progressed(self, group: str, replica: int) -> bool | None:
+        """Whether this generation made a new step or version; None: on no channel."""
+        ...
+
+    def on_channel(self, group: str) -> bool: ...
+    def moved(self, transition: Transition) -> None: ...
 
 
 class Generation:

@@ -65,14 +65,12 @@ from replicas.linux import cgroups, inherited, private
 from replicas.linux.processes import Child, become_subreaper, command_line, descendants, own_children, signal_own
 from replicas.supervisor.cleanup.inventory import Stocktaking
 from replicas.supervisor.cleanup.sweeping import Grace, kill_group
-from replicas.supervisor.fleet.endings import exit_report
 from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.deaths import DeathWatch, StoppedWatch
+from replicas.supervisor.shim.deaths import DeathWatch, StoppedWatch, exit_report
 from replicas.supervisor.shim.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
-from replicas.supervisor.shim.forkserver_watcher import ForkserverWatcher
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains, note
-from replicas.supervisor.shim.starting import Starter
+from replicas.supervisor.shim.starting import ForkserverWatcher, Starter
 
 __all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from replicas.linux import nvml
+from replicas.linux import smi as nvml
 from replicas.weights.devices import cuda, cuda_driver
 
 DECLARED = re.compile(r"^cdef (?:CUresult|nvmlReturn_t|const char\*) (\w+)\((.*?)\) except", re.MULTILINE)
