@@ -11,6 +11,7 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,8 +25,9 @@ from replicas.control.socket import SOCKET_FILE
 from replicas.linux import cgroups
 from replicas.linux.processes import descendants, start_time
 from replicas.linux.smi import gpu_processes
+from replicas.linux.sockets import Listener, listeners
 from replicas.supervisor.cleanup import leftovers
-from replicas.supervisor.cleanup.inventory import Belongings, Listener, listeners
+from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.cleanup.still_held import held
 from replicas.supervisor.fleet.resources import Machine, look, notes, problems
 from replicas.supervisor.state.run_state import RunState
@@ -147,14 +149,15 @@ def _ports(config: Config, supervisor: int | None) -> Iterator[Finding]:
         ("control.listen", config.control.host, config.control.port),
         ("store", config.store.bind, config.store.port),
     ]
-    listening = list(listeners())
+    listening = [one for one, _ in listeners()]
+    ours = () if supervisor is None else tuple(f"process {pid} (" for pid in (supervisor, *descendants(supervisor)))
     for key, host, port in wanted:
         holders = [_holder(one) for one in listening if one.port == port]
         if not port:
             yield _ok("ports", f"{key}: any free one")
         elif not holders:
             yield _ok("ports", f"{key}: {host}:{port} is free")
-        elif supervisor is not None and all(_is_below(holder, supervisor) for holder in holders):
+        elif all(holder.startswith(ours) for holder in holders):
             yield _ok("ports", f"{key}: {host}:{port} is this run's")
         else:
             text = f"{key}: {host}:{port} is held by {', '.join(sorted(set(holders)))}"
@@ -167,12 +170,6 @@ def _holder(listener: Listener) -> str:
     return found[0].holder if found else "a process that has just ended"
 
 
-def _is_below(holder: str, supervisor: int) -> bool:
-    words = holder.split()
-    pid = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
-    return pid == supervisor or pid in descendants(supervisor)
-
-
 # ------------------------------------------------------------ GPUs
 
 
@@ -183,23 +180,13 @@ def _gpus(machine: Machine, supervisor: int | None) -> Iterator[Finding]:
     yield _ok("gpus", f"{len(machine.gpus)}, says {machine.gpus_from}")
     ours = set(descendants(supervisor)) if supervisor is not None else set()
     try:
-        holders = _gpu_holders()
+        holders = gpu_processes(_SMI_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
         yield _note("gpus", f"who uses them cannot be told: {error}")
         return
     for pid, gpu, used, command in holders:
         state, whose = (_ok, "this run's") if pid in ours else (_note, "not of this run")
         yield state("gpus", f"{used} MiB on {gpu}: process {pid}, {whose}: {command}")
-
-
-def _gpu_holders() -> list[tuple[int, str, str, str]]:
-    """Pid, GPU, MiB and command of each process that the driver reports."""
-    found = []
-    for line in gpu_processes("pid,gpu_uuid,used_memory,process_name", _SMI_TIMEOUT_S):
-        pid, gpu, used, command = ([word.strip() for word in line.split(",", 3)] + [""] * 4)[:4]
-        if pid.isdigit():
-            found.append((int(pid), gpu, used, command))
-    return found
 
 
 # ------------------------------------------------------------ limits
@@ -211,8 +198,8 @@ def _limits(config: Config | None, machine: Machine) -> Iterator[Finding]:
     yield _limit("open files", resource.RLIMIT_NOFILE, _FILES_BASE + _FILES_EACH * many, "-n")
     yield _limit("processes", resource.RLIMIT_NPROC, _PROCESSES_EACH * many, "-u")
     for name, test, remedy in (
-        ("pidfd_open", _open_pidfd, "a kernel from 5.3 on, or a container that allows it"),
-        ("memfd_create", _create_memfd, "a container that allows it"),
+        ("pidfd_open", partial(os.pidfd_open, os.getpid()), "a kernel from 5.3 on, or a container that allows it"),
+        ("memfd_create", partial(os.memfd_create, "replicas-doctor"), "a container that allows it"),
     ):
         try:
             os.close(test())
@@ -230,14 +217,6 @@ def _limits(config: Config | None, machine: Machine) -> Iterator[Finding]:
     else:
         yield _ok("limits", "memory and max_processes can be enforced")
     yield _ok("limits", f"{size_text(_available_nbytes())} of memory are free")
-
-
-def _open_pidfd() -> int:
-    return os.pidfd_open(os.getpid())
-
-
-def _create_memfd() -> int:
-    return os.memfd_create("replicas-doctor")
 
 
 def _limit(name: str, which: int, needed: int, option: str) -> Finding:
@@ -268,14 +247,10 @@ def _disk(state_dir: Path, config: Config | None) -> Iterator[Finding]:
         yield _problem("disk", text, "make room, or set run.state_dir")
     else:
         yield _ok("disk", f"{size_text(free)} are free for logs in {folder}")
-    most = 0 if config is None else _most_logs_nbytes(config)
+    groups = () if config is None else config.groups.values()
+    each = 0 if config is None else config.logs.keep_generations * (config.logs.keep + 1) * config.logs.max_nbytes
+    most = 2 * sum(group.replicas * group.world_size for group in groups) * each  # of this run and the previous one
     if most > free:
         text = f"all logs together may take up to {size_text(most)}, and {size_text(free)} are free in {folder}"
         remedy = "lower logs.max_size, logs.keep or logs.keep_generations, or make room; ranks go on when it is full"
         yield _note("disk", text, remedy)
-
-
-def _most_logs_nbytes(config: Config) -> int:
-    """Maximum size of all logs of this run and the previous one."""
-    ranks = sum(group.replicas * group.world_size for group in config.groups.values())
-    return 2 * ranks * config.logs.keep_generations * (config.logs.keep + 1) * config.logs.max_nbytes

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from replicas.linux.processes import signal_each, start_time
 
-__all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "members", "remove"]
+__all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "members", "own_group", "remove"]
 
 LIMITS = {"memory": "memory_nbytes", "pids": "max_processes"}
 """Controllers needed for limits, and the limit that each enforces."""
@@ -48,9 +48,17 @@ A later run in this process starts from the original.
 
 
 def find_own(process: Path = Path("/proc/self")) -> Path:
-    """Return the folder of this process's own group, if it may create groups there.
+    """As :func:`own_group`, if this process may create groups there."""
+    folder = own_group(process)
+    if not (os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)):
+        raise OSError(errno.EACCES, f"no right to make control groups in {folder}")
+    return folder
 
-    :raises OSError: it may not, or there is none; the text says why.
+
+def own_group(process: Path = Path("/proc/self")) -> Path:
+    """Return the folder of this process's own group.
+
+    :raises OSError: there is none; the text says why.
     """
     lines = (process / "cgroup").read_text().splitlines()
     own = next((line[3:] for line in lines if line.startswith("0::")), None)
@@ -67,8 +75,6 @@ def find_own(process: Path = Path("/proc/self")) -> Path:
         folder = Path(f"{mount}/{below}")
         if ".." in Path(below).parts or not (folder / "cgroup.procs").exists():
             continue
-        if not (os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)):
-            raise OSError(errno.EACCES, f"no right to make control groups in {folder}")
         return folder
     raise OSError(errno.ENOENT, "cgroup v2 is not mounted, or this process's group is not visible")
 

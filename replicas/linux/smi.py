@@ -20,8 +20,8 @@ _lock = threading.Lock()
 _stuck: list[subprocess.Popen[str]] = []
 
 
-def gpu_processes(fields: str, timeout_s: float) -> list[str]:
-    """Return ``fields``, comma-separated, of each process that uses a GPU. Blocks.
+def gpu_processes(timeout_s: float) -> list[tuple[int, str, str, str]]:
+    """Return pid, GPU, MiB and command of each process that uses a GPU. Blocks.
 
     :raises OSError: there is no nvidia-smi.
     :raises subprocess.CalledProcessError: it failed.
@@ -31,7 +31,7 @@ def gpu_processes(fields: str, timeout_s: float) -> list[str]:
     smi = shutil.which("nvidia-smi")
     if smi is None:
         raise FileNotFoundError("nvidia-smi is not on PATH")
-    command = [smi, f"--query-compute-apps={fields}", "--format=csv,noheader,nounits"]
+    command = [smi, "--query-compute-apps=pid,gpu_uuid,used_memory,process_name", "--format=csv,noheader,nounits"]
     with _lock:
         _stuck[:] = [one for one in _stuck if one.poll() is None]
         if _stuck:
@@ -39,7 +39,8 @@ def gpu_processes(fields: str, timeout_s: float) -> list[str]:
     code, text = ask(command, timeout_s)
     if code != 0:
         raise subprocess.CalledProcessError(code, command)
-    return text.splitlines()
+    found = (([word.strip() for word in line.split(",", 3)] + [""] * 4)[:4] for line in text.splitlines())
+    return [(int(pid), gpu, used, command) for pid, gpu, used, command in found if pid.isdigit()]
 
 
 def ask(command: list[str], timeout_s: float) -> tuple[int, str]:

@@ -19,7 +19,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["SocketAddress", "is_own", "listener_uids", "listens", "peer_uid", "reachable", "whose"]
+__all__ = [
+    "Listener",
+    "SocketAddress",
+    "is_own",
+    "listener_uids",
+    "listeners",
+    "listens",
+    "peer_uid",
+    "reachable",
+    "whose",
+]
 
 _CREDENTIALS = struct.Struct("3i")
 _LISTENS = "0A"
@@ -45,7 +55,8 @@ def listener_uids(connection: socket.socket) -> frozenset[int] | None:
     own, peer = (_address(name()[0]) for name in (connection.getsockname, connection.getpeername))
     if not peer.is_loopback and own != peer:
         return None
-    found = _listeners(connection.getpeername()[1])
+    port = connection.getpeername()[1]
+    found = {(_address(one.address), uid) for one, uid in listeners() if one.port == port}
     for address in (peer, ipaddress.IPv4Address(0), ipaddress.IPv6Address(0)):  # in the kernel's order
         uids = frozenset(uid for where, uid in found if where == address)
         if uids:
@@ -58,28 +69,30 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return getattr(found, "ipv4_mapped", None) or found
 
 
-def _listeners(port: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
-    found = []
+class Listener(NamedTuple):
+    """A listening TCP socket; ``inode`` tells two on the same port apart."""
+
+    address: str
+    port: int
+    inode: int
+
+
+def listeners() -> Iterator[tuple[Listener, int]]:
+    """All TCP sockets that listen in this network namespace, each with its user."""
     for table in ("tcp", "tcp6"):
         try:
             with Path(f"/proc/self/net/{table}").open() as lines:
                 next(lines)
                 for line in lines:  # generated as they are read, listeners first: skip the many others
-                    _, local, _, state, _, _, _, uid = line.split()[:8]
+                    _, local, _, state, _, _, _, uid, _, inode, *_ = line.split()
                     if state != _LISTENS:
                         break
-                    address, _, number = local.partition(":")
-                    if int(number, 16) == port:
-                        found.append((_unpacked(address), int(uid)))
-        except FileNotFoundError:  # a kernel without IPv6
+                    words, _, port = local.partition(":")  # 32-bit words in native byte order
+                    numbers = (int(words[at : at + 8], 16) for at in range(0, len(words), 8))
+                    packed = b"".join(number.to_bytes(4, sys.byteorder) for number in numbers)
+                    yield Listener(str(ipaddress.ip_address(packed)), int(port, 16), int(inode)), int(uid)
+        except (FileNotFoundError, PermissionError):  # no IPv6, or a sandbox that does not show it
             continue
-    return found
-
-
-def _unpacked(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Parse an address as the kernel prints it: 32-bit words in native byte order."""
-    words = (int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8))
-    return _address(str(ipaddress.ip_address(b"".join(words))))
 
 
 def whose(uids: frozenset[int]) -> str:

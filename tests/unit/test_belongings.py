@@ -12,8 +12,9 @@ import anyio
 import pytest
 
 from replicas.linux.smi import _stuck as smi_stuck
+from replicas.linux.sockets import Listener
 from replicas.supervisor.cleanup import still_held as remains
-from replicas.supervisor.cleanup.inventory import Belongings, Listener, Stocktaking, take
+from replicas.supervisor.cleanup.inventory import Belongings, Stocktaking, take
 from replicas.supervisor.cleanup.still_held import StillHeld, held, wait_clear
 
 ME = f"process {os.getpid()} ("

@@ -9,29 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import struct
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from replicas.linux.processes import start_time
+from replicas.linux.sockets import Listener, listeners
 
-__all__ = ["Belongings", "Listener", "Stocktaking", "descriptors", "listeners", "take"]
+__all__ = ["Belongings", "Stocktaking", "descriptors", "take"]
 
 _FIRST_S = 5.0
 _INTERVAL_S = 60.0
 _MAX_EACH = 512
-_LISTENS = "0A"
-
-
-class Listener(NamedTuple):
-    """A listening TCP socket; ``inode`` tells two on the same port apart."""
-
-    address: str
-    port: int
-    inode: int
 
 
 class Belongings(NamedTuple):
@@ -69,7 +57,7 @@ def take(pids: Iterable[int]) -> Belongings:
             elif target.startswith("/dev/nvidia") and target[11:].isdigit():
                 gpu = True
     return Belongings(
-        ports=tuple(one for one in (listeners() if inodes else ()) if one.inode in inodes)[:_MAX_EACH],
+        ports=tuple(one for one, _ in (listeners() if inodes else ()) if one.inode in inodes)[:_MAX_EACH],
         gpu=gpu,
         processes=tuple(processes)[:_MAX_EACH],
     )
@@ -116,24 +104,3 @@ def descriptors(pid: int) -> list[str]:
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return targets
     return targets
-
-
-def listeners() -> Iterator[Listener]:
-    """All TCP sockets that listen in this network namespace."""
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        try:
-            lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-        except OSError:
-            continue  # no IPv6, or a sandbox that does not show it
-        for line in lines:
-            fields = line.split()
-            if fields[3] == _LISTENS:
-                address, _, port = fields[1].partition(":")
-                yield Listener(_address(address, family), int(port, 16), int(fields[9]))
-
-
-def _address(text: str, family: socket.AddressFamily) -> str:
-    """Decode an address; the kernel writes 32-bit words in its own byte order."""
-    words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
-    order = "<" if sys.byteorder == "little" else ">"
-    return socket.inet_ntop(family, struct.pack(f"{order}{len(words)}I", *words))

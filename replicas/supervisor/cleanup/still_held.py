@@ -19,7 +19,8 @@ import anyio.to_thread
 from replicas.common.foreign import one_line
 from replicas.linux.processes import command_line
 from replicas.linux.smi import gpu_processes
-from replicas.supervisor.cleanup.inventory import Belongings, descriptors, listeners
+from replicas.linux.sockets import listeners
+from replicas.supervisor.cleanup.inventory import Belongings, descriptors
 from replicas.supervisor.shim.orders import Remains
 from replicas.telemetry.events import Event, HeldUp
 
@@ -124,7 +125,7 @@ def held(old: Sequence[Belongings]) -> list[StillHeld]:
 def _ports(old: Belongings) -> list[StillHeld]:
     inodes = {one.inode for one in old.ports}
     found: list[StillHeld] = []
-    for one in listeners() if inodes else ():
+    for one, _ in listeners() if inodes else ():
         if one.inode in inodes:
             where = f"[{one.address}]" if ":" in one.address else one.address
             found.append(StillHeld(f"port {where}:{one.port}", _holder(f"socket:[{one.inode}]")))
@@ -136,18 +137,13 @@ def _gpu(old: Belongings) -> list[StillHeld]:
     if not old.gpu:
         return []
     try:
-        lines = gpu_processes("pid,gpu_uuid,used_memory", _SMI_TIMEOUT_S)
+        users = gpu_processes(_SMI_TIMEOUT_S)
     except (OSError, subprocess.CalledProcessError):
         return []  # no nvidia-smi, or it fails
     except subprocess.TimeoutExpired:
         return [StillHeld("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")]
     pids = {pid for pid, _ in old.processes}
-    found: list[StillHeld] = []
-    for line in lines:
-        pid, gpu, used = (word.strip() for word in (*line.split(","), "", "")[:3])
-        if pid.isdigit() and int(pid) in pids:
-            found.append(StillHeld(one_line(f"{used} MiB on GPU {gpu}"), _name(int(pid))))
-    return found
+    return [StillHeld(one_line(f"{used} MiB on GPU {gpu}"), _name(pid)) for pid, gpu, used, _ in users if pid in pids]
 
 
 def _holder(target: str) -> str:

@@ -22,13 +22,13 @@ has those from ``LOCAL_RANK * gpus`` on.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -36,7 +36,7 @@ import msgspec
 from replicas import errors
 from replicas.config.structs import Config, GroupConfig
 from replicas.linux import smi
-from replicas.linux.cgroups import LIMITS, find_own
+from replicas.linux.cgroups import LIMITS, find_own, own_group
 from replicas.supervisor.state.run_state import SavedGroup
 
 __all__ = [
@@ -146,20 +146,14 @@ def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
 
 
 def _cgroup_texts(name: str) -> Iterator[str]:
-    """Contents of this file in our cgroup (version 2) and in its ancestors."""
-    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
-    root = next((Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"), None)
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)
-    if root is None or own is None:
+    """Contents of this file in our cgroup and in its ancestors."""
+    try:
+        own = own_group()
+    except OSError:
         return
-    folder = root / own.lstrip("/")
-    for place in (folder, *folder.parents):
-        if place.is_relative_to(root):
-            try:
-                yield (place / name).read_text().strip()
-            except OSError:
-                continue  # the root has no limits, and a controller that is off has no file
+    for place in (own, *own.parents):
+        with contextlib.suppress(OSError):  # the root has no limits, and a controller that is off has no file
+            yield (place / name).read_text().strip()
 
 
 def _limits_refused() -> str:
