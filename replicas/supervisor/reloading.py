@@ -133,7 +133,7 @@ class Reloading:
 
     async def _remove(self, name: str) -> None:
         """Drain and forget the group, to the end even when the caller is cancelled."""
-        task = self._removals[name] = asyncio.create_task(self._site.fleet.remove(name))
+        task = self._removals[name] = asyncio.create_task(self._site.fleet.scale(name, 0, reason="reloaded"))
         task.add_done_callback(lambda _: self._removals.pop(name))
         await asyncio.shield(task)
 

@@ -415,7 +415,7 @@ class Supervisor:
             ready=store.up and not fleet.draining and all(group.good for group in fleet.groups.values()),
             draining=fleet.draining,
             store=store,
-            groups=fleet.statuses(asyncio.get_running_loop().time()),
+            groups=tuple(group.status(asyncio.get_running_loop().time()) for group in fleet.groups.values()),
             channels=coordinator.channel_statuses(),
             event_loop_lag_s=coordinator.loop_lag_s,
             sidecar_replacements=coordinator.sidecar_replacements(),
@@ -503,9 +503,10 @@ class Supervisor:
     def _on_channel_event(self, event: ChannelEvent) -> None:
         self.emit(event)
         if isinstance(event, MemberLost) and not event.observes:
-            self.fleet.member_lost(event.member.group, event.member.replica, event.member.rank, event.reason)
-        elif isinstance(event, ReplicaIdle):
-            self.fleet.idle(event.group, event.replica)
+            if replica := self.fleet.replica(event.member.group, event.member.replica):
+                replica.member_lost(event.member.rank, event.reason)
+        elif isinstance(event, ReplicaIdle) and (replica := self.fleet.replica(event.group, event.replica)):
+            replica.idle()
 
     def _count_refused(self, now: float | None = None) -> None:
         """Emit the refused connections since the last look, one event per reason.

@@ -19,6 +19,7 @@ from replicas.core.lives.lifecycle import Transition
 __all__ = [
     "ChannelEvent",
     "ConnectionsRefused",
+    "DrainReason",
     "Drained",
     "Draining",
     "Event",
@@ -67,6 +68,9 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
+DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"]
+
+
 class Draining(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A drain has begun.
 
@@ -75,7 +79,7 @@ class Draining(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     target: str
-    reason: Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"] = "requested"
+    reason: DrainReason = "requested"
     hurry: bool = False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import subprocess
 from pathlib import Path
@@ -41,7 +42,7 @@ class LeavesOne(NoShim):
 
 def spec(tmp_path: Path, env: dict[str, str] | None = None) -> NodeSpec:
     folder = str(tmp_path)
-    return NodeSpec("r", "g", 0, 1, 0, 1, 1, "exec", ("x",), env or {}, folder, folder, 1.0, Node.nonce())
+    return NodeSpec("r", "g", 0, 1, 0, 1, 1, "exec", ("x",), env or {}, folder, folder, 1.0, secrets.token_hex(16))
 
 
 async def end(node: Node) -> None:

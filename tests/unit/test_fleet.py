@@ -249,10 +249,10 @@ async def test_a_replica_may_finish_its_sync_before_it_is_told_to_stop() -> None
         await asyncio.sleep(20)
         assert yard.draining == ["a/0"]
         assert yard.told_at("a/0") == []
-        status = made.statuses(0.0)[0].replicas[0]
+        status = made.groups["a"].status(0.0).replicas[0]
         assert (status.state, status.reason) == ("draining", "stop requested; policy: version 3 is on its way")
         del yard.syncs["a/0"]
-        made.idle("a", 0)
+        made.groups["a"].replicas[0].idle()
         await ending
         ((told, timeout_s),) = yard.told_at("a/0")
         assert told - asked == pytest.approx(20.0)
@@ -292,7 +292,7 @@ async def test_a_sick_replica_is_not_drained() -> None:
     async with fleet(group_of("a"), on_channel={"a"}) as (made, yard):
         await made.wait_ready(made.groups.values())
         yard.syncs["a/0"] = "busy"
-        made.member_lost("a", 0, 0, "lease")
+        made.groups["a"].replicas[0].member_lost(0, "lease")
         assert yard.draining == []
         assert len(yard.told_at("a/0")) == 1
 

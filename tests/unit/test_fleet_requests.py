@@ -52,7 +52,7 @@ async def test_the_run_can_be_drained_while_removed_groups_are_on_their_way() ->
     groups = (group_of("a"), group_of("b", depends_on=["a"], stop_timeout_s=60.0), group_of("c"))
     async with fleet(*groups, lives={"b": [Life(stop_s=30.0)]}) as (made, yard):
         await made.wait_ready(made.groups.values())
-        removing = [asyncio.create_task(made.remove(name)) for name in ("a", "b")]
+        removing = [asyncio.create_task(made.scale(name, 0, reason="reloaded")) for name in ("a", "b")]
         await asyncio.sleep(3)
         assert sorted(made.groups) == ["b", "c"]
         began = yard.now
@@ -244,11 +244,11 @@ async def test_a_group_that_comes_back_goes_on_with_its_generations() -> None:
     group, other = group_of("a"), group_of("b")
     async with fleet(group, other) as (made, yard):
         await made.wait_ready(made.groups.values())
-        await made.remove("a")
+        await made.scale("a", 0, reason="reloaded")
         made.adopt(group)
         assert made.groups["a"].replicas[0].life.generation == 1
         await made.wait_ready(made.groups.values())
-        await made.remove("a")
+        await made.scale("a", 0, reason="reloaded")
         saved = saved_of(made, yard)
     async with fleet(other, saved=saved) as (made, yard):
         saved = saved_of(made, yard)

@@ -32,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import anyio
 
@@ -45,7 +45,6 @@ from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.core.lives.ordering import is_good, start_levels, unmet, within
 from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
-from replicas.status import GroupStatus
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.node import Node
@@ -53,17 +52,15 @@ from replicas.supervisor.fleet.replica import REQUESTED, Replica, new_turns
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.shim.generation import Ground, ShimStarter
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
-from replicas.telemetry.events import Drained, Draining, FailedReset, RestartAsked, Scaled, Transition
+from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled, Transition
 
-__all__ = ["DrainReason", "Fleet"]
+__all__ = ["Fleet"]
 
 TICK_S = 0.25
 _PAUSE_S = 1.0
 """A monitor that comes this late was paused with its process: no replica's fault."""
 _SETTLE_S = 0.75
 _DIGITS = 7
-
-DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"]
 
 
 class FleetEnvironment(Ground, Protocol):
@@ -248,8 +245,8 @@ class Fleet:
         """Shims started, or about to be, and not known to be gone."""
         return tuple(record for replica in self.all() for record in replica.shims)
 
-    def statuses(self, now: float) -> tuple[GroupStatus, ...]:
-        return tuple(group.status(now) for group in self.groups.values())
+    def replica(self, group: str, index: int) -> Replica | None:
+        return self.groups[group].replicas.get(index) if group in self.groups else None
 
     def all(self) -> list[Replica]:
         return [replica for group in self.groups.values() for replica in group.replicas.values()]
@@ -327,7 +324,7 @@ class Fleet:
 
     def moved(self, transition: Transition) -> None:
         group = self.groups.get(transition.group)
-        replica = group.replicas.get(transition.replica) if group is not None else None
+        replica = self.replica(transition.group, transition.replica)
         if replica is not None and transition.after in SETTLED and not replica.stuck:
             self._ground.resources.release(transition.group, transition.replica)
         if transition.restart_reason is not None:
@@ -337,20 +334,8 @@ class Fleet:
         self._ground.told(transition, replica.resume_in_s if replica is not None else 0.0)
         self.look()
         if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":
-            for other in group.replicas.values() if replica is not None and not replica.fails_with_group else ():
+            for other in group.replicas.values() if replica is not None and replica.ending != "fail" else ():
                 other.fail(f"its group failed: replica {transition.group}/{transition.replica}: {transition.reason}")
-
-    # ------------------------------------------------------------ from the coordinator
-
-    def member_lost(self, group: str, replica: int, rank: int, reason: str) -> None:
-        """Handle the coordinator's loss of a member."""
-        if group in self.groups and replica in self.groups[group].replicas:
-            self.groups[group].replicas[replica].member_lost(rank, reason)
-
-    def idle(self, group: str, replica: int) -> None:
-        """Handle the end of a draining replica's sync on a channel."""
-        if group in self.groups and replica in self.groups[group].replicas:
-            self.groups[group].replicas[replica].idle()
 
     # ------------------------------------------------------------ commands
 
@@ -405,10 +390,6 @@ class Fleet:
                 self._fill(group)  # it may have been scaled up again meanwhile
         self.look()
 
-    async def remove(self, name: str) -> None:
-        """Drain the group and forget it."""
-        await self.scale(name, 0, reason="reloaded")
-
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """End the replicas, and wait for the start of their next generation, or a stop.
 
@@ -462,7 +443,7 @@ class Fleet:
             for index in due():
                 todo.remove(index)
                 one = group.replicas[index]
-                if not one.leaving and (index in rested or not one.unwanted):
+                if one.ending != "leave" and (index in rested or not one.unwanted):
                     one.restart(cause)
             await self.until(lambda: not todo or bool(due()))
         await self.until(lambda: not due() and is_good([one.life.state for one in chosen if not one.unwanted]))

@@ -111,7 +111,7 @@ class Group:
     @property
     def staying(self) -> list[ReplicaState]:
         """States of the replicas that are not being scaled away."""
-        return [replica.life.state for replica in self.replicas.values() if not replica.leaving]
+        return [replica.life.state for replica in self.replicas.values() if replica.ending != "leave"]
 
     @property
     def finished(self) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -149,11 +148,6 @@ class Node:
                 text = f"its orders of {nbytes >> 10} KiB are too long for a message; the environment must be smaller"
                 raise OSError(errno.EMSGSIZE, text) from None
             raise
-
-    @staticmethod
-    def nonce() -> str:
-        """Make a mark for a shim."""
-        return secrets.token_hex(16)
 
     def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
         with ExitStack() as stack:

@@ -104,7 +104,8 @@ class Replica:
         self._turns = turns or new_turns()
         self._start_shim = start_shim
         self._poke = asyncio.Event()
-        self._ending: Literal["", "halt", "leave", "fail"] = ""
+        self.ending: Literal["", "halt", "leave", "fail"] = ""
+        """What was asked: a stop until a restart, or for good; its group has failed."""
         self._cause: Cause | None = None
         self._health = Health()
         self._mark: tuple[int, ...] = ()
@@ -141,29 +142,19 @@ class Replica:
         return self.life.settled and not self._generation.gone
 
     @property
-    def leaving(self) -> bool:
-        """Whether it was asked to stop for good."""
-        return self._ending == "leave"
-
-    @property
     def halted(self) -> bool:
         """Whether it was, or is being, stopped by hand until the next restart."""
-        return self._ending == "halt" or (self.life.state == "drained" and not self.leaving)
-
-    @property
-    def fails_with_group(self) -> bool:
-        """Whether it ends because another replica of its group has failed."""
-        return self._ending == "fail"
+        return self.ending == "halt" or (self.life.state == "drained" and self.ending != "leave")
 
     @property
     def unwanted(self) -> bool:
         """Whether it was, or is being, stopped by hand or for good."""
-        return self.halted or bool(self._ending)
+        return self.halted or bool(self.ending)
 
     @property
     def resting(self) -> bool:
         """Whether it stays as it is until a request."""
-        return self.life.settled and not self._ending
+        return self.life.settled and not self.ending
 
     # ------------------------------------------------------------ requests
 
@@ -183,9 +174,9 @@ class Replica:
             self._end_on_request("halt", hurry_s)
 
     def _end_on_request(self, how: Literal["halt", "leave"], hurry_s: float | None) -> None:
-        first = not self._ending
-        if self._ending != "leave":
-            self._ending = how
+        first = not self.ending
+        if self.ending != "leave":
+            self.ending = how
         if first and not self.life.settled:
             self._apply(ReplicaEvent.STOP, reason="stop requested")
             if self.life.alive and hurry_s is None:
@@ -197,9 +188,9 @@ class Replica:
 
     def fail(self, reason: str) -> None:
         """End the replica because its group has failed, until a reset or restart."""
-        if self.life.settled or self._ending:
+        if self.life.settled or self.ending:
             return
-        self._ending, self._cause = "fail", Cause("group", reason)
+        self.ending, self._cause = "fail", Cause("group", reason)
         self._apply(ReplicaEvent.GROUP_FAILED, reason=reason)
         if self.life.alive:
             self._drain()
@@ -207,17 +198,17 @@ class Replica:
         self.poke()
 
     def _rest_if_settled(self) -> None:
-        if self._ending in ("halt", "fail") and self.life.settled:
-            self._ending = ""
+        if self.ending in ("halt", "fail") and self.life.settled:
+            self.ending = ""
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
         """Start a new generation, which spends no budget; ``drain``: after the sync.
 
         :raises replicas.errors.UsageError: the replica is being stopped for good.
         """
-        if self._ending == "leave":
+        if self.ending == "leave":
             raise errors.UsageError(f"replica {self.name} is being stopped")
-        self._ending = ""
+        self.ending = ""
         running, before = self.life.alive, self.life.state
         self._apply(ReplicaEvent.RESTART, reason=cause.text)
         if running:
@@ -231,7 +222,7 @@ class Replica:
 
     def reset(self) -> bool:
         """Start again now; False: it has neither failed nor is in backoff."""
-        if self._ending or self.life.state not in ("failed", "backoff"):
+        if self.ending or self.life.state not in ("failed", "backoff"):
             return False
         self._apply(ReplicaEvent.RESET)
         self.poke()
@@ -346,7 +337,7 @@ class Replica:
     async def run(self) -> None:
         """Run until :meth:`stop` and the last process's end; a cancel leaves those."""
         try:
-            while not (self._ending == "leave" and self.life.settled):
+            while not (self.ending == "leave" and self.life.settled):
                 if self.life.state == "starting":
                     await self._run_generation()
                 elif not self._start_if_due():
@@ -385,7 +376,7 @@ class Replica:
         self._health = Health()
         self._mark = self._host.coordinator.progress(*self._key)
         self.last_exit = ""
-        old = self._generation.belongings
+        old = [node.belongings for node in self._generation.nodes]
         self._begin()
         generation = self._generation
         await self._hold_ups.until_clear(old, self._pause)
@@ -414,11 +405,11 @@ class Replica:
     @property
     def _wanted(self) -> bool:
         """Whether neither a cause nor a request ends the generation."""
-        return self._cause is None and not self._ending
+        return self._cause is None and not self.ending
 
     def _with_hold_ups(self, reason: str = "") -> str:
         """Why the generation ends, and what holds that up."""
-        reason = reason or (self._cause.text if self._cause else "stop requested" if self._ending else "")
+        reason = reason or (self._cause.text if self._cause else "stop requested" if self.ending else "")
         return "; ".join(filter(None, (reason, self._hold_ups.text)))
 
     async def _pause(self, seconds: float) -> bool:
@@ -429,19 +420,22 @@ class Replica:
         """Act on the nodes' messages, and tell the coordinator of the members' end."""
         generation = self._generation
         generation.introduce()
-        for loss in generation.take_losses():
-            self._host.emit(dropped(*self._key, self.life.generation, loss))
+        for node in generation.nodes:
+            losses, node.losses = node.losses, []
+            for loss in losses:
+                self._host.emit(dropped(*self._key, self.life.generation, loss))
         if any(report.outcome != "ok" for report in generation.reports) and generation.gone_by is None:
             self._end_processes(self.group.stop_timeout_s)
         if generation.ended:
-            generation.stop_soon()
+            if generation.gone_by is None:
+                generation.be_gone_within(STUCK_S)
             if not generation.noted:
                 generation.noted = True
                 self._ran_s = self.life.starting_s(self._now())
                 self._note_exit(generation.reports)
             # Ranks that leave in order, as requested, are not lost. Those that are
             # children of the main process may outlive it.
-            asked = bool(self._ending) or (self._cause is not None and self._cause.reason in FREE_REASONS)
+            asked = bool(self.ending) or (self._cause is not None and self._cause.reason in FREE_REASONS)
             leave = asked and not generation.gone and generation.remains is None
             if not generation.told and not leave:
                 generation.told = True
@@ -453,7 +447,7 @@ class Replica:
             self._cause = own
             if own is not None:
                 self._host.fell(*self._key, own.text)
-        self.last_exit = self._cause.text if self._cause is not None else "stopped" if self._ending else "finished"
+        self.last_exit = self._cause.text if self._cause is not None else "stopped" if self.ending else "finished"
         generation = self.life.generation
         stuck = self._cause is not None and self._cause.reason.endswith("timeout")
         if stuck and any(node.last_stacks for node in self._generation.nodes):
@@ -473,9 +467,9 @@ class Replica:
         if not generation.gone:
             self._hold_ups.remain(generation.remains, gave_up=True)
             self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
-        elif self._ending:
+        elif self.ending:
             generation.records = []
-            self._apply(ReplicaEvent.GIVE_UP if self._ending == "fail" else ReplicaEvent.STOPPED, reason=self.last_exit)
+            self._apply(ReplicaEvent.GIVE_UP if self.ending == "fail" else ReplicaEvent.STOPPED, reason=self.last_exit)
         else:
             generation.records = []
             found = self._judge_end(cause)

@@ -17,9 +17,8 @@ from replicas.coordinator import Coordinator
 from replicas.core.lives.lifecycle import Transition
 from replicas.linux.processes import MARK
 from replicas.linux.sockets import SocketAddress
-from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet.node import Node, rank_environment
-from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, Remains
+from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains
 from replicas.supervisor.state.run_state import ShimRecord, process_record
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.events import Event
@@ -165,18 +164,6 @@ class Generation:
         processes = tuple(one for remains in found for one in remains.processes)
         return Remains(since=min(remains.since for remains in found), processes=processes)
 
-    @property
-    def belongings(self) -> list[Belongings]:
-        """Resources that the processes of each node had."""
-        return [node.belongings for node in self.nodes]
-
-    def take_losses(self) -> list[LogLoss]:
-        """Log lines lost since the last call."""
-        found = [loss for node in self.nodes for loss in node.losses]
-        for node in self.nodes:
-            node.losses = []
-        return found
-
     def silent(self, now: float, timeout_s: float) -> list[int]:
         """Nodes whose shims are silent for ``timeout_s``; call it each second: it
         pings.
@@ -197,11 +184,6 @@ class Generation:
             self.be_gone_within(timeout_s + STUCK_S)
         for node in self.nodes:
             node.stop(timeout_s, stacks=stacks)
-
-    def stop_soon(self) -> None:
-        """Set the deadline once the programs have ended and the rest is being swept."""
-        if self.gone_by is None:
-            self.be_gone_within(STUCK_S)
 
     def be_gone_within(self, seconds: float) -> None:
         deadline = self._loop.time() + seconds
@@ -253,7 +235,7 @@ def wants_tee(logs: LogsConfig) -> bool:
 
 def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:
     """The spec of node ``node``; each call gives it a new mark."""
-    nonce = Node.nonce()
+    nonce = secrets.token_hex(16)
     folder = str(host.state.log_dir(group.name, index, generation))
     shared = {**host.environment(), environ.LOG_DIR: folder, MARK: nonce}
     forkserver = ""
