@@ -48,9 +48,6 @@ app = typer.Typer(
 )
 
 
-# ------------------------------------------------------------ completion
-
-
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Groups and replicas of the run named so far; no completions on any error."""
     try:
@@ -70,8 +67,6 @@ def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str,
 def _complete_group(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     return [(name, what) for name, what in _complete_target(context, incomplete) if "/" not in name]
 
-
-# ------------------------------------------------------------ options
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _TARGET: dict[str, Any] = {"metavar": "TARGET", "help": "A group, or GROUP/INDEX.", "autocompletion": _complete_target}
@@ -167,9 +162,6 @@ def exit_code_of(error: ReplicasError, failed: int = UNAVAILABLE) -> int:
     if isinstance(error, Disconnected):
         return UNAVAILABLE
     return failed if isinstance(error, WorldError | SyncError) else BUG
-
-
-# ------------------------------------------------------------ the terminal
 
 
 class Screen(Console):

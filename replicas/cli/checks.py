@@ -92,9 +92,6 @@ def _problem(about: str, text: str, remedy: str) -> Finding:
     return Finding(about=about, state="problem", text=text, remedy=remedy)
 
 
-# ------------------------------------------------------------ the run
-
-
 def _supervisor(state_dir: Path) -> int | None:
     """Pid of the living supervisor."""
     try:
@@ -141,9 +138,6 @@ def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
         yield _ok("plan", f"it fits this machine, which has {has}")
 
 
-# ------------------------------------------------------------ ports
-
-
 def _ports(config: Config, supervisor: int | None) -> Iterator[Finding]:
     wanted = [
         ("control.listen", config.control.host, config.control.port),
@@ -170,9 +164,6 @@ def _holder(listener: Listener) -> str:
     return found[0].holder if found else "a process that has just ended"
 
 
-# ------------------------------------------------------------ GPUs
-
-
 def _gpus(machine: Machine, supervisor: int | None) -> Iterator[Finding]:
     if not machine.gpus:
         yield _ok("gpus", f"none ({machine.gpus_from or 'no driver'})")
@@ -187,9 +178,6 @@ def _gpus(machine: Machine, supervisor: int | None) -> Iterator[Finding]:
     for pid, gpu, used, command in holders:
         state, whose = (_ok, "this run's") if pid in ours else (_note, "not of this run")
         yield state("gpus", f"{used} MiB on {gpu}: process {pid}, {whose}: {command}")
-
-
-# ------------------------------------------------------------ limits
 
 
 def _limits(config: Config | None, machine: Machine) -> Iterator[Finding]:

@@ -72,8 +72,6 @@ class Client:
         self._timeout_s = timeout_s
         self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
 
-    # ------------------------------------------------------------ requests
-
     def status(self) -> RunStatus:
         """``GET /status``; proxies of the environment are not used.
 
@@ -118,8 +116,6 @@ class Client:
     def logs(self, query: Mapping[str, str]) -> Iterator[bytes]:
         """JSON lines of ``GET /logs``; empty ones keep the connection alive."""
         return self._lines(f"/logs?{urlencode({**query, 'json': '1'})}")
-
-    # ------------------------------------------------------------ one request
 
     @contextlib.contextmanager
     def _asked(

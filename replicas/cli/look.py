@@ -253,9 +253,6 @@ def _decoded(found: Iterator[bytes]) -> Iterator[Record]:
                 yield decode(text)
 
 
-# ------------------------------------------------------------ times
-
-
 def moment(text: str, *, now: float) -> float:
     """Seconds since 1970 of an age, a time of day (its last occurrence), or a date.
 
@@ -274,8 +271,6 @@ def moment(text: str, *, now: float) -> float:
             return found if found <= now or words == text.strip() else found - UNITS_S["d"]
     raise UsageError(f'"{text}" is no time', hint='write "10m" (ago), "14:30", or "2026-11-21 14:30"')
 
-
-# ------------------------------------------------------------ doctor
 
 _MARKS = {"ok": ("+", "green"), "note": ("~", "yellow"), "problem": ("-", "bold red")}
 

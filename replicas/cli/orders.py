@@ -165,9 +165,6 @@ def _tell(answer: Answer, words: str, *, as_json: bool) -> None:
         print("begun; follow it with: replicas events --follow")
 
 
-# ------------------------------------------------------------ wait
-
-
 @command(failed=FAILED)
 def wait(
     *,

@@ -252,9 +252,6 @@ def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
     )
 
 
-# ------------------------------------------------------------ events
-
-
 def event_line(record: happened.Record) -> Text:
     """``20:07:51     12  rollout/1          ready after 2.1 s``."""
     who, what, style = _words(record.event, record.at)

@@ -42,9 +42,6 @@ _COLOURS_OFF = b"\x1b[0m"
 _BREAKS = re.compile(r"[ \t]*[\t\n\x0b\x0c\r\x1c-\x1e\x85\u2028\u2029][\s\x1c-\x1f]*")
 
 
-# ------------------------------------------------------------ input
-
-
 def one_line(text: str, most: int = LINE_NCHARS) -> str:
     """Return ``text`` as one line of at most ``most`` printable characters.
 
@@ -101,9 +98,6 @@ def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
     while found and not found[0]:
         found.pop(0)
     return tuple(line[:limit] for line in found[-count:])
-
-
-# ------------------------------------------------------------ output
 
 
 def hanging(text: str) -> str:

@@ -175,9 +175,6 @@ def _text(text: str, code: int) -> Response:
     return PlainTextResponse(text, code, headers=NO_STORE)
 
 
-# ------------------------------------------------------------ streams
-
-
 def _stream_routes(source: StreamSource, access: Access) -> list[Route]:
     """``/events`` and ``/logs``."""
 

@@ -291,9 +291,6 @@ def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[in
     return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: _has_mark(pid, entries))
 
 
-# ------------------------------------------------------------ this process
-
-
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send ``signum`` to this process when its parent thread ends.
 

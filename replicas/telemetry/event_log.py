@@ -145,8 +145,6 @@ class EventLog:
             self._fd = -1
         self._wake()
 
-    # ------------------------------------------------------------ memory
-
     def _append(self, record: Record) -> None:
         self.seq = record.seq
         self._ring.append(record)

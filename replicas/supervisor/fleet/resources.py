@@ -236,9 +236,6 @@ def _gpus_of(group: GroupConfig) -> int:
     return (group.resources.gpus or 0) * group.world_size
 
 
-# ------------------------------------------------------------ sizes after a scale
-
-
 def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
     """The config with other numbers of replicas."""
     groups = {
@@ -264,9 +261,6 @@ def fitting(
     return {
         name: msgspec.structs.replace(one, size=one.configured) if name in sizes else one for name, one in saved.items()
     }
-
-
-# ------------------------------------------------------------ what may run at once
 
 
 def _peak(config: Config, weights: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:

@@ -393,8 +393,6 @@ class Pump:
                 reason = next((one.why_dropped for one in counters if one.why_dropped), "")
                 orders.send(self._control, orders.LogLoss(new, where, reason).message())
 
-    # ------------------------------------------------------------ the terminal
-
     def _show(self, log: Log, lines: bytes) -> None:
         if lines and self._tee is not None and log.source.shown:
             self._on_tee(lambda tee: tee.show(lines, log.prefix))

@@ -261,9 +261,6 @@ def _take(path: Path) -> str:
     return text
 
 
-# ------------------------------------------------------------ from /proc
-
-
 def describe(pid: int) -> str:
     """State of a process, and the place of each thread, as far as the kernel tells."""
     folder = Path(f"/proc/{pid}")

@@ -248,9 +248,6 @@ class ExitReport(NamedTuple):
         return {"type": kind, "report": self._asdict() | {"ranks": [rank._asdict() for rank in self.ranks]}}
 
 
-# ------------------------------------------------------------ packets
-
-
 def encode(message: Message) -> bytes:
     return json.dumps(message).encode()
 
