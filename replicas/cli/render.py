@@ -81,8 +81,11 @@ def plan(config: Config) -> RenderableType:
         party.group for one in config.channels.values() for party in (*one.sources, *one.targets, *one.peers)
     }
     failures, timeouts = (_failure_row(group, on_channels) for group in groups), map(_timeout_row, groups)
+    head = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        head.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
     parts: list[RenderableType] = [
-        _facts(facts),
+        head,
         _table("Groups", _GROUP, map(_group_row, groups)),
         _table("Failures", ("group", "restart", "no progress", "after that", "ready with"), failures),
         _table("Timeouts", ("group", "start", "beat", "progress", "load", "drain", "stop"), timeouts),
@@ -92,13 +95,6 @@ def plan(config: Config) -> RenderableType:
     if config.channels:
         parts.append(_table("Channels", _CHANNEL, map(_channel_row, config.channels.values())))
     return Group(*parts)
-
-
-def _facts(facts: Iterable[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, value in facts:
-        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
-    return table
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
@@ -307,7 +303,8 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
         case happened.ReloadRefused():
             return "config", f"not reloaded: {'; '.join(event.problems)}", "bold red"
         case happened.ReplicaExited():
-            return who, f"generation {event.generation} ended: {event.outcome}{_because(event.reason)}", _outcome(event)
+            style = "red" if event.outcome in ("failed", "lost") else ""
+            return who, f"generation {event.generation} ended: {event.outcome}{_because(event.reason)}", style
         case happened.HeldUp():
             fate = "no longer waits for" if event.gave_up else "waits for"
             since = f", killed {duration_text(max(0.0, at - event.since))} ago" if event.pid else ""
@@ -316,10 +313,6 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
             fate = "killed" if event.swept else "NOT killed"
             return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "yellow"
     return _channel_words(who, event)
-
-
-def _outcome(event: happened.ReplicaExited) -> str:
-    return "red" if event.outcome in ("failed", "lost") else ""
 
 
 def _transition(event: happened.Transition) -> str:

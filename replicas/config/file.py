@@ -176,11 +176,17 @@ def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
 
 
 def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
-    _check_environment(place.at("env"), fields.get("env", {}))
+    for variable, value in fields.get("env", {}).items():
+        if _is_reserved(variable):
+            place.at("env", variable).problem("is set for each rank by the supervisor; remove it")
+        elif not variable or "=" in variable or "\0" in variable + value:
+            place.at("env", variable).problem("is not a usable environment variable")
     if "env_file" in fields:
         fields["env"] = {**_read_environment(place.at("env_file"), fields["env_file"]), **fields.get("env", {})}
     group = GroupConfig(**{"cwd": place.base, **fields, "name": place.path[-1]})
-    _check_resources(place, group)
+    for key, variable in (("gpus", "CUDA_VISIBLE_DEVICES"), ("cpu_threads", "OMP_NUM_THREADS")):
+        if getattr(group.resources, key) is not None and variable in group.env:
+            place.at("resources", key).problem(f"sets {variable}, which env (or env_file) sets too; remove one of them")
     if group.launcher == "exec" and group.nnodes > 1:
         place.at("nnodes").problem('launcher = "exec" starts one program for each replica; leave nnodes at 1')
     if (group.min_ready or 0) > group.replicas:
@@ -190,14 +196,6 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
     elif group.command:
         _check_command(place.at("command"), group)
     return group
-
-
-def _check_environment(place: Place, env: Mapping[str, str]) -> None:
-    for variable, value in env.items():
-        if _is_reserved(variable):
-            place.at(variable).problem("is set for each rank by the supervisor; remove it")
-        elif not variable or "=" in variable or "\0" in variable + value:
-            place.at(variable).problem("is not a usable environment variable")
 
 
 def _is_reserved(variable: str) -> bool:
@@ -216,15 +214,6 @@ def _read_environment(place: Place, path: Path) -> dict[str, str]:
     for variable in filter(_is_reserved, variables):
         place.problem(f'"{path}": {variable} is set for each rank by the supervisor; remove it')
     return variables
-
-
-def _check_resources(place: Place, group: GroupConfig) -> None:
-    for key, wanted, variable in (
-        ("gpus", group.resources.gpus, "CUDA_VISIBLE_DEVICES"),
-        ("cpu_threads", group.resources.cpu_threads, "OMP_NUM_THREADS"),
-    ):
-        if wanted is not None and variable in group.env:
-            place.at("resources", key).problem(f"sets {variable}, which env (or env_file) sets too; remove one of them")
 
 
 def _check_command(place: Place, group: GroupConfig) -> None:

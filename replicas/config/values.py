@@ -101,15 +101,11 @@ class Place:
         return replace(self, path=(*self.path, *keys))
 
     def problem(self, message: str) -> UnsetType:
-        where = ".".join(map(_shown_key, self.path))
+        keys = (key if len(key) <= _KEY_NCHARS else f"{key[: _KEY_NCHARS - 3]}..." for key in self.path)
+        where = ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in keys)
         shown = one_line(visible(message))
         self.problems.append((self.path, f"{where}: {shown}" if where else shown))
         return UNSET
-
-
-def _shown_key(key: str) -> str:
-    key = key if len(key) <= _KEY_NCHARS else f"{key[: _KEY_NCHARS - 3]}..."
-    return key if _BARE_KEY.fullmatch(key) else json.dumps(key)
 
 
 class Form(NamedTuple):

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "BAD_CONFIG",
-    "BUG",
-    "DONE",
-    "FAILED",
-    "INTERRUPTED",
-    "PREEMPTED",
-    "SUPERVISED",
-    "UNAVAILABLE",
-    "USAGE",
-]
+__all__ = ["BAD_CONFIG", "BUG", "DONE", "FAILED", "INTERRUPTED", "PREEMPTED", "SUPERVISED", "UNAVAILABLE", "USAGE"]
 
 DONE = 0
 """The run is over or was drained; a command succeeded."""

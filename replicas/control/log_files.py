@@ -306,14 +306,10 @@ class Follower:
             for replica in _folders(group):
                 if self._selection.takes(group.name, replica.name):
                     for generation in self._generations(replica):
-                        yield from self._of_generation(replica / f"gen-{generation}", generation)
-
-    def _of_generation(self, folder: Path, generation: int) -> Iterator[tuple[Path, str, int, int]]:
-        for path in _entries(folder):
-            match = _RANK.fullmatch(path.name)
-            if match is not None and self._selection.rank in (None, int(match[1])):
-                replica = f"{folder.parent.parent.name}/{folder.parent.name}"
-                yield path, replica, generation, int(match[1])
+                        for path in _entries(replica / f"gen-{generation}"):
+                            rank = _RANK.fullmatch(path.name)
+                            if rank is not None and self._selection.rank in (None, int(rank[1])):
+                                yield path, f"{group.name}/{replica.name}", generation, int(rank[1])
 
     def _generations(self, replica: Path) -> list[int]:
         found = sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdigit())

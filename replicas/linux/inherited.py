@@ -12,13 +12,17 @@ import sys
 
 from replicas import errors
 
-__all__ = ["check_proc", "open_streams", "put_in_order", "reset_signals"]
+__all__ = ["check_proc", "open_streams", "put_in_order"]
 
 
 def put_in_order() -> None:
     """Open the standard streams and reset the signals, first in the main thread."""
     open_streams()
-    reset_signals()
+    # With SIGCHLD ignored every exit code would be read as 0; a blocked signal would
+    # never be delivered, neither here nor in child processes.
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def open_streams() -> None:
@@ -34,17 +38,6 @@ def open_streams() -> None:
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115  # stays open
-
-
-def reset_signals() -> None:
-    """Stop ignoring SIGCHLD and unblock all signals.
-
-    With SIGCHLD ignored every exit code would be read as 0. A blocked signal is never
-    delivered, neither here nor in child processes.
-    """
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def check_proc() -> None:

@@ -85,20 +85,17 @@ def close_to_others(path: Path, *, once_ours: str) -> None:
     """
     descriptor = _walk(path, make=False)
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE and _has_own(descriptor, once_ours):
+        found, us = os.fstat(descriptor), os.geteuid()
+        if found.st_uid != us or not found.st_mode & _OTHERS_WRITE:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            file = os.stat(once_ours, dir_fd=descriptor, follow_symlinks=False)
+            if not stat.S_ISREG(file.st_mode) or file.st_uid != us:
+                return
             with contextlib.suppress(PermissionError):  # a file system without modes: opening it is refused
                 Path(f"/proc/self/fd/{descriptor}").chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)
     finally:
         os.close(descriptor)
-
-
-def _has_own(descriptor: int, name: str) -> bool:
-    try:
-        found = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _walk(path: Path, *, make: bool) -> int:
@@ -267,14 +264,10 @@ def remove_tree(path: Path) -> None:
         # Not os.walk, which works by paths; not shutil, which is slow to import.
         for _, folders, files, here in os.fwalk(".", topdown=False, dir_fd=root):
             for name in (*files, *folders):
-                _remove_in(here, name)
+                with contextlib.suppress(OSError):  # not empty: part of its content could not be removed
+                    try:
+                        os.unlink(name, dir_fd=here)  # also a link to a folder
+                    except IsADirectoryError:
+                        os.rmdir(name, dir_fd=here)
     with contextlib.suppress(OSError):
         path.rmdir()
-
-
-def _remove_in(parent: int, name: str) -> None:
-    with contextlib.suppress(OSError):  # not empty: part of its content could not be removed
-        try:
-            os.unlink(name, dir_fd=parent)  # also a link to a folder
-        except IsADirectoryError:
-            os.rmdir(name, dir_fd=parent)

@@ -167,15 +167,6 @@ class EventLog:
         except OSError as error:
             self._failed(error)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Rotate if ``nbytes`` more would not fit, before the next event is counted.
-
-        A rotation saves the counters, which must not have an event that no file has.
-        """
-        full = bool(self._size) and self._size + nbytes > self._max_nbytes
-        if full and self.path is not None and self._fd >= 0 and not self._closed:
-            self._rotate(self.path)
-
     def _write(self, line: bytes) -> bool:
         if self.path is None or self._closed:
             return True
@@ -211,8 +202,15 @@ class EventLog:
             self._append(record)
             self._problem = ""
 
-    def _rotate(self, path: Path) -> None:
-        """Start a new file; on failure keep the old one."""
+    def _make_room(self, nbytes: int) -> None:
+        """Start a new file if ``nbytes`` more do not fit; on failure keep the old one.
+
+        Call it before the next event is counted: it saves the counters, which must not
+        have an event that no file has.
+        """
+        path = self.path
+        if path is None or self._fd < 0 or self._closed or not self._size or self._size + nbytes <= self._max_nbytes:
+            return
         if self.on_rotate is not None:
             self.on_rotate()
         beside = path.with_name(f"{path.name}.new")

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 import replicas
-from replicas.status import ChannelStatus, GroupStatus, ReplicaState, RunStatus
+from replicas.status import MemberStatus, ReplicaState, ReplicaStatus, RunStatus
 from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Histogram, Tally
 
 __all__ = ["Metrics"]
@@ -100,6 +100,11 @@ def _histogram(
     return family
 
 
+def _by_state(things: Iterable[ReplicaStatus | MemberStatus], states: Iterable[str]) -> list[tuple[str, int]]:
+    found = Counter[str](one.state for one in things)
+    return [(state, found[state]) for state in states]
+
+
 def _by_key(labels: tuple[str, ...], counts: Mapping[str, int], *, always: str = "") -> Series:
     counts = {always: 0, **counts} if always else counts
     return [((*labels, key), number) for key, number in sorted(counts.items())]
@@ -122,7 +127,9 @@ def _run_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
 def _group_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     groups, group_only, of_replica = status.groups, ("group",), ("group", "replica")
     everyone = [((one.group, str(one.replica)), one) for group in groups for one in group.replicas]
-    series: Series = [((group.name, state), number) for group in groups for state, number in _by_state(group)]
+    series: Series = [
+        ((group.name, state), number) for group in groups for state, number in _by_state(group.replicas, _STATES)
+    ]
     yield _gauge("group_replicas", "Replicas of a group by state.", ("group", "state"), series)
     series = [(key, float(one.state == "ready")) for key, one in everyone]
     yield _gauge("replica_up", "1 when the replica is ready.", of_replica, series)
@@ -148,11 +155,6 @@ def _group_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     yield _histogram("recovery_duration_seconds", text, group_only, START_BUCKETS, spreads)
 
 
-def _by_state(group: GroupStatus) -> list[tuple[str, int]]:
-    found = Counter[str](one.state for one in group.replicas)
-    return [(state, found[state]) for state in _STATES]
-
-
 def _version_metrics(status: RunStatus) -> Iterator[Metric]:
     committed = {channel.name: channel.committed_version for channel in status.channels}
     loaded = [
@@ -172,7 +174,9 @@ def _channel_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     channels, channel_only = status.channels, ("channel",)
     series: Series = [((one.name,), one.epoch) for one in channels]
     yield _gauge("channel_epoch", "Newest membership epoch.", channel_only, series)
-    series = [((one.name, state), number) for one in channels for state, number in _members(one)]
+    series = [
+        ((one.name, state), number) for one in channels for state, number in _by_state(one.members, _MEMBER_STATES)
+    ]
     yield _gauge("channel_members", "Members of the channel by state.", ("channel", "state"), series)
     series = [((one.name,), one.committed_version) for one in channels]
     yield _gauge("committed_version", "Newest committed version of the channel's weights.", channel_only, series)
@@ -191,8 +195,3 @@ def _channel_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
         for phase, spread in sorted(tally.sync_phases.get(one.name, {}).items())
     ]
     yield _histogram("sync_phase_seconds", text, ("channel", "phase"), SYNC_BUCKETS, spreads)
-
-
-def _members(channel: ChannelStatus) -> list[tuple[str, int]]:
-    found = Counter[str](member.state for member in channel.members)
-    return [(state, found[state]) for state in _MEMBER_STATES]
