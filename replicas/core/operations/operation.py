@@ -1,4 +1,4 @@
-"""One operation between peers: its current attempt, messages, errors and failures."""
+"""One operation between peers: its posts, current attempt, messages and failures."""
 
 from __future__ import annotations
 
@@ -10,21 +10,44 @@ from replicas import errors
 from replicas.core.members.roster import Roster
 from replicas.core.moving.lanes import Lane
 from replicas.core.moving.probes import Probe
-from replicas.core.operations.pairing import PAIRWISE, Due, Post
-from replicas.messages import OperationGo, ReceiptData
+from replicas.messages import OperationGo, OperationPost, ReceiptData
 from replicas.messages.identity import Member
 
-__all__ = ["Faults", "Operation"]
+__all__ = ["PAIRWISE", "Faults", "Operation", "Post"]
+
+PAIRWISE = ("send", "recv")
 
 ATTEMPT_MIN_S = 0.2
 """With less time than this left, a failed attempt is the last one."""
 
 
 @dataclass(slots=True, eq=False)
+class Post:
+    """One member's part.
+
+    :ivar view: the live members of its domain when it came.
+    """
+
+    member: Member
+    message: OperationPost
+    posted_at: float
+    deadline: float
+    view: tuple[Member, ...] = ()
+    started: bool = False
+
+    @property
+    def pairwise(self) -> bool:
+        return self.message.kind in PAIRWISE
+
+
+@dataclass(slots=True, eq=False)
 class Operation:
-    """One operation.
+    """One operation, from the moment when it can start.
 
     :ivar posts: of the current participants.
+    :ivar root_post: None: it has no root.
+    :ivar first: the members that the posts expect, in order.
+    :ivar number: of the current attempt. ``ref`` names the operation.
     :ivar left_out: reasons by name.
     :ivar gone: the attempt has been sent.
     :ivar parked: it waits until the culprit is found.
@@ -33,15 +56,16 @@ class Operation:
     :ivar apart: a pair that does not use the lane of its whole domain.
     """
 
-    number: int
-    ref: str
-    channel: str
-    due: Due
+    kind: str
     posts: tuple[Post, ...]
-    deadline: float
-    posted_at: float
-    started_at: float
-    attempt_at: float
+    root_post: Post | None
+    domain: int
+    first: tuple[Member, ...]
+    channel: str
+    number: int = 0
+    ref: str = ""
+    started_at: float = 0.0
+    attempt_at: float = 0.0
     attempt: int = 1
     gone: bool = False
     parked: bool = False
@@ -54,10 +78,12 @@ class Operation:
     probe: Probe | None = None
     done: set[Member] = field(default_factory=set)
     left_out: dict[str, str] = field(default_factory=dict)
+    deadline: float = field(init=False)
+    posted_at: float = field(init=False)
 
-    @property
-    def kind(self) -> str:
-        return self.due.kind
+    def __post_init__(self) -> None:
+        self.deadline = min(post.deadline for post in self.posts)
+        self.posted_at = min(post.posted_at for post in self.posts)
 
     @property
     def pairwise(self) -> bool:
@@ -75,8 +101,7 @@ class Operation:
     @property
     def root(self) -> int:
         """Index of the root among the posts; -1: it has none, or runs without it."""
-        root = self.due.posts[self.due.root] if self.due.root >= 0 else None
-        return self.posts.index(root) if root in self.posts else -1
+        return self.posts.index(self.root_post) if self.root_post in self.posts else -1
 
     @property
     def phase(self) -> str:
@@ -84,7 +109,7 @@ class Operation:
 
     def can_do_without(self, member: Member) -> bool:
         """Return whether the others can do it without this member."""
-        root = self.due.posts[self.due.root].member if self.due.root >= 0 else None
+        root = self.root_post.member if self.root_post is not None else None
         return not self.pairwise and member != root and len(self.posts) > 1
 
     def go(self, post: Post, lane: Lane, now: float) -> OperationGo:
@@ -104,7 +129,7 @@ class Operation:
             deadline_s=max(0.0, self.deadline - now),
             ref=self.ref,
             attempt=self.attempt,
-            places=tuple(self.due.first.index(member) for member in members),
+            places=tuple(self.first.index(member) for member in members),
         )
 
     def receipt(self, epoch: int, now: float) -> ReceiptData:

@@ -55,9 +55,8 @@ from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.lanes import Lane, form_timeout
 from replicas.core.moving.probes import MAX_PROBES, Probe
-from replicas.core.operations.operation import Faults, Operation
-from replicas.core.operations.pairing import Pairing, Post
-from replicas.core.versions.settling import Settling
+from replicas.core.operations.operation import Faults, Operation, Post
+from replicas.core.operations.pairing import Pairing
 from replicas.messages import Backend, OperationEnd, ReceiptData, WireError
 from replicas.messages.identity import Member
 
@@ -78,10 +77,7 @@ class Operations:
 
     def __init__(self, ground: Ground) -> None:
         self._ground, self._roster = ground, ground.roster
-        self._settling = Settling()
-        self.pairing = Pairing(
-            ground, self._settling, self.reply, lambda ref: any(operation.ref == ref for operation in self.running)
-        )
+        self.pairing = Pairing(ground, self.reply, lambda ref: any(operation.ref == ref for operation in self.running))
         self._running: dict[int, Operation] = {}
         self._vanished: dict[Member, str] = {}
         self.faults = Faults(ground.roster)
@@ -105,18 +101,10 @@ class Operations:
     def advance(self, now: float) -> None:
         """Start all that is due."""
         for due in self.pairing.due(now, collective_runs=self.running_collective):
-            number = next(self._ground.ids)
-            self._running[number] = Operation(
-                number=number,
-                ref=f"{self._ground.term}.{number}",
-                channel=self._roster.config.name,
-                due=due,
-                posts=due.posts,
-                deadline=min(post.deadline for post in due.posts),
-                posted_at=min(post.posted_at for post in due.posts),
-                started_at=now,
-                attempt_at=now,
-            )
+            due.number = number = next(self._ground.ids)
+            due.ref = f"{self._ground.term}.{number}"
+            due.started_at = due.attempt_at = now
+            self._running[number] = due
         for operation in self.running:
             self._run(operation, now)
 
@@ -144,7 +132,7 @@ class Operations:
         operation.apart = operation.apart or members in formed
         whole = operation.pairwise and not operation.apart
         if whole:  # of the responsive members
-            live = self.pairing.live(operation.due.domain)
+            live = self.pairing.live(operation.domain)
             wanted = [s for s in live if s in wanted or not roster.suspect(s, now)]
             members = tuple(state.member for state in wanted)
         backend = self._backend(operation, wanted)
@@ -311,13 +299,13 @@ class Operations:
         del self._running[operation.number]
         if operation.probe is not None:
             operation.probe.abandon()
-        self._settling.record(operation.ref, error is None)
+        self.pairing.settled(operation.ref, error is None)
         seconds = now - operation.posted_at
         receipt = operation.receipt(self._roster.epoch, now) if error is None else None
         for post in operation.posts:
             self.pairing.end(post)
         if error is None and not operation.pairwise:
-            self.pairing.passed(operation.due.domain, operation.posts[0].message.step)
+            self.pairing.passed(operation.domain, operation.posts[0].message.step)
             self.faults.succeeded(operation)
         for post in operation.posts:
             self.reply(post, error, receipt)
@@ -386,7 +374,7 @@ class Operations:
         """Leave behind silent members that a collective waits for."""
         if self._roster.config.on_lost == "raise":
             return
-        busy = {operation.due.domain for operation in self.running if not operation.pairwise}
+        busy = {operation.domain for operation in self.running if not operation.pairwise}
         for late in self.pairing.held_up_by(busy, now):
             self._leave(late, now)
         for operation in self.running:

@@ -22,14 +22,19 @@ its own post for that, or else its next one without a tag, gets ``Gone``, once, 
 pairs with nothing. After that it pairs with the others' next operation. So no earlier
 post is ever paired with a later one of the others.
 
-Before a collective starts, operations of unknown outcome are settled
-(:mod:`replicas.core.versions.settling`).
+Before a collective starts, operations that ended for a member without a verdict are
+*settled*, by the ``unsettled`` and ``applied`` of all its posts
+(:mod:`replicas.messages`): one counts as applied if this coordinator gave that verdict
+itself, or if any participant has applied it. Otherwise no member has, and none ever
+will: its coordinator is gone. That is certain only when every earlier member has
+posted. A member that has missed a result must not go on without it: its post is refused
+with ``Gone``, which names the earlier operation, and the others wait for its next post.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import takewhile
 
 import msgspec
@@ -38,47 +43,13 @@ from replicas import errors
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
 from replicas.core.membership import MEMBER
-from replicas.core.versions.settling import Settling
+from replicas.core.operations.operation import Operation, Post
 from replicas.messages import OperationPost, OperationSettled
 from replicas.messages.identity import Member
 
-__all__ = ["PAIRWISE", "Due", "Pairing", "Post"]
+__all__ = ["Pairing"]
 
-PAIRWISE = ("send", "recv")
-
-
-@dataclass(slots=True, eq=False)
-class Post:
-    """One member's part.
-
-    :ivar view: the live members of its domain when it came.
-    """
-
-    member: Member
-    message: OperationPost
-    posted_at: float
-    deadline: float
-    view: tuple[Member, ...] = ()
-    started: bool = False
-
-    @property
-    def pairwise(self) -> bool:
-        return self.message.kind in PAIRWISE
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """An operation that can start.
-
-    :ivar root: index of a post, or -1.
-    :ivar first: the members that the posts expect, in order.
-    """
-
-    kind: str
-    posts: tuple[Post, ...]
-    root: int
-    domain: int
-    first: tuple[Member, ...]
+KEPT_VERDICTS = 256
 
 
 class Pairing:
@@ -91,13 +62,13 @@ class Pairing:
     def __init__(
         self,
         ground: Ground,
-        settling: Settling,
         reply: Callable[[Post, errors.ReplicasError], None],
         running: Callable[[str], bool],
     ) -> None:
         self._expects = True
         self._ground, self._roster = ground, ground.roster
-        self._settling = settling
+        self._verdicts: OrderedDict[str, bool] = OrderedDict()
+        """Whether the newest operations of this term were applied, by ref."""
         self._reply = reply
         self._running = running
         self._streams: dict[Member, list[Post]] = {}
@@ -221,7 +192,7 @@ class Pairing:
 
     # ------------------------------------------------------------ due operations
 
-    def due(self, now: float, *, collective_runs: bool) -> Iterator[Due]:
+    def due(self, now: float, *, collective_runs: bool) -> Iterator[Operation]:
         """Yield and mark what can start; at most one collective of each domain."""
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
@@ -237,7 +208,7 @@ class Pairing:
         """Return unstarted sends and receives before the first unstarted collective."""
         return list(takewhile(lambda post: post.pairwise, self._unstarted(member)))
 
-    def _due_pairs(self, domain: int) -> Iterator[Due]:
+    def _due_pairs(self, domain: int) -> Iterator[Operation]:
         live = [state.member for state in self.live(domain)]
         by_name = {member.name: member for member in live}
         for receiver in live:
@@ -256,9 +227,9 @@ class Pairing:
                 give.started = want.started = True
                 posts = tuple(sorted((give, want), key=lambda post: post.member))
                 first = tuple(post.member for post in posts)
-                yield Due("send", posts, posts.index(give), domain, first)
+                yield Operation("send", posts, give, domain, first, self._roster.config.name)
 
-    def _due_collective(self, domain: int) -> Iterator[Due]:
+    def _due_collective(self, domain: int) -> Iterator[Operation]:
         firsts = [self._head(state.member) for state in self.live(domain)]
         heads = [post for post in firsts if post is not None and not post.pairwise]
         if len(heads) < len(firsts):
@@ -284,15 +255,27 @@ class Pairing:
                 self._refuse(own, _gone(state.member, what))
             else:
                 self._missed[state.member] = what
-        yield Due(heads[0].message.kind, tuple(heads), root, domain, first)
+        kind, root_post = heads[0].message.kind, heads[root] if root >= 0 else None
+        yield Operation(kind, tuple(heads), root_post, domain, first, self._roster.config.name)
+
+    def settled(self, ref: str, applied: bool) -> None:
+        """Note the verdict of an operation."""
+        self._verdicts[ref] = applied
+        if len(self._verdicts) > KEPT_VERDICTS:
+            self._verdicts.popitem(last=False)
 
     def _settled(self, heads: Sequence[Post]) -> bool:
         """Settle unknown outcomes of earlier operations; False: not ready to start."""
         if any(self._running(ref) for post in heads for ref in post.message.unsettled):
             return False
         ready = True
-        messages = [post.message for post in heads]
-        found = {post.member: self._settling.answers(post.message, messages) for post in heads}
+        written = {ref for post in heads for ref in post.message.applied}
+        found = {
+            post.member: {
+                ref: self._verdicts.get(ref, True if ref in written else None) for ref in post.message.unsettled
+            }
+            for post in heads
+        }
         others = {state.member for state in self._peers(self.domain_of(heads[0].member)) if state.from_before}
         if any(None in answers.values() for answers in found.values()) and others - found.keys():
             return False  # a member of an earlier coordinator has not called
@@ -302,7 +285,7 @@ class Pairing:
                 self._ground.send(post.member, OperationSettled(ref, bool(applied)))
             missed = [ref for ref, applied in answers.items() if applied]
             if missed:
-                self._refuse(post, self._settling.missed(post.member.name, missed))
+                self._refuse(post, _missed(post.member.name, missed))
                 ready = False
         return ready
 
@@ -397,6 +380,16 @@ def _gone(member: Member, what: str) -> errors.ReplicasError:
         phase="wait",
         members=[member.name],
         hint="bring this peer to the present state; its next call pairs with the others' next one",
+    )
+
+
+def _missed(name: str, refs: Iterable[str]) -> errors.ReplicasError:
+    listed = ", ".join(refs)
+    return errors.Gone(
+        f"an earlier operation of {name} ({listed}), whose outcome was unknown there, did succeed for the others",
+        phase="wait",
+        members=[name],
+        hint="wait for its Pending again: its results are kept; or bring this peer to the present state; then call again",
     )
 
 

@@ -9,7 +9,6 @@ quarantine. One that proved nothing is tried again at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from replicas.core.ground import Ground
@@ -28,52 +27,44 @@ TRIAL_PART = 0.1
 """Interval between trials, as a part of the time since its quarantine."""
 
 
-@dataclass(slots=True, eq=False)
-class _Apart:
-    """A quarantined peer.
-
-    :ivar since: when it was quarantined.
-    """
-
-    since: float
-    trial: Probe | None = None
-
-
 class Trials:
     """The trials of one channel of peers."""
 
     def __init__(self, ground: Ground, pairing: Pairing) -> None:
         self._ground = ground
         self._pairing = pairing
-        self._apart: dict[Member, _Apart] = {}
+        self._since: dict[Member, float] = {}
+        """When each peer was quarantined."""
+        self._trials: dict[Member, Probe] = {}
 
     def look(self, now: float) -> None:
         """Start due trials, and forget peers that are not quarantined any more."""
         roster = self._ground.roster
         here = {s.member: s for s in roster.apart.values() if s.standing == "quarantined" and s.is_peer}
-        for member in [member for member in self._apart if member not in here]:
-            trial = self._apart.pop(member).trial
-            if trial is not None:
-                trial.abandon()
+        for member in [member for member in self._since if member not in here]:
+            del self._since[member]
+            if member in self._trials:
+                self._trials.pop(member).abandon()
         for member, state in here.items():
-            apart = self._apart.setdefault(member, _Apart(now))
-            if apart.trial is None and roster.admissible(state, now):
-                self._try(state, apart, now)
+            self._since.setdefault(member, now)
+            if member not in self._trials and roster.admissible(state, now):
+                self._try(state, now)
 
-    def _try(self, state: MemberState, apart: _Apart, now: float) -> None:
+    def _try(self, state: MemberState, now: float) -> None:
         live = self._pairing.live(self._pairing.domain_of(state.member))
         live = [other for other in live if not self._ground.roster.suspect(other, now)]
         tried = [*live[:: -(-len(live) // TRIAL_PAIRS) or 1], state]
         members = [one.member for one in tried]
         pairs = [(other, state.member) for other in members[:-1]]
         backend = self._ground.lanes.backend(tried, on_device=False)
-        trial = Probe(self._ground.lanes, members, backend, now, partial(self._tried, state, apart), pairs=pairs)
-        apart.trial = None if trial.over else trial
+        trial = Probe(self._ground.lanes, members, backend, now, partial(self._tried, state), pairs=pairs)
+        if not trial.over:
+            self._trials[state.member] = trial
 
-    def _tried(self, state: MemberState, apart: _Apart, culprits: Mapping[Member, str] | None, now: float) -> None:
-        apart.trial = None
+    def _tried(self, state: MemberState, culprits: Mapping[Member, str] | None, now: float) -> None:
+        self._trials.pop(state.member, None)
         if culprits:
             state.note = next(iter(culprits.values()))
-            state.not_before = now + min(TRIAL_MAX_S, max(TRIAL_MIN_S, TRIAL_PART * (now - apart.since)))
+            state.not_before = now + min(TRIAL_MAX_S, max(TRIAL_MIN_S, TRIAL_PART * (now - self._since[state.member])))
         elif culprits is not None:
             self._ground.roster.release(state)
