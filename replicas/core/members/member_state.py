@@ -48,15 +48,8 @@ class Held(dict[int, str]):
             self.on_change(version, False)
         return version, digest
 
-    def setdefault(self, version: int, default: str = "") -> str:
-        """As of a dict."""
-        if version not in self:
-            self[version] = default
-        return self[version]
-
     if not TYPE_CHECKING:  # a dict's own would not call the methods above
-        update = MutableMapping.update
-        clear = MutableMapping.clear
+        update, clear, setdefault = MutableMapping.update, MutableMapping.clear, MutableMapping.setdefault
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,19 +13,13 @@ import msgspec
 from replicas import errors
 from replicas.core.effects import Send
 from replicas.core.ground import Ground
-from replicas.core.members.member_state import MemberState
 from replicas.core.moving.lanes import Lane
 from replicas.core.moving.paths import TransferPlan
 from replicas.core.moving.payload import Payload
 from replicas.messages import SlotPlace, TransferCancel, TransferDone, TransferGo, TransferOffer
 from replicas.messages.identity import Member
 
-__all__ = ["Attempt", "lender"]
-
-
-def lender(ground: Ground, member: Member) -> MemberState | None:
-    """Return the member, or its stand-in if it is lost."""
-    return ground.roster.get(member) or ground.keeping.get(member)
+__all__ = ["Attempt"]
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +113,7 @@ class Attempt:
         self.ground.out.extend(Send(member, cancel) for member in members if member in roster)
 
     def _place(self, member: Member) -> SlotPlace | None:
-        state = lender(self.ground, member)
+        state = self.ground.keeping.lender(member)
         return state.places.get(self.payload.version) if state is not None else None
 
     def _part(self, number: int) -> SlotPlace:

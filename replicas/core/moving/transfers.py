@@ -48,7 +48,7 @@ import msgspec
 from replicas import errors
 from replicas.core.ground import Ground
 from replicas.core.membership import TRANSFER, TransferState
-from replicas.core.moving.attempt import Attempt, lender
+from replicas.core.moving.attempt import Attempt
 from replicas.core.moving.lanes import Lane, form_timeout
 from replicas.core.moving.pacing import Pacing
 from replicas.core.moving.paths import TransferPlan, Works, plan
@@ -213,7 +213,7 @@ class Transfer:
             )
         )
         holders += [s for s in kept if version in s.held]
-        states = [lender(self._ground, member) for member in self.payload.part_owners]
+        states = list(map(self._ground.keeping.lender, self.payload.part_owners))
         owners = [s for s in states if s is not None and version in s.parts and s.member not in self.refused]
         if len(owners) < len(states):
             owners = []
@@ -369,7 +369,7 @@ class Transfer:
     def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
         """Record receivers, and count their bytes without locally copied parts."""
         for member in replies:
-            owners = [lender(self._ground, self.plan.owners[part]) for part in self.plan.local.get(member, ())]
+            owners = [self._ground.keeping.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
             places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
             self.moved_nbytes += self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
         self._keep(replies, lent=True)

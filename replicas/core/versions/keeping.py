@@ -90,8 +90,9 @@ class Keeping:
         """Return the stand-ins of lost members with ``version``, or a part of it."""
         return list(self._stand_ins.values()) if version == self._version else []
 
-    def get(self, member: Member) -> MemberState | None:
-        return self._stand_ins.get(member)
+    def lender(self, member: Member) -> MemberState | None:
+        """Return the member, or its stand-in if it is lost."""
+        return self._roster.get(member) or self._stand_ins.get(member)
 
     def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:
         """Return whether any of ``needers`` can get ``version`` from what is kept.
@@ -101,6 +102,6 @@ class Keeping:
         kept = self.of(version)
         if not kept or not any(state.host in (0, self._hosts.own) for state in needers):
             return False
-        owners = [self.get(member) or self._roster.get(member) for member in part_owners]
+        owners = list(map(self.lender, part_owners))
         in_parts = bool(owners) and all(owner is not None and version in owner.parts for owner in owners)
         return in_parts or any(version in state.held for state in kept)
