@@ -8,7 +8,7 @@ import pytest
 from replicas import messages as wire
 from replicas.core.effects import MemberLost, MemberQuarantined
 from replicas.core.members.roster import GroupShape
-from replicas.core.moving.probes import culprits
+from replicas.core.moving.lanes import culprits
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, peer_config
 

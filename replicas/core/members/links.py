@@ -23,8 +23,7 @@ from functools import partial
 
 from replicas.common.backoff import Backoff
 from replicas.core.members.member_state import MemberState
-from replicas.core.moving.lanes import Lanes
-from replicas.core.moving.probes import Probe
+from replicas.core.moving.lanes import Lanes, Probe
 from replicas.messages.identity import Member
 
 __all__ = ["Links", "Pairs"]

@@ -1,4 +1,4 @@
-"""One attempt of a transfer: its plan, messages and replies."""
+"""One attempt of a transfer: its plan, messages and replies, and what it moves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,32 @@ from replicas.core.effects import Send
 from replicas.core.ground import Ground
 from replicas.core.moving.lanes import Lane
 from replicas.core.moving.paths import TransferPlan
-from replicas.core.moving.payload import Payload
-from replicas.messages import SlotPlace, TransferCancel, TransferDone, TransferGo, TransferOffer
+from replicas.core.versions.manifest import Manifest
+from replicas.messages import Meta, SlotPlace, TransferCancel, TransferDone, TransferGo, TransferOffer
 from replicas.messages.identity import Member
 
-__all__ = ["Attempt"]
+__all__ = ["Attempt", "Payload"]
+
+
+@dataclass(slots=True)
+class Payload:
+    """One version's bytes.
+
+    :ivar encoded: its manifest, as it is sent.
+    :ivar digest: empty until a member with the whole image has computed it.
+    :ivar filling: the member still filling its slot with it while it is already sent.
+    """
+
+    version: int
+    manifest_hash: str
+    manifest: Manifest
+    encoded: bytes
+    nbytes: int
+    device: str
+    meta: Meta
+    digest: str = ""
+    part_owners: tuple[Member, ...] = ()
+    filling: Member | None = None
 
 
 @dataclass(slots=True, eq=False)

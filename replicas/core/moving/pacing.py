@@ -38,9 +38,8 @@ from replicas import errors
 from replicas.common.backoff import Backoff
 from replicas.core.ground import Ground
 from replicas.core.membership import TransferState
-from replicas.core.moving.attempt import Attempt
+from replicas.core.moving.attempt import Attempt, Payload
 from replicas.core.moving.lanes import Lane
-from replicas.core.moving.payload import Payload
 from replicas.messages.identity import Member
 
 __all__ = ["Pacing"]

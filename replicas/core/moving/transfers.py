@@ -25,8 +25,8 @@ Receivers that verified the version keep it, and may give it in the next attempt
 Nothing is retried inside a lane in which bytes may have moved.
 
 *A lane that fails* while all members are alive is formed once more. When that fails,
-too, its members are probed in pairs (:mod:`replicas.core.moving.probes`), and the
-members that explain the bad pairs are quarantined; the transfer goes on without them.
+too, its members are probed in pairs (:class:`~replicas.core.moving.lanes.Probe`), the
+members that explain the bad pairs are quarantined, and it goes on without them.
 No probe is needed when the culprit is known: it no longer gives a sign of life, a
 preflight names it, or it alone has bytes that differ from all the others. A giver is no
 culprit as long as another member is named. A link that does not work is no member's
@@ -48,12 +48,10 @@ import msgspec
 from replicas import errors
 from replicas.core.ground import Ground
 from replicas.core.membership import TRANSFER, TransferState
-from replicas.core.moving.attempt import Attempt
-from replicas.core.moving.lanes import Lane, form_timeout
+from replicas.core.moving.attempt import Attempt, Payload
+from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
 from replicas.core.moving.pacing import Pacing
 from replicas.core.moving.paths import TransferPlan, Works, plan
-from replicas.core.moving.payload import Payload
-from replicas.core.moving.probes import MAX_PROBES, Probe
 from replicas.messages import Backend, TransferDone, TransferGo
 from replicas.messages.identity import Member
 

@@ -8,8 +8,7 @@ from typing import Literal
 
 from replicas import errors
 from replicas.core.members.roster import Roster
-from replicas.core.moving.lanes import Lane
-from replicas.core.moving.probes import Probe
+from replicas.core.moving.lanes import Lane, Probe
 from replicas.messages import OperationGo, OperationPost, ReceiptData
 from replicas.messages.identity import Member
 

@@ -53,8 +53,7 @@ from replicas import errors
 from replicas.core.effects import OperationEnded
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
-from replicas.core.moving.lanes import Lane, form_timeout
-from replicas.core.moving.probes import MAX_PROBES, Probe
+from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
 from replicas.core.operations.operation import Faults, Operation, Post
 from replicas.core.operations.pairing import Pairing
 from replicas.messages import Backend, OperationEnd, ReceiptData, WireError

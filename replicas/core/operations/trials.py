@@ -13,7 +13,7 @@ from functools import partial
 
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
-from replicas.core.moving.probes import Probe
+from replicas.core.moving.lanes import Probe
 from replicas.core.operations.pairing import Pairing
 from replicas.messages.identity import Member
 

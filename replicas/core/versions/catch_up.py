@@ -24,7 +24,7 @@ from replicas.common.backoff import Backoff
 from replicas.core.effects import CaughtUp
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
-from replicas.core.moving.payload import Payload
+from replicas.core.moving.attempt import Payload
 from replicas.core.moving.transfers import Transfer
 from replicas.messages.identity import Member
 

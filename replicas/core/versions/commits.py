@@ -18,7 +18,7 @@ from replicas import messages as wire
 from replicas.core.effects import CommitDecision, RecordDecision, Send, SyncEnded
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState, Reading
-from replicas.core.moving.payload import Payload
+from replicas.core.moving.attempt import Payload
 from replicas.core.moving.transfers import Transfer
 from replicas.core.versions.catch_up import CatchUp
 from replicas.core.versions.fetching import pieces

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 from replicas import errors
 from replicas.core.effects import Effect, Read, Send
-from replicas.core.moving.payload import Payload
+from replicas.core.moving.attempt import Payload
 from replicas.core.versions.fetching import Cache, Fetch
 from replicas.core.versions.manifest import (
     AnyManifest,

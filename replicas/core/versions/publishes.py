@@ -19,7 +19,7 @@ import msgspec
 
 from replicas import errors
 from replicas.core.membership import PUBLISH, PublishState
-from replicas.core.moving.payload import Payload
+from replicas.core.moving.attempt import Payload
 from replicas.core.moving.transfers import Transfer
 from replicas.messages import Filled, Packed, PublishBegin, ReceiptData, WireError
 from replicas.messages.identity import Member

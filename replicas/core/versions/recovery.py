@@ -34,7 +34,7 @@ from replicas import messages as wire
 from replicas.core.effects import CommitDecision
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
-from replicas.core.moving.payload import Payload
+from replicas.core.moving.attempt import Payload
 from replicas.core.operations.pairing import Pairing
 from replicas.core.versions.commits import Commits
 from replicas.messages.identity import Member
