@@ -264,7 +264,7 @@ class Engine:
                 channel.store_moved(self._now())
                 self._apply(channel)
             else:
-                channel.store_lost()
+                channel.lanes.store_lost()
 
     def receive(self, session: MemberSession, frame: wire.MemberFrame) -> bool:
         """Handle a frame; False: it is out of order, the connection must be closed."""
@@ -351,7 +351,7 @@ class Engine:
                 self._store.replace((effect.host, effect.port))
             case effects.Keep():
                 place = self._keeper.keep((effect.channel, effect.owner), effect.place, effect.version)
-                channel.kept(effect.owner, effect.version, place)
+                channel.keeping.kept(effect.owner, effect.version, place)
             case effects.Read():
                 task = asyncio.create_task(self._read(channel, effect), name="manifest")
                 self._tasks.add(task)

@@ -154,18 +154,22 @@ async def _hello(websocket: WebSocket) -> Hello:
     except TimeoutError:
         text = f"no Hello within {HELLO_TIMEOUT_S:.0f} s"
         raise _Refusal("timeout", text, POLICY_VIOLATION) from None  # not final: this process may have been paused
-    if (problem := size_problem(data, first=True)) is not None:
-        raise _Refusal("oversized", problem, TOO_BIG, final=True)
-    try:
-        body = decode_member_frame(data).body
-    except msgspec.DecodeError as exc:
-        raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA, final=True) from None
+    body = _decoded(data, first=True).body
     if not isinstance(body, Hello):
         text = f"the first message must be Hello, it was {type(body).__name__}"
         raise _Refusal("out_of_order", text, POLICY_VIOLATION, final=True)
     if (problem := hello_problem(body)) is not None:
         raise _Refusal("malformed", f"not an acceptable Hello: {problem}", POLICY_VIOLATION, final=True)
     return body
+
+
+def _decoded(data: bytes, *, first: bool = False) -> MemberFrame:
+    if (problem := size_problem(data, first=first)) is not None:
+        raise _Refusal("oversized", problem, TOO_BIG, final=True)
+    try:
+        return decode_member_frame(data)
+    except msgspec.DecodeError as exc:
+        raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA, final=first) from None
 
 
 async def _receive(websocket: WebSocket) -> bytes:
@@ -217,12 +221,7 @@ def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
 
 def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
     """Decode and check one message, and pass it to the engine."""
-    if (problem := size_problem(data)) is not None:
-        raise _Refusal("oversized", problem, TOO_BIG, final=True)
-    try:
-        frame: MemberFrame = decode_member_frame(data)
-    except msgspec.DecodeError as exc:
-        raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA) from None
+    frame = _decoded(data)
     if isinstance(frame.body, Hello):
         raise _Refusal("out_of_order", "a second Hello", POLICY_VIOLATION)
     if not 0 <= frame.ack <= session.sent:

@@ -98,18 +98,8 @@ class ChannelState:
         self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
         self.lanes = Lanes(self.roster, self.out, run=run, term=term, store=store, secret=secret)
         self.links = Links(self.lanes)
-        self.ground = Ground(
-            term=term,
-            past=past,
-            roster=self.roster,
-            hosts=self.hosts,
-            keeping=self.keeping,
-            lanes=self.lanes,
-            links=self.links,
-            out=self.out,
-            quarantine=self.quarantine,
-            others_wait=self.others_wait,
-        )
+        shared = (self.roster, self.hosts, self.keeping, self.lanes, self.links, self.out)
+        self.ground = Ground(term, past, *shared, self.quarantine, self.others_wait)
         self.rounds = Rounds(config.name, self.view, self.out)
         self.roster.on_held = self.rounds.touch
         self.commits = Commits(self.ground)
@@ -249,14 +239,6 @@ class ChannelState:
         self.commits.manifests.read(effect, found)
         self._settle(now)
 
-    def kept(self, owner: Member, version: int, place: wire.SlotPlace | None) -> None:
-        """Take the result of :class:`~replicas.core.effects.Keep`; None: it failed."""
-        self.keeping.kept(owner, version, place)
-
-    def store_lost(self) -> None:
-        """The store has ended: lanes that are forming wait for the next one."""
-        self.lanes.store_lost()
-
     def store_moved(self, now: float) -> None:
         """The store was replaced: lanes still forming start again."""
         self.lanes.store_moved(now)
@@ -322,7 +304,7 @@ class ChannelState:
 
     def _admit(self, now: float) -> None:
         """Admit joiners at a boundary: no transfer and no collective is under way."""
-        if self.commits.moving or self.operations.running_collective:
+        if self.commits.main is not None or self.operations.running_collective:
             return
         missing = self.roster.missing(now)
         if missing and not self.commits.obtainable(missing):  # the version is lost: they are admitted as newcomers

@@ -40,7 +40,7 @@ async def used_when(world: GpuWorld, limit_nbytes: int, what: str) -> None:
 
 
 def moving(world: GpuWorld) -> bool:
-    return world.inside.coordinator.engine.channels["policy"].commits.moving
+    return world.inside.coordinator.engine.channels["policy"].commits.main is not None
 
 
 @pytest.mark.parametrize("signum", SIGNALS)

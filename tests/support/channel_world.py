@@ -490,7 +490,7 @@ class World:
         if self.lends(effect.place, self.machine):
             self.kept[effect.owner] = effect.version
             place = msgspec.structs.replace(effect.place, pid=COORDINATOR)
-        self.state.kept(effect.owner, effect.version, place)
+        self.state.keeping.kept(effect.owner, effect.version, place)
 
     def broken(self, lane: str) -> bool:
         """Whether two members of the lane cannot reach each other."""

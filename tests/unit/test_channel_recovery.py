@@ -448,7 +448,7 @@ def test_a_resumed_publish_whose_commit_is_learned_while_it_moves_gets_its_recei
     world.now += 1.0
     world.state.tick(world.now)
     world._collect()
-    assert world.state.commits.moving, "nobody who knows of the commit has come back"
+    assert world.state.commits.main is not None, "nobody who knows of the commit has come back"
     world.rejoin(first)
     world.run(frozen=(first,))
     receipt = trainer.verdicts[1].receipt

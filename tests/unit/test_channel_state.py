@@ -811,7 +811,7 @@ def test_parts_of_a_rank_that_dies_while_they_move_end_the_publish() -> None:
     for number, rank in enumerate(ranks):
         rank.pack(rank.publish(), manifest=PartManifest((spec,), (), (Piece(0, (2 * number,), (2,), 0),)))
     world.run()
-    assert world.state.commits.moving
+    assert world.state.commits.main is not None
     world.lose(ranks[1])
     world.run()
     error = ranks[0].verdicts[1].error

@@ -190,7 +190,7 @@ def test_the_transfer_of_others_does_not_hold_it_up() -> None:
     number = trainer.publish()
     trainer.pack(number)
     world.run(frozen=(one,))
-    assert world.state.commits.moving
+    assert world.state.commits.main is not None
     assert world.state.drains.busy("rollout", 1) == ""
     assert world.state.drains.busy("rollout", 0) == "policy: version 1 is on its way"
     assert two.held == set()

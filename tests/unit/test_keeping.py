@@ -166,7 +166,7 @@ def test_a_source_that_dies_before_its_memory_is_open_here_has_a_stand_in_all_th
     world.lose(trainer)
     assert world.state.keeping.of(1) == []
     world.kept[trainer.member] = 1
-    world.state.kept(keep.owner, 1, msgspec.structs.replace(keep.place, pid=COORDINATOR))
+    world.state.keeping.kept(keep.owner, 1, msgspec.structs.replace(keep.place, pid=COORDINATOR))
     assert [state.member for state in world.state.keeping.of(1)] == [trainer.member]
     target = world.join("rollout/0/0", machine="a")
     target.ask()
@@ -179,7 +179,7 @@ def test_memory_that_cannot_be_opened_is_asked_of_the_next_holder() -> None:
     trainer, target = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
     publish(world, trainer)
     assert [keep.owner for keep in world.opens] == [trainer.member]
-    world.state.kept(trainer.member, 1, None)
+    world.state.keeping.kept(trainer.member, 1, None)
     world.advance(0.5)
     assert [keep.owner for keep in world.opens] == [trainer.member, target.member]
     world.lose(trainer)
@@ -193,6 +193,6 @@ def test_memory_of_a_version_that_is_the_newest_no_more_is_not_kept() -> None:
     publish(world, trainer)
     first, second = world.opens
     for keep in (second, first):  # what was asked for first is opened last
-        world.state.kept(keep.owner, keep.version, keep.place)
+        world.state.keeping.kept(keep.owner, keep.version, keep.place)
     world.lose(trainer)
     assert [dict(state.places) for state in world.state.keeping.of(2)] == [{2: second.place}]

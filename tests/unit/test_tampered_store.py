@@ -96,7 +96,7 @@ def test_a_pair_whose_store_was_tampered_with_says_nothing_of_its_members() -> N
 def test_a_store_that_is_down_says_nothing_of_members_either() -> None:
     """While it is being replaced nobody can reach it."""
     world, sims = peers()
-    world.state.store_lost()
+    world.state.lanes.store_lost()
     world.refused_by_store = True
     posts = [sim.post("all_reduce", deadline_s=60.0) for sim in sims]
     world.advance(25.0)
@@ -111,7 +111,7 @@ def test_a_store_that_is_down_says_nothing_of_members_either() -> None:
 def end_store(world: World, how: str) -> None:
     """``down``: it has ended, ``moved``: another one took its place."""
     if how == "down":
-        world.state.store_lost()
+        world.state.lanes.store_lost()
     else:
         world.store = (world.store[0], world.store[1] + 1)
     world.refused_by_store = True

@@ -236,7 +236,7 @@ class Lanes:
                 lane.owner.lane_failed(lane, lane.overdue(), now)
 
     def store_lost(self) -> None:
-        """Note that the store has ended."""
+        """The store has ended: lanes that are forming wait for the next one."""
         self._lost = self._store()
 
     def store_moved(self, now: float) -> None:

@@ -56,7 +56,6 @@ class Commits:
 
         Then no other source can have published that number.
         """
-        self.main: Transfer | None = None
         self.catch_ups = tuple(CatchUp(ground, self._assembled, slow=slow) for slow in (False, True))
         self.manifests = Manifests(config.name, ground.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
@@ -65,8 +64,9 @@ class Commits:
     # ------------------------------------------------------------ messages of members
 
     @property
-    def moving(self) -> bool:
-        return self.main is not None
+    def main(self) -> Transfer | None:
+        """The transfer of the publish that moves."""
+        return self.publishes.moving.transfer if self.publishes.moving is not None else None
 
     @property
     def newest(self) -> Newest:
@@ -241,7 +241,7 @@ class Commits:
         self.publishes.take(publish, now)
         targets = self._roster.targets
         needers = [s.member for s in targets if publish.version not in s.held and not s.draining]
-        publish.transfer = self.main = Transfer(
+        publish.transfer = transfer = Transfer(
             self._ground,
             payload,
             needers,
@@ -250,8 +250,8 @@ class Commits:
             on_end=partial(self._main_ended, publish),
         )
         for catch_up in self.catch_ups:
-            catch_up.served_by(self.main, now)
-        self.main.start(now)
+            catch_up.served_by(transfer, now)
+        transfer.start(now)
 
     # ------------------------------------------------------------ the end of a publish
 
@@ -261,7 +261,6 @@ class Commits:
             return
         config, holders = self._ground.config, self._holders(publish.version)
         if publish.version <= self.latest:
-            self.main = None
             transfer.close_lane()
             self._overtaken(publish, now)
         elif config.on_lost == "raise" and publish.lost:
@@ -277,13 +276,8 @@ class Commits:
             self._commit(publish, transfer, now)
 
     def _too_few(self, publish: Publish, text: str) -> errors.PeersLost:
-        return errors.PeersLost(
-            f"version {publish.version} is not committed: {text}",
-            channel=self._ground.config.name,
-            version=publish.version,
-            phase="transfer",
-            members=tuple(publish.lost),
-        )
+        text = f"version {publish.version} is not committed: {text}"
+        return errors.PeersLost(text, phase="transfer", members=tuple(publish.lost))
 
     def _commit(self, publish: Publish, transfer: Transfer, now: float) -> None:
         payload = transfer.payload
@@ -314,7 +308,6 @@ class Commits:
         self._verdict(publish, "committed", now, moved_nbytes=transfer.moved_nbytes)
         self._ground.marks.version(publish.group, publish.replica, publish.version)
         self._ground.lanes.keep(transfer.lane)
-        self.main = None
 
     def _receipt(
         self, publish: Publish, members: set[Member], lost: dict[str, str], phases: dict[str, float], now: float
@@ -374,7 +367,7 @@ class Commits:
     def quarantined(self, state: MemberState) -> None:
         """A target of the current transfer was quarantined: it counts as lost."""
         publish = self.publishes.moving
-        if publish is not None and self.main is not None and state.member in self.main.asked:
+        if publish is not None and publish.transfer is not None and state.member in publish.transfer.asked:
             publish.lost[state.member.name] = state.note
 
     # ----------------------------------------------- publishes of another coordinator
@@ -402,8 +395,7 @@ class Commits:
         error.unanimous = True
         publish.error = WireError.of(error)
         transfer = publish.transfer
-        if transfer is not None and transfer is self.main:
-            self.main = None
+        if transfer is not None:
             transfer.stop(complete=False)
             transfer.close_lane()  # all its bytes had moved, and yet it is no version
         if publish.state == "moving" and publish.version > self.latest:

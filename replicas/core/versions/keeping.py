@@ -28,10 +28,7 @@ __all__ = ["Keeping"]
 
 
 class Keeping:
-    """The memory that the coordinator keeps for one channel.
-
-    The shell answers each ``Keep`` effect by calling :meth:`kept`.
-    """
+    """The memory that the coordinator keeps for one channel."""
 
     def __init__(self, channel: str, roster: Roster, hosts: Hosts, out: list[Effect]) -> None:
         self._channel, self._roster, self._hosts, self._out = channel, roster, hosts, out
@@ -58,7 +55,7 @@ class Keeping:
             self._out.append(Keep(self._channel, owner.member, owner.places[latest], latest))
 
     def kept(self, owner: Member, version: int, place: SlotPlace | None) -> None:
-        """The shell holds the slot at ``place``; None: it could not open it."""
+        """Take the result of ``Keep``: its place in the shell; None: it failed."""
         state = self._asked.get(owner)
         if version != self._version or state is None:
             return

@@ -105,7 +105,7 @@ class Recovery:
         commits.publishes.numbered = max(commits.publishes.numbered, *versions)
         if state.is_source:
             commits.publishes.came_back(state.member, hello.publishes)
-        if self._started is None and not commits.latest and not commits.moving:
+        if self._started is None and not commits.latest and commits.main is None:
             self._done = False
             self._started = now
         commits.learn(hello.latest, hello.latest_digest)
