@@ -99,7 +99,7 @@ class Hub:
     def __init__(self, loop: SessionLoop, hello: wire.Hello, forkserver: str | None, name: str) -> None:
         self.loop = loop
         self.name = name
-        self.member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
+        self.member = hello.member
         self.forkserver_name = forkserver
         self.holdings = Holdings(name, self.call, self._dropped)
         self.leases = Leases(self.after)

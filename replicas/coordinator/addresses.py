@@ -51,7 +51,7 @@ def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str,
     process = hello.process
     if (process.boot_id, process.pid_namespace) == (here.boot_id, here.pid_namespace) or _is_ours(address):
         return
-    name = f"{hello.group}/{hello.replica}/{hello.rank}"
+    name = hello.member.name
     raise errors.Preflight(
         f"{name} joins from {address}, and the store listens on {store}, which only this machine reaches",
         channel=hello.channel,

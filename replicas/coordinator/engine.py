@@ -133,7 +133,7 @@ class Engine:
         now = self._now()
         channel = self._accept(hello)
         self._break_silence(now)
-        member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
+        member = hello.member
         session = self._sessions.get(member)
         state = channel.roster.get(member)
         if session is not None and state is not None and hello.resume_term == self.decisions.term:

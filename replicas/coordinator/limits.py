@@ -166,12 +166,8 @@ class Crowd(Generic[One]):
 
 # ------------------------------------------------------------ sizes
 
-_LARGE = {
-    name: msgspec.msgpack.encode("type") + msgspec.msgpack.encode(name)
-    for name in (kind.__name__ for kind in get_args(wire.FromMember))
-    if bounds.most_nbytes(name) > bounds.OTHER_NBYTES
-}
-"""How the large kinds begin: our encoder writes the tag first."""
+_POST = msgspec.msgpack.encode("type") + msgspec.msgpack.encode("OperationPost")
+"""How the one large kind begins: our encoder writes the tag first."""
 _HEAD_NBYTES = 64
 
 
@@ -182,8 +178,7 @@ def size_problem(data: bytes, *, first: bool = False) -> str | None:
     """
     if len(data) <= bounds.HELLO_NBYTES:
         return None
-    kinds = () if first else (name for name, tag in _LARGE.items() if tag in data[:_HEAD_NBYTES])
-    kind = next(iter(kinds), "message")
+    kind = "OperationPost" if not first and _POST in data[:_HEAD_NBYTES] else "message"
     limit = bounds.HELLO_NBYTES if first else bounds.most_nbytes(kind)
     return f"{kind} of {len(data):,} bytes: at most {limit:,} are taken" if len(data) > limit else None
 

@@ -42,8 +42,7 @@ from replicas.core.members.links import Links
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.moving.lanes import Lanes
-from replicas.core.operations.operations import Operations
-from replicas.core.operations.trials import Trials
+from replicas.core.operations.operations import Operations, Trials
 from replicas.core.versions.commits import Commits
 from replicas.core.versions.keeping import Keeping
 from replicas.core.versions.manifests import Joined

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from replicas.messages.identity import ProcessIdentity
+from replicas.messages.identity import Member, ProcessIdentity
 from replicas.messages.values import (
     Beacon,
     HeldVersion,
@@ -92,6 +92,10 @@ class Hello(_FromMember, frozen=True):
     publishes: int = 0
     beacon: Beacon | None = None
     lent: tuple[int, ...] = ()
+
+    @property
+    def member(self) -> Member:
+        return Member(self.group, self.replica, self.rank, self.incarnation)
 
 
 class Located(_FromMember, frozen=True):

@@ -289,10 +289,10 @@ def test_a_pair_does_not_wait_for_one_that_is_alive_and_does_nothing() -> None:
     assert len(world.state.lanes) == 1, "the pair's own is closed once there is one of all"
 
 
-def test_an_overdue_operation_says_what_went_wrong_before() -> None:
+def test_an_overdue_operation_says_what_went_wrong_before(monkeypatch: pytest.MonkeyPatch) -> None:
     world, sims = peers()
     cut(world, sims[0], sims[1])
-    world.state.operations.on_stuck = lambda operation, error, now: True
+    monkeypatch.setattr(world.state.operations, "_probe", lambda operation, error, now: True)
     posts = [sim.post("all_reduce", deadline_s=10.0) for sim in sims]
     world.advance(11.0)
     error = sims[0].ends[posts[0]].error

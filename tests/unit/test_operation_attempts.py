@@ -340,7 +340,7 @@ def test_a_failure_is_tried_again_once_in_a_new_lane() -> None:
     assert world.state.ground.retries == {"failed": 1}
 
 
-def test_a_second_failure_ends_it_for_all_unless_somebody_takes_over() -> None:
+def test_a_second_failure_ends_it_for_all_unless_somebody_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     world, sims = peers(2)
     taken: list[Operation] = []
 
@@ -349,7 +349,7 @@ def test_a_second_failure_ends_it_for_all_unless_somebody_takes_over() -> None:
         taken.append(operation)
         return take
 
-    world.state.operations.on_stuck = take_over
+    monkeypatch.setattr(world.state.operations, "_probe", take_over)
     for take in (False, True):
         sims[1].breaks = True
         posts = [sim.post("all_reduce") for sim in sims]
@@ -370,9 +370,9 @@ def test_a_second_failure_ends_it_for_all_unless_somebody_takes_over() -> None:
             assert error.phase == "transfer"
 
 
-def test_a_parked_operation_goes_on_without_a_member_that_is_quarantined() -> None:
+def test_a_parked_operation_goes_on_without_a_member_that_is_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
     world, sims = peers(3)
-    world.state.operations.on_stuck = lambda operation, error, now: True
+    monkeypatch.setattr(world.state.operations, "_probe", lambda operation, error, now: True)
     sims[2].breaks = True
     for sim in sims:
         sim.post("all_reduce")
@@ -386,9 +386,9 @@ def test_a_parked_operation_goes_on_without_a_member_that_is_quarantined() -> No
     assert verdict(sims[2], 1) == "Gone"
 
 
-def test_a_parked_operation_ends_at_its_deadline() -> None:
+def test_a_parked_operation_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     world, sims = peers(2)
-    world.state.operations.on_stuck = lambda operation, error, now: True
+    monkeypatch.setattr(world.state.operations, "_probe", lambda operation, error, now: True)
     sims[1].breaks = True
     for sim in sims:
         sim.post("all_reduce", deadline_s=10.0)
@@ -411,9 +411,9 @@ def test_a_refusal_is_the_verdict_of_all(kind: str) -> None:
     assert [verdict(sim, 2) for sim in sims] == ["ok"] * 3
 
 
-def test_a_lane_that_cannot_form_is_tried_again_once() -> None:
+def test_a_lane_that_cannot_form_is_tried_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world, sims = peers(2)
-    world.state.operations.on_stuck = lambda operation, error, now: False
+    monkeypatch.setattr(world.state.operations, "_probe", lambda operation, error, now: False)
     sims[1].mute = True
     for sim in sims:
         sim.post("all_reduce")

@@ -10,8 +10,7 @@ import pytest
 from replicas import messages as wire
 from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
 from replicas.core.members.member_state import MemberState
-from replicas.core.membership import ROUND
-from replicas.core.tables import InvalidStep
+from replicas.core.membership import ROUND, InvalidStep
 from replicas.core.versions.rounds import Newest, ReplicaView, Rounds
 from replicas.messages.identity import Member, ProcessIdentity
 

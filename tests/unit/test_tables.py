@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.core.membership import LANE, MEMBER, PUBLISH, ROUND, SLOT, TRANSFER
-from replicas.core.tables import InvalidStep, Table
+from replicas.core.membership import LANE, MEMBER, PUBLISH, ROUND, SLOT, TRANSFER, InvalidStep, Table
 from tests.support.diagrams import PAGE, with_tables
 
 TABLES: list[Table[str, str]] = [MEMBER, PUBLISH, TRANSFER, LANE, ROUND, SLOT]  # type: ignore[list-item]  # of literals

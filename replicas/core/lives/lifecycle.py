@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from replicas.core.tables import Table
+from replicas.core.membership import Table
 from replicas.status import ReplicaState
 
 __all__ = [
@@ -207,8 +207,8 @@ class Lifecycle:
         :param reason: one line for people, until the next step that has one or
             readiness.
         :param restart_reason: with ``RETRY``, the reason counted in :attr:`restarts`.
-        :raises replicas.core.tables.InvalidStep: ``event`` cannot happen now; nothing
-            has changed.
+        :raises replicas.core.membership.InvalidStep: ``event`` cannot happen now, and
+            nothing has changed.
         """
         before = self.state
         after = REPLICA.next(before, event)

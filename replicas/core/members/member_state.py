@@ -48,8 +48,14 @@ class Held(dict[int, str]):
             self.on_change(version, False)
         return version, digest
 
+    def setdefault(self, version: int, default: str = "") -> str:
+        """As of a dict."""
+        if version not in self:
+            self[version] = default
+        return self[version]
+
     if not TYPE_CHECKING:  # a dict's own would not call the methods above
-        update, clear, setdefault = MutableMapping.update, MutableMapping.clear, MutableMapping.setdefault
+        update, clear = MutableMapping.update, MutableMapping.clear
 
 
 @dataclass(frozen=True, slots=True)

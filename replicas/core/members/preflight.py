@@ -90,7 +90,7 @@ def check_identity(hello: Hello, replica: Iterable[MemberState], config: Channel
 
     :raises replicas.errors.ReplicasError: they are out of range, or do not agree.
     """
-    where = _name(hello)
+    where = hello.member.name
     if hello.observe and min(hello.rank, hello.replica) >= 0:
         return  # an observer takes no identity, whatever its name
     if hello.world_size < 1 or not 0 <= hello.rank < hello.world_size:
@@ -115,7 +115,7 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
     """
     if hello.observe:
         return
-    me = _name(hello)
+    me = hello.member.name
     if config.staging == "device" and _in_groups(hello, config) and not hello.cuda_devices:
         raise errors.Preflight(
             f'{me} sees no GPU, and the slots of channel "{config.name}" are in GPU memory (staging = "device")',
@@ -125,14 +125,14 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
             hint='give it a GPU (CUDA_VISIBLE_DEVICES, a build of torch with CUDA), or set staging = "host" on the channel',
         )
     for other in others:
-        if other.observe or _name(other) == me:
+        if other.observe or other.member.name == me:
             continue
         for mine, theirs, remedy in _mismatches(hello, other, config):
             raise errors.Preflight(
-                f"{me} has {mine}, {_name(other)} has {theirs}: they cannot work together",
+                f"{me} has {mine}, {other.member.name} has {theirs}: they cannot work together",
                 channel=config.name,
                 phase="join",
-                members=(me, _name(other)),
+                members=(me, other.member.name),
                 hint=remedy,
             )
 
@@ -191,10 +191,6 @@ def _multi_rank(hello: Hello) -> bool:
 
 def _shares_gpu(hello: Hello) -> bool:
     return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" or bool(hello.nccl_env.get("NCCL_HOSTID"))
-
-
-def _name(hello: Hello) -> str:
-    return f"{hello.group}/{hello.replica}/{hello.rank}"
 
 
 def _release(version: str) -> str:

@@ -145,7 +145,7 @@ class Roster:
         """
         check_identity(hello, self.replica(hello.group, hello.replica), self.config)
         check_join(hello, self.others(hello), self.config)
-        member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
+        member = hello.member
         settings = settings_of(hello, self.config, self.heartbeat_interval_s)
         older = None if hello.observe else self.holder_of(member.name)
         if older is not None:
@@ -260,7 +260,7 @@ class Roster:
 
         No incarnation of the same identity is among them.
         """
-        name = f"{hello.group}/{hello.replica}/{hello.rank}"
+        name = hello.member.name
         found = (
             next((state.hello for state in states.values() if state.member.name != name), None)
             for states in self._alike.values()

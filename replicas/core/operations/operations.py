@@ -46,7 +46,7 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from replicas import errors
@@ -59,20 +59,22 @@ from replicas.core.operations.pairing import Pairing
 from replicas.messages import Backend, OperationEnd, ReceiptData, WireError
 from replicas.messages.identity import Member
 
-__all__ = ["Operations"]
+__all__ = ["Operations", "Trials"]
 
 LATE_S = 1.0
 """Sidecars end a process group at its deadline; the coordinator this much later."""
 PAIR_PATIENCE_S = 2.0
 """How long a pair waits for others to form a lane with them."""
+TRIAL_PAIRS = 8
+"""A member is tried with up to this many of the others, evenly spread."""
+TRIAL_MIN_S = 1.0
+TRIAL_MAX_S = 30.0
+TRIAL_PART = 0.1
+"""Interval between trials, as a part of the time since its quarantine."""
 
 
 class Operations:
-    """All operations of one channel of peers.
-
-    :ivar on_stuck: called for a stuck operation. True: it was taken over, and stays
-        parked until :meth:`resume`; False: it ends with the error.
-    """
+    """All operations of one channel of peers."""
 
     def __init__(self, ground: Ground) -> None:
         self._ground, self._roster = ground, ground.roster
@@ -81,7 +83,6 @@ class Operations:
         self._vanished: dict[Member, str] = {}
         self.faults = Faults(ground.roster)
         self.totals: dict[str, int] = {}
-        self.on_stuck: Callable[[Operation, errors.ReplicasError, float], bool] = self._probe
 
     @property
     def running(self) -> tuple[Operation, ...]:
@@ -210,7 +211,7 @@ class Operations:
             if verdict == "apart":
                 operation.apart, operation.failures = True, 0
             elif verdict == "stuck":
-                operation.parked = self.on_stuck(operation, error, now)
+                operation.parked = self._probe(operation, error, now)
             if verdict == "end" or (verdict == "stuck" and not operation.parked):
                 self._end(operation, last, now)
 
@@ -400,3 +401,52 @@ class Operations:
         elif now > lane.opened_at + PAIR_PATIENCE_S:
             operation.apart, operation.lane = True, None
             self._run(operation, now)
+
+
+class Trials:
+    """Tests of quarantined peers beside the others.
+
+    A quarantined peer is not readmitted to see whether it works now: the others would
+    pay for each failure. It is tried beside them, in pairs with each of them, and
+    released when all pairs work. Trials come at growing intervals: a part of the time
+    since its quarantine. One that proved nothing is tried again at once.
+    """
+
+    def __init__(self, ground: Ground, pairing: Pairing) -> None:
+        self._ground = ground
+        self._pairing = pairing
+        self._since: dict[Member, float] = {}
+        """When each peer was quarantined."""
+        self._trials: dict[Member, Probe] = {}
+
+    def look(self, now: float) -> None:
+        """Start due trials, and forget peers that are not quarantined any more."""
+        roster = self._ground.roster
+        here = {s.member: s for s in roster.apart.values() if s.standing == "quarantined" and s.is_peer}
+        for member in [member for member in self._since if member not in here]:
+            del self._since[member]
+            if member in self._trials:
+                self._trials.pop(member).abandon()
+        for member, state in here.items():
+            self._since.setdefault(member, now)
+            if member not in self._trials and roster.admissible(state, now):
+                self._try(state, now)
+
+    def _try(self, state: MemberState, now: float) -> None:
+        live = self._pairing.live(self._pairing.domain_of(state.member))
+        live = [other for other in live if not self._ground.roster.suspect(other, now)]
+        tried = [*live[:: -(-len(live) // TRIAL_PAIRS) or 1], state]
+        members = [one.member for one in tried]
+        pairs = [(other, state.member) for other in members[:-1]]
+        backend = self._ground.lanes.backend(tried, on_device=False)
+        trial = Probe(self._ground.lanes, members, backend, now, partial(self._tried, state), pairs=pairs)
+        if not trial.over:
+            self._trials[state.member] = trial
+
+    def _tried(self, state: MemberState, culprits: Mapping[Member, str] | None, now: float) -> None:
+        self._trials.pop(state.member, None)
+        if culprits:
+            state.note = next(iter(culprits.values()))
+            state.not_before = now + min(TRIAL_MAX_S, max(TRIAL_MIN_S, TRIAL_PART * (now - self._since[state.member])))
+        elif culprits is not None:
+            self._ground.roster.release(state)
