@@ -23,21 +23,15 @@ belongs to TRL's client.)
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 import replicas
-from replicas import errors
+from replicas.integrations.weight_sync import Wait, WeightSync
 
 __all__ = ["Wait", "WeightTransfer", "server_mode"]
-
-logger = logging.getLogger("replicas.integrations.trl")
-
-Wait = Literal["loaded", "committed"] | None
 
 
 class WeightTransfer:
@@ -56,29 +50,20 @@ class WeightTransfer:
     def __init__(
         self, channel: str = "policy", *, wait: Wait = None, deadline: float | None = None, **join: Any
     ) -> None:
-        if wait not in ("loaded", "committed", None):
-            raise errors.UsageError(f"WeightTransfer: wait={wait!r}", hint='pass "loaded", "committed" or None')
-        self._name = channel
-        self._wait = wait
-        self._deadline = deadline
-        self._join = join
-        self._channel: replicas.Channel | None = None
-        self._publishes: list[tuple[replicas.Pending[replicas.Receipt], float]] = []
+        self._sync = WeightSync(channel, wait, deadline, join)
         self._logs: dict[str, list[float]] | None = None
 
     @property
     def channel(self) -> replicas.Channel | None:
         """The channel, once training has begun."""
-        return self._channel
+        return self._sync.channel
 
     def init_weight_transfer(self) -> None:
-        """Join the channel."""
-        self._joined()
+        """Join the channel.
 
-    def _joined(self) -> replicas.Channel:
-        if self._channel is None:
-            self._channel = replicas.join(self._name, **self._join)
-        return self._channel
+        :raises replicas.errors.UsageError: this trainer may not publish on the channel.
+        """
+        self._sync.join()
 
     def pause(self) -> None:
         """Do nothing: each server pauses for its own load only."""
@@ -88,62 +73,23 @@ class WeightTransfer:
 
         A publish that fails is logged, now or with the next one, and training goes on:
         the servers keep the version that they have.
-
-        :raises replicas.errors.UsageError: this trainer may not publish on the channel.
         """
-        channel = self._joined()
         self._logs = _logs_of(iterator)
-        self._report()
-        began = time.monotonic()
-        try:
-            pending = channel.publish(iterator, deadline=self._deadline)
-        except errors.UsageError:
-            raise
-        except errors.ReplicasError as error:
-            self._failed(error)
-        else:
-            self._publishes.append((pending, time.monotonic() - began))
+        self._sync.publish(iterator)
+        self._log(self._sync.figures())
 
     def resume(self) -> None:
         """Wait as ``wait`` says."""
-        channel = self._channel
-        if channel is None or not self._publishes or self._wait is None:
-            return
-        try:
-            receipt = self._publishes[-1][0].wait()
-            if self._wait == "loaded":
-                channel.loaded(receipt.version, deadline=self._deadline or 60.0).wait()
-        except errors.ReplicasError as error:
-            logger.warning("the sync did not end well, training goes on: %s", error)
-        self._report()
+        self._sync.settle()
+        self._log(self._sync.figures())
 
     def destroy(self) -> None:
         """Leave the channel."""
-        channel, self._channel = self._channel, None
-        if channel is None:
-            return
-        try:
-            channel.close()
-        except errors.ReplicasError as error:
-            logger.warning("a publish failed: %s", error)
+        self._log(self._sync.leave())
 
-    def _report(self) -> None:
-        """Log the figures of the publishes that have ended."""
-        ended = [one for one in self._publishes if one[0].done()]
-        self._publishes = [one for one in self._publishes if one not in ended]
-        for pending, copied_s in ended:
-            try:
-                self._log({"replicas/copied_seconds": copied_s, **pending.wait().metrics()})
-            except errors.ReplicasError as error:
-                self._failed(error)
-
-    def _failed(self, error: errors.ReplicasError) -> None:
-        logger.warning("a publish failed, training goes on: %s", error)
-        self._log({"replicas/failed": 1.0})
-
-    def _log(self, figures: dict[str, float]) -> None:
+    def _log(self, figures: list[dict[str, float]]) -> None:
         if self._logs is not None:
-            for name, value in figures.items():
+            for name, value in ((name, value) for one in figures for name, value in one.items()):
                 self._logs[name].append(value)
 
 

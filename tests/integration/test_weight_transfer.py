@@ -69,8 +69,8 @@ async def test_a_sync_is_a_publish_whose_figures_are_logged(wait: Wait) -> None:
 async def test_training_goes_on_after_a_sync_that_failed(caplog: pytest.LogCaptureFixture) -> None:
     async with channel_world({**POLICY, "on_lost": "raise", "min_targets": 1}) as world:
         transfer, trainer = transfer_to(world, "committed"), Trainer(1.0)
-        transfer._deadline = 1.0
-        with caplog.at_level(logging.WARNING, "replicas.integrations.trl"):
+        transfer._sync._deadline = 1.0
+        with caplog.at_level(logging.WARNING, "replicas.integrations"):
             await asyncio.to_thread(trainer.sync, transfer)  # no target ever joins
         assert "training goes on" in caplog.text
         assert trainer._metrics["train"]["replicas/failed"] == [1.0]

@@ -41,7 +41,7 @@ WAYS = {
     "supervisor": {*BOTTOM, "config", "core", "telemetry", "coordinator", "control"},
     "cli": {*BOTTOM, "config", "core", "telemetry", "control", "supervisor"},
     "sources": set(),
-    "integrations": {"linux", "cli"},
+    "integrations": {"linux", "cli", "sources"},
 }
 LOOSE = {"__init__", "environ", "errors", "status"}
 FILES_MAX = 20

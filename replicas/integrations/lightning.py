@@ -1,0 +1,97 @@
+"""Publish the weights of a Lightning ``Trainer`` on a channel.
+
+::
+
+    from replicas.integrations.lightning import PublishCallback
+    from replicas.sources import hf
+
+    publish = PublishCallback("policy", weights=lambda module: hf(module.model))
+    trainer = Trainer(..., callbacks=[publish])
+
+Lightning's module holds the model under an attribute, whose name would come before each
+tensor's: ``weights`` takes the model out. The callback runs on every rank, and joins
+with the identity of the rank's environment.
+
+Figures of each sync go to the trainer's loggers under ``replicas/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+import replicas
+from replicas.integrations.weight_sync import StepSync, Wait
+from replicas.sources import hf
+
+__all__ = ["PublishCallback"]
+
+
+class PublishCallback(Callback):
+    """Publishes the model when training begins, every N optimizer steps, and at the
+    end.
+
+    A publish that fails is logged and training goes on. Receivers find the step in
+    ``update.meta["step"]``. Training that is resumed joins again and publishes the
+    checkpoint's weights as the next version.
+
+    :param channel: name of the channel, of which this trainer is a source.
+    :param every: optimizer steps from one publish to the next; default 1.
+    :param wait: before training goes on: ``"loaded"``, all live targets serve the new
+        version; ``"committed"``, all have its bytes; None (the default): it is copied.
+    :param deadline: seconds for each of the two; default: the channel's for the commit,
+        60 for the loads.
+    :param weights: makes what is published of the LightningModule, on every rank;
+        default: :func:`replicas.sources.hf`, under the names of the module.
+    :param dtype: cast plain floating tensors to this dtype; default: no cast.
+    :param first: False: do not publish the weights with which training begins.
+    :param join: further arguments of :func:`replicas.join`, where no supervisor has
+        set the environment.
+    :raises replicas.errors.UsageError: ``every`` or ``wait`` is none of these; when
+        training begins: this rank's group is no source of the channel.
+    :raises replicas.errors.ReplicasError: when training begins: the join failed.
+    """
+
+    def __init__(
+        self,
+        channel: str = "policy",
+        every: int = 1,
+        *,
+        wait: Wait = None,
+        deadline: float | None = None,
+        weights: Callable[[Any], object] = hf,
+        dtype: torch.dtype | None = None,
+        first: bool = True,
+        **join: Any,
+    ) -> None:
+        self._sync = StepSync(channel, wait, deadline, join, every=every, weights=weights, dtype=dtype, first=first)
+
+    @property
+    def channel(self) -> replicas.Channel | None:
+        """The channel, while training goes on."""
+        return self._sync.channel
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Join, and publish."""
+        self._sync.begin(trainer.global_step, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Publish, if it is time."""
+        self._sync.step(trainer.global_step, pl_module)
+        _log(trainer, self._sync.report())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Publish what was not, and leave."""
+        _log(trainer, self._sync.end(trainer.global_step, pl_module))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave: training has ended without its end."""
+        _log(trainer, self._sync.abandon())
+
+
+def _log(trainer: Any, figures: dict[str, float]) -> None:
+    for logger in trainer.loggers if figures else ():
+        logger.log_metrics(figures, step=trainer.global_step)

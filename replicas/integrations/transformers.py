@@ -1,0 +1,96 @@
+"""Publish the weights of any ``transformers.Trainer`` on a channel.
+
+::
+
+    from replicas.integrations.transformers import PublishCallback
+
+    trainer = Trainer(..., callbacks=[PublishCallback("policy", every=10)])
+
+TRL's trainers (SFT, DPO, ...) are such trainers, and so are DDP, DeepSpeed and FSDP
+under them: the callback runs on every rank, joins with the identity of the rank's
+environment, and publishes :func:`replicas.sources.hf` of the model.
+
+Figures of each sync go into ``trainer.state.log_history`` under ``replicas/``, with the
+trainer's own. (A reporter sees them if it comes later in the trainer's list of
+callbacks; see docs/integrations.md.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+import replicas
+from replicas.integrations.weight_sync import StepSync, Wait
+from replicas.sources import hf
+
+__all__ = ["PublishCallback"]
+
+
+class PublishCallback(TrainerCallback):
+    """Publishes the model when training begins, every N optimizer steps, and at the
+    end.
+
+    A publish that fails is logged and training goes on. Receivers find the step in
+    ``update.meta["step"]``. Training that is resumed joins again and publishes the
+    checkpoint's weights as the next version.
+
+    :param channel: name of the channel, of which this trainer is a source.
+    :param every: optimizer steps from one publish to the next; default 1.
+    :param wait: before training goes on: ``"loaded"``, all live targets serve the new
+        version; ``"committed"``, all have its bytes; None (the default): it is copied.
+    :param deadline: seconds for each of the two; default: the channel's for the commit,
+        60 for the loads.
+    :param weights: makes what is published of the trainer's model, on every rank;
+        default: :func:`replicas.sources.hf`.
+    :param dtype: cast plain floating tensors to this dtype; default: no cast.
+    :param first: False: do not publish the weights with which training begins.
+    :param join: further arguments of :func:`replicas.join`, where no supervisor has
+        set the environment.
+    :raises replicas.errors.UsageError: ``every`` or ``wait`` is none of these; when
+        training begins: this rank's group is no source of the channel.
+    :raises replicas.errors.ReplicasError: when training begins: the join failed.
+    """
+
+    def __init__(
+        self,
+        channel: str = "policy",
+        every: int = 1,
+        *,
+        wait: Wait = None,
+        deadline: float | None = None,
+        weights: Callable[[torch.nn.Module], object] = hf,
+        dtype: torch.dtype | None = None,
+        first: bool = True,
+        **join: Any,
+    ) -> None:
+        self._sync = StepSync(channel, wait, deadline, join, every=every, weights=weights, dtype=dtype, first=first)
+
+    @property
+    def channel(self) -> replicas.Channel | None:
+        """The channel, while training goes on."""
+        return self._sync.channel
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Join, and publish."""
+        self._sync.begin(state.global_step, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Publish, if it is time."""
+        self._sync.step(state.global_step, model)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Add the figures to the entry that the trainer has just made."""
+        figures = self._sync.report()
+        if logs is not None:
+            logs.update(figures)
+        state.log_history[-1].update(figures)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Publish what was not, and leave."""
+        figures = self._sync.end(state.global_step, model, changed=args.load_best_model_at_end)
+        if figures:
+            state.log_history.append({**figures, "step": state.global_step})

@@ -1,0 +1,226 @@
+"""What the integrations of trainers share: publish, wait, report.
+
+A trainer of another library calls at its own places. :class:`WeightSync` is its
+membership of a channel; :class:`StepSync` counts the optimizer steps, too.
+
+A sync that fails ends no training: it is logged, with the figure ``replicas/failed``,
+and the targets keep the version that they have. Only what can never work raises: no
+coordinator at the join, or a group that is no source of the channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+import replicas
+from replicas import errors
+
+__all__ = ["LOADED_S", "StepSync", "Wait", "WeightSync"]
+
+logger = logging.getLogger("replicas.integrations")
+
+Wait = Literal["loaded", "committed"] | None
+LOADED_S = 60.0
+"""Seconds for the loads, where no deadline was given."""
+
+
+class _Sync(NamedTuple):
+    pending: replicas.Pending[replicas.Receipt]
+    figures: dict[str, float]
+
+
+class WeightSync:
+    """A trainer's membership of a channel of which it is a source.
+
+    :param channel: its name.
+    :param wait: what :meth:`settle` waits for: ``"loaded"``, all live targets serve the
+        new version; ``"committed"``, all have its bytes; None: nothing.
+    :param deadline: seconds for each of the two; None: the channel's for the commit,
+        60 for the loads.
+    :param join: further arguments of :func:`replicas.join`.
+    :raises replicas.errors.UsageError: ``wait`` is none of these.
+    """
+
+    def __init__(self, channel: str, wait: Wait, deadline: float | None, join: dict[str, Any]) -> None:
+        if wait not in ("loaded", "committed", None):
+            raise errors.UsageError(f"wait={wait!r}", hint='pass "loaded", "committed" or None')
+        self._name = channel
+        self._wait = wait
+        self._deadline = deadline
+        self._join = join
+        self._open: list[_Sync] = []
+        self._last: _Sync | None = None
+        self._figures: list[dict[str, float]] = []
+        self.channel: replicas.Channel | None = None
+
+    def join(self) -> replicas.Channel:
+        """Join the channel, once; return it.
+
+        :raises replicas.errors.UsageError: this group is no source of the channel.
+        :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
+        """
+        if self.channel is not None:
+            return self.channel
+        channel = replicas.join(self._name, **self._join)
+        if channel.role not in ("source", "both"):
+            channel.close(wait=False)
+            text = f"{self._name}: {channel.member.name} is a {channel.role} of the channel, and cannot publish"
+            raise errors.UsageError(text, channel=self._name, hint="name its group in the channel's sources")
+        self.channel = channel
+        return channel
+
+    def publish(self, weights: object, **options: Any) -> None:
+        """Publish; return when the weights are copied. A failure is logged.
+
+        :param options: of :meth:`replicas.Channel.publish`.
+        """
+        channel = self.join()
+        began = time.monotonic()
+        self._last = None
+        try:
+            pending = channel.publish(weights, deadline=self._deadline, **options)
+        except errors.ReplicasError as error:
+            self._failed(error)
+            return
+        self._last = _Sync(pending, {"replicas/copied_seconds": time.monotonic() - began})
+        self._open.append(self._last)
+
+    def settle(self) -> None:
+        """Wait for the last publish as ``wait`` says; at most for the deadline of
+        each."""
+        if self.channel is None or self._last is None or self._wait is None:
+            return
+        began = time.monotonic()
+        (last, self._last) = (self._last, None)
+        receipt = self._receipt(last)
+        if receipt is not None and self._wait == "loaded":
+            try:
+                self.channel.loaded(receipt.version, deadline=self._deadline or LOADED_S).wait()
+            except errors.ReplicasError as error:
+                logger.warning("version %s is not loaded everywhere, training goes on: %s", receipt.version, error)
+        last.figures["replicas/waited_seconds"] = time.monotonic() - began
+
+    def figures(self) -> list[dict[str, float]]:
+        """The figures of each sync that has ended and was not reported, by name."""
+        for sync in [sync for sync in self._open if sync.pending.done()]:
+            self._receipt(sync)
+        found, self._figures = self._figures, []
+        return found
+
+    def leave(self, *, wait: bool = True) -> list[dict[str, float]]:
+        """Leave the channel; return the figures that are left.
+
+        :param wait: first let the publishes under way end, by their own deadlines.
+        """
+        channel, self.channel, self._last = self.channel, None, None
+        if channel is None:
+            return []
+        for sync in [*self._open] if wait else []:
+            self._receipt(sync)
+        self._open.clear()
+        channel.close(wait=False)
+        return self.figures()
+
+    def _receipt(self, sync: _Sync) -> replicas.Receipt | None:
+        """Wait for its end and keep its figures; None: it failed."""
+        try:
+            receipt = sync.pending.wait()
+        except errors.ReplicasError as error:
+            self._failed(error)
+            receipt = None
+        if sync in self._open:
+            self._open.remove(sync)
+            if receipt is not None:
+                sync.figures.update(receipt.metrics())
+                self._figures.append(sync.figures)
+        return receipt
+
+    def _failed(self, error: errors.ReplicasError) -> None:
+        logger.warning("a publish failed, training goes on: %s", error)
+        self._figures.append({"replicas/failed": 1.0})
+
+
+class StepSync(WeightSync):
+    """A :class:`WeightSync` that publishes a model every N optimizer steps.
+
+    ``update.meta["step"]`` is the step at the receivers. A step that goes back (a
+    resumed training) is published like any other, under the next version.
+
+    :param every: N.
+    :param weights: makes what is published of the trainer's model, at each publish.
+    :param dtype: cast plain floating tensors to this dtype; None: no cast.
+    :param first: publish the weights with which training begins, too.
+    :raises replicas.errors.UsageError: ``every`` is not a whole number from 1.
+    """
+
+    def __init__(
+        self,
+        channel: str,
+        wait: Wait,
+        deadline: float | None,
+        join: dict[str, Any],
+        *,
+        every: int,
+        weights: Callable[[Any], object],
+        dtype: torch.dtype | None,
+        first: bool,
+    ) -> None:
+        super().__init__(channel, wait, deadline, join)
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise errors.UsageError(f"every={every!r}", hint="pass a number of steps, 1 or more")
+        self._every = every
+        self._weights = weights
+        self._dtype = dtype
+        self._first = first
+        self._published = -1
+        self._begun = 0
+
+    def begin(self, step: int, model: Any) -> None:
+        """Training begins, or goes on, at this step."""
+        self.join()
+        self._begun, self._published = step, -1
+        if self._first:
+            self._sync(step, model)
+
+    def step(self, step: int, model: Any) -> None:
+        """An optimizer step has ended, or none: a step is published once."""
+        if step // self._every > max(self._published, self._begun) // self._every:
+            self._sync(step, model)
+
+    def end(self, step: int, model: Any, *, changed: bool = False) -> dict[str, float]:
+        """Training has ended: publish what was not, leave, return the last figures.
+
+        :param changed: the model is another one than after the last step.
+        """
+        if self.channel is None:
+            return {}
+        if changed or step != self._published:
+            self._sync(step, model)
+        return _newest([*self.figures(), *self.leave()])
+
+    def abandon(self) -> dict[str, float]:
+        """Training has failed: leave at once, return the last figures."""
+        return _newest([*self.figures(), *self.leave(wait=False)])
+
+    def report(self) -> dict[str, float]:
+        """The figures since the last report: the newest of each, failures counted."""
+        return _newest(self.figures())
+
+    def _sync(self, step: int, model: Any) -> None:
+        self.publish(self._weights(model), dtype=self._dtype, meta={"step": step})
+        self._published = step
+        self.settle()
+
+
+def _newest(all_figures: list[dict[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for figures in all_figures:
+        found.update(figures)
+    if "replicas/failed" in found:
+        found["replicas/failed"] = sum(figures.get("replicas/failed", 0.0) for figures in all_figures)
+    return found
