@@ -1,8 +1,5 @@
 """Locks and waits that stay correct when an exception interrupts a thread anywhere.
 
-Theory of operation
-===================
-
 Python runs signal handlers on the main thread, between any two of its steps. What a
 handler raises (Ctrl-C's KeyboardInterrupt, a trainer's own SystemExit) propagates from
 wherever our code is. Hence three rules for code that runs on the user's threads:

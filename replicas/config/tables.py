@@ -1,8 +1,5 @@
 """Read a config's tables into structs, which are their schema.
 
-Theory of operation
-===================
-
 A struct of :mod:`replicas.config.structs` is the only schema of its table. A field is a
 key if its type says how its value is read: a :class:`~replicas.config.values.Form`, a
 ``Literal``, another struct, or structs by name. Its default is the key's.

@@ -1,8 +1,5 @@
 """The supervisor of a run: groups of replicas, their coordinator, commands and status.
 
-Theory of operation
-===================
-
 One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events,
 the coordinator (store, sessions, control port) and the control socket, and gives the
 groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`. All commands arrive here:

@@ -1,8 +1,5 @@
 """The janitor: clean up a run when the supervisor and a shim are both dead.
 
-Theory of operation
-===================
-
 A shim ends its processes when the supervisor is gone, and the supervisor sweeps what a
 dead shim has left. The janitor, one for each run, covers the death of both: ranks then
 die of their parent-death signal, but the processes that they had started do not.

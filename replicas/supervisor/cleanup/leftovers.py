@@ -1,8 +1,5 @@
 """Find and kill the living processes of a dead supervisor's run, never by name.
 
-Theory of operation
-===================
-
 A process belongs to a run whose supervisor is dead if one of these is true:
 
 * ``record``: its pid and start time are in a record of the state file, or it descends

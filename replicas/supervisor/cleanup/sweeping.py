@@ -1,8 +1,5 @@
 """SIGKILL the processes of dead shims until none is left. Standard library only.
 
-Theory of operation
-===================
-
 A shim ends its own tree. If it was killed, the supervisor sweeps what it leaves; if
 both were, the janitor does. Processes of a shim are found in three ways: by its control
 group, by the mark in their environment, and by pid and start time as the shim last

@@ -1,8 +1,5 @@
 """All groups of a run: when replicas start, which end together, when the run is over.
 
-Theory of operation
-===================
-
 Each replica has its own task (:mod:`replicas.supervisor.fleet.replica`), which calls
 the fleet where others are concerned: before it starts, before it restarts, and when it
 fails. A monitor looks at all replicas four times a second, and at once after a change:

@@ -1,8 +1,5 @@
 """One replica: start its generations, watch them, end them, and restart.
 
-Theory of operation
-===================
-
 :class:`Replica` is the shell of :mod:`replicas.core.lives.lifecycle`. One task
 (:meth:`Replica.run`) follows the state: it waits in ``pending`` for dependencies and
 resources, runs one *generation* through ``starting``, ``ready`` and ``draining``, waits

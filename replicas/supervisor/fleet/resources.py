@@ -1,8 +1,5 @@
 """Find this machine's resources, check that a plan fits, and assign GPUs to replicas.
 
-Theory of operation
-===================
-
 :func:`look` finds GPUs, CPUs and memory without torch and without a GPU context.
 
 A *plan* is what a config asks for. :func:`problems` compares it with a

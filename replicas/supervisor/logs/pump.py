@@ -1,8 +1,5 @@
 """Log pump: the process that writes the output of a node's processes to log files.
 
-Theory of operation
-===================
-
 Each rank writes into two pipes of its own, stdout and stderr; torchrun and the
 forkserver into one each. Pipes, not files: a program must never meet a full disk, a
 rotation or a slow terminal. Two of them: half a line on one must not end up in the

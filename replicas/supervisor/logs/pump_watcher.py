@@ -1,8 +1,5 @@
 """The shim's side of its logs: make the pipes, keep a pump running, get last lines.
 
-Theory of operation
-===================
-
 :class:`PumpWatcher` holds both ends of every pipe
 (:mod:`replicas.supervisor.logs.pump`). A pump that ends is replaced at once, later each
 time if it happens repeatedly; meanwhile the pipes buffer the output. A pump that leaves

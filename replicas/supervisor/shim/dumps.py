@@ -1,8 +1,5 @@
 """Collect the stacks of a node's ranks. Standard library only.
 
-Theory of operation
-===================
-
 1. Ranks that have joined a channel left a file in the folder ``stacks``
    (:mod:`replicas.linux.stacks`). Each of them that is alive, below the shim, and
    catches the signal (else it would die of it) is signalled through a pidfd.

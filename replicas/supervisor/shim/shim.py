@@ -1,8 +1,5 @@
 """Shim: owns a replica's process tree on one node, and leaves nothing of it behind.
 
-Theory of operation
-===================
-
 The supervisor execs ``python -m replicas.supervisor.shim.shim --control FD --parent
 PID`` for each replica and node; orders come over the socketpair ``FD``
 (:mod:`replicas.supervisor.shim.orders`), the first of which says what to start. The

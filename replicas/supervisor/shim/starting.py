@@ -1,8 +1,5 @@
 """Start a node's processes, and keep its sidecar forkserver running.
 
-Theory of operation
-===================
-
 :class:`Starter` starts torchrun's launcher, or the program, and the forkserver; the
 launcher has the commands of its workers from here, too.
 

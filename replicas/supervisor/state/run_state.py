@@ -1,8 +1,5 @@
 """The state of a run that survives its supervisor: ``<state_dir>/state.json``.
 
-Theory of operation
-===================
-
 The file is replaced as a whole, always *before* what it allows happens: a restart is
 saved as spent before the generation starts, the mark of a shim before the shim is
 started. So a supervisor that is killed at any moment leaves a file that allows at most
