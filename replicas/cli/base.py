@@ -154,7 +154,6 @@ def _check_target(target: str | None) -> None:
 
 
 def exit_code_of(error: ReplicasError, failed: int = UNAVAILABLE) -> int:
-    """The exit code of a command that ends with ``error``."""
     if isinstance(error, BadConfig):
         return BAD_CONFIG
     if isinstance(error, UsageError):
@@ -186,12 +185,10 @@ class Screen(Console):
 
 
 def complain(text: str) -> None:
-    """Print a message to stderr, in one or more lines."""
     print(f"replicas: {hanging(text)}", file=sys.stderr)
 
 
 def json_text(value: object) -> str:
-    """``value`` as indented JSON."""
     return ascii_controls(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode())
 
 

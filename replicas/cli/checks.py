@@ -93,7 +93,6 @@ def _problem(about: str, text: str, remedy: str) -> Finding:
 
 
 def _supervisor(state_dir: Path) -> int | None:
-    """Pid of the living supervisor."""
     try:
         pid = read_endpoint(state_dir).pid
     except errors.Disconnected:

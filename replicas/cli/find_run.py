@@ -249,7 +249,6 @@ class RunAddress:
 
     @cached_property
     def config(self) -> Config | None:
-        """Its config, if one was named."""
         return None if self.path is None else load(self.path)
 
     @property

@@ -234,7 +234,6 @@ def _past(place: RunAddress, after: int) -> Iterator[Record]:
 
 
 def _coming(place: RunAddress, after: int) -> Iterator[Record]:
-    """New events until the run ends."""
     client = place.client()
     ended = False
     try:
@@ -301,7 +300,6 @@ def doctor(*, place: Here, as_json: Json = False) -> None:
 
 
 def draw_findings(screen: Screen, findings: Iterable[Finding]) -> None:
-    """A line for each finding, and one for the remedy of a problem."""
     for finding in findings:
         mark, style = _MARKS[finding.state]
         screen.print(Text.assemble((f"[{mark}] ", style), (f"{finding.about:10}", "bold"), one_line(finding.text)))

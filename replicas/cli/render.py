@@ -64,7 +64,6 @@ def size_text(nbytes: int) -> str:
 
 
 def plan(config: Config) -> RenderableType:
-    """The output of ``replicas check``: the resolved config."""
     groups = config.groups.values()
     replicas = sum(group.replicas for group in groups)
     ranks = sum(group.replicas * group.world_size for group in groups)
@@ -129,7 +128,6 @@ _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays 
 
 
 def _failure_row(group: GroupConfig, on_channels: set[str]) -> tuple[str, ...]:
-    """When a replica is not started again, and what ends then."""
     rules = group.restart
     never = rules.policy == "never"
     cycles = rules.no_progress_cycles if group.name in on_channels and not never else 0
@@ -185,7 +183,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def run_status(status: RunStatus) -> RenderableType:
-    """The output of ``replicas status``."""
     ready = ("ready", "bold green") if status.ready else ("not ready", "bold yellow")
     title = Text.assemble((status.run, "bold"), "  ", ready, f"  {status.endpoint}  pid {status.pid}")
     title.append(f"  up {duration_text(status.uptime_s)}")
@@ -355,7 +352,6 @@ def _because(reason: str) -> str:
 
 
 def _plain(event: happened.Event) -> str:
-    """Any other event: its name in words, and its fields."""
     name = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(event).__name__).strip()
     fields = {
         field: value

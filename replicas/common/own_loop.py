@@ -22,7 +22,6 @@ def begin(coordinator: object) -> None:
 
 
 def end(coordinator: object) -> None:
-    """Undo :func:`begin`."""
     loop = asyncio.get_running_loop()
     known = _coordinators.get(loop, set())
     known.discard(id(coordinator))

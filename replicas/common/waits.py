@@ -63,7 +63,6 @@ class Latch:
             self._wake()
 
     def remove(self, waker: Callable[[], object]) -> None:
-        """Remove a callback."""
         self._wakers.pop(waker, None)
 
     def wait(self, timeout_s: float | None = None) -> bool:

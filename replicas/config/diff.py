@@ -78,7 +78,6 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
 
 
 def _asking(config: Config, *resources: str) -> list[str]:
-    """Return the groups that ask for one of these resources."""
     return [
         name
         for name, group in config.groups.items()

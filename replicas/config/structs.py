@@ -250,7 +250,6 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of one replica."""
         return self.nproc_per_node * self.nnodes
 
 

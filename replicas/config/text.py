@@ -175,7 +175,6 @@ class Lines:
         return None
 
     def _line(self, path: Sequence[str]) -> int | None:
-        """Bisect until one statement is left; return its first line."""
         low, high = 0, len(self._lines)  # the key is absent in `low` lines, present in `high`
         while (middle := self._between(low, high)) is not None:
             count, mapping = middle

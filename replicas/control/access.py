@@ -64,17 +64,14 @@ class ByToken:
 
 
 def without_output(text: str) -> str:
-    """The text with each cause cut after its exit code or signal."""
     return _OUTPUT.sub(r"\1", text)
 
 
 def public(value: object) -> Any:
-    """``value`` as JSON types, its texts without program output."""
     return _cut(msgspec.to_builtins(value, enc_hook=str))
 
 
 def hiding_store(status: RunStatus) -> RunStatus:
-    """The status without the store's address."""
     return msgspec.structs.replace(status, store=msgspec.structs.replace(status.store, host="", port=0))
 
 

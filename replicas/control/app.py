@@ -59,21 +59,15 @@ class StatusSource(Protocol):
 
 
 class StreamSource(Protocol):
-    """Source of events and logs."""
-
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
         """Events numbered above ``after`` (None: from now on), then each new one."""
         ...
 
     @property
-    def last_event(self) -> int:
-        """Number of the newest event."""
-        ...
+    def last_event(self) -> int: ...
 
     @property
-    def logs(self) -> Path:
-        """The folder of the run's logs."""
-        ...
+    def logs(self) -> Path: ...
 
 
 def control_routes(
@@ -176,7 +170,6 @@ def _text(text: str, code: int) -> Response:
 
 
 def _stream_routes(source: StreamSource, access: Access) -> list[Route]:
-    """``/events`` and ``/logs``."""
 
     async def events(request: Request) -> Response:
         try:

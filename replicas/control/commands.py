@@ -116,7 +116,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def exception(self) -> errors.ReplicasError:
-        """The error as an exception, on the caller's side."""
         if self.kind == "BadConfig":
             return errors.BadConfig(self.problems, source=self.source)
         return errors.error_class(self.kind)(self.message, hint=self.hint)

@@ -114,8 +114,6 @@ def offset_since(log: Path, since: float) -> int | None:
 
 
 class _Stream:
-    """The log of one rank and generation."""
-
     def __init__(self, path: Path, replica: str, generation: int, rank: int) -> None:
         self.path = path
         self.name = (replica, generation, rank)
@@ -297,11 +295,9 @@ class Follower:
 
     @property
     def many(self) -> bool:
-        """Whether lines of several ranks or replicas are read."""
         return len({(stream.name[0], stream.name[2]) for stream in self._streams.values()}) > 1
 
     def _find(self) -> Iterator[tuple[Path, str, int, int]]:
-        """Path, replica, generation and rank of each selected log."""
         for group in sorted(_folders(self._logs)):
             for replica in _folders(group):
                 if self._selection.takes(group.name, replica.name):

@@ -55,7 +55,6 @@ def json_bytes(body: bytes, code: int = 200, **headers: str) -> Response:
 
 
 def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Response:
-    """A response that says why nothing was done."""
     problem = Problem(kind="UsageError", message=message, hint=hint)
     return json_response(Answer(done=False, error=problem), code, **headers)
 
@@ -115,7 +114,6 @@ async def _body(request: Request) -> bytes:
 
 
 async def _work(commands: Commands, order: Order) -> Answer:
-    """Carry out the order; any exception becomes an answer."""
     try:
         return Answer(done=True, result=await carry_out(commands, order))
     except errors.ReplicasError as error:

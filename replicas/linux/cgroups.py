@@ -146,8 +146,6 @@ def remove_stale(own: Path) -> None:
 
 
 class RunCgroups:
-    """The groups of one run. ``limits``: controllers available, of :data:`LIMITS`."""
-
     def __init__(self, path: Path, limits: frozenset[str]) -> None:
         self.path = path
         self.limits = limits
@@ -220,13 +218,11 @@ def _hand_on(own: Path) -> frozenset[str]:
 
 
 def _write_if_there(path: Path, value: str) -> None:
-    """Write ``value`` if the file exists; not every kernel has it."""
     with contextlib.suppress(FileNotFoundError):
         _write(path, value)
 
 
 def _write(path: Path, value: str) -> None:
-    """Write to an existing file in one call."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, value.encode())

@@ -9,7 +9,6 @@ __all__ = ["open_plain", "reopen"]
 
 
 def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
-    """Open a new file description of the same file; return its descriptor."""
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 

@@ -208,7 +208,6 @@ def _open_in(parent: int, path: Path, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """Return the content of a file of ours."""
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
@@ -219,7 +218,6 @@ def write(path: Path, data: bytes) -> None:
 
 
 def create(path: Path, data: bytes) -> None:
-    """Create a file, replacing an existing one of this name."""
     with folder(path.parent) as parent:
         _create_in(parent, path, data)
 
@@ -247,7 +245,6 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def rename(path: Path, name: str) -> None:
-    """Rename a file within its folder, replacing an existing file of that name."""
     with folder(path.parent) as parent:
         os.rename(path.name, name, src_dir_fd=parent, dst_dir_fd=parent)
 

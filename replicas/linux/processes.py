@@ -130,19 +130,16 @@ def start_time(pid: int) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal such as SIGSTOP has stopped the process."""
     found = _stat(pid)
     return found is not None and found[0] == "T"
 
 
 def has_zombie(pid: int) -> bool:
-    """Return whether the process has a zombie child, dead but not reaped."""
     stats = (_stat(child) for child in processes())
     return any(found is not None and found[1] == pid and found[0] in _DEAD for found in stats)
 
 
 def processes() -> Iterator[int]:
-    """Iterate over the ids of all visible processes."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             yield int(entry.name)
@@ -190,7 +187,6 @@ def descendants(root: int) -> list[int]:
 
 
 def parents(pid: int) -> list[int]:
-    """Return the ancestors of a process, its parent first."""
     found: list[int] = []
     while (stat := _stat(pid)) is not None and stat[1] > 0:
         pid = stat[1]
@@ -199,7 +195,6 @@ def parents(pid: int) -> list[int]:
 
 
 def children(parent: int) -> list[int]:
-    """Return the living children of a process."""
     found = ((pid, _stat(pid)) for pid in processes())
     return [pid for pid, stat in found if stat is not None and stat[1] == parent and stat[0] not in _DEAD]
 
@@ -213,7 +208,6 @@ def own_children() -> list[int]:
 
 
 def is_below(pid: int, root: int) -> bool:
-    """Return whether ``root`` is an ancestor of ``pid``."""
     return root in parents(pid)
 
 
@@ -286,7 +280,6 @@ def marked(nonces: str | Iterable[str]) -> list[int]:
 
 
 def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal, and return, the processes whose environment has one of these nonces."""
     entries = _entries(nonces)
     return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: _has_mark(pid, entries))
 
@@ -319,7 +312,6 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def boot_id() -> str:
-    """Return the id of this boot of the machine; containers of one kernel share it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 

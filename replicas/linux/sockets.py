@@ -96,7 +96,6 @@ def listeners() -> Iterator[tuple[Listener, int]]:
 
 
 def whose(uids: frozenset[int]) -> str:
-    """Say whose port or socket it is, as the end of a sentence."""
     if not uids:
         return "is a port on which no process of this machine listens"
     return f"is of user {', '.join(map(str, sorted(uids)))}"
@@ -116,7 +115,6 @@ def reachable(path: Path) -> Iterator[str]:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether ``path``, which exists, is a socket of this user."""
     found = path.lstat()
     return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
 

@@ -47,7 +47,6 @@ class Asked(NamedTuple):
 
 
 def folder(log_dir: Path) -> Path:
-    """Return the folder of the stack files of the processes that log to ``log_dir``."""
     return log_dir / "stacks"
 
 

@@ -133,8 +133,6 @@ class _Terminal:
 
 
 class _Operator:
-    """Acts on the operator's signals."""
-
     def __init__(self, supervisor: Supervisor, notifier: Notifier, watcher: Watcher, console: Console) -> None:
         self.started = asyncio.Event()
         self.preempted = False
@@ -174,7 +172,6 @@ class _Operator:
                 signal.signal(signum, signal.SIG_IGN)
 
     async def finish(self) -> None:
-        """Wait for the spawned tasks; cancel reloads."""
         for task in (self._reloading, *self._changing):
             if task is not None:
                 task.cancel()
@@ -201,7 +198,6 @@ class _Operator:
         return entered
 
     def _give_up(self, name: str) -> bool:
-        """Cancel the start; False: no start is under way."""
         if self._starting is None:
             return False
         self._say(f"{name}: giving up the start")
@@ -311,7 +307,6 @@ class Notifier:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is a receiver."""
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
@@ -373,7 +368,6 @@ class Watcher:
             self.look(time.monotonic())
 
     def stopping(self) -> None:
-        """Send ``STOPPING=1``, unless it was sent."""
         if not self._stopping:
             self._stopping = True
             self._notifier.send(STOPPING="1")

@@ -37,8 +37,6 @@ _CHANGED = Cause("reload", "its config has changed")
 
 
 class Site(Protocol):
-    """The supervisor, as :class:`Reloading` sees it."""
-
     config: Config
 
     @property
@@ -50,8 +48,6 @@ class Site(Protocol):
 
 
 class Reloading:
-    """Reloads of one run, accepted one after the other."""
-
     def __init__(self, site: Site) -> None:
         self._site = site
         self._one_at_a_time = asyncio.Lock()
@@ -123,7 +119,6 @@ class Reloading:
         return reloaded
 
     async def _carry_out(self, found: ConfigDiff) -> None:
-        """Remove, restart and scale groups side by side; raise the first failure."""
         steps: list[Coroutine[Any, Any, None]] = [self._remove(name) for name in found.removed]
         for name in dict.fromkeys((*found.resized, *found.restarted)):
             steps.append(self._restart_and_scale(name, again=name in found.restarted))

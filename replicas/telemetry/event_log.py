@@ -307,7 +307,6 @@ def _line_from(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
 
 
 def _last_seq(path: Path) -> int:
-    """Return the number of the newest record; 0 when there is none."""
     for name in (path, _older(path)):
         try:
             file = _opened(name)
@@ -322,7 +321,6 @@ def _last_seq(path: Path) -> int:
 
 
 def _end_of_last_line(fd: int) -> int:
-    """Return the offset after the last finished line."""
     position = os.fstat(fd).st_size
     while position > 0:
         start = max(0, position - _WINDOW_NBYTES)

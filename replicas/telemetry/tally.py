@@ -132,7 +132,6 @@ class Tally(msgspec.Struct):
             phases.setdefault(phase, Histogram()).observe(seconds, SYNC_BUCKETS)
 
     def shown_in(self, status: RunStatus) -> RunStatus:
-        """Return the status with these counters in it."""
         groups = (replace(group, restarts=dict(self.restarts.get(group.name, {}))) for group in status.groups)
         channels = (
             replace(

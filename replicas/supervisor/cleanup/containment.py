@@ -213,7 +213,6 @@ class Containment:
         return self
 
     def _place(self, spec: NodeSpec) -> NodeSpec:
-        """The spec with a control group of its own, if it can and need be made."""
         limits = self._resources(spec.group)
         limited = limits.memory_nbytes is not None or limits.max_processes is not None
         if self._cgroups is None:

@@ -73,11 +73,9 @@ class Stocktaking:
 
     @property
     def wakes(self) -> list[float]:
-        """When :meth:`on_time` wants to be called."""
         return [self._look_at]
 
     def on_time(self, now: float) -> Belongings | None:
-        """The inventory, if it is due and has changed."""
         return self._note(take(self._pids()), now) if now >= self._look_at else None
 
     def last_time(self, now: float) -> Belongings | None:

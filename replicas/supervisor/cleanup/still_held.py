@@ -133,7 +133,6 @@ def _ports(old: Belongings) -> list[StillHeld]:
 
 
 def _gpu(old: Belongings) -> list[StillHeld]:
-    """Memory that the driver still counts for a process of the old generation."""
     if not old.gpu:
         return []
     try:

@@ -115,7 +115,6 @@ def until_quiet(look: Callable[[], set[int]], timeout_s: float) -> set[int]:
 
 
 def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None:
-    """SIGKILL ``pids`` of a control group, except ``spared``."""
     if spared.isdisjoint(pids):
         cgroups.kill(group)  # by the kernel, as a whole: no fork escapes
         return

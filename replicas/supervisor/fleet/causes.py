@@ -113,7 +113,6 @@ def exited(group: str, replica: int, generation: int, reports: list[ExitReport],
 
 
 def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLinesDropped:
-    """The event for lines that were lost on their way to a log."""
     where: Literal["file", "tee"] = "tee" if loss.where == "tee" else "file"
     return LogLinesDropped(
         group=group, replica=replica, generation=generation, count=loss.lines, where=where, reason=loss.reason
@@ -157,7 +156,6 @@ class FailureReports:
         self._said: set[tuple[str, int, str, str]] = set()
 
     def text(self, event: Event) -> str:
-        """The report of this event, in one or more lines; empty: none."""
         match event:
             case ReplicaExited(outcome="failed"):
                 return _last_words(event)

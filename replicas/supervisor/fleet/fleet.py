@@ -61,8 +61,6 @@ _DIGITS = 7
 
 
 class FleetEnvironment(Ground, Protocol):
-    """The supervisor as the fleet sees it."""
-
     @property
     def resources(self) -> Resources: ...
     def told(self, transition: Transition, resume_in_s: float) -> None: ...
@@ -123,20 +121,17 @@ class Fleet:
     # ------------------------------------------------------------ start
 
     def start(self) -> None:
-        """Start all groups; waits for nothing."""
         for name, group in self.groups.items():
             self.resize(name)
             self._fill(group)
         self._ground.spawn(self._monitor)
 
     def adopt(self, config: GroupConfig) -> None:
-        """Start a new group."""
         group = self.groups[config.name] = Group(config, saved=self.removed.pop(config.name, None), rng=self._rng)
         self.resize(config.name)
         self._fill(group)
 
     def _fill(self, group: Group) -> None:
-        """Add the wanted replicas that are missing."""
         for index in range(group.size):
             if index not in group.replicas:
                 replica = Replica(
@@ -213,7 +208,6 @@ class Fleet:
             await self._looked.wait_for(condition)
 
     async def wait_ready(self, groups: Iterable[Group]) -> None:
-        """Wait until these groups are ready; a failure or the run's end is an error."""
         chosen = list(groups)
 
         def settled() -> bool:

@@ -90,7 +90,6 @@ class Group:
                 replica.halt()
 
     def retire(self, replica: Replica) -> None:
-        """Remove a replica that is scaled away, and keep its state."""
         del self.replicas[replica.index]
         self._retired[replica.index] = _kept(replica)
         self.rules.forget(replica.index)
@@ -105,22 +104,18 @@ class Group:
 
     @property
     def states(self) -> dict[int, ReplicaState]:
-        """State of each replica, by index."""
         return {index: replica.life.state for index, replica in sorted(self.replicas.items())}
 
     @property
     def staying(self) -> list[ReplicaState]:
-        """States of the replicas that are not being scaled away."""
         return [replica.life.state for replica in self.replicas.values() if replica.ending != "leave"]
 
     @property
     def finished(self) -> bool:
-        """Whether enough have finished (not been stopped), and the others failed."""
         return is_done(self.staying, self.config.min_ready)
 
     @property
     def over(self) -> bool:
-        """Whether all replicas have finished or failed."""
         return is_over(self.staying)
 
     @property
@@ -129,7 +124,6 @@ class Group:
 
     @property
     def failed(self) -> Replica | None:
-        """A replica that has failed, if there is one."""
         return next((one for one in self.replicas.values() if one.life.state == "failed"), None)
 
     @property
@@ -145,7 +139,6 @@ class Group:
         return is_lost(states, enough(self.config.min_ready, len(states)))
 
     def words_of_failure(self) -> str:
-        """Describe which replica has failed, and why."""
         assert self.failed is not None
         left = len(self.staying) - self.staying.count("failed")
         kept = f" ({left} of {len(self.staying)} replicas are left)" if self.config.on_failure != "run" else ""
@@ -153,7 +146,6 @@ class Group:
 
     @property
     def falling(self) -> bool:
-        """Whether some replicas are being ended."""
         return any(replica.falling for replica in self.replicas.values())
 
     def status(self, now: float) -> GroupStatus:

@@ -173,7 +173,6 @@ class Node:
     # ------------------------------------------------------------ orders
 
     def meet(self, host: str, port: int) -> None:
-        """Send the rendezvous of node 0 to another node."""
         self._order({"type": "rendezvous", "host": host, "port": port})
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
@@ -247,7 +246,6 @@ class Node:
     # ------------------------------------------------------------ messages
 
     def _on_message(self) -> bool:
-        """Receive one message; False: there is none."""
         assert self._control is not None
         try:
             message = orders.receive(self._control)

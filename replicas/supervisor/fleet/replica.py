@@ -150,7 +150,6 @@ class Replica:
 
     @property
     def resting(self) -> bool:
-        """Whether it stays as it is until a request."""
         return self.life.settled and not self.ending
 
     # ------------------------------------------------------------ requests
@@ -226,7 +225,6 @@ class Replica:
         return True
 
     def poke(self) -> None:
-        """Wake the task, which then looks at the state again."""
         self._poke.set()
 
     def forgive(self, pause_s: float) -> None:
@@ -345,7 +343,6 @@ class Replica:
             self.over.set()
 
     def _start_if_due(self) -> bool:
-        """Start the next generation if it is due; returns whether it was."""
         event = ReplicaEvent.BACKOFF_ELAPSED
         if self.life.state == "pending":
             event = ReplicaEvent.START
@@ -360,7 +357,6 @@ class Replica:
         return due
 
     async def _poked(self, until: float | None = None) -> None:
-        """Wait for a poke, or for the time ``until``."""
         try:
             async with asyncio.timeout(None if until is None else max(0.0, until - self._now())):
                 await self._poke.wait()
@@ -491,16 +487,13 @@ class Replica:
         return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)
 
     async def stacks(self) -> dict[str, str]:
-        """Stacks of its ranks, by ``group/replica/rank``."""
         return await self._generation.stacks()
 
     @property
     def resume_in_s(self) -> float:
-        """Seconds until the next generation, in ``backoff``."""
         return max(0.0, self._resume_at - self._now())
 
     def status(self, now: float) -> ReplicaStatus:
-        """A snapshot."""
         life, nodes = self.life, self._generation.nodes
         view = self._health.view if life.state in ("starting", "ready") else None
         reason = view.reason if view is not None else life.reason

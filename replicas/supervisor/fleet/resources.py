@@ -143,7 +143,6 @@ def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
 
 
 def _cgroup_texts(name: str) -> Iterator[str]:
-    """Contents of this file in our cgroup and in its ancestors."""
     try:
         own = own_group()
     except OSError:
@@ -186,7 +185,6 @@ def refuse_unfit(config: Config, machine: Machine) -> None:
 
 
 def problems(config: Config, machine: Machine) -> list[str]:
-    """Why the plan does not fit, one line each; empty: it fits."""
     found: list[str] = []
     total, names = _peak(config, {group.name: group.replicas * _gpus_of(group) for group in config.groups.values()})
     if total > len(machine.gpus):
@@ -211,7 +209,6 @@ def problems(config: Config, machine: Machine) -> list[str]:
 
 
 def notes(config: Config, machine: Machine) -> list[str]:
-    """Remarks on a plan that fits, such as more CPU threads than CPUs."""
     threads = {
         group.name: group.replicas * group.world_size * (group.resources.cpu_threads or 0)
         for group in config.groups.values()
@@ -229,12 +226,10 @@ def _product(group: GroupConfig) -> str:
 
 
 def _gpus_of(group: GroupConfig) -> int:
-    """GPUs of one replica."""
     return (group.resources.gpus or 0) * group.world_size
 
 
 def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
-    """The config with other numbers of replicas."""
     groups = {
         name: msgspec.structs.replace(group, replicas=sizes.get(name, group.replicas))
         for name, group in config.groups.items()
@@ -338,7 +333,6 @@ class Resources:
         return tuple(gpu for gpu in self.machine.gpus if gpu not in taken)
 
     def held(self, group: str, index: int) -> tuple[str, ...]:
-        """The GPUs of a replica."""
         return self._held.get((group, index), ())
 
     def take(self, group: GroupConfig, index: int) -> str:

@@ -42,7 +42,6 @@ class Folder:
 
     @property
     def due(self) -> float | None:
-        """When :meth:`late` has lines to return."""
         times = [self._frame_at + BAR_INTERVAL_S] if self._frame else []
         times += [] if self._bar_at is None or not self._bar else [self._bar_at + BAR_INTERVAL_S]
         return min(times, default=None)
@@ -109,7 +108,6 @@ class Folder:
 
 
 def _last_state(line: bytes) -> bytes:
-    """The line as its carriage returns leave it."""
     if b"\r" in line:
         line = line.rstrip(b"\r")
         return line[line.rfind(b"\r") + 1 :]

@@ -102,7 +102,6 @@ class RotatedFile:
                 _close(times)
 
     def close(self) -> None:
-        """Close the open files; never fails."""
         for descriptor in (self._file, self._times):
             if descriptor is not None:
                 _close(descriptor)

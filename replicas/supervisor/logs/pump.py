@@ -75,7 +75,6 @@ _RANK_NDIGITS = 10
 
 
 def waiting_nbytes(pipe: int) -> int:
-    """Bytes to read in the pipe."""
     count: int = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"))[0]
     return count
 
@@ -118,7 +117,6 @@ class LogSource:
 
     @property
     def reads(self) -> int:
-        """Number of reads so far."""
         return self._numbers[0]
 
     @reads.setter
@@ -144,7 +142,6 @@ class LogSource:
         return self._map[_TAIL_AT : _TAIL_AT + self._numbers[2]]
 
     def keep(self, lines: bytes) -> None:
-        """Append to the tail."""
         tail = (self.tail() + lines)[-TAIL_NBYTES:]
         self._map[_TAIL_AT : _TAIL_AT + len(tail)] = tail
         self._numbers[2] = len(tail)
@@ -180,12 +177,10 @@ class Log:
 
     @property
     def prefix(self) -> str:
-        """Prefix of its lines on a terminal."""
         return f"{self._replica}.{self.source.title.removeprefix('rank-')}"
 
     @property
     def due(self) -> float | None:
-        """When :meth:`late` must be called."""
         times = [folder.due for folder in self._folders if folder.due is not None]
         times += [self._retry_at] if self.trouble and self._lost_lines else []
         return min(times, default=None)
@@ -231,7 +226,6 @@ class Log:
         return lines
 
     def retry(self, now: float) -> None:
-        """Retry the file now, if lines were dropped."""
         self._retry_at = now
         if self.trouble:
             self._write(b"", now)

@@ -141,7 +141,6 @@ class PumpWatcher:
 
     @property
     def pid(self) -> int:
-        """Process id of the pump; 0 if there is none."""
         return self._pid
 
     @property
@@ -151,7 +150,6 @@ class PumpWatcher:
 
     @property
     def wakes(self) -> list[float]:
-        """When :meth:`on_time` must be called."""
         return [at for at in (self._start_at, self._kill_at, self._drained_by, self._speak_at) if at is not None]
 
     def start(self) -> None:
@@ -199,7 +197,6 @@ class PumpWatcher:
         return [pipe for source in self._sources.values() for pipe in source.pipes]
 
     def ended(self, code: int) -> None:
-        """Handle the end of the pump, which was reaped."""
         with contextlib.suppress(BlockingIOError):
             while self._control is not None:  # messages that it sent before its end
                 self._on_message()
@@ -288,7 +285,6 @@ class PumpWatcher:
             then()
 
     def last_lines(self, name: str) -> tuple[str, ...]:
-        """Last lines of ``torchrun``, ``forkserver`` or ``rank <RANK>``."""
         key = self._key(name)
         return () if key is None else last_lines(self._sources[key].tail(), _LAST_LINES, _LINE_NCHARS)
 

@@ -53,12 +53,10 @@ class Tee:
             self._file = os.open(f"/proc/self/fd/{descriptor}", flags)
 
     def fileno(self) -> int:
-        """Descriptor to poll while :attr:`waiting`."""
         return self._file
 
     @property
     def waiting(self) -> bool:
-        """True while there are blocks that the other side has not taken."""
         return bool(self._blocks)
 
     def show(self, lines: bytes, prefix: str) -> None:
@@ -96,7 +94,6 @@ class Tee:
             self._blocks.append(block)
 
     def write(self) -> None:
-        """Write as much as possible now."""
         while self._blocks:
             block = self._blocks[0]
             try:
@@ -120,7 +117,6 @@ class Tee:
                 self._say_dropped()
 
     def finish(self, timeout_s: float) -> None:
-        """Write the rest, as far as it is taken within ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self, select.POLLOUT)
@@ -130,7 +126,6 @@ class Tee:
         self._drop_all()
 
     def _drop_all(self) -> None:
-        """Drop all queued blocks."""
         note, dropped = self._note
         if note in self._blocks:
             self._blocks.remove(note)

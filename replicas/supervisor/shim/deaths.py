@@ -84,7 +84,6 @@ class DeathWatch:
         self._deaths: list[Death] = []
 
     def look(self) -> None:
-        """Watch the new processes."""
         helpers = self._helpers()
         for pid in self._pids():
             known = pid in self._names or len(self._watched) >= _MAX_WATCHED
@@ -146,7 +145,6 @@ class StoppedWatch:
 
     @property
     def wakes(self) -> list[float]:
-        """When :meth:`blind` must be called."""
         return [] if self._look_at is None else [self._look_at]
 
     def blind(self, now: float) -> bool:
@@ -230,7 +228,6 @@ def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tu
 
 
 def _fatal(lines: tuple[str, ...]) -> str:
-    """The line that Python's faulthandler prints before the stacks; empty: none."""
     return next((line for line in reversed(lines) if line.startswith("Fatal Python error: ")), "")
 
 

@@ -46,14 +46,11 @@ _KERNEL_FRAMES = 6
 
 
 class Stack(NamedTuple):
-    """The stacks of one rank, as text."""
-
     rank: int
     pid: int
     text: str
 
     def entry(self) -> str:
-        """Text for the rank's log."""
         return f"replicas: stacks of rank {self.rank}, process {self.pid}:\n{self.text.rstrip()}\nreplicas: end of stacks\n"
 
 
@@ -116,7 +113,6 @@ class StackDump:
         return sorted(Stack(rank, pid, text) for pid, (rank, text) in self._found.items())
 
     def cut_short(self, now: float) -> list[Stack]:
-        """Return the stacks as far as they are there."""
         self._until = now
         self._last_words = False
         found = self.look(now)
@@ -147,7 +143,6 @@ class Stacks:
 
     @property
     def wakes(self) -> list[float]:
-        """When :meth:`on_time` must be called."""
         return [] if self._dump is None else [self._dump.look_at]
 
     def ask(self, ranks: Mapping[int, int], now: float, then: Callable[[], None] | None = None) -> None:
@@ -239,7 +234,6 @@ def _ask(asked: Asked, root: int) -> bool:
 
 
 def _take(path: Path) -> str:
-    """Read the file and empty it for the next answer."""
     try:
         with os.fdopen(private.open_file(path, os.O_RDWR), "rb") as file:
             text = file.read(_MAX_NBYTES).decode(errors="replace")

@@ -47,9 +47,7 @@ class Ground(Protocol):
     @property
     def emit(self) -> Callable[[Event], None]: ...
     @property
-    def say(self) -> Callable[[str], None]:
-        """Print one human-readable line."""
-        ...
+    def say(self) -> Callable[[str], None]: ...
 
     def save(self) -> None:
         """Save the state that must survive a kill now, before what follows."""
@@ -57,8 +55,6 @@ class Ground(Protocol):
 
 
 class Host(Ground, Protocol):
-    """The fleet as a replica sees it."""
-
     @property
     def config(self) -> Config: ...
     def size(self, group: str) -> int: ...
@@ -133,22 +129,18 @@ class Generation:
 
     @property
     def started(self) -> bool:
-        """True if the main process of every node runs, or has run."""
         return bool(self.nodes) and all(node.main_pid is not None for node in self.nodes)
 
     @property
     def reports(self) -> list[ExitReport]:
-        """Exit reports of the nodes whose main process has ended."""
         return [node.report for node in self.nodes if node.report is not None]
 
     @property
     def ended(self) -> bool:
-        """True if every main process has ended."""
         return len(self.reports) == len(self.nodes)
 
     @property
     def gone(self) -> bool:
-        """True if no process is left."""
         return all(node.gone.is_set() for node in self.nodes)
 
     @property
@@ -171,7 +163,6 @@ class Generation:
         return [index for index, node in enumerate(self.nodes) if node.silent_s(now) > timeout_s]
 
     def introduce(self) -> None:
-        """Tell the nodes the address of node 0."""
         meeting = self.nodes[0].rendezvous if self.nodes else None
         for node in self.nodes[1:]:
             if meeting is not None and node.rendezvous is None:
@@ -191,7 +182,6 @@ class Generation:
 
     @property
     def look_at(self) -> float | None:
-        """When :meth:`press` must be called."""
         return self.gone_by if self._pressed_at is None else self._pressed_at + PRESS_INTERVAL_S
 
     def press(self) -> None:
@@ -206,11 +196,9 @@ class Generation:
 
     @property
     def late_s(self) -> float:
-        """Seconds past the deadline for its end."""
         return 0.0 if self.gone_by is None else max(0.0, self._loop.time() - self.gone_by)
 
     def abandon(self) -> None:
-        """Give up the nodes that are not gone."""
         for node in self.nodes:
             if not node.gone.is_set():
                 node.abandon()
@@ -229,12 +217,10 @@ class Generation:
 
 
 def wants_tee(logs: LogsConfig) -> bool:
-    """True if the lines of ranks go to stderr."""
     return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
 
 
 def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:
-    """The spec of node ``node``; each call gives it a new mark."""
     nonce = secrets.token_hex(16)
     folder = str(host.state.log_dir(group.name, index, generation))
     shared = {**host.environment(), environ.LOG_DIR: folder, MARK: nonce}

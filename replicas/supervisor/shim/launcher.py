@@ -115,7 +115,6 @@ class _Rendezvous(RendezvousHandler):
         self._store: Store = HashStore() if spec.nnodes == 1 else PrefixStore("replicas/nodes", store)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """:raises RendezvousTimeoutError: not all nodes came."""
         spec = self._spec
         self._store.set(str(spec.node), "")
         deadline = time.monotonic() + spec.rendezvous_timeout_s
@@ -250,7 +249,6 @@ def _failed(error: ChildFailedError) -> ExitReport:
 
 
 def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
-    """Run the workers of this node to their end."""
     shutdown_s = spec.stop_timeout_s * _SHUTDOWN_SHARE
     _bound_close(shutdown_s)
     launcher_api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # torch has no other way to set the agent class

@@ -242,13 +242,11 @@ class Shim:
             self._tell({"type": "started", "pid": self._main.pid, "release": __version__})
 
     def _own(self) -> list[int]:
-        """All processes of the replica on this node."""
         if self._cgroup is not None:
             return cgroups.members(self._cgroup)
         return [pid for pid in descendants(os.getpid()) if pid != self._logs.pid]
 
     def _helpers(self) -> frozenset[int]:
-        """The shim's own helper processes below it."""
         return frozenset((self._logs.pid, self._forkserver.pid))
 
     def _reap(self) -> None:
@@ -410,7 +408,6 @@ def _not_started(error: Exception) -> orders.Message:
 
 
 def _first_order(control: socket.socket, parent_fd: int) -> NodeSpec | None:
-    """What to start; None: the supervisor is gone."""
     awaited = select.poll()
     for source in (control, parent_fd):
         awaited.register(source, select.POLLIN)

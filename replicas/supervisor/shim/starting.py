@@ -52,7 +52,6 @@ class Starter:
         self._door: socket.socket | None = None
 
     def program(self) -> Child:
-        """Start the program; its guard enters the control group before the exec."""
         env = {**self._spec.env, GUARD: guard_orders(self._spec, direct=True)}
         return self._spawn(guard_command(), env, "rank 0")
 
@@ -142,7 +141,6 @@ def _scratch_folder(spec: NodeSpec) -> Path:
 
 
 def guard_command() -> list[str]:
-    """Command line of the guard, run as a file and not as a module, for speed."""
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 
 
@@ -168,12 +166,10 @@ class ForkserverWatcher:
 
     @property
     def pid(self) -> int:
-        """Process id of the forkserver; 0 if there is none."""
         return 0 if self._child is None or self._child.code is not None else self._child.pid
 
     @property
     def wakes(self) -> list[float]:
-        """When :meth:`on_time` must be called."""
         return [at for at in (self._start_at, self._look_at) if at is not None]
 
     def start(self) -> None:
@@ -232,7 +228,6 @@ class ForkserverWatcher:
         return ""
 
     def stop(self) -> None:
-        """Stop restarting it."""
         self._over = True
         self._start_at = self._look_at = None
 

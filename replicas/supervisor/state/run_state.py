@@ -193,7 +193,6 @@ class RunState:
         return True
 
     def remove(self) -> None:
-        """Remove the state of a run that has ended in order: the next begins afresh."""
         private.remove(self.path)
         private.remove(self.path.with_name(f"{self.path.name}.new"))
 
@@ -224,6 +223,5 @@ def this_process() -> ProcessRecord:
 
 
 def process_record(pid: int) -> ProcessRecord | None:
-    """The record of a living process; None: it has ended."""
     started = start_time(pid)
     return None if started is None else ProcessRecord(pid, started)
