@@ -45,7 +45,7 @@ The base is for its pages and the sessions of ranks elsewhere.
 _PROCESSES_EACH = 16
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, frozen=True):
     """Result of a check. ``about``: which check. ``remedy``: for a problem."""
 
     about: str
@@ -65,7 +65,7 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
         try:
             trusted(state_dir)
         except NotTrusted as error:
-            yield _problem("run", error.message, "run this as its owner, or remove it")
+            yield Finding("run", "problem", error.message, "run this as its owner, or remove it")
             state_dir = None
     if state_dir is not None:
         supervisor = _supervisor(state_dir)
@@ -80,18 +80,6 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
         yield from _disk(state_dir, config)
 
 
-def _ok(about: str, text: str) -> Finding:
-    return Finding(about=about, state="ok", text=text)
-
-
-def _note(about: str, text: str, remedy: str = "") -> Finding:
-    return Finding(about=about, state="note", text=text, remedy=remedy)
-
-
-def _problem(about: str, text: str, remedy: str) -> Finding:
-    return Finding(about=about, state="problem", text=text, remedy=remedy)
-
-
 def _supervisor(state_dir: Path) -> int | None:
     try:
         pid = read_endpoint(state_dir).pid
@@ -103,12 +91,12 @@ def _supervisor(state_dir: Path) -> int | None:
 
 def _run(state_dir: Path, supervisor: int | None) -> Finding:
     if supervisor is not None:
-        return _ok("run", f"supervised by process {supervisor}, state in {state_dir}")
+        return Finding("run", "ok", f"supervised by process {supervisor}, state in {state_dir}")
     stale = [name for name in (ENDPOINT_FILE, "token", SOCKET_FILE) if (state_dir / name).exists()]
     if not stale:
-        return _ok("run", f"not running, state in {state_dir}")
+        return Finding("run", "ok", f"not running, state in {state_dir}")
     text = f"its supervisor was killed; it left {', '.join(stale)} in {state_dir}"
-    return _note("run", f"{text}: the next start replaces them and goes on")
+    return Finding("run", "note", f"{text}: the next start replaces them and goes on")
 
 
 def _leftovers(state_dir: Path, supervisor: int | None) -> Iterator[Finding]:
@@ -120,21 +108,23 @@ def _leftovers(state_dir: Path, supervisor: int | None) -> Iterator[Finding]:
         remedy = "it is of an earlier supervisor of this run; end it by hand"
     for one in found:
         whose = f" of {one.group}/{one.replica}, generation {one.generation}" if one.group else ""
-        yield _problem("leftovers", f"process {one.pid}{whose} (found by its {one.how}): {one.command}", remedy)
+        yield Finding(
+            "leftovers", "problem", f"process {one.pid}{whose} (found by its {one.how}): {one.command}", remedy
+        )
     if not found:
-        yield _ok("leftovers", "no process of a dead supervisor of this run")
+        yield Finding("leftovers", "ok", "no process of a dead supervisor of this run")
 
 
 def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
     found = problems(config, machine)
     for problem in found:
-        yield _problem("plan", problem, "change the config, or the machine")
+        yield Finding("plan", "problem", problem, "change the config, or the machine")
     for note in notes(config, machine):
-        yield _note("plan", note)
+        yield Finding("plan", "note", note)
     if not found:
         gpus = f"{len(machine.gpus)} GPUs" if machine.gpus else "no GPU"
         has = f"{gpus}, {machine.cpus} CPUs and {size_text(machine.memory_nbytes)} for this process"
-        yield _ok("plan", f"it fits this machine, which has {has}")
+        yield Finding("plan", "ok", f"it fits this machine, which has {has}")
 
 
 def _ports(config: Config, supervisor: int | None) -> Iterator[Finding]:
@@ -147,14 +137,14 @@ def _ports(config: Config, supervisor: int | None) -> Iterator[Finding]:
     for key, host, port in wanted:
         holders = [_holder(one) for one in listening if one.port == port]
         if not port:
-            yield _ok("ports", f"{key}: any free one")
+            yield Finding("ports", "ok", f"{key}: any free one")
         elif not holders:
-            yield _ok("ports", f"{key}: {host}:{port} is free")
+            yield Finding("ports", "ok", f"{key}: {host}:{port} is free")
         elif all(holder.startswith(ours) for holder in holders):
-            yield _ok("ports", f"{key}: {host}:{port} is this run's")
+            yield Finding("ports", "ok", f"{key}: {host}:{port} is this run's")
         else:
             text = f"{key}: {host}:{port} is held by {', '.join(sorted(set(holders)))}"
-            yield _problem("ports", text, "end that process, or choose another port (0: any free one)")
+            yield Finding("ports", "problem", text, "end that process, or choose another port (0: any free one)")
 
 
 def _holder(listener: Listener) -> str:
@@ -165,18 +155,19 @@ def _holder(listener: Listener) -> str:
 
 def _gpus(machine: Machine, supervisor: int | None) -> Iterator[Finding]:
     if not machine.gpus:
-        yield _ok("gpus", f"none ({machine.gpus_from or 'no driver'})")
+        yield Finding("gpus", "ok", f"none ({machine.gpus_from or 'no driver'})")
         return
-    yield _ok("gpus", f"{len(machine.gpus)}, says {machine.gpus_from}")
+    yield Finding("gpus", "ok", f"{len(machine.gpus)}, says {machine.gpus_from}")
     ours = set(descendants(supervisor)) if supervisor is not None else set()
     try:
         holders = gpu_processes(_SMI_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        yield _note("gpus", f"who uses them cannot be told: {error}")
+        yield Finding("gpus", "note", f"who uses them cannot be told: {error}")
         return
     for pid, gpu, used, command in holders:
-        state, whose = (_ok, "this run's") if pid in ours else (_note, "not of this run")
-        yield state("gpus", f"{used} MiB on {gpu}: process {pid}, {whose}: {command}")
+        whose = "this run's" if pid in ours else "not of this run"
+        text = f"{used} MiB on {gpu}: process {pid}, {whose}: {command}"
+        yield Finding("gpus", "ok" if pid in ours else "note", text)
 
 
 def _limits(config: Config | None, machine: Machine) -> Iterator[Finding]:
@@ -191,30 +182,30 @@ def _limits(config: Config | None, machine: Machine) -> Iterator[Finding]:
         try:
             os.close(test())
         except OSError as error:
-            yield _problem("limits", f"{name} is refused: {error.strerror}", remedy)
+            yield Finding("limits", "problem", f"{name} is refused: {error.strerror}", remedy)
         else:
-            yield _ok("limits", f"{name} works")
+            yield Finding("limits", "ok", f"{name} works")
     try:
-        yield _ok("limits", f"control groups can be made in {cgroups.find_own()}")
+        yield Finding("limits", "ok", f"control groups can be made in {cgroups.find_own()}")
     except OSError as error:
         text = f"no control groups: {error.strerror}; what a replica leaves is found by descent and by its mark"
-        yield _note("limits", text)
+        yield Finding("limits", "note", text)
     if machine.limits_refused:
-        yield _note("limits", f"memory and max_processes cannot be enforced: {machine.limits_refused}")
+        yield Finding("limits", "note", f"memory and max_processes cannot be enforced: {machine.limits_refused}")
     else:
-        yield _ok("limits", "memory and max_processes can be enforced")
-    yield _ok("limits", f"{size_text(_available_nbytes())} of memory are free")
+        yield Finding("limits", "ok", "memory and max_processes can be enforced")
+    yield Finding("limits", "ok", f"{size_text(_available_nbytes())} of memory are free")
 
 
 def _limit(name: str, which: int, needed: int, option: str) -> Finding:
     soft, hard = resource.getrlimit(which)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         many = "any number of" if soft == resource.RLIM_INFINITY else str(soft)
-        return _ok("limits", f"{many} {name} allowed")
+        return Finding("limits", "ok", f"{many} {name} allowed")
     remedy = f"ulimit {option} {needed}"
     if hard != resource.RLIM_INFINITY and hard < needed:
         remedy = f"raise the hard limit ({hard}) in limits.conf or the systemd unit"
-    return _problem("limits", f"{soft} {name} allowed, {needed} may be needed", remedy)
+    return Finding("limits", "problem", f"{soft} {name} allowed, {needed} may be needed", remedy)
 
 
 def _available_nbytes() -> int:
@@ -228,16 +219,16 @@ def _disk(state_dir: Path, config: Config | None) -> Iterator[Finding]:
     folder = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
-        yield _problem("disk", f"{folder} cannot be written", "set run.state_dir, or change its owner")
+        yield Finding("disk", "problem", f"{folder} cannot be written", "set run.state_dir, or change its owner")
     elif free < _DISK_NBYTES:
         text = f"{size_text(free)} are free for logs in {folder}"
-        yield _problem("disk", text, "make room, or set run.state_dir")
+        yield Finding("disk", "problem", text, "make room, or set run.state_dir")
     else:
-        yield _ok("disk", f"{size_text(free)} are free for logs in {folder}")
+        yield Finding("disk", "ok", f"{size_text(free)} are free for logs in {folder}")
     groups = () if config is None else config.groups.values()
     each = 0 if config is None else config.logs.keep_generations * (config.logs.keep + 1) * config.logs.max_nbytes
     most = 2 * sum(group.replicas * group.world_size for group in groups) * each  # of this run and the previous one
     if most > free:
         text = f"all logs together may take up to {size_text(most)}, and {size_text(free)} are free in {folder}"
         remedy = "lower logs.max_size, logs.keep or logs.keep_generations, or make room; ranks go on when it is full"
-        yield _note("disk", text, remedy)
+        yield Finding("disk", "note", text, remedy)

@@ -63,15 +63,16 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
     its problems printed.
     """
     loaded = load(config)
-    from replicas.supervisor.fleet.resources import check_plan
+    from replicas.supervisor.fleet.resources import machine_for, notes, refuse_unfit
 
-    notes = check_plan(loaded)
+    machine = machine_for(loaded)
+    refuse_unfit(loaded, machine)
     if as_json:
         print(json_text(loaded))
         return
     screen = Screen()
     screen.print(render.plan(loaded))
-    for note in notes:
+    for note in notes(loaded, machine):
         screen.print(f"note: {note}")
 
 

@@ -175,8 +175,9 @@ class RunCgroups:
         try:
             if memory_nbytes is not None:
                 self._limit(generation, "memory", "memory.max", memory_nbytes)
-                _write_if_there(generation / "memory.swap.max", "0")
-                _write_if_there(generation / "memory.oom.group", "1")
+                for file, value in (("memory.swap.max", "0"), ("memory.oom.group", "1")):
+                    with contextlib.suppress(FileNotFoundError):  # not every kernel has it
+                        _write(generation / file, value)
             if max_processes is not None:
                 self._limit(generation, "pids", "pids.max", max_processes)
             group = generation / str(node)
@@ -215,11 +216,6 @@ def _hand_on(own: Path) -> frozenset[str]:
             with contextlib.suppress(OSError):  # it has other processes too, which we must not move
                 _write(control, words)
     return frozenset(wanted & set(control.read_text().split()))
-
-
-def _write_if_there(path: Path, value: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        _write(path, value)
 
 
 def _write(path: Path, value: str) -> None:

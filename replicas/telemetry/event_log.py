@@ -94,16 +94,30 @@ class EventLog:
 
     def emit(self, event: Event) -> Record:
         """Number, count, write and pass on one event, whatever the disk does."""
-        if self.tally.events_untold:
-            self._tell_lost()
-        record = Record(self.seq + 1, self._now(), event)
-        line = encode(record) + b"\n"
-        self._make_room(len(line))
-        self.tally.count(event)
-        self._append(record)
+        if self.tally.events_untold:  # the first line that is written again says how many events are missing
+            lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
+            record, line = self._next(lost)
+            if self._write(line):
+                log.warning("events are written to %s again; %d are missing", self.path, lost.count)
+                self._pass_on(record)
+                self._problem = ""
+        record, line = self._next(event)
+        self._pass_on(record)
         if not self._write(line):
             self.tally.lost_event()
         return record
+
+    def _next(self, event: Event) -> tuple[Record, bytes]:
+        record = Record(self.seq + 1, self._now(), event)
+        line = encode(record) + b"\n"
+        self._make_room(len(line))
+        return record, line
+
+    def _pass_on(self, record: Record) -> None:
+        self.tally.count(record.event)
+        self.seq = record.seq
+        self._ring.append(record)
+        self._wake()
 
     def follow(self, after: int | None = None) -> AsyncIterator[Record]:
         """Iterate over the records above ``after``, and new ones until the log closes.
@@ -145,11 +159,6 @@ class EventLog:
             self._fd = -1
         self._wake()
 
-    def _append(self, record: Record) -> None:
-        self.seq = record.seq
-        self._ring.append(record)
-        self._wake()
-
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
@@ -189,18 +198,6 @@ class EventLog:
         if words != self._problem:
             self._problem = words
             log.error("events cannot be written to %s: %s; the run goes on without", self.path, words)
-
-    def _tell_lost(self) -> None:
-        """Try to write again; the first line says how many events are missing."""
-        lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
-        record = Record(self.seq + 1, self._now(), lost)
-        line = encode(record) + b"\n"
-        self._make_room(len(line))
-        if self._write(line):
-            log.warning("events are written to %s again; %d are missing", self.path, lost.count)
-            self.tally.count(lost)
-            self._append(record)
-            self._problem = ""
 
     def _make_room(self, nbytes: int) -> None:
         """Start a new file if ``nbytes`` more do not fit; on failure keep the old one.

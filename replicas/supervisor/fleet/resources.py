@@ -39,7 +39,6 @@ from replicas.supervisor.state.run_state import SavedGroup
 __all__ = [
     "Machine",
     "Resources",
-    "check_plan",
     "fitting",
     "look",
     "machine_for",
@@ -165,16 +164,6 @@ def _limits_refused() -> str:
 def machine_for(config: Config) -> Machine:
     """This machine, with GPUs (which takes some seconds) only if they are wanted."""
     return look(gpus=any(group.resources.gpus for group in config.groups.values()))
-
-
-def check_plan(config: Config) -> list[str]:
-    """Check a plan for ``replicas check``, and return notes on it. Blocks.
-
-    :raises replicas.errors.BadConfig: it does not fit this machine.
-    """
-    machine = machine_for(config)
-    refuse_unfit(config, machine)
-    return notes(config, machine)
 
 
 def refuse_unfit(config: Config, machine: Machine) -> None:

@@ -89,8 +89,10 @@ class StackDump:
         self._mute_described = False
         self._root = root
 
-    def look(self, now: float) -> list[Stack] | None:
-        """Return the stacks, by rank; None while some are still being written."""
+    def look(self, now: float, *, last: bool = False) -> list[Stack] | None:
+        """Return the stacks, by rank; None: not all are written, unless ``last``."""
+        if last:
+            self._until, self._last_words = now, False
         self.look_at = now + _LOOK_INTERVAL_S
         for pid in [pid for pid in self._asked if self._answered(pid, now)]:
             asked = self._asked.pop(pid)
@@ -111,13 +113,6 @@ class StackDump:
         if self._aborted and now < self._until and any(start_time(pid) is not None for pid in self._aborted):
             return None  # the aborted ranks are still writing
         return sorted(Stack(rank, pid, text) for pid, (rank, text) in self._found.items())
-
-    def cut_short(self, now: float) -> list[Stack]:
-        self._until = now
-        self._last_words = False
-        found = self.look(now)
-        assert found is not None
-        return found
 
     def _answered(self, pid: int, now: float) -> bool:
         try:
@@ -170,7 +165,7 @@ class Stacks:
         """Show the stacks so far, as the ranks end now; drop the dump's follow-up."""
         dump, self._dump, self._then = self._dump, None, None
         if dump is not None:
-            self._show(dump.cut_short(now))
+            self._show(dump.look(now, last=True) or [])
 
     def last_words(self) -> bool:
         """SIGABRT, once, to the ranks spared earlier; True if there are any."""

@@ -184,9 +184,18 @@ class StateDir:
                     ) from None
                 if time.monotonic() > deadline:
                     if owner.elsewhere:
-                        raise self._elsewhere(owner) from None
+                        raise AlreadySupervised(
+                            f'run "{self.run}" is supervised by process {owner.pid} on host "{owner.host}", or what that '
+                            f"has left there still runs ({self.path / 'lock'} is shared with it)",
+                            hint="stop it there, or give this run another name or another run.state_dir",
+                        ) from None
                     if swept:
-                        raise self._still_there(owner) from None
+                        pids = leftovers.lock_holders(self.path / "lock")
+                        raise AlreadySupervised(
+                            f'processes of an earlier supervisor of run "{self.run}" (pid {owner.pid}) are still alive: '
+                            f"{', '.join(map(str, pids)) or 'not to be seen from here'}",
+                            hint="end them, or give this run another name",
+                        ) from None
                     swept = True
                     self._sweep_orphans()
                     deadline = time.monotonic() + _SETTLE_S
@@ -203,20 +212,6 @@ class StateDir:
         if saved is None or saved.supervisor is None or not saved.of_this_machine() or saved.supervisor.alive():
             return
         self.leftovers += leftovers.sweep(saved, "", _SWEEP_S)
-
-    def _elsewhere(self, owner: _Owner) -> AlreadySupervised:
-        return AlreadySupervised(
-            f'run "{self.run}" is supervised by process {owner.pid} on host "{owner.host}", or what that has left there '
-            f"still runs ({self.path / 'lock'} is shared with it)",
-            hint="stop it there, or give this run another name or another run.state_dir",
-        )
-
-    def _still_there(self, owner: _Owner) -> AlreadySupervised:
-        holders = ", ".join(map(str, leftovers.lock_holders(self.path / "lock"))) or "not to be seen from here"
-        return AlreadySupervised(
-            f'processes of an earlier supervisor of run "{self.run}" (pid {owner.pid}) are still alive: {holders}',
-            hint="end them, or give this run another name",
-        )
 
     @property
     def resumed(self) -> bool:
