@@ -30,10 +30,7 @@ def end(coordinator: object) -> None:
 
 
 def must_not_block(what: str) -> None:
-    """Check, before a call that waits, that it is allowed on this thread.
-
-    :raises errors.UsageError: a coordinator runs on this thread's event loop.
-    """
+    """UsageError: a coordinator runs on this thread's event loop, which would block."""
     if not _coordinators:
         return
     try:

@@ -45,10 +45,7 @@ class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diff(old: Config, new: Config) -> ConfigDiff:
-    """Return what a reload from ``old`` to ``new`` does.
-
-    In the order of the new config; ``removed`` in that of the old one.
-    """
+    """What a reload from ``old`` to ``new`` does, in the order of the new config."""
     both = {name: (old.groups[name], group) for name, group in new.groups.items() if name in old.groups}
     restarted = [name for name, (before, after) in both.items() if _started_with(before) != _started_with(after)]
     adjusted = [name for name, (before, after) in both.items() if _others(before) != _others(after)]

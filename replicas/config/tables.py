@@ -143,11 +143,7 @@ def _no_table(place: Place, value: object) -> Any:
 def in_order_of(
     mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: Lines | None = None
 ) -> list[str]:
-    """Return the problems' texts in the order of their keys in the file.
-
-    Only the first :data:`~replicas.config.values.PROBLEMS_SHOWN`, and the number of
-    others.
-    """
+    """Return the first problems in the order of the file, and the number of others."""
     order: dict[tuple[str, ...], int] = {}
 
     def visit(path: tuple[str, ...], value: object) -> None:

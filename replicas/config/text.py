@@ -100,10 +100,7 @@ def read(path: Path) -> str:
 
 
 def decode(text: str) -> dict[str, Any]:
-    """Parse TOML.
-
-    :raises ValueError: it is invalid; the text has the reason and the line.
-    """
+    """Parse TOML. ValueError: it is invalid; the text has the reason and the line."""
     try:
         mapping = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -216,10 +213,7 @@ class BadLine(ValueError):
 
 
 def parse_env(text: str) -> dict[str, str]:
-    """Return the variables of an environment file.
-
-    :raises BadLine: at the first malformed line.
-    """
+    """The variables of an environment file. BadLine: at the first malformed line."""
     variables: dict[str, str] = {}
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         line = line.strip()

@@ -42,11 +42,7 @@ def everyone(_: Request) -> str:
 
 
 class ByToken:
-    """``Authorization: Bearer TOKEN``.
-
-    :param token: called at each request, as the token may not be known yet.
-    :param refused: called with ``"token"`` for each wrong token.
-    """
+    """``Authorization: Bearer TOKEN``; ``refused``: called at each wrong one."""
 
     def __init__(self, token: Callable[[], str], refused: Callable[[str], None]) -> None:
         self._token = token

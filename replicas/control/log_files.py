@@ -222,10 +222,7 @@ def _size(path: Path) -> int:
 
 
 def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], int]:
-    """The parts with the last lines, and the offset of these in the first such part.
-
-    ``least``: lowest offset in parts[0].
-    """
+    """Parts with the last lines, their offset in the first; ``least``: in parts[0]."""
     if lines == 0:
         return parts[-1:], _size(parts[-1])
     taken: list[Path] = []

@@ -78,10 +78,7 @@ class ControlSocket:
         self._inode: tuple[int, int] | None = None
 
     async def __aenter__(self) -> Self:
-        """Create the socket and serve.
-
-        :raises replicas.errors.WorldError: the socket cannot be created there.
-        """
+        """Serve. WorldError: the socket cannot be created there."""
         listener = self._listen()
         self._server = Server(listener, self._routes, self._refused, http=_OwnUserOnly)
         try:

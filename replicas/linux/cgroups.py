@@ -56,10 +56,7 @@ def find_own(process: Path = Path("/proc/self")) -> Path:
 
 
 def own_group(process: Path = Path("/proc/self")) -> Path:
-    """Return the folder of this process's own group.
-
-    :raises OSError: there is none; the text says why.
-    """
+    """Return this process's own group. OSError: there is none; the text says why."""
     lines = (process / "cgroup").read_text().splitlines()
     own = next((line[3:] for line in lines if line.startswith("0::")), None)
     if own is None:
@@ -166,10 +163,7 @@ class RunCgroups:
     def add(
         self, name: str, node: int = 0, *, memory_nbytes: int | None = None, max_processes: int | None = None
     ) -> Path:
-        """Create a node's group of generation ``name``, whose nodes share the limits.
-
-        :raises OSError: it cannot be created, or a limit cannot be set.
-        """
+        """Create a node's group of generation ``name``; OSError: a limit is refused."""
         generation = self.path / name
         generation.mkdir(parents=True, exist_ok=True)
         try:

@@ -137,10 +137,7 @@ def _step(descriptor: int, name: str, path: Path, *, make: bool) -> int:
 
 
 def _link(descriptor: int, name: str, path: Path) -> Path:
-    """Return the target of the symbolic link ``name``, unless it is another user's.
-
-    :raises NotADirectoryError: it is not a link.
-    """
+    """The target of the link ``name``, not another user's; NotADirectoryError: none."""
     link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
     try:
         found = os.fstat(link)

@@ -44,11 +44,7 @@ def gpu_processes(timeout_s: float) -> list[tuple[int, str, str, str]]:
 
 
 def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
-    """Return the exit code and output of a program that asks the driver. Blocks.
-
-    :raises subprocess.TimeoutExpired: it does not answer; one that outlives SIGKILL is
-        not waited for.
-    """
+    """Exit code and output of what asks the driver; TimeoutExpired: it hangs. Blocks."""
     null = subprocess.DEVNULL
     asked = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
     assert asked.stdout is not None

@@ -28,10 +28,7 @@ class StallWatch:
         self._idle_since = self._looked_at = now
 
     def look(self, now: float, *, starting: bool) -> str:
-        """Return why to give the process up, or ""; call every ``LOOK_INTERVAL_S``.
-
-        ``starting``: it has work to do, so it must not be idle.
-        """
+        """Return why to give it up, or ""; ``starting``: it must not be idle."""
         if now - self._looked_at > LOOK_INTERVAL_S + _LATE_S:  # this process was paused too
             self._stopped_since, self._idle_since = None, now
         self._looked_at = now

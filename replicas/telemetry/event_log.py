@@ -57,7 +57,6 @@ class EventLog:
         counted at the start.
     :param seq: number of the last record that ``tally`` includes. Default: the counters
         start now, whatever the file has.
-    :param now: the time of day, in seconds since 1970.
     """
 
     def __init__(
@@ -232,10 +231,7 @@ class EventLog:
 
 
 def read(path: Path, after: int = 0) -> Iterator[Record]:
-    """Iterate over a file's records above a number, the rotated file's first. Blocks.
-
-    Lines that this version does not understand are skipped.
-    """
+    """Iterate over records above a number, the older file first. Blocks."""
     while records := _chunk(path, after):
         yield from records
         after = records[-1].seq

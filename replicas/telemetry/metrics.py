@@ -36,12 +36,7 @@ _MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
 
 
 class Metrics(Collector):
-    """The metrics of one run.
-
-    :param status: returns the run's current state, with the counters of ``tally`` in
-        it; called once for each scrape.
-    :param tally: returns the counters.
-    """
+    """The metrics of one run, from its status and counters at each scrape."""
 
     def __init__(self, status: Callable[[], RunStatus], tally: Callable[[], Tally] = Tally) -> None:
         self._status = status

@@ -86,10 +86,7 @@ def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> 
 def sweep(
     saved: Saved | None, identity: str, timeout_s: float = 5.0, *, spare: Collection[int] = ()
 ) -> list[LeftoverFound]:
-    """Kill what :func:`find` finds, until nothing is found any more. Blocks.
-
-    :return: what was found; ``swept`` False: it was still there after ``timeout_s``.
-    """
+    """Kill what :func:`find` finds, to the end; ``swept``: it is gone. Blocks."""
     seen: dict[tuple[int, int], LeftoverFound] = {}
     grace = Grace()
 

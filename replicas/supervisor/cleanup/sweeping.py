@@ -100,10 +100,7 @@ class Sweep:
 
 
 def until_quiet(look: Callable[[], set[int]], timeout_s: float) -> set[int]:
-    """Call ``look``, which kills what it sees, until it saw nothing twice in a row.
-
-    Blocks. :return: what it still saw after ``timeout_s``.
-    """
+    """Call ``look``, which kills, until it sees nothing twice; what it sees. Blocks."""
     deadline = time.monotonic() + timeout_s
     quiet = 0
     while True:

@@ -70,11 +70,7 @@ class Health:
 
 
 def verdict(reports: list[ExitReport]) -> Cause | None:
-    """Why a generation ended by itself, from its nodes' reports; None: all ended well.
-
-    The first of several failures counts; ranks that torchrun stopped because of it do
-    not.
-    """
+    """Why a generation ended by itself: the first failure; None: all ended well."""
     if all(report.outcome == "ok" for report in reports):
         return None
     failed = [report for report in reports if report.outcome == "failed"]

@@ -72,8 +72,6 @@ class Fleet:
 
     :param saved: a dead supervisor's state of its groups.
     :param wall: the time of day, in seconds.
-    :param start_shim: for tests.
-    :param rng: source of the jitter of restarts.
     """
 
     def __init__(
@@ -336,10 +334,7 @@ class Fleet:
             raise errors.UsageError("the run is being drained")
 
     async def scale(self, name: str, replicas: int, *, reason: DrainReason = "scaled") -> None:
-        """Start more replicas without waiting, or drain the highest and wait.
-
-        What was begun goes on when the caller is cancelled.
-        """
+        """Start more without waiting, or drain the highest, even if cancelled."""
         group = self.group(name)
         before, group.size, group.configured = group.size, replicas, group.config.replicas
         self.resize(name)

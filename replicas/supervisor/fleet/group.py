@@ -22,7 +22,6 @@ class Group:
 
     :param saved: a dead supervisor's state of the group.
     :param now: seconds of the loop's clock; ``wall``: of the time of day.
-    :param rng: source of the jitter of restarts.
     """
 
     def __init__(

@@ -183,10 +183,7 @@ class Node:
         self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks})
 
     async def stacks(self, timeout_s: float = 5.0) -> dict[str, str]:
-        """Stacks of its ranks by ``group/replica/rank``; none if the shim ends first.
-
-        :raises TimeoutError: the shim does not answer.
-        """
+        """Stacks by ``group/replica/rank``; none if the shim ends. TimeoutError."""
         if self._control is None:
             return {}
         if self._asking is None:
@@ -213,10 +210,7 @@ class Node:
         return self._remains if heard else None
 
     def silent_s(self, now: float) -> float:
-        """Seconds since an unanswered ping. Call it every second: it sends the pings.
-
-        Time in which this process itself did not run does not count.
-        """
+        """Seconds since a ping, less our own pauses. Call it every second: it pings."""
         pause_s = now - self._looked_at
         self._looked_at = now
         if self._asked_at is not None:

@@ -69,8 +69,6 @@ class Replica:
     :param group: the group's config; a reload may replace it.
     :param restarts: the group's restart rules, shared by its replicas.
     :param generation: number of generations that an earlier object of it used.
-    :param turns: limits how many replicas start at once (:func:`new_turns`).
-    :param start_shim: for tests.
     """
 
     def __init__(

@@ -127,10 +127,7 @@ def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
 
 
 def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
-    """The number that ``command`` prints (:mod:`replicas.linux.smi`), or None and why.
-
-    Blocks for ``timeout_s`` at most: what hangs in the driver may outlive SIGKILL.
-    """
+    """The number that ``command`` prints, or None and why. Blocks for ``timeout_s``."""
     try:
         code, text = smi.ask(command, timeout_s)
     except subprocess.TimeoutExpired:

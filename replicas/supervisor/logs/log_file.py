@@ -34,10 +34,7 @@ class RotatedFile:
         self._noted_at = 0.0
 
     def append(self, lines: bytes) -> None:
-        """Write all of ``lines`` or nothing, into the next part if this one is full.
-
-        :raises OSError: the disk is full or fails.
-        """
+        """Write all of ``lines``, in the next part if need be, or nothing: OSError."""
         size = self._open()
         if size and size + len(lines) > self._max_nbytes:
             self.rotate()

@@ -63,10 +63,7 @@ class Death(NamedTuple):
 
 
 class DeathWatch:
-    """Watches the processes ``pids`` of a replica for crashes.
-
-    :param helpers: returns the shim's own, which are ignored with their children.
-    """
+    """Watches the processes ``pids``, but not ``helpers`` or their children."""
 
     def __init__(
         self,

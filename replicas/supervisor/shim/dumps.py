@@ -141,10 +141,7 @@ class Stacks:
         return [] if self._dump is None else [self._dump.look_at]
 
     def ask(self, ranks: Mapping[int, int], now: float, then: Callable[[], None] | None = None) -> None:
-        """Start a dump, unless one is running. ``ranks``: rank by pid.
-
-        :param then: called afterwards, to end the ranks.
-        """
+        """Start a dump, unless one is running; ``then``: ends the ranks afterwards."""
         if self._dump is None or (then is not None and self._then is None):
             self._dump = StackDump(os.getpid(), self._log_dir, ranks, now, last_words=then is not None)
         if then is not None:
@@ -187,10 +184,7 @@ def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
 
 
 def _abort_speakers(pids: Iterable[int], root: int, *, but_term: bool = True) -> list[int]:
-    """SIGABRT to, and return, processes below ``root`` that then write their stacks.
-
-    :param but_term: spare those with a handler for SIGTERM.
-    """
+    """SIGABRT processes below ``root``; ``but_term``: not those that catch SIGTERM."""
     below = [pid for pid in pids if is_below(pid, root) and catches(pid, signal.SIGABRT)]
     chosen = [pid for pid in below if not (but_term and catches(pid, signal.SIGTERM))]
     for pid in chosen:

@@ -106,10 +106,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
 
     def start(self, group: GroupConfig, index: int, number: int) -> None:
-        """Start a shim for each node.
-
-        :raises OSError: one cannot be started; the others are told to end.
-        """
+        """Start a shim for each node; OSError: one cannot be, and the others end."""
         specs = [_node_spec(self._host, group, index, number, node) for node in range(group.nnodes)]
         self.records = [
             ShimRecord(nonce=spec.nonce, group=group.name, replica=index, generation=number, node=spec.node)
@@ -157,9 +154,7 @@ class Generation:
         return Remains(since=min(remains.since for remains in found), processes=processes)
 
     def silent(self, now: float, timeout_s: float) -> list[int]:
-        """Nodes whose shims are silent for ``timeout_s``; call it each second: it
-        pings.
-        """
+        """Nodes whose shims are silent for so long; call it each second: it pings."""
         return [index for index, node in enumerate(self.nodes) if node.silent_s(now) > timeout_s]
 
     def introduce(self) -> None:

@@ -287,10 +287,7 @@ def send(connection: socket.socket, message: Message) -> bool:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """Receive the next message; None at the end of the stream.
-
-    :raises Malformed: the packet is no message.
-    """
+    """The next message; None at the end of the stream. Malformed: it is none."""
     try:
         data = connection.recv(MAX_NBYTES)
     except ConnectionResetError:
