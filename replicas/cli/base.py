@@ -121,8 +121,9 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
             try:
                 if options:
                     values["place"] = place_of(**{option: values.pop(option) for option in options})
-                for name in targets:
-                    _check_target(values[name])
+                for target in (values[name] for name in targets):
+                    if target is not None and target.endswith(".toml"):
+                        raise UsageError(f'"{target}" is no group or replica', hint=f"name a config with -c {target}")
                 body(**values)
             except ReplicasError as error:
                 complain(str(error))
@@ -146,11 +147,6 @@ def place_of(
     if config is not None and named is not None:
         raise UsageError("give CONFIG once")
     return RunAddress(config if config is not None else named, endpoint, token_file)
-
-
-def _check_target(target: str | None) -> None:
-    if target is not None and target.endswith(".toml"):
-        raise UsageError(f'"{target}" is no group or replica', hint=f"name a config with -c {target}")
 
 
 def exit_code_of(error: ReplicasError, failed: int = UNAVAILABLE) -> int:

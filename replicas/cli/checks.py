@@ -25,7 +25,7 @@ from replicas.control.socket import SOCKET_FILE
 from replicas.linux import cgroups
 from replicas.linux.processes import descendants, start_time
 from replicas.linux.smi import gpu_processes
-from replicas.linux.sockets import Listener, listeners
+from replicas.linux.sockets import listeners
 from replicas.supervisor.cleanup import leftovers
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.cleanup.still_held import held
@@ -135,7 +135,8 @@ def _ports(config: Config, supervisor: int | None) -> Iterator[Finding]:
     listening = [one for one, _ in listeners()]
     ours = () if supervisor is None else tuple(f"process {pid} (" for pid in (supervisor, *descendants(supervisor)))
     for key, host, port in wanted:
-        holders = [_holder(one) for one in listening if one.port == port]
+        found = [held([Belongings(ports=(one,))]) for one in listening if one.port == port]
+        holders = [one[0].holder if one else "a process that has just ended" for one in found]
         if not port:
             yield Finding("ports", "ok", f"{key}: any free one")
         elif not holders:
@@ -145,12 +146,6 @@ def _ports(config: Config, supervisor: int | None) -> Iterator[Finding]:
         else:
             text = f"{key}: {host}:{port} is held by {', '.join(sorted(set(holders)))}"
             yield Finding("ports", "problem", text, "end that process, or choose another port (0: any free one)")
-
-
-def _holder(listener: Listener) -> str:
-    """``process PID (command)``, or text that says why it is unknown."""
-    found = held([Belongings(ports=(listener,))])
-    return found[0].holder if found else "a process that has just ended"
 
 
 def _gpus(machine: Machine, supervisor: int | None) -> Iterator[Finding]:

@@ -52,9 +52,7 @@ class StatusSource(Protocol):
     """Data of the pages. All three methods run on the event loop and must not block."""
 
     def status(self) -> RunStatus: ...
-
     def metrics_text(self) -> bytes: ...
-
     def live(self) -> bool: ...
 
 

@@ -44,7 +44,7 @@ def gpu_processes(timeout_s: float) -> list[tuple[int, str, str, str]]:
 
 
 def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output of what asks the driver; TimeoutExpired: it hangs. Blocks."""
+    """Exit code and output of what asks the driver; TimeoutExpired: it hangs."""
     null = subprocess.DEVNULL
     asked = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
     assert asked.stdout is not None

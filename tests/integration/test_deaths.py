@@ -69,11 +69,11 @@ def test_the_first_that_a_signal_killed(watch: DeathWatch, waited_for: bool, sig
         eventually(lambda: known(watch) == 1, "the end of the first")
         second.kill()
         eventually(lambda: known(watch) == 2, "the end of the second")
-        death = watch.first(before=[second.pid])
+        death = watch.first([second.pid])
         if waited_for and death is None and named:
             pytest.skip("this kernel does not tell how a process ended that was waited for (Linux 6.15 does)")
         assert (death.pid if death is not None else 0) == (first.pid if named else 0)
-        assert watch.first(before=[first.pid]) is None
+        assert watch.first([first.pid]) is None
         if named:
             assert str(death) == f"its process {first.pid} (sleep) was killed by SIGSEGV"
     finally:

@@ -465,7 +465,13 @@ class Fleet:
         once, also in a drain that is under way.
         """
         if target is not None:
-            await self._drain_some(target, hurry=hurry)
+            chosen, began = self.targets(target), self._loop.time()
+            self.emit(Draining(target=target, hurry=hurry))
+            for replica in chosen:
+                replica.halt(0.0 if hurry else None)
+            # One may be restarted meanwhile.
+            await self.until(lambda: all(one.resting or one.over.is_set() or not one.unwanted for one in chosen))
+            self.emit(Drained(target=target, seconds=self._loop.time() - began))
             return
         began = self._loop.time()
         if not self.draining or (hurry and self._hurry_s is None):
@@ -484,12 +490,3 @@ class Fleet:
             self._drained = True
             self.emit(Drained(target="", seconds=self._loop.time() - began))
         self.over.set()
-
-    async def _drain_some(self, target: str, *, hurry: bool) -> None:
-        chosen, began = self.targets(target), self._loop.time()
-        self.emit(Draining(target=target, hurry=hurry))
-        for replica in chosen:
-            replica.halt(0.0 if hurry else None)
-        # One may be restarted meanwhile.
-        await self.until(lambda: all(one.resting or one.over.is_set() or not one.unwanted for one in chosen))
-        self.emit(Drained(target=target, seconds=self._loop.time() - began))

@@ -167,27 +167,28 @@ class Replica:
         if not self.life.settled:
             self._end_on_request("halt", hurry_s)
 
-    def _end_on_request(self, how: Literal["halt", "leave"], hurry_s: float | None) -> None:
+    def fail(self, reason: str) -> None:
+        """End the replica because its group has failed, until a reset or restart."""
+        if not self.life.settled and not self.ending:
+            self._cause = Cause("group", reason)
+            self._end_on_request("fail", None, ReplicaEvent.GROUP_FAILED, reason)
+
+    def _end_on_request(
+        self,
+        how: Literal["halt", "leave", "fail"],
+        hurry_s: float | None,
+        event: ReplicaEvent = ReplicaEvent.STOP,
+        reason: str = "stop requested",
+    ) -> None:
         first = not self.ending
         if self.ending != "leave":
             self.ending = how
         if first and not self.life.settled:
-            self._apply(ReplicaEvent.STOP, reason="stop requested")
+            self._apply(event, reason=reason)
             if self.life.alive and hurry_s is None:
                 self._drain()
         if self.life.alive and hurry_s is not None:
             self._end_processes(hurry_s)
-        self._rest_if_settled()
-        self.poke()
-
-    def fail(self, reason: str) -> None:
-        """End the replica because its group has failed, until a reset or restart."""
-        if self.life.settled or self.ending:
-            return
-        self.ending, self._cause = "fail", Cause("group", reason)
-        self._apply(ReplicaEvent.GROUP_FAILED, reason=reason)
-        if self.life.alive:
-            self._drain()
         self._rest_if_settled()
         self.poke()
 

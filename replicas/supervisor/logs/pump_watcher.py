@@ -165,7 +165,7 @@ class PumpWatcher:
             ours.close()
             theirs.close()
             note(f"a log pump cannot be started: {error}")
-            self._again()
+            self._start_at = time.monotonic() + AGAIN.after(self._starts)
             return
         if pid == 0:
             self._become_pump(theirs)
@@ -209,17 +209,16 @@ class PumpWatcher:
         if self._starts <= 1:
             self.start()
         else:
-            self._again(KILLED if code < 0 else AGAIN)
-
-    def _again(self, backoff: Backoff = AGAIN) -> None:
-        """Schedule the next start: later after each failure, soon after a kill."""
-        self._start_at = time.monotonic() + backoff.after(self._starts)
+            self._start_at = time.monotonic() + (KILLED if code < 0 else AGAIN).after(self._starts)
 
     def _forget(self) -> None:
         self._pid = 0
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._control is not None:
             self._selector.unregister(self._control)
             self._control.close()
@@ -230,9 +229,7 @@ class PumpWatcher:
         try:
             message = orders.receive(self._control)
             if message is None:
-                self._selector.unregister(self._control)
-                self._control.close()
-                self._control = None
+                self._hang_up()
             elif message["type"] == "dropped":
                 self._tell_dropped(LogLoss.of(message))
             elif message["type"] == "drained" and message.get("number") == self._drains:

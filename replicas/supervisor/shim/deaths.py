@@ -90,9 +90,10 @@ class DeathWatch:
     def _watch(self, pid: int) -> None:
         try:
             pidfd = os.pidfd_open(pid)
-            self._names[pid] = _name(pid)
+            name = Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
         except OSError:
             return  # it has ended
+        self._names[pid] = "".join(one if one.isalnum() or one in "._:/-" else "_" for one in name)
         self._watched[pid] = pidfd
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._ended(pid))
 
@@ -104,16 +105,11 @@ class DeathWatch:
         self._deaths.append(Death(pid, self._names.pop(pid), signum, self._now()))
         del self._deaths[:-_MAX_WATCHED]
 
-    def first(self, *, before: Iterable[int]) -> Death | None:
+    def first(self, before: Iterable[int]) -> Death | None:
         """The first recent crash before the end of any process in ``before``."""
         since, those = self._now() - RECENT_S, frozenset(before)
         recent = itertools.takewhile(lambda one: one.pid not in those, (d for d in self._deaths if d.at >= since))
         return next((one for one in recent if one.signum in _CRASHES), None)
-
-
-def _name(pid: int) -> str:
-    text = Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
-    return "".join(one if one.isalnum() or one in "._:/-" else "_" for one in text)
 
 
 def _killed_by(pid: int, pidfd: int) -> int:
@@ -162,14 +158,14 @@ def exit_report(
     last_lines: Callable[[str], tuple[str, ...]],
     *,
     stopping: bool,
-    first_death: Callable[[Iterable[int]], str] = lambda before: "",
+    first_death: Callable[[Iterable[int]], object] = lambda before: None,
 ) -> ExitReport:
     """The exit report of a node whose main process is gone.
 
     :param told: the launcher's own report, if there is one.
     :param last_lines: returns the last lines of the log ``torchrun``, or ``rank 0``.
     :param stopping: its end was asked for.
-    :param first_death: describes the crash that came before one of the given processes
+    :param first_death: returns the crash that came before one of the given processes
         ended; empty: none.
     """
     code = main.code
@@ -196,13 +192,13 @@ def _explained(
     ranks: tuple[RankExit, ...],
     main: Child,
     last_lines: Callable[[str], tuple[str, ...]],
-    first_death: Callable[[Iterable[int]], str],
+    first_death: Callable[[Iterable[int]], object],
 ) -> tuple[RankExit, ...]:
     """Add last words, and to the first rank the crash that came before its end."""
     found = _with_last_words(ranks, last_lines)
     if not found or found[0].code < 0:
         return found
-    return (found[0]._replace(after=first_death({main.pid, *(rank.pid for rank in ranks)})), *found[1:])
+    return (found[0]._replace(after=str(first_death({main.pid, *(rank.pid for rank in ranks)}) or "")), *found[1:])
 
 
 def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tuple[str, ...]]) -> tuple[RankExit, ...]:
@@ -213,19 +209,17 @@ def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tu
     result = []
     for number, rank in enumerate(ranks):
         lines = last_lines(f"rank {rank.rank}")
+        # What Python's faulthandler prints before the stacks.
+        fatal = next((line for line in reversed(lines) if line.startswith("Fatal Python error: ")), "")
         told = bool(rank.error) and _last(rank.error.splitlines()) in lines
         result.append(
             rank._replace(
-                text=rank.text or _fatal(lines) or (_exception(lines) if rank.code == 1 else "") or _last(lines),
+                text=rank.text or fatal or (_exception(lines) if rank.code == 1 else "") or _last(lines),
                 error="" if told or number else rank.error,
                 lines=() if number else lines,
             )
         )
     return tuple(result)
-
-
-def _fatal(lines: tuple[str, ...]) -> str:
-    return next((line for line in reversed(lines) if line.startswith("Fatal Python error: ")), "")
 
 
 _FRAME = re.compile(r'(?P<before>.*)  File "[^"]*", line \d+(?:, in .*)?')

@@ -54,13 +54,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from replicas import __version__
 from replicas.linux import cgroups, inherited, private
 from replicas.linux.processes import Child, become_subreaper, command_line, descendants, own_children, signal_own
-from replicas.supervisor.cleanup.inventory import Stocktaking
+from replicas.supervisor.cleanup.inventory import Belongings, Stocktaking
 from replicas.supervisor.cleanup.sweeping import Grace, kill_group
 from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import orders
@@ -285,7 +285,7 @@ class Shim:
         self._stacks.finish(time.monotonic())
         first = not self._stopping
         if first:
-            self._take_stock()
+            self._tell_stock(self._stock.last_time(time.monotonic()))
         self._stopping = True
         self._forkserver.stop()
         deadline = time.monotonic() + timeout_s
@@ -302,7 +302,7 @@ class Shim:
             self._report,
             self._logs.last_lines,
             stopping=self._stopping,
-            first_death=self._first_death,
+            first_death=self._deaths.first,
         )
         if self._broken:
             report = ExitReport("lost", text=self._broken)
@@ -313,9 +313,6 @@ class Shim:
             note(f"{path} cannot be written: {error.strerror}")
         self._tell(report.message())
         self._begin_sweep()
-
-    def _first_death(self, before: Iterable[int]) -> str:
-        return str(self._deaths.first(before=before) or "")
 
     def _show_stacks(self, then: Callable[[], None] | None = None) -> None:
         """Save the stacks of all ranks to their logs, and send them upwards."""
@@ -330,16 +327,14 @@ class Shim:
             self._logs.say(stack.rank, stack.entry())
         self._tell({"type": "stacks", "stacks": short(found)})
 
-    def _take_stock(self) -> None:
-        """Report the resources of the processes, before they end."""
-        found = self._stock.last_time(time.monotonic())
+    def _tell_stock(self, found: Belongings | None) -> None:
         if found is not None:
             self._tell(found.message())
 
     def _begin_sweep(self) -> None:
         self._sweeping = True
         signal_own(signal.SIGTERM, but=frozenset({self._logs.pid}))  # before a peer's death makes them fail
-        self._take_stock()
+        self._tell_stock(self._stock.last_time(time.monotonic()))
         self._forkserver.kill()
         if self._kill_at is None:
             self._kill_at = time.monotonic() + SWEEP_GRACE_S
@@ -353,9 +348,7 @@ class Shim:
         self._logs.on_time(now)
         self._stacks.on_time(now)
         if not self._stopping and not self._sweeping:
-            found = self._stock.on_time(now)
-            if found is not None:
-                self._tell(found.message())
+            self._tell_stock(self._stock.on_time(now))
         if self._kill_at is not None and now >= self._kill_at:
             if self._stacks.last_words():
                 self._kill_at = now + LAST_WORDS_S
