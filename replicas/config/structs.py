@@ -38,18 +38,25 @@ __all__ = [
     "StoreConfig",
 ]
 
+_Count = Annotated[int, forms.whole(1)]
+_Duration = Annotated[float, forms.duration()]
+_DurationOr0 = Annotated[float, forms.duration(zero=True)]
+_File = Annotated[Path, forms.path("file")]
+_Folder = Annotated[Path, forms.folder]
+_Name = Annotated[str, forms.name]
+_Natural = Annotated[int, forms.whole(0)]
 _LogSize = Annotated[int, forms.size(4096)]
 _ROLES = 'list of group names, or of { group = "NAME", ranks = "..." }'
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
-    name: Annotated[forms.Name, AsKey(stand_in="unnamed")]
+    name: Annotated[_Name, AsKey(stand_in="unnamed")]
     """The name of the run, in its state folder, metrics and logs."""
-    stop_when: forms.GroupNames = ()
+    stop_when: Annotated[tuple[str, ...], forms.names] = ()
     """The run is over when these groups have finished; without any, when all groups
     have. Set it when the other groups, such as rollouts, serve until they are stopped.
     """
-    state_dir: Annotated[forms.Folder, AsKey(default='".replicas/NAME" beside the config file')]
+    state_dir: Annotated[_Folder, AsKey(default='".replicas/NAME" beside the config file')]
     """The folder of the run's logs, lock, token, events and decision log. Set it when
     the folder of the config file is read-only, shared or slow.
     """
@@ -60,9 +67,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_nbytes: Annotated[_LogSize, AsKey(name="max_size")] = 64 << 20
     """The log of a rank is rotated at this size."""
-    keep: forms.Natural = 3
+    keep: _Natural = 3
     """Number of rotated files kept of each rank's log."""
-    keep_generations: forms.Count = 10
+    keep_generations: _Count = 10
     """Number of a replica's generations whose logs are kept, the present one included.
     """
     tee: Literal["auto", "always", "never"] = "auto"
@@ -73,25 +80,25 @@ class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    bind: forms.Address = "127.0.0.1"
+    bind: Annotated[str, forms.address] = "127.0.0.1"
     """The store of rendezvous listens on this address, which members are told. Set it
     when ranks run on other machines.
     """
-    port: forms.Port = 0
+    port: Annotated[int, forms.port] = 0
     """The store listens on this port; 0: one of the system's choice. Set it when a
     firewall opens fixed ports.
     """
 
 
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
-    listen: ClassVar[Annotated[forms.Listen, AsKey(default='"127.0.0.1:9477"')]]
+    listen: ClassVar[Annotated[str, forms.listen, AsKey(default='"127.0.0.1:9477"')]]
     """The sessions of members, the HTTP API and the metrics listen here; port 0: one of
     the system's choice. Set the host when ranks run on other machines, the port when
     two runs share a machine.
     """
     host: str = "127.0.0.1"
     port: int = 9477
-    socket: Annotated[forms.File | None, AsKey(default='"control.sock" in the state folder')] = None
+    socket: Annotated[_File | None, AsKey(default='"control.sock" in the state folder')] = None
     """The Unix socket on which the commands of the same user reach the run, of at most
     107 bytes.
     """
@@ -102,23 +109,23 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A replica that ends is started again always, after a failure, or never; "always"
     never finishes.
     """
-    max_restarts: forms.Natural = 5
+    max_restarts: _Natural = 5
     """Number of restarts of the group within window; a failure beyond them is final."""
-    window_s: forms.Duration = 600.0
+    window_s: _Duration = 600.0
     """Time for which a restart counts; a replica that ran as long begins with
     initial_delay again.
     """
-    initial_delay_s: forms.DurationOr0 = 1.0
+    initial_delay_s: _DurationOr0 = 1.0
     """Delay of a replica's first restart; each further one within window waits twice as
     long.
     """
-    max_delay_s: forms.DurationOr0 = 60.0
+    max_delay_s: _DurationOr0 = 60.0
     """Longest delay of a restart."""
     strategy: Literal["replica", "group"] = "replica"
     """A failure restarts the replica that failed, or all replicas of its group. Set
     "group" when the replicas of the group depend on each other's state.
     """
-    no_progress_cycles: forms.Natural = 3
+    no_progress_cycles: _Natural = 3
     """Number of failures in a row without a new step or version that make a failure
     final; 0: no such rule. Raise it when a replica may fail often before its first
     step; set 0 when the budget alone should decide.
@@ -126,17 +133,17 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthConfig(msgspec.Struct, frozen=True, kw_only=True):
-    start_timeout_s: forms.Duration = 300.0
+    start_timeout_s: _Duration = 300.0
     """A replica that is not ready within this time of its start is restarted. Raise it
     when loading a model, or compiling it, takes longer.
     """
-    heartbeat_timeout_s: forms.Duration = 30.0
+    heartbeat_timeout_s: _Duration = 30.0
     """A replica of which a member sends no heartbeat for this time is restarted."""
-    progress_timeout_s: forms.Duration = 900.0
+    progress_timeout_s: _Duration = 900.0
     """A replica that makes no progress for this time, while it should, is restarted.
     Raise it when one step takes longer.
     """
-    load_deadline_s: forms.Duration = 300.0
+    load_deadline_s: _Duration = 300.0
     """A replica that has ceased to be ready, and is not so again within this time, is
     restarted.
     """
@@ -145,19 +152,19 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Resources and limits of a group's processes; None: no limit, nothing is set."""
 
-    gpus: Annotated[
-        forms.Natural | None, AsKey(default="all GPUs; none in a run in which another group asks for some")
-    ] = None
+    gpus: Annotated[_Natural | None, AsKey(default="all GPUs; none in a run in which another group asks for some")] = (
+        None
+    )
     """Number of GPUs of each rank, given by CUDA_VISIBLE_DEVICES, none to two ranks.
     Set it for every group that uses GPUs when several share a machine.
     """
-    cpu_threads: forms.Count | None = None
+    cpu_threads: _Count | None = None
     """Number of compute threads of each rank, set as OMP_NUM_THREADS."""
     memory_nbytes: Annotated[int | None, forms.size(1 << 20), AsKey(default="no limit", name="memory")] = None
     """Host memory that a replica may use, limited by a control group. Set it when one
     replica's leak must not end the others.
     """
-    max_processes: Annotated[forms.Count | None, AsKey(default="no limit")] = None
+    max_processes: Annotated[_Count | None, AsKey(default="no limit")] = None
     """Number of processes and threads of a replica, limited by a control group."""
 
 
@@ -192,13 +199,13 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     replicas: Annotated[int, forms.whole(1, REPLICAS_MAX)] = 1
     """Number of replicas of the group."""
-    nproc_per_node: forms.Count = 1
+    nproc_per_node: _Count = 1
     """Number of ranks of a replica on each of its nodes."""
-    nnodes: forms.Count = 1
+    nnodes: _Count = 1
     """Number of nodes of a replica, each a process tree of its own; 1 with launcher =
     "exec".
     """
-    command: Annotated[forms.Command, AsKey(stand_in=())]
+    command: Annotated[tuple[str, ...], forms.command, AsKey(stand_in=())]
     """A rank's program and its arguments: a ".py" file, "-m" and a module, or an
     executable.
     """
@@ -218,23 +225,23 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """When a replica that lives is taken for stuck."""
     resources: ResourcesConfig = ResourcesConfig()
     """What the processes of the group get."""
-    env: forms.Environment = {}
+    env: Annotated[dict[str, str], forms.environment] = {}
     """Environment variables of the group's processes, over those of env_file."""
-    env_file: forms.File | None = None
+    env_file: _File | None = None
     """A file of NAME=value lines with environment variables. Set it for secrets, which
     do not belong in a config.
     """
-    cwd: Annotated[forms.Folder, AsKey(default="the folder of the config file")]
+    cwd: Annotated[_Folder, AsKey(default="the folder of the config file")]
     """The working folder of the group's processes."""
-    drain_timeout_s: forms.DurationOr0 = 30.0
+    drain_timeout_s: _DurationOr0 = 30.0
     """Time in which a replica that is being ended may finish its sync before SIGTERM.
     Set 0 to end it at once.
     """
-    stop_timeout_s: forms.Duration = 10.0
+    stop_timeout_s: _Duration = 10.0
     """Time from SIGTERM to SIGKILL of a replica that is being ended. Raise it when it
     saves a checkpoint then.
     """
-    max_unavailable: forms.Count = 1
+    max_unavailable: _Count = 1
     """Number of replicas that a rolling restart ends at a time, at most."""
     on_failure: Annotated[
         OnFailure, AsKey(default='"run"; "replica" for a group that is only a target of channels')
@@ -243,7 +250,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     the replica alone. Set it when a replica is more, or less, important than the
     default says.
     """
-    min_ready: Annotated[forms.Natural | None, AsKey(default="all to be ready, none to go on")] = None
+    min_ready: Annotated[_Natural | None, AsKey(default="all to be ready, none to go on")] = None
     """Number of ready replicas that make the group ready; when fewer are left, the run
     ends. Set it when the run is useful with some replicas missing.
     """
@@ -259,7 +266,7 @@ class ChannelRole(msgspec.Struct, frozen=True):
     ``ranks``: the ranks that carry bytes, the same for all peers of a channel.
     """
 
-    group: forms.Name
+    group: _Name
     """The group."""
     ranks: Literal["leader", "each", "all"]
     """Which of its ranks carry bytes."""
@@ -293,7 +300,7 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     process group ("group"). Set "group" when processes of one host must not read each
     other's memory.
     """
-    deadline_s: forms.Duration = 60.0
+    deadline_s: _Duration = 60.0
     """Longest time of a sync or an operation, unless the call says otherwise. Raise it
     when the weights do not pass the network in this time.
     """
@@ -301,11 +308,11 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """When a target is lost during a sync, the version commits over those left, or the
     publish fails. Set "raise" when every target must have every version.
     """
-    slots: forms.Count = 2
+    slots: _Count = 2
     """Number of versions that each rank has memory for; with sources at least 2. Raise
     it when a slow target should keep its version while newer ones come.
     """
-    min_targets: forms.Natural = 0
+    min_targets: _Natural = 0
     """Number of target replicas that a version waits for, and that must hold it to
     commit. Set 1 when a version must outlive its source.
     """
@@ -317,7 +324,8 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: Annotated[
-        forms.SchemaVersion,
+        int,
+        forms.schema_version,
         AsKey(stand_in=forms.SCHEMA_VERSION, missing=f"begin the file with schema_version = {forms.SCHEMA_VERSION}"),
     ]
     """The version of this schema: 1."""

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
@@ -29,24 +29,12 @@ __all__ = [
     "PROBLEMS_SHOWN",
     "SCHEMA_VERSION",
     "UNITS_S",
-    "Address",
-    "Command",
-    "Count",
-    "Duration",
-    "DurationOr0",
-    "Environment",
-    "File",
-    "Folder",
     "Form",
-    "GroupNames",
-    "Listen",
-    "Name",
-    "Natural",
     "Place",
-    "Port",
-    "SchemaVersion",
     "address",
+    "command",
     "duration",
+    "environment",
     "folder",
     "form",
     "in_units",
@@ -55,6 +43,9 @@ __all__ = [
     "names",
     "nearest",
     "one_of",
+    "path",
+    "port",
+    "schema_version",
     "show",
     "size",
     "whole",
@@ -160,14 +151,14 @@ def whole(least: int, most: int = RANKS_MAX) -> Form:
 
 
 @form("port", "0 to 65535")
-def _port(place: Place, value: object) -> Any:
+def port(place: Place, value: object) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535:
         return value
     return place.problem(f"expected a port from 0 to 65535, got {show(value)}")
 
 
 @form("whole number", str(SCHEMA_VERSION))
-def _schema_version(place: Place, value: object) -> Any:
+def schema_version(place: Place, value: object) -> Any:
     if value == SCHEMA_VERSION and type(value) is int:
         return value
     return place.problem(f"expected {SCHEMA_VERSION}, the only version that this release reads, got {show(value)}")
@@ -209,7 +200,7 @@ def names(place: Place, value: object) -> Any:
 
 
 @form("list of strings")
-def _command(place: Place, value: object) -> Any:
+def command(place: Place, value: object) -> Any:
     words = _strings(place, value, 'strings such as ["train.py", "--steps", "200"]')
     if words is UNSET:
         return words
@@ -223,7 +214,7 @@ def _command(place: Place, value: object) -> Any:
 
 
 @form("table of strings")
-def _environment(place: Place, value: object) -> Any:
+def environment(place: Place, value: object) -> Any:
     """Environment variables. Values may be secrets: no problem quotes one."""
     if not isinstance(value, Mapping):
         return place.problem('expected a table of strings such as { NAME = "value" }')
@@ -273,7 +264,7 @@ def size(least: int = 1) -> Form:
     return Form(read, "size", f"{least:,} bytes to {NBYTES_MAX >> 60} EiB")
 
 
-def _path(what: str) -> Form:
+def path(what: str) -> Form:
     """An absolute path, from one relative to the config's folder."""
 
     def read(place: Place, value: object) -> Any:
@@ -287,7 +278,7 @@ def _path(what: str) -> Form:
     return Form(read, f"path of a {what}")
 
 
-folder = _path("folder")
+folder = path("folder")
 
 
 @form("IP address", "one address of this machine")
@@ -323,19 +314,3 @@ def _ip_address(text: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
 
 def _every_address(place: Place, found: object) -> Any:
     return place.problem(f"{found} means every address of this machine, and tells others none: {NAME_ONE}")
-
-
-Address = Annotated[str, address]
-Command = Annotated[tuple[str, ...], _command]
-Count = Annotated[int, whole(1)]
-Duration = Annotated[float, duration()]
-DurationOr0 = Annotated[float, duration(zero=True)]
-Environment = Annotated[dict[str, str], _environment]
-File = Annotated[Path, _path("file")]
-Folder = Annotated[Path, folder]
-GroupNames = Annotated[tuple[str, ...], names]
-Listen = Annotated[str, listen]
-Name = Annotated[str, name]
-Natural = Annotated[int, whole(0)]
-Port = Annotated[int, _port]
-SchemaVersion = Annotated[int, _schema_version]
