@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -326,12 +325,12 @@ class Channel(Collectives):
         if self._pid != os.getpid():
             return  # a forked child has nothing to close
         wait = arguments.flag("close: wait", wait)
-        if self._hub.over is None and not self._closed:
-            own_loop.must_not_block("close")
         if self._closed:
             if self._leaving:
                 self._left.wait(CLOSE_TIMEOUT_S)
             return
+        if self._hub.over is None:
+            own_loop.must_not_block("close")
         failure: BaseException | None = None
         inside = Holder()
         try:
@@ -359,9 +358,7 @@ class Channel(Collectives):
     def __enter__(self) -> Channel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(wait=error is None)
 
     def _start_to_leave(self) -> None:
@@ -385,16 +382,14 @@ class Channel(Collectives):
     def _open(self, timeout_s: float) -> None:
         """Connect; join calls it once."""
         loop = self._hub.loop
-        until = time.monotonic() + timeout_s
+        began = time.monotonic()
         loop.closers[self] = partial(self.close, wait=False)
         try:
             loop.run(lambda: self._hub.session.open(timeout_s), timeout_s + GRACE_S)
         except TimeoutError as error:
-            raise self._hub.error(
-                errors.Disconnected,
-                f"no coordinator answered at {self._hub.session.endpoint} within "
-                f"{time.monotonic() - until + timeout_s:.0f} s",
-            ) from error
+            waited_s = time.monotonic() - began
+            text = f"no coordinator answered at {self._hub.session.endpoint} within {waited_s:.0f} s"
+            raise self._hub.error(errors.Disconnected, text) from error
         settings = self._hub.settings
         if settings.role == "peer" and (settings.peer_ranks != "leader" or self._hub.leader):
             self._hub.call(self._lanes.prepare)  # the other roles need sidecars only with several hosts

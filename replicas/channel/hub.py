@@ -134,7 +134,6 @@ class Hub:
 
     @property
     def latest(self) -> int:
-        """The newest committed version known here."""
         return self.holdings.latest
 
     @property
@@ -169,11 +168,8 @@ class Hub:
         """The error of ``what``, which has not ended by its deadline."""
         if not self.session.connected:
             down_s = time.monotonic() - self.down_since
-            return self.error(
-                errors.Disconnected,
-                f"{what}: no session with the coordinator at {self.session.endpoint} "
-                f"for {down_s:.0f} s ({self._down_reason})",
-            )
+            text = f"{what}: no session with the coordinator at {self.session.endpoint}"
+            return self.error(errors.Disconnected, f"{text} for {down_s:.0f} s ({self._down_reason})")
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s")
 
     def note_failure(self, pending: Pending[Any]) -> None:
@@ -374,7 +370,6 @@ class Hub:
             self._broken(error)
 
     def _loop_broken(self, error: errors.ReplicasError) -> None:
-        """The loop of the session thread has ended unexpectedly."""
         error.channel = self.name
         self._end(error)
 

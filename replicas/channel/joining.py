@@ -147,13 +147,9 @@ def _prove_device(hub: Hub, until: float) -> None:
         raise
     except (OSError, RuntimeError) as error:
         text = str(error) or "it was not done in time"
-        raise hub.error(
-            errors.Preflight,
-            f"it could not be shown that a sidecar can use the memory of GPU {hub.device}: {text}",
-            phase="join",
-            members=[hub.member.name],
-            hint='give join a longer timeout, or set staging = "host" on the channel',
-        ) from error
+        text = f"it could not be shown that a sidecar can use the memory of GPU {hub.device}: {text}"
+        hint = 'give join a longer timeout, or set staging = "host" on the channel'
+        raise hub.error(errors.Preflight, text, phase="join", members=[hub.member.name], hint=hint) from error
 
 
 def _show_stacks(found: Environment, hello: Hello) -> None:
@@ -179,7 +175,6 @@ def _nccl_version() -> str:
 
 
 def _gpus() -> tuple[str, ...]:
-    """UUID of the current GPU, if there is one."""
     found = accelerator()
     uuid = found.device() if found is not None else ""
     return (uuid,) if uuid else ()

@@ -189,11 +189,9 @@ class Pending(Generic[T]):
     # ------------------------------------------------------------ for this package
 
     def _resolve(self, value: T) -> bool:
-        """End with ``value``; False if it had already ended."""
         return self._end(value, None)
 
     def _fail(self, error: BaseException) -> bool:
-        """End with ``error``; False if it had already ended."""
         return self._end(None, error)
 
     def _look(self) -> bool:

@@ -276,7 +276,6 @@ class Session:
             self._last_error = _text(error)
 
     async def _connect_once(self) -> _Connection:
-        """Connect and shake hands."""
         async with asyncio.timeout(REACH_S) as limit:
 
             def reached(*arguments: Any, **options: Any) -> _Connection:
@@ -415,9 +414,8 @@ class Session:
                 heard = now  # this process was paused: first read what arrived meanwhile
             heard = max(heard, websocket.heard)
             missed_s = MISSED_ACKS * self.heartbeat_interval_s + SLACK_S
-            if now - heard > Backoff(missed_s, max(missed_s, SILENCE_S)).after(
-                self._in_vain
-            ):  # more patience each time
+            patience_s = Backoff(missed_s, max(missed_s, SILENCE_S)).after(self._in_vain)  # more each time
+            if now - heard > patience_s:
                 raise TimeoutError(f"nothing heard for {now - heard:.1f} s")
 
     def _forget(self, acked: int) -> None:

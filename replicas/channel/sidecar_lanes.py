@@ -47,7 +47,6 @@ class SidecarLane:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one operation at a time, in the order of their Go
 
     def end(self) -> None:
-        """Kill the sidecar, if there is one."""
         self.ended = True
         if self.sidecar is not None:
             self.sidecar.kill()
@@ -59,8 +58,6 @@ class SidecarLane:
 
 
 class SidecarLanes(Part):
-    """The lanes of one channel in this process."""
-
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._lanes: dict[str, SidecarLane] = {}

@@ -185,7 +185,6 @@ def _set_nccl_environment(spec: GroupSpec) -> None:
 
 
 def _interface_of(address: str) -> str | None:
-    """Name of the network interface with this IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:
@@ -201,12 +200,10 @@ def _allow_shared_device(store: Any, spec: GroupSpec, uuid: str) -> None:
     """Let two ranks share a GPU, for tests: to NCCL they seem to be on two hosts."""
     store.set(f"device/{spec.rank}", f"{boot_id()}/{uuid}")
     devices = [store.get(f"device/{rank}") for rank in range(spec.size)]
-    if len(set(devices)) == len(devices) or _takes_several_ranks():
+    if len(set(devices)) == len(devices):
         return
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(version[:2]) >= MULTI_RANK_VERSION:
+        return  # such an NCCL takes them as they are
     os.environ["NCCL_HOSTID"] = f"replicas-{spec.prefix}-{spec.rank}"
     os.environ["NCCL_IB_DISABLE"] = "1"
-
-
-def _takes_several_ranks() -> bool:
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(version[:2]) >= MULTI_RANK_VERSION

@@ -93,7 +93,6 @@ class ForkServer:
         self.add(sock)
 
     def add(self, sock: socket.socket) -> None:
-        """Serve the client at the other end."""
         client = _Client(sock)
         self._clients.add(client)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(client))
@@ -184,7 +183,6 @@ class ForkServer:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the forkserver from its command line."""
     parser = argparse.ArgumentParser(prog="replicas.sidecar.forkserver", description=(__doc__ or "").splitlines()[0])
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--listener", type=int, help="inherited SOCK_SEQPACKET socket that listens")

@@ -24,6 +24,7 @@ a time, and replies are small, so that a write never waits for the rank to read.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import select
@@ -64,7 +65,6 @@ class PackingProgress:
             del self._nbytes[next(iter(self._nbytes))]
 
     def of(self, transfer: int) -> int:
-        """Bytes packed so far."""
         return self._nbytes.get(transfer, 0)
 
     def forget(self, transfer: int) -> None:
@@ -96,9 +96,7 @@ class Mailbox:
     def get(self) -> tuple[wire.Request, list[int]]:
         """Wait for the next request; the caller owns its descriptors."""
         self._busy_since = None
-        self._take_over()
-        self._or_end(self._read_until_request)
-        self._reading.release()
+        self._read_until(lambda: not self._requests.empty())
         self._busy_since = time.monotonic()
         if not self._working.is_set():
             self._working.set()
@@ -117,30 +115,26 @@ class Mailbox:
         if self._progress.of(transfer) >= nbytes:
             return
         with self.traffic.paused():
-            self._take_over()
-            self._or_end(lambda: self._read_until_packed(transfer, nbytes, deadline))
-            self._reading.release()
+            self._read_until(lambda: self._progress.of(transfer) >= nbytes, deadline)
         packed = self._progress.of(transfer)
         if packed < nbytes:
             raise TimeoutError(f"the image was packed up to byte {packed}, not {nbytes}, when the time was up")
 
     def transfer_ended(self, transfer: int) -> None:
-        """Forget the packing progress of a transfer."""
         self._progress.forget(transfer)
 
-    def _take_over(self) -> None:
-        """Make the main thread the reader."""
+    def _read_until(self, found: Callable[[], bool], deadline: float = math.inf) -> None:
+        """Make the main thread the reader, until ``found`` or the deadline."""
         if not self._reading.acquire(blocking=False):
             os.eventfd_write(self._interrupt, 1)
             self._reading.acquire()
 
-    def _read_until_packed(self, transfer: int, nbytes: int, deadline: float) -> None:
-        while self._progress.of(transfer) < nbytes and (left := deadline - time.monotonic()) > 0:
-            self._read(self._poller.poll(min(left, LONGEST_POLL_S) * 1000))
+        def read() -> None:
+            while not found() and (left := deadline - time.monotonic()) > 0:
+                self._read(self._poller.poll(None if left == math.inf else min(left, LONGEST_POLL_S) * 1000))
 
-    def _read_until_request(self) -> None:
-        while self._requests.empty():
-            self._read(self._poller.poll())
+        self._or_end(read)
+        self._reading.release()
 
     def _new_poller(self) -> select.poll:
         poller = select.poll()

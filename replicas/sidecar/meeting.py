@@ -119,11 +119,9 @@ def _check(mine: _Card, card: _Card) -> None:
         )
     for what, value, there in (("backend", mine.backend, card.backend), ("size", mine.size, card.size)):
         if value != there:
-            raise Preflight(
-                f"{mine.name} builds a group of {what} {value}, {card.name} one of {what} {there}",
-                members=(mine.name, card.name),
-                hint="give all members the same version of this library and the same config",
-            )
+            text = f"{mine.name} builds a group of {what} {value}, {card.name} one of {what} {there}"
+            hint = "give all members the same version of this library and the same config"
+            raise Preflight(text, members=(mine.name, card.name), hint=hint)
 
 
 def _check_hosts(cards: Iterable[_Card]) -> None:

@@ -44,8 +44,6 @@ __all__ = ["SidecarProcess", "run"]
 
 
 class SidecarProcess:
-    """Handles the requests of ``mailbox``; keeps the group and the mapped buffers."""
-
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._group: CollectiveGroup | None = None

@@ -73,7 +73,6 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         return self._opened(key, self._patiently(lambda: self._inner.get(key), self._timeout))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for the keys as :meth:`wait` does, and return their values."""
         values = self._patiently(lambda: self._inner.multi_get(list(keys)), self._timeout)
         return [self._opened(key, value) for key, value in zip(keys, values, strict=True)]
 

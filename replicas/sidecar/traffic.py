@@ -131,7 +131,6 @@ class Traffic:
             return Moved(sent, received, now - self._still_since, rtt_s, tuple(sorted(held_up)))
 
     def _find(self) -> dict[_Key, _Connection]:
-        """Counts of all connections of this process to other processes."""
         self._sockets = {fd: key for fd in _descriptors() if (key := _ends(fd)) is not None}
         return self._read()
 
@@ -150,7 +149,6 @@ def _holds_up(now: _Connection, before: _Connection | None, elapsed_s: float) ->
 
 
 def _descriptors() -> Iterator[int]:
-    """Descriptors of sockets."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # twice a second, up to a thousand entries
         with contextlib.suppress(OSError):  # closed meanwhile
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):

@@ -79,7 +79,7 @@ from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.devices.accelerator import Accelerator
 from replicas.weights.devices.device_digest import DeviceDigest
 from replicas.weights.digest import Digest
-from replicas.weights.tensors import piece_view
+from replicas.weights.loading import piece_pairs
 
 __all__ = ["WaitPacked", "check_routes", "run_transfer", "scatter"]
 
@@ -98,13 +98,8 @@ SPREAD_NBYTES = 32 << 20
 
 def scatter(staged: torch.Tensor, bucket: Bucket, data: torch.Tensor, manifest: Manifest) -> None:
     """Copy a bucket's pieces (uint8, in the owner's layout) to their image offsets."""
-    for piece in bucket.pieces:
-        view = piece_view(data, manifest, piece)
-        first = piece.source_offset - bucket.start
-        chunk = staged[first : first + view.numel() * view.itemsize]
-        if chunk.storage_offset() % view.itemsize:  # a bucket may start between two elements of the widest dtype
-            chunk = chunk.clone()
-        view.copy_(chunk.view(view.dtype).view(view.shape))
+    for view, chunk in piece_pairs(manifest, bucket.pieces, staged, data, bucket.start):
+        view.copy_(chunk)
 
 
 def check_routes(spec: TransferSpec, manifest: Manifest, size: int) -> None:
@@ -119,8 +114,6 @@ def check_routes(spec: TransferSpec, manifest: Manifest, size: int) -> None:
 
 @dataclass
 class _Flight:
-    """One bucket in flight through this member."""
-
     number: int
     bucket: Bucket
     tensor: torch.Tensor
@@ -206,8 +199,6 @@ class _Checker:
 
 
 class _Mover:
-    """One member's part in a transfer."""
-
     def __init__(
         self,
         group: CollectiveGroup,

@@ -116,7 +116,6 @@ class GroupSpec(msgspec.Struct, frozen=True):
     secret: bytes = b""
 
     def name(self, rank: int) -> str:
-        """Name of the member with this rank."""
         return self.names[rank] if rank < len(self.names) else f"rank {rank}"
 
 
@@ -349,8 +348,7 @@ Request = MapBuffer | ForgetBuffer | ProbeBuffer | BuildGroup | RunTransfer | Tr
 Reply = Built | Transferred | Collected | Probed | Failed | Pong
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    return msgspec.msgpack.encode(message)
+encode = msgspec.msgpack.encode
 
 
 def _decoder(kind: Any) -> Callable[[bytes], Any]:
@@ -376,7 +374,6 @@ decode_reply: Callable[[bytes], Reply] = _decoder(Reply)
 
 
 def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
-    """Send one packet on a SOCK_SEQPACKET socket."""
     socket.send_fds(sock, [encode(message)], list(fds))
 
 

@@ -60,7 +60,6 @@ def one_thread() -> Iterator[None]:
 
 
 def cores() -> int:
-    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

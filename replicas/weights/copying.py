@@ -355,7 +355,6 @@ class Copier:
             self.digest.set_result(combined(self._blocks))
 
     def _hashed(self) -> bool:
-        """Whether this block was the last."""
         self._unhashed -= 1
         if not self._unhashed:
             self._bytes = None

@@ -181,10 +181,9 @@ class Feed:
             ):
                 return TensorSpec(plain(name), self._published(dtype), tuple(int(extent) for extent in shape))
             case _:
-                raise ManifestMismatch(
-                    f"metadata() gave {shown(row)}",
-                    hint="give a mapping of names to (dtype, shape), or rows with name, dtype and shape",
-                )
+                text = f"metadata() gave {shown(row)}"
+                hint = "give a mapping of names to (dtype, shape), or rows with name, dtype and shape"
+                raise ManifestMismatch(text, hint=hint)
 
     def known(self) -> dict[str, object] | None:
         """All names and values of a module or a mapping; None for a stream."""
@@ -227,10 +226,8 @@ class Feed:
             return
         if not isinstance(self.weights, (torch.nn.Module, Iterable)) or isinstance(self.weights, torch.Tensor):
             self._end(failed=False)
-            raise UsageError(
-                f"publish cannot take a {type(self.weights).__name__}",
-                hint="give a module, a mapping, or an iterable of (name, tensor)",
-            )
+            text = f"publish cannot take a {type(self.weights).__name__}"
+            raise UsageError(text, hint="give a module, a mapping, or an iterable of (name, tensor)")
         try:
             self._known = known_values(self.weights)
             pairs = self._known.items() if self._known is not None else cast("Iterable[Any]", self.weights)
@@ -282,26 +279,21 @@ class Feed:
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # torch's errors for odd tensors
             if self.user_failed:
                 raise
-            raise ManifestMismatch(
-                f"tensor {name!r} cannot be published: {type(error).__name__}: {error}",
-                hint="publish dense tensors that have values",
-            ) from error
+            text = f"tensor {name!r} cannot be published: {type(error).__name__}: {error}"
+            raise ManifestMismatch(text, hint="publish dense tensors that have values") from error
 
     def _described(self, name: Any, value: Any, alias: str | None, gathered: torch.Tensor | None) -> Entry:
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, Shard)):
             given = type(value).__name__ if name is None else f"({name!r}, {type(value).__name__})"
-            raise ManifestMismatch(
-                f"publish was given {given}", hint="give pairs of a name and a tensor, Shard or None"
-            )
+            text = f"publish was given {given}"
+            raise ManifestMismatch(text, hint="give pairs of a name and a tensor, Shard or None")
         name = plain(name)
         tensor = value.tensor if isinstance(value, Shard) else value
         if tensor.device.type != "cpu":
             self.device = tensor.device.type
         if isinstance(value, Shard) and self.mode == "image":
-            raise ManifestMismatch(
-                f"tensor {name!r} is a Shard, but only the leader of this source carries bytes",
-                hint='set ranks = "all" for the source, or publish whole tensors',
-            )
+            text = f"tensor {name!r} is a Shard, but only the leader of this source carries bytes"
+            raise ManifestMismatch(text, hint='set ranks = "all" for the source, or publish whole tensors')
         shape, dtype = tuple(value.shape), self._published(tensor.dtype)
         if alias is not None:
             return Entry(name, None, dtype, shape, None, alias)

@@ -55,10 +55,8 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
         if entry.alias_of is not None:
             aliases.append((entry.name, entry.alias_of))
         elif specs.setdefault(entry.name, spec) != spec or (mode == "image" and specs[entry.name] is not spec):
-            raise ManifestMismatch(
-                f"tensor name {entry.name!r} appears twice: {specs[entry.name]} and {spec}",
-                hint="give each tensor a name of its own",
-            )
+            text = f"tensor name {entry.name!r} appears twice: {specs[entry.name]} and {spec}"
+            raise ManifestMismatch(text, hint="give each tensor a name of its own")
         elif entry.box is not None:
             pieces.append((entry.name, entry.box))
     tensors = tuple(specs.values())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
-from replicas.core.versions.manifest import Manifest, PartManifest
+from replicas.core.versions.manifest import Manifest, PartManifest, Piece
 from replicas.errors import ManifestMismatch
 from replicas.weights.copying import copy_pairs
 from replicas.weights.feed import Ties, known_values
@@ -23,7 +23,7 @@ from replicas.weights.tensors import (
     written_as_bits,
 )
 
-__all__ = ["load_into", "named_views", "part_pairs", "scatter_parts", "views"]
+__all__ = ["load_into", "named_views", "piece_pairs", "views"]
 
 
 def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.Tensor]:
@@ -55,18 +55,19 @@ def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, t
     return named_views(image[whole.data_offset :], PartManifest(whole.tensors, whole.aliases))
 
 
-def scatter_parts(manifest: Manifest, part: int, source: torch.Tensor, data: torch.Tensor) -> None:
-    """Copy the packed part ``source`` to its places in ``data``, of an image; uint8."""
-    copy_pairs(part_pairs(manifest, part, source, data))
-
-
-def part_pairs(
-    manifest: Manifest, part: int, source: torch.Tensor, data: torch.Tensor
+def piece_pairs(
+    manifest: Manifest, pieces: Sequence[Piece], source: torch.Tensor, data: torch.Tensor, start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The copies of :func:`scatter_parts`, as pairs of image view and part view."""
-    for piece in (manifest.parts or ())[part]:
+    """Each piece's place in ``data``, of an image, and its bytes in ``source``; uint8.
+
+    :param source: a packed part from its byte ``start`` on.
+    """
+    for piece in pieces:
         view = piece_view(data, manifest, piece)
-        chunk = source[piece.source_offset : piece.source_offset + view.numel() * view.itemsize]
+        first = piece.source_offset - start
+        chunk = source[first : first + view.numel() * view.itemsize]
+        if chunk.storage_offset() % view.itemsize:  # a bucket may start between two elements of the widest dtype
+            chunk = chunk.clone()
         yield view, chunk.view(view.dtype).view(view.shape)
 
 
@@ -92,9 +93,8 @@ def load_into(
     given.update({alias: given[target] for alias, target in aliases if target in given})
     targets = known_values(model)
     if targets is None:
-        raise ManifestMismatch(
-            f"cannot load into a {type(model).__name__}", hint="give a module or a mapping of tensors"
-        )
+        text = f"cannot load into a {type(model).__name__}"
+        raise ManifestMismatch(text, hint="give a module or a mapping of tensors")
     ties = Ties()
     first_names = {name: ties.alias(name, value) or name for name, value in targets.items() if value is not None}
     served: dict[str, torch.Tensor] = {}
@@ -105,9 +105,8 @@ def load_into(
     missing = [name for name, first in first_names.items() if first not in served]
     if unknown or missing:
         parts = [f"{what}: {_some(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-        raise ManifestMismatch(
-            f"the weights do not fit the model ({'; '.join(parts)})", hint="rename them, or load them by hand"
-        )
+        text = f"the weights do not fit the model ({'; '.join(parts)})"
+        raise ManifestMismatch(text, hint="rename them, or load them by hand")
     pairs = [_pair(name, targets[name], source) for name, source in served.items()]
     copy_pairs(pairs, sharing=sharing, on_device=on_device)
 
@@ -120,18 +119,14 @@ def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor,
             kind = "not initialized" if is_lazy(value) else "on the meta device"
         raise ManifestMismatch(f"the model's {name!r} is {kind}", hint="load into dense tensors that have memory")
     if tuple(value.shape) != tuple(source.shape):
-        raise ManifestMismatch(
-            f"tensor {name!r} has shape {list(source.shape)}, the model's has {list(value.shape)}", hint=""
-        )
+        text = f"tensor {name!r} has shape {list(source.shape)}, the model's has {list(value.shape)}"
+        raise ManifestMismatch(text, hint="")
     if value.dtype != source.dtype and not (is_castable(value.dtype) and is_castable(source.dtype)):
-        raise ManifestMismatch(
-            f"tensor {name!r} is {source.dtype}, the model's is {value.dtype}", hint="convert it by hand"
-        )
+        text = f"tensor {name!r} is {source.dtype}, the model's is {value.dtype}"
+        raise ManifestMismatch(text, hint="convert it by hand")
     if overlaps_itself(value.to_local() if is_dtensor(value) else value):
-        raise ManifestMismatch(
-            f"the model's {name!r} has elements that share memory (it is expanded)",
-            hint="load into a tensor of its own",
-        )
+        text = f"the model's {name!r} has elements that share memory (it is expanded)"
+        raise ManifestMismatch(text, hint="load into a tensor of its own")
     if is_dtensor(value):
         box, local = local_box(value, name), value.to_local().detach()
         if box is None:

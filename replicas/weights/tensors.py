@@ -138,10 +138,8 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
     from torch.distributed.tensor import Replicate
 
     if any(placement.is_partial() for placement in tensor.placements):
-        raise ManifestMismatch(
-            f"tensor {name!r} is a DTensor with placements {tensor.placements}",
-            hint="redistribute it to Shard or Replicate first",
-        )
+        text = f"tensor {name!r} is a DTensor with placements {tensor.placements}"
+        raise ManifestMismatch(text, hint="redistribute it to Shard or Replicate first")
     if tensor.device_mesh.get_coordinate() is None:
         return None
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
@@ -149,10 +147,9 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     offsets, shape = (tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if len(chunks) == 1 else ((), ())
     if shape != tuple(tensor.to_local().shape) or not _is_contiguous_block(tensor):
-        raise ManifestMismatch(
-            f"tensor {name!r}: the local shard under placements {tensor.placements} is not one box of the tensor",
-            hint="redistribute it to plain Shard placements, or pass it as Shard(tensor, offsets, shape)",
-        )
+        text = f"tensor {name!r}: the local shard under placements {tensor.placements} is not one box of the tensor"
+        hint = "redistribute it to plain Shard placements, or pass it as Shard(tensor, offsets, shape)"
+        raise ManifestMismatch(text, hint=hint)
     return (offsets, shape) if all(shape) else None
 
 

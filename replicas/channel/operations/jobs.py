@@ -43,8 +43,6 @@ class Attempt:
 
 @dataclass(eq=False, repr=False)
 class Job:
-    """One call of an operation."""
-
     operation: OperationCall
     deadline_s: float
     pending: Pending[Receipt]
@@ -85,7 +83,6 @@ class Unknown:
 
     @property
     def refs(self) -> tuple[str, ...]:
-        """Refs of the operations whose outcome is still unknown."""
         return tuple(job.ref for job in self._kept if job.ref and job.pending._unknown)
 
     def check_collected(self) -> None:
@@ -130,7 +127,6 @@ class Unknown:
                 self._settle(job, receipt, error)
 
     def settled(self, message: OperationSettled) -> None:
-        """The coordinator has learned the outcome of an operation."""
         job = next((job for job in self._kept if job.ref == message.ref), None)
         if job is None or job.attempt is None:
             return
@@ -144,7 +140,6 @@ class Unknown:
             self._settle(job, None, WireError.of(error))
 
     def _settle(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
-        """Give the operation its outcome."""
         if job.attempt is not None and receipt is not None:
             if job.pending._settle_by(partial(self._collect, job, job.attempt, receipt)):
                 self._applied(job.ref)

@@ -62,8 +62,6 @@ APPLIED = 16
 
 
 class RankOperations(Part):
-    """The operations of one channel in this process."""
-
     def __init__(self, hub: Hub, lanes: SidecarLanes) -> None:
         self._hub = hub
         self._lanes = lanes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from math import prod
 
 import msgspec
@@ -99,7 +100,6 @@ class OperationCall:
         return self._result_segments(go, me)
 
     def _result_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """The segments that the caller of participant ``me`` gets."""
         match self.kind:
             case "all_reduce":
                 return go.segments[me]
@@ -153,30 +153,26 @@ class OperationCall:
         if targets is None:
             tensors = self._made(results, outputs)
         else:
-            self._write(targets, results, outputs, ())
+            self._write(targets, results, outputs)
             tensors = targets
         if self.kind in _IN_PLACE:
             return Receipt.of(data)
         if self.kind not in _GATHERING:
             return Receipt.of(data, tensors=tensors)
-        pieces = _split(tensors, [len(segments) for segments in go.segments])
+        rest = iter(tensors)
+        pieces = (tuple(islice(rest, len(segments))) for segments in go.segments)
         return Receipt.of(data, outputs=dict(zip(go.participants, pieces, strict=True)))
 
     def _made(self, results: Sequence[torch.Tensor], source: Buffer) -> tuple[torch.Tensor, ...]:
-        """New tensors on the device of the inputs."""
         device = self.inputs[0].device if self.inputs else torch.device("cpu")
         made = tuple(torch.empty(result.shape, dtype=result.dtype, device=device) for result in results)
         # the allocator may hand out memory that another tensor had on the stream it was
         # made for, and that stream may still use it
-        self._write(made, results, source, (call_point(self.gpu),) if self.gpu else ())
+        self._write(made, results, source, *((call_point(self.gpu),) if self.gpu else ()))
         return made
 
     def _write(
-        self,
-        targets: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        source: Buffer,
-        after: tuple[Event, ...],
+        self, targets: Sequence[torch.Tensor], results: Sequence[torch.Tensor], source: Buffer, *after: Event
     ) -> None:
         if self.gpu:
             copy_out(self.gpu, targets, results, source, (*self.called, *after))
@@ -192,13 +188,6 @@ def _place(go: OperationGo, participant: int) -> int:
 
 def _nbytes(segments: Sequence[Segment]) -> int:
     return sum(prod(segment.shape) * item_nbytes(segment.dtype) for segment in segments)
-
-
-def _split(tensors: tuple[torch.Tensor, ...], counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, ...]]:
-    start = 0
-    for count in counts:
-        yield tensors[start : start + count]
-        start += count
 
 
 def _text(specs: Sequence[tuple[str, tuple[int, ...]]]) -> str:

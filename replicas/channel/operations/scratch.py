@@ -24,7 +24,7 @@ from replicas.core.versions.manifest import segment_layout
 from replicas.errors import NoCapacity
 from replicas.messages import Segment
 from replicas.weights.copying import copy_elements
-from replicas.weights.devices.accelerator import Event, accelerator, device_of
+from replicas.weights.devices.accelerator import Accelerator, Event, accelerator, device_of
 from replicas.weights.memory.arena import Buffer
 from replicas.weights.tensors import dtype_name, torch_dtype, typed, written_as_bits
 
@@ -119,7 +119,7 @@ def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequenc
     places = read_segments(buffer, segments)
     if gpu:
         buffer.wait_for_write()
-        if _copy(places, tensors):
+        if _copy(device_of(gpu), places, tensors):
             device_of(gpu).synchronize(gpu)
         buffer.record_write()
         return
@@ -161,15 +161,12 @@ def copy_out(
         for event in after:
             event.wait()
         source.wait_for_write()
-        _copy(targets, results)
+        _copy(device, targets, results)
         device.synchronize(gpu)
 
 
-def _copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> bool:
+def _copy(device: Accelerator, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> bool:
     """Copy or queue each pair; returns whether a queued copy involves host memory."""
-    device = accelerator()
-    if device is None:
-        raise ValueError("there is no accelerator")
     enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
     with_host = False
     for destination, source in zip(destinations, sources, strict=True):

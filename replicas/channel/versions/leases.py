@@ -57,7 +57,6 @@ class Leases:
         return self._end(holder) is not None
 
     def sweep(self) -> None:
-        """Take back the resources of dead holders."""
         while self._gone:
             lease = self._lent.pop(id(self._gone.popleft()), None)
             if lease is not None:

@@ -15,7 +15,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -23,9 +23,10 @@ import torch
 from replicas import errors
 from replicas.core.versions.manifest import Manifest
 from replicas.messages import SlotPlace
+from replicas.weights.copying import copy_pairs
 from replicas.weights.devices.accelerator import device_of
 from replicas.weights.digest import digest_of
-from replicas.weights.loading import part_pairs, scatter_parts
+from replicas.weights.loading import piece_pairs
 from replicas.weights.memory.arena import Arena, Buffer, Slot
 
 __all__ = ["copy_image", "copy_part"]
@@ -44,14 +45,11 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
     """
     started = time.monotonic()
     with _gone_if_owner_ended(place, slot.version):
-        source = arena.borrow(place, slot.version)
-        try:
+        with closing(arena.borrow(place, slot.version)) as source:
             wanted, found = slot.buffer.nbytes, source.nbytes
             if wanted != found:
                 raise errors.InternalError(f"version {slot.version} has {wanted} bytes, the memory that has it {found}")
             _copy(slot, source, device, lambda shared: [(slot.buffer.tensor(), shared)])
-        finally:
-            source.close()
         copied = time.monotonic()
         found_digest = digest_of(slot.data, slot.digest_kind)
         if digest and found_digest != digest:
@@ -62,15 +60,12 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
 
 def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, device: str) -> None:
     """Copy another member's part into the image in ``slot``; see :func:`copy_image`."""
-    with _gone_if_owner_ended(place, slot.version):
-        source = arena.borrow(place, slot.version)
-        try:
-            if device:
-                _copy(slot, source, device, lambda shared: list(part_pairs(manifest, place.part, shared, slot.data)))
-            else:
-                scatter_parts(manifest, place.part, source.readable(), slot.data)
-        finally:
-            source.close()
+    pieces = (manifest.parts or ())[place.part]
+    with _gone_if_owner_ended(place, slot.version), closing(arena.borrow(place, slot.version)) as source:
+        if device:
+            _copy(slot, source, device, lambda shared: list(piece_pairs(manifest, pieces, shared, slot.data)))
+        else:
+            copy_pairs(piece_pairs(manifest, pieces, source.readable(), slot.data))
 
 
 def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor], list[_Pair]]) -> None:

@@ -71,8 +71,6 @@ LATE_S = 15.0
 
 
 class Publisher(Part):
-    """Publishes of one channel in this process."""
-
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._jobs: dict[int, PublishJob] = {}

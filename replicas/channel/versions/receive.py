@@ -58,8 +58,6 @@ class Bound(NamedTuple):
 
 
 class Receiver(Part):
-    """The receives of one channel in this process."""
-
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._lock = threading.Lock()
@@ -102,7 +100,6 @@ class Receiver(Part):
         return pending
 
     def _delivered(self) -> Update | None:
-        """The last update, if it is still alive."""
         return self._update() if self._update is not None else None
 
     def touched(self, version: int) -> None:
@@ -200,7 +197,6 @@ class Receiver(Part):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Hand out the granted version, if it is here."""
         pending = self._asked
         if pending is None or not self._granted:
             return
@@ -230,7 +226,6 @@ class Receiver(Part):
             self._unpin(update.holder, slot)
 
     def _lost(self, slot: Slot, version: int) -> None:
-        """An update died without being reported."""
         self._hub.arena.unpin(slot)
         if version == self._in_hand and self._hub.over is None:
             self._hub.loaded = 0

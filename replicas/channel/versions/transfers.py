@@ -92,7 +92,6 @@ class ManifestExchange(Part):
         return await asyncio.shield(self._fetches[manifest_hash][1])
 
     async def decoded(self, manifest_hash: str) -> Manifest:
-        """The manifest with this hash."""
         known = self._decoded.get(manifest_hash)
         if known is None:
             encoded = await self.get(manifest_hash)
@@ -162,8 +161,6 @@ class _Transfer:
 
 
 class Transfers(Part):
-    """The transfers of one channel in this process."""
-
     def __init__(self, hub: Hub, lanes: SidecarLanes, manifests: ManifestExchange) -> None:
         self._hub = hub
         self._lanes = lanes

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -96,7 +95,6 @@ class Update:
 
     @property
     def touched(self) -> bool:
-        """True once it was entered, read or reported."""
         return self._began is not None or self._outcome is not None
 
     @property
@@ -129,9 +127,7 @@ class Update:
         self._touch()
         self._entered = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if self._outcome is None:
                 if error is None:

@@ -179,7 +179,6 @@ class Forkserver:
 
     @property
     def alive(self) -> bool:
-        """True while it can fork."""
         return not self._closed
 
     async def fork(self, *, timeout_s: float = FORK_TIMEOUT_S) -> Sidecar:

@@ -81,7 +81,6 @@ class Pulse:
 
     @property
     def asked(self) -> bool:
-        """True while a ping is pending."""
         return self._asked_at is not None
 
     def interval_s(self, now: float, *, busy: bool) -> float:
@@ -137,12 +136,10 @@ class Sidecar:
 
     @property
     def dead(self) -> bool:
-        """True if the process is confirmed dead."""
         return self._dead.is_set()
 
     @property
     def usable(self) -> bool:
-        """True if it can still take requests."""
         return not self.dead and not self._over
 
     async def build(self, spec: GroupSpec) -> float:
@@ -203,7 +200,6 @@ class Sidecar:
             self._loop.call_soon_threadsafe(self._forget, key)
 
     def close_in_child(self) -> None:
-        """In a forked child, close the descriptors: they would hide the rank's end."""
         for fd in (self._sock.detach(), self._pidfd):
             with contextlib.suppress(OSError):
                 os.close(fd)

@@ -235,9 +235,8 @@ def _choose(name: str) -> Accelerator | None:
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"{environ.ACCELERATOR}={name!r} cannot be loaded: {error}", hint="it must be package.module:Class"
-        ) from error
+        text = f"{environ.ACCELERATOR}={name!r} cannot be loaded: {error}"
+        raise UsageError(text, hint="it must be package.module:Class") from error
     if not (isinstance(kind, type) and issubclass(kind, Accelerator)):
         raise UsageError(f"{environ.ACCELERATOR}={name!r} is not an Accelerator", hint="derive it from Accelerator")
     _chosen = (os.getpid(), name, kind() if kind.present() else None)

@@ -139,8 +139,6 @@ class CudaRegistration(Registration):
 
 
 class Cuda(Accelerator):
-    """CUDA devices, each known by its UUID."""
-
     kind = "cuda"
     group_backend = "nccl"
 
@@ -188,10 +186,8 @@ class Cuda(Accelerator):
             os.environ[_VISIBLE] = uuid
         visible = self.visible()
         if uuid not in visible:
-            raise Preflight(
-                f"GPU {uuid} cannot be used by process {os.getpid()}, which sees {', '.join(visible) or 'none'}",
-                hint=_VISIBLE_HINT,
-            )
+            text = f"GPU {uuid} cannot be used by process {os.getpid()}, which sees {', '.join(visible) or 'none'}"
+            raise Preflight(text, hint=_VISIBLE_HINT)
         if len(visible) > 1:
             _cuda.set_device(visible.index(uuid))
         with self._lock:
@@ -223,10 +219,9 @@ class Cuda(Accelerator):
             except DriverError as error:
                 if error.number == driver.OUT_OF_MEMORY:
                     free, total = driver.memory_info()
-                    raise NoCapacity(
-                        f"{nbytes} bytes do not fit on GPU {uuid}: {free} of its {total} bytes are free",
-                        hint='lower `slots`, leave more of the GPU free, or set staging = "host" on the channel',
-                    ) from error
+                    text = f"{nbytes} bytes do not fit on GPU {uuid}: {free} of its {total} bytes are free"
+                    hint = 'lower `slots`, leave more of the GPU free, or set staging = "host" on the channel'
+                    raise NoCapacity(text, hint=hint) from error
                 raise WorldError(f"memory of GPU {uuid} cannot be shared: {error}", hint=_IPC_HINT) from error
         self._own[bytes(handle.reserved)] = block
         return DeviceMemory(tensor_over(block, torch.device("cuda", index)), bytes(handle.reserved), block)
@@ -249,16 +244,14 @@ class Cuda(Accelerator):
         address = driver.Pointer()
         with self._in_context(index):
             if len(handle) != ctypes.sizeof(driver.IpcHandle):
-                raise WorldError(
-                    f"{len(handle)} bytes are no handle of CUDA's, which has {ctypes.sizeof(driver.IpcHandle)}"
-                )
+                text = f"{len(handle)} bytes are no handle of CUDA's, which has {ctypes.sizeof(driver.IpcHandle)}"
+                raise WorldError(text)
             theirs = driver.IpcHandle.from_buffer_copy(handle)
             try:
                 driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, _LAZY_PEER_ACCESS)
             except DriverError as error:
-                raise WorldError(
-                    f"memory of another process on GPU {uuid} cannot be opened by CUDA IPC: {error}", hint=_IPC_HINT
-                ) from error
+                text = f"memory of another process on GPU {uuid} cannot be opened by CUDA IPC: {error}"
+                raise WorldError(text, hint=_IPC_HINT) from error
 
         def give_back() -> None:
             self._give_back("cuIpcCloseMemHandle", index, address.value)
@@ -326,10 +319,8 @@ class Cuda(Accelerator):
         try:
             opened = _cuda.Event.from_ipc_handle(torch.device("cuda", index), handle)
         except RuntimeError as error:
-            raise WorldError(
-                f"an event of another process on GPU {uuid} cannot be opened by CUDA IPC: {first_line(error)}",
-                hint=_IPC_HINT,
-            ) from error
+            text = f"an event of another process on GPU {uuid} cannot be opened by CUDA IPC: {first_line(error)}"
+            raise WorldError(text, hint=_IPC_HINT) from error
         return CudaEvent(opened, uuid, index)
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -359,9 +350,8 @@ class Cuda(Accelerator):
             try:
                 return _cuda.ExternalStream(driver.new_stream(), device=index)
             except DriverError as error:
-                raise WorldError(
-                    f"GPU {self.visible()[index]} has no stream for us: {error}", hint=driver.BROKEN_HINT
-                ) from error
+                text = f"GPU {self.visible()[index]} has no stream for us: {error}"
+                raise WorldError(text, hint=driver.BROKEN_HINT) from error
 
     @contextlib.contextmanager
     def on_stream(self, stream: object) -> Iterator[None]:
@@ -383,7 +373,6 @@ class Cuda(Accelerator):
         event.synchronize()
 
     def _default(self) -> str:
-        """The device for calls that name none."""
         found = self._home or self.device()
         if not found:
             raise WorldError(f"process {os.getpid()} can use no GPU", hint=_VISIBLE_HINT)
@@ -392,10 +381,8 @@ class Cuda(Accelerator):
     def _index(self, uuid: str) -> int:
         visible = self.visible()
         if uuid not in visible:
-            raise WorldError(
-                f"GPU {uuid} is not visible to process {os.getpid()}, which sees {', '.join(visible) or 'none'}",
-                hint=_VISIBLE_HINT,
-            )
+            text = f"GPU {uuid} is not visible to process {os.getpid()}, which sees {', '.join(visible) or 'none'}"
+            raise WorldError(text, hint=_VISIBLE_HINT)
         try:
             _cuda.init()
         except RuntimeError as error:  # for example in a forked child of a process that uses CUDA

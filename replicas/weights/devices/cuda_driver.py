@@ -111,7 +111,6 @@ class DriverError(Exception):
 
 @contextlib.contextmanager
 def typed(uuid: str) -> Iterator[None]:
-    """Turn torch's device errors into the library's error classes."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:

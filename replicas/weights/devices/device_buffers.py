@@ -120,10 +120,8 @@ class DeviceBuffer(Buffer):
 
     @property
     def path(self) -> str:
-        raise UsageError(
-            f"the version is in the memory of GPU {self.device}, which has no path",
-            hint='set staging = "host" on the channel for engines that load files',
-        )
+        text = f"the version is in the memory of GPU {self.device}, which has no path"
+        raise UsageError(text, hint='set staging = "host" on the channel for engines that load files')
 
     def readable(self) -> torch.Tensor:
         """The shared bytes on the device; WorldError: they cannot be opened here."""
@@ -218,10 +216,8 @@ def _read_page(fd: int, device: str) -> _Page:
     except (struct.error, *MALFORMED) as error:
         raise WorldError(f"the memory does not lead to GPU {device}: {error}") from error
     if page.magic != _MAGIC or page.nbytes < 0:
-        raise WorldError(
-            f"the memory does not lead to GPU {device}: it is of kind {page.magic!r}",
-            hint="use the same release of this library everywhere",
-        )
+        text = f"the memory does not lead to GPU {device}: it is of kind {page.magic!r}"
+        raise WorldError(text, hint="use the same release of this library everywhere")
     if page.uuid != device:
         raise WorldError(f"the memory is on GPU {page.uuid}, not on {device}")
     return page
@@ -240,7 +236,6 @@ class _Leftover:
     written: Event | None
 
     def end(self) -> bool:
-        """Free the memory, unless it is open or held elsewhere."""
         if not locks.hold_exclusive(self.page):
             return False
         with contextlib.suppress(OSError):  # a kernel without such locks: no other process can open it either
@@ -276,7 +271,6 @@ class _Lingering:
                 self._thread.start()
 
     def sweep(self) -> None:
-        """Free all memory that no process has open any more."""
         with self._sweeping:
             with self._lock:
                 left, self._left = self._left, []
@@ -285,7 +279,6 @@ class _Lingering:
                 self._left += still
 
     def stop(self) -> None:
-        """Stop freeing memory: the process ends."""
         self._ending.set()
         if (thread := self._thread) is not None:
             thread.join(_END_S)

@@ -323,17 +323,14 @@ class Arena:
             return slot
 
     def find_filling(self, version: int) -> Slot | None:
-        """The slot that is being filled with ``version``, or None."""
         with self._lock:
             return next((slot for slot in self._slots if slot.state == "filling" and slot.version == version), None)
 
     def held(self) -> dict[int, str]:
-        """Digest of each held version."""
         with self._lock:
             return {slot.version: slot.digest for slot in self._held()}
 
     def images(self) -> dict[int, Manifest]:
-        """Manifest of each held whole version."""
         with self._lock:
             images = {slot.version: slot.image for slot in self._held()}
             return {version: image for version, image in images.items() if image is not None}

@@ -171,7 +171,6 @@ class KeptMappings:
         return found
 
     def find(self, inode: int, nbytes: int) -> Mapping | None:
-        """The kept mapping of this file, or None."""
         return locked(self._lock, self._find, inode, nbytes)
 
     def _find(self, inode: int, nbytes: int) -> Mapping | None:

@@ -18,7 +18,6 @@ reading the mapping is a UsageError. Views that the trainer made of them (slices
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Literal
 
 import torch
@@ -81,9 +80,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self.check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.drop()
 
     def drop(self) -> None:
@@ -99,7 +96,6 @@ class WritableSlot(Mapping[str, torch.Tensor]):
             raise UsageError(f"this writable slot {what}", hint="call arena_like again for the next version")
 
     def taken(self) -> None:
-        """Hand the slot over to a publish."""
         self._close("taken")
 
     def digest(self, begun: Begun = lambda copies: None) -> Packing:

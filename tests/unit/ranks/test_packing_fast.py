@@ -28,7 +28,7 @@ from replicas.weights.copying import PROGRESS_NBYTES, STEP_NBYTES, Copier, Prefi
 from replicas.weights.digest import BLOCK_NBYTES, Digest, digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.layout import Places
-from replicas.weights.loading import scatter_parts, views
+from replicas.weights.loading import piece_pairs, views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
@@ -446,7 +446,7 @@ def test_parts_are_packed_at_once_and_scattered_to_their_places() -> None:
     data = torch.zeros(merged.data_nbytes, dtype=torch.uint8)
     for part, slot in enumerate(slots):
         assert slot is not None
-        scatter_parts(merged, part, slot.data, data)
+        copy_pairs(piece_pairs(merged, (merged.parts or ())[part], slot.data, data))
     assert torch.equal(data[:120].view(torch.int32).view(6, 5), whole)
     assert data[120:].tolist() == list(range(8))
 
