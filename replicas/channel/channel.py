@@ -24,10 +24,9 @@ from replicas.channel.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.filling import PublishJob, arena_like
 from replicas.channel.versions.leases import Holder
 from replicas.channel.versions.publish import Publisher
-from replicas.channel.versions.receive import Bound, Receiver
+from replicas.channel.versions.receive import Bound, Receiver, Watches
 from replicas.channel.versions.transfers import ManifestExchange, Transfers
 from replicas.channel.versions.update import Update
-from replicas.channel.versions.watches import Watches
 from replicas.common import own_loop
 from replicas.common.waits import Latch
 from replicas.messages import Hello, arguments

@@ -25,6 +25,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -53,30 +54,6 @@ _REDUCE_OPS = {
 }
 
 
-class Handle:
-    """Started operations, which :meth:`wait` completes."""
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        deadline: float,
-        finish: Callable[[], None] | None = None,
-        *,
-        wait: Callable[[Any, float], None] | None = None,
-    ) -> None:
-        self._works = works
-        self._deadline = deadline
-        self._finish = finish
-        self._wait = wait or _wait
-
-    def wait(self) -> None:
-        """Wait for the result in the tensors; RuntimeError: it failed, or is late."""
-        for work in self._works:
-            self._wait(work, self._deadline)
-        if self._finish is not None:
-            self._finish()
-
-
 def _wait(work: Any, deadline: float) -> None:
     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
@@ -93,6 +70,22 @@ def _wait_nccl(work: Any, deadline: float) -> None:
         if error is not None:
             raise RuntimeError(f"NCCL: {error}")
     work.wait()
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """Started operations, which :meth:`wait` completes."""
+
+    works: Sequence[Any]
+    deadline: float
+    finish: Callable[[], None] = lambda: None
+    wait_for: Callable[[Any, float], None] = _wait
+
+    def wait(self) -> None:
+        """Wait for the result in the tensors; RuntimeError: it failed, or is late."""
+        for work in self.works:
+            self.wait_for(work, self.deadline)
+        self.finish()
 
 
 class CollectiveGroup(ABC):
@@ -176,7 +169,7 @@ class CollectiveGroup(ABC):
     ) -> Handle:
         """:param read: the operation reads ``tensor``. :param write: it changes it."""
         if self._in_place(tensor):
-            return Handle(start(tensor), deadline, wait=self._wait_for)
+            return Handle(start(tensor), deadline, wait_for=self._wait_for)
         device = self._device
         assert device is not None
         near, give_back = self._near(tensor)
@@ -190,7 +183,7 @@ class CollectiveGroup(ABC):
                 device.synchronize()
             give_back()
 
-        return Handle(start(near), deadline, finish, wait=self._wait_for)
+        return Handle(start(near), deadline, finish, self._wait_for)
 
     _wait_for = staticmethod(_wait)
 

@@ -123,26 +123,21 @@ class _Flight:
     checked: Future[None] | None = None
 
 
+@dataclass(eq=False)
 class _Checker:
-    """Digests and scatters buckets on a second thread, in their order."""
+    """Digests and scatters buckets on a second thread, in their order.
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        manifest: Manifest,
-        data: torch.Tensor,
-        device: Accelerator | None,
-        worked: Callable[[int], None],
-        *,
-        by_part: bool,
-    ) -> None:
-        """:param device: of ``data``; None for host memory."""
-        self._plan = plan
-        self._manifest = manifest
-        self._data = data
-        self._device = device
-        self._worked = worked
-        self._by_part = by_part
+    :param device: of ``data``; None for host memory.
+    """
+
+    plan: BucketPlan
+    manifest: Manifest
+    data: torch.Tensor
+    device: Accelerator | None
+    worked: Callable[[int], None]
+    by_part: bool
+
+    def __post_init__(self) -> None:
         self._image = self._digest()
         self._parts: dict[int, Digest | DeviceDigest] = {}
 
@@ -153,12 +148,12 @@ class _Checker:
 
     def receive(self, flight: _Flight) -> None:
         with self._stream():
-            if self._by_part:
+            if self.by_part:
                 self._part(flight.bucket.owner).update(flight.tensor)
             if flight.spare is not None:
-                scatter(flight.tensor, flight.bucket, self._data, self._manifest)
-                if self._device is not None:
-                    self._device.synchronize()  # the staging memory is reused
+                scatter(flight.tensor, flight.bucket, self.data, self.manifest)
+                if self.device is not None:
+                    self.device.synchronize()  # the staging memory is reused
             self._settle(flight.number + 1)
 
     def send(self, flight: _Flight) -> None:
@@ -167,13 +162,13 @@ class _Checker:
 
     def end(self) -> None:
         """Wait for this thread's stream, before other threads use the memory."""
-        if self._device is not None:
+        if self.device is not None:
             with self._stream():
-                self._device.synchronize()
+                self.device.synchronize()
 
     def image_digest(self) -> str:
-        if self._image.nbytes != self._data.numel():
-            raise RuntimeError(f"{self._image.nbytes} of {self._data.numel()} bytes were digested")
+        if self._image.nbytes != self.data.numel():
+            raise RuntimeError(f"{self._image.nbytes} of {self.data.numel()} bytes were digested")
         with self._stream():
             return self._image.hexdigest()
 
@@ -182,20 +177,20 @@ class _Checker:
             return self._part(owner).hexdigest()
 
     def _digest(self) -> Digest | DeviceDigest:
-        return Digest() if self._device is None else DeviceDigest()
+        return Digest() if self.device is None else DeviceDigest()
 
     def _part(self, owner: int) -> Digest | DeviceDigest:
         return self._parts.setdefault(owner, self._digest())
 
     def _settle(self, number: int) -> None:
-        end = self._plan.settled[number]
+        end = self.plan.settled[number]
         while (start := self._image.nbytes) < end:
-            self._image.update(self._data[start : min(end, start + DIGEST_NBYTES)])
-            if self._device is None:  # else it is only enqueued
-                self._worked(self._image.nbytes - start)
+            self._image.update(self.data[start : min(end, start + DIGEST_NBYTES)])
+            if self.device is None:  # else it is only enqueued
+                self.worked(self._image.nbytes - start)
 
     def _stream(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._device is None else self._device.on_side_stream()
+        return nullcontext() if self.device is None else self.device.on_side_stream()
 
 
 class _Mover:
@@ -230,7 +225,7 @@ class _Mover:
         self._leaving: deque[_Flight] = deque()
         self._checks: deque[Future[None]] = deque()
         self._worked = worked
-        self.checker = _Checker(self._plan, manifest, self._memory, device, worked, by_part=by_part)
+        self.checker = _Checker(self._plan, manifest, self._memory, device, worked, by_part)
 
     def run(self, thread: ThreadPoolExecutor) -> None:
         """Run until nothing moves any more; ``thread`` may still be digesting."""

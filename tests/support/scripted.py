@@ -16,9 +16,8 @@ from replicas.channel.hub import Hub
 from replicas.channel.operations.operations import RankOperations
 from replicas.channel.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.publish import Publisher
-from replicas.channel.versions.receive import Receiver
+from replicas.channel.versions.receive import Receiver, Watches
 from replicas.channel.versions.transfers import ManifestExchange, Transfers
-from replicas.channel.versions.watches import Watches
 from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.messages.identity import Member, ProcessIdentity

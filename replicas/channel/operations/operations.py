@@ -23,7 +23,7 @@ sidecar has answered or is known to be dead.
 **Outcome unknown.** An operation ends by itself shortly after its deadline if no
 verdict came, or when there is a new coordinator. If this member had reported *done*, it
 ends with OutcomeUnknown, and the next posts name it as unsettled. A late verdict, or
-OperationSettled, brings the outcome (:mod:`replicas.channel.operations.jobs`). While
+OperationSettled, brings the outcome (:mod:`replicas.channel.operations.results`). While
 results are uncollected, the next collective is refused once, here or by the
 coordinator.
 
@@ -44,8 +44,7 @@ from typing import Any
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.hub import GRACE_S, Hub, Part, as_wire_error
-from replicas.channel.operations.jobs import Attempt, Job, Unknown
-from replicas.channel.operations.results import OperationCall
+from replicas.channel.operations.results import Attempt, Job, OperationCall, Unknown
 from replicas.channel.operations.scratch import Scratch, write_segments
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes

@@ -1,4 +1,4 @@
-"""Receive: ask the coordinator for a version, and hand it out as an `Update`.
+"""Receive: ask for a version, and hand it out as an `Update`; and watch for versions.
 
 There is at most one ask. Its Pending stays the answer of :meth:`Receiver.receive` until
 a caller has taken the update; a wait that was given up loses nothing. A grant may come
@@ -30,6 +30,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,11 +41,20 @@ from replicas.channel.versions.leases import Holder
 from replicas.channel.versions.update import Update
 from replicas.common.waits import locked
 from replicas.core.versions.rounds import is_enough
-from replicas.messages import Loaded, LoadFailed, ReceiveAsk, ReceiveCancel, ReceiveGrant, WireError
+from replicas.messages import (
+    Loaded,
+    LoadFailed,
+    ReceiveAsk,
+    ReceiveCancel,
+    ReceiveGrant,
+    WatchEnd,
+    WatchLoaded,
+    WireError,
+)
 from replicas.messages.bounds import text_of
 from replicas.weights.memory.arena import Slot
 
-__all__ = ["Bound", "Receiver"]
+__all__ = ["Bound", "Receiver", "Watches"]
 
 
 class Bound(NamedTuple):
@@ -278,3 +288,98 @@ class Receiver(Part):
     def _unpin(self, holder: Holder, slot: Slot) -> None:
         if self._hub.leases.keep(holder):
             self._hub.arena.unpin(slot)
+
+
+@dataclass(eq=False, repr=False)
+class _Watch:
+    version: int
+    pending: Pending[int]
+    timer: asyncio.TimerHandle | None = None
+
+
+class Watches(Part):
+    """Waits for a newer commit, or for a version to be loaded by all targets.
+
+    Commit watches wait for a newer version, load watches for that one too. However many
+    callers wait here, and whether or not their deadlines have passed, the coordinator
+    has one watch for this member, of the oldest version that a caller awaits.
+    """
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._commits: set[_Watch] = set()
+        self._loads: set[_Watch] = set()
+        self._told: WatchLoaded | None = None
+        self._numbered = 0
+
+    def committed(self, after: int | None, deadline_s: float | None) -> Pending[int]:
+        pending: Pending[int] = Pending(f"commit on {self._hub.name}")
+        version = self._hub.latest if after is None else after
+        self._hub.call(self._begin, self._commits, _Watch(version, pending), deadline_s)
+        return pending
+
+    def loaded(self, version: int, deadline_s: float | None) -> Pending[int]:
+        pending: Pending[int] = Pending(f"load of version {version} on {self._hub.name}")
+        self._hub.call(self._begin, self._loads, _Watch(version, pending), deadline_s)
+        return pending
+
+    # ------------------------------------------------------------ session thread
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {WatchEnd: self._loaded}
+
+    def new_term(self) -> None:
+        self._told = None
+        self._watch()
+        self.latest_grown()
+
+    def fail_all(self, error: errors.ReplicasError) -> None:
+        for watches in (self._commits, self._loads):
+            for watch in list(watches):
+                self._end(watches, watch)._fail(error)
+
+    def session_down(self, error: errors.ReplicasError) -> None:
+        self.fail_all(error)
+
+    def _begin(self, watches: set[_Watch], watch: _Watch, deadline_s: float | None) -> None:
+        if self._hub.over is not None:
+            watch.pending._fail(self._hub.over)
+            return
+        watches.add(watch)
+        if deadline_s is not None:
+            watch.timer = self._hub.after(deadline_s, self._overdue, watches, watch, deadline_s)
+        self._watch()
+        self.latest_grown()
+
+    def _watch(self) -> None:
+        """Have the coordinator watch the oldest awaited version, if it does not."""
+        oldest = min((watch.version for watch in self._loads), default=None)
+        if oldest is None or (self._told is not None and self._told.version == oldest):
+            return
+        self._numbered += 1
+        self._told = WatchLoaded(self._numbered, oldest)
+        self._hub.send(self._told)
+
+    def latest_grown(self) -> None:
+        latest = self._hub.latest
+        for watch in [watch for watch in self._commits if latest > watch.version]:
+            self._end(self._commits, watch)._resolve(latest)
+
+    def _loaded(self, message: WatchEnd) -> None:
+        if self._told is None or message.watch != self._told.watch:
+            return  # answers an older watch; the newer one is answered, too
+        self._told = None
+        for watch in [watch for watch in self._loads if watch.version <= message.version]:
+            self._end(self._loads, watch)._resolve(message.version)
+        self._watch()
+
+    def _overdue(self, watches: set[_Watch], watch: _Watch, deadline_s: float) -> None:
+        if watch in watches:
+            self._end(watches, watch)._fail(self._hub.no_answer("the wait", deadline_s))
+
+    @staticmethod
+    def _end(watches: set[_Watch], watch: _Watch) -> Pending[int]:
+        watches.discard(watch)
+        if watch.timer is not None:
+            watch.timer.cancel()
+        return watch.pending

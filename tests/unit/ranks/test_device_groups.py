@@ -160,7 +160,7 @@ class NcclWork:
 
 def test_nccl_is_waited_for_without_its_own_wait() -> None:
     def handle(work: NcclWork, deadline: float) -> Handle:
-        return Handle([work], deadline, wait=NcclGroup._wait_for)
+        return Handle([work], deadline, wait_for=NcclGroup._wait_for)
 
     work = NcclWork(5)
     handle(work, time.monotonic() + 5.0).wait()
@@ -259,7 +259,7 @@ class SerialGroup(CollectiveGroup):
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
         others = [rank for rank in range(self.size) if rank != self.rank]
         to, sources = (others, []) if root == self.rank else ([], [root])
-        return Handle(self._exchange(tensor, to, sources), deadline, wait=self._wait_for)
+        return Handle(self._exchange(tensor, to, sources), deadline, wait_for=self._wait_for)
 
     def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
         return [self._stream.submit(self._move, tensor, to, sources)]

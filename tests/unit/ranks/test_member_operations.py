@@ -14,8 +14,7 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.operations.jobs import KEPT_RESULTS
-from replicas.channel.operations.results import OperationCall
+from replicas.channel.operations.results import KEPT_RESULTS, OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.client import SidecarFailed

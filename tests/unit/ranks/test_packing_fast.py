@@ -31,8 +31,7 @@ from replicas.weights.layout import Places
 from replicas.weights.loading import piece_pairs, views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.writable import WritableSlot
-from replicas.weights.packing import Packer, Packing, stage
-from replicas.weights.planned import LOOK
+from replicas.weights.packing import LOOK, Packer, Packing, stage
 from replicas.weights.tensors import bits
 from tests.support.packing import pack
 
