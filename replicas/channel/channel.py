@@ -22,7 +22,7 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.channel.session import Session
 from replicas.channel.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.filling import PublishJob, arena_like
-from replicas.channel.versions.leases import Holder
+from replicas.channel.versions.holdings import Holder
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Bound, Receiver, Watches
 from replicas.channel.versions.transfers import ManifestExchange, Transfers

@@ -36,8 +36,7 @@ from replicas import messages as wire
 from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
 from replicas.channel.session import Session
-from replicas.channel.versions.holdings import Holdings
-from replicas.channel.versions.leases import Leases
+from replicas.channel.versions.holdings import Holdings, Leases
 from replicas.memory.beacon import find
 from replicas.messages.bounds import text_of
 from replicas.messages.identity import Member

@@ -59,7 +59,7 @@ class SessionLoop:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forkservers: dict[str, asyncio.Task[Forkserver]] = {}
         self.inherited: set[Forkserver | Sidecar] = set()
-        """Connections that a forked child must close."""
+        """Connections whose descriptors a forked child must not keep open either."""
         self.closers: dict[object, Callable[[], None]] = {}
         """Close functions of open channels; at exit, main thread, newest first."""
         self.users: set[Callable[[errors.ReplicasError], None]] = set()
@@ -211,11 +211,9 @@ class SessionLoop:
     def abandon(self) -> None:
         """In a forked child: drop every connection of the parent."""
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for fd in self.fds:
+        for fd in self.fds.union(*(connection.fds for connection in self.inherited)):
             os.dup2(null, fd, inheritable=False)
         os.close(null)
-        for connection in self.inherited:
-            connection.close_in_child()
 
 
 _lock = threading.Lock()

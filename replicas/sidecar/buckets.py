@@ -27,16 +27,7 @@ from math import prod
 
 from replicas.core.versions.manifest import Manifest, Piece, item_nbytes
 
-__all__ = [
-    "MAX_BUCKET_NBYTES",
-    "Bucket",
-    "BucketPlan",
-    "bucket_limit",
-    "buckets_of_part",
-    "image_run",
-    "make_plan",
-    "split_piece",
-]
+__all__ = ["MAX_BUCKET_NBYTES", "Bucket", "BucketPlan", "buckets_of_part", "image_run", "make_plan"]
 
 MAX_BUCKET_NBYTES = 8 << 20
 CHAIN_BUCKET_NBYTES = 4 << 20

@@ -33,18 +33,9 @@ has dropped the lane.)
 Why a chain
 -----------
 
-Measured between network namespaces of one shared machine with two cores; medians.
-64 MiB over links of 800 Mbit/s each way, which take 671 ms for it; "Gloo" is its
-broadcast of one flat buffer, "tree" a binary tree with buckets of 4 MiB:
-
-    hosts     Gloo      tree   chain of buckets of 1 MiB     2 MiB     4 MiB     8 MiB
-        2   693 ms                                700 ms    701 ms    701 ms    697 ms
-        3  1402 ms   1395 ms                      710 ms    710 ms    730 ms    788 ms
-        4  2085 ms   1436 ms                      706 ms    721 ms    767 ms    900 ms
-
-Without that limit the CPU is the limit, and all ways cost about the same (2 hosts,
-128 MiB: Gloo 134 ms; send and receive by buckets of 1, 2, 4, 8, 16 MiB: 182, 162, 135,
-139, 133 ms). Hence the sizes in :mod:`replicas.sidecar.buckets`.
+With links of 800 Mbit/s, four hosts take 1.05 times as long as two; by Gloo's broadcast
+of one flat buffer they take three times as long, by a binary tree twice
+(docs/measurements.md). Hence also the sizes in :mod:`replicas.sidecar.buckets`.
 
 NCCL pipelines its own broadcast, and runs the operations of one member one after
 another: a chain would wait in circles. So each bucket goes from its owner to all others

@@ -42,17 +42,7 @@ from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.digest import BLOCK_NBYTES, combined
 from replicas.weights.tensors import written_as_bits
 
-__all__ = [
-    "PROGRESS_NBYTES",
-    "STEP_NBYTES",
-    "Copier",
-    "Prefix",
-    "Progress",
-    "Runs",
-    "Step",
-    "copy_elements",
-    "copy_pairs",
-]
+__all__ = ["STEP_NBYTES", "Copier", "Prefix", "Progress", "Runs", "Step", "copy_elements", "copy_pairs"]
 
 STEP_NBYTES = 4 << 20
 """Bytes per step, about: 1 MiB made two threads a fifth slower, 16 MiB no faster."""

@@ -19,7 +19,7 @@ import torch
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.versions.leases import Holder
+from replicas.channel.versions.holdings import Holder
 from replicas.common import own_loop
 from replicas.core.versions.manifest import Manifest, PartManifest, check_size
 from replicas.messages import Meta, Packed, PackFailed, PublishBegin, arguments

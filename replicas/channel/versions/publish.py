@@ -57,7 +57,7 @@ from replicas import errors
 from replicas.channel.hub import GRACE_S, Hub, Part, as_wire_error
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.versions.filling import Filling, PublishJob
-from replicas.channel.versions.leases import Holder
+from replicas.channel.versions.holdings import Holder
 from replicas.core.versions.manifest import PartManifest
 from replicas.messages import Filled, Packed, PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from replicas import errors
 from replicas.channel.hub import Hub, Part
 from replicas.channel.pending import Pending
-from replicas.channel.versions.leases import Holder
+from replicas.channel.versions.holdings import Holder
 from replicas.channel.versions.update import Update
 from replicas.common.waits import locked
 from replicas.core.versions.rounds import is_enough

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from replicas import errors
-from replicas.channel.versions.leases import Holder
+from replicas.channel.versions.holdings import Holder
 from replicas.common.waits import locked
 from replicas.core.versions.manifest import Manifest
 from replicas.messages import Meta

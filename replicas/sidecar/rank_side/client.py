@@ -28,7 +28,6 @@ is closed here. A slot that a sidecar may be writing is safe to reuse only after
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -262,13 +261,11 @@ class Forkserver:
             send_signal(self._pidfd, signal.SIGKILL)
         self._close(reason)
 
-    def close_in_child(self) -> None:
-        """In a forked child, close the descriptors: they would hide the rank's end."""
-        for fd in (self._sock.detach(), self._pidfd):
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        if self._spare is not None:
-            self._spare.close_in_child()
+    @property
+    def fds(self) -> set[int]:
+        """Its descriptors: in a forked child they would hide the rank's end."""
+        own = {self._sock.fileno(), self._pidfd} - {-1}
+        return own if self._spare is None else own | self._spare.fds
 
     def _read(self) -> None:
         try:

@@ -199,10 +199,10 @@ class Sidecar:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so the sidecar has ended
             self._loop.call_soon_threadsafe(self._forget, key)
 
-    def close_in_child(self) -> None:
-        for fd in (self._sock.detach(), self._pidfd):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+    @property
+    def fds(self) -> set[int]:
+        """Its descriptors: in a forked child they would hide the rank's end."""
+        return {self._sock.fileno(), self._pidfd} - {-1}
 
     async def _ask(self, request: Any, buffers: tuple[Buffer, ...], timeout_s: float, kind: type[_R]) -> _R:
         if not self.usable:

@@ -146,7 +146,8 @@ class Cuda(Accelerator):
         self._lock = threading.RLock()  # garbage collection in this very thread may give memory back
         self._visible: tuple[str, ...] | None = None
         self._home = ""
-        self._contexts = driver.Contexts()
+        self._context_lock = threading.RLock()  # reentrant, too
+        self._contexts: dict[int, ctypes.c_void_p] = {}  # the primary ones that were used, never released
         self._own: weakref.WeakValueDictionary[bytes, Block] = weakref.WeakValueDictionary()
         self._own_events: weakref.WeakValueDictionary[bytes, CudaEvent] = weakref.WeakValueDictionary()
         self._refused = False
@@ -389,8 +390,37 @@ class Cuda(Accelerator):
             raise WorldError(f"process {os.getpid()} cannot use CUDA: {first_line(error)}") from error
         return visible.index(uuid)
 
-    def _in_context(self, index: int) -> contextlib.AbstractContextManager[None]:
-        return self._contexts.current(index, self.visible()[index])
+    @contextlib.contextmanager
+    def _in_context(self, index: int) -> Iterator[None]:
+        """Make the context of a device this thread's current one in the block.
+
+        :raises NoCapacity: there is no memory for the context itself.
+        :raises WorldError: the device cannot be used.
+        """
+        name = self.visible()[index]
+        try:
+            driver.call("cuCtxPushCurrent_v2", self._context(index))
+        except DriverError as error:
+            if error.number == driver.OUT_OF_MEMORY:
+                raise NoCapacity(f"GPU {name} has no memory left for the context of another process") from error
+            raise WorldError(f"GPU {name} cannot be used: {error}", hint=driver.BROKEN_HINT) from error
+        try:
+            with uncaptured():
+                yield
+        finally:
+            found = driver.load_library()
+            if found is not None:
+                found.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def _context(self, index: int) -> ctypes.c_void_p:
+        with self._context_lock:
+            found = self._contexts.get(index)
+            if found is None:
+                device, found = ctypes.c_int(), ctypes.c_void_p()
+                driver.call("cuDeviceGet", ctypes.byref(device), index)
+                driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(found), device)
+                self._contexts[index] = found
+            return found
 
 
 class _Streams:

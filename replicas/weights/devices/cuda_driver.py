@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import functools
 import logging
-import threading
 import uuid as uuids
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +23,6 @@ __all__ = [
     "ALREADY_REGISTERED",
     "BROKEN_HINT",
     "OUT_OF_MEMORY",
-    "Contexts",
     "DriverError",
     "IpcHandle",
     "Pointer",
@@ -185,43 +183,3 @@ def uncaptured() -> Iterator[None]:
     finally:
         if changed and found is not None:
             found.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # as it was
-
-
-class Contexts:
-    """The primary contexts that this process has used, never released. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # garbage collection in this very thread may give memory back
-        self._contexts: dict[int, ctypes.c_void_p] = {}
-
-    @contextlib.contextmanager
-    def current(self, index: int, name: str) -> Iterator[None]:
-        """Make the context of device ``index`` this thread's current one in the block.
-
-        :param name: the device in error texts.
-        :raises NoCapacity: there is no memory for the context itself.
-        :raises WorldError: the device cannot be used.
-        """
-        try:
-            call("cuCtxPushCurrent_v2", self._get(index))
-        except DriverError as error:
-            if error.number == OUT_OF_MEMORY:
-                raise NoCapacity(f"GPU {name} has no memory left for the context of another process") from error
-            raise WorldError(f"GPU {name} cannot be used: {error}", hint=BROKEN_HINT) from error
-        try:
-            with uncaptured():
-                yield
-        finally:
-            found = load_library()
-            if found is not None:
-                found.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-
-    def _get(self, index: int) -> ctypes.c_void_p:
-        with self._lock:
-            found = self._contexts.get(index)
-            if found is None:
-                device, found = ctypes.c_int(), ctypes.c_void_p()
-                call("cuDeviceGet", ctypes.byref(device), index)
-                call("cuDevicePrimaryCtxRetain", ctypes.byref(found), device)
-                self._contexts[index] = found
-            return found

@@ -41,15 +41,7 @@ from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.memory.mappings import KeptMappings, Mapping, map_private, map_readable, map_shared
 
-__all__ = [
-    "RESERVE_NBYTES",
-    "AllocationStopped",
-    "Buffer",
-    "BufferWatcher",
-    "Claim",
-    "available_nbytes",
-    "check_capacity",
-]
+__all__ = ["AllocationStopped", "Buffer", "BufferWatcher", "available_nbytes", "check_capacity"]
 
 _ALLOCATE_NBYTES = 64 << 20
 RESERVE_NBYTES = 32 << 20

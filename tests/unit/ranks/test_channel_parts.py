@@ -16,7 +16,7 @@ from replicas import messages as wire
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.versions.filling import PublishJob
-from replicas.channel.versions.leases import Holder
+from replicas.channel.versions.holdings import Holder
 from replicas.channel.versions.update import Update
 from replicas.core.versions.manifest import PartManifest
 from replicas.messages import Segment

@@ -219,7 +219,7 @@ def test_memory_is_given_back_with_the_last_tensor(driver: Driver) -> None:
 def test_memory_is_given_back_whenever_garbage_is_collected(driver: Driver) -> None:
     gpu = Cuda()
     memory = gpu.allocate(5, FIRST)
-    with gpu._lock, gpu._contexts._lock:  # it may happen in the middle of anything
+    with gpu._lock, gpu._context_lock:  # it may happen in the middle of anything
         memory.close()
     assert driver.room == 10 * MIB
 
