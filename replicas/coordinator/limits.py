@@ -222,11 +222,12 @@ def message_problem(message: wire.FromMember) -> str | None:
 
 def _number_problem(value: msgspec.Struct) -> str | None:
     """The first problem of the numbers in ``value`` and its nested structs."""
-    for name in _NESTED[type(value)]:
+    nested, numbers = _FIELDS[type(value)]
+    for name in nested:
         inner = getattr(value, name)
         if inner is not None and (problem := _number_problem(inner)) is not None:
             return f"{type(value).__name__}: {problem}"
-    for name, may_be_negative in _NUMBERS[type(value)]:
+    for name, may_be_negative in numbers:
         number = getattr(value, name)
         if number is None:
             continue
@@ -242,24 +243,20 @@ which the state machine checks."""
 _JUDGED_LATER = {"replica", "rank", "world_size", "at_least"}
 
 
-def _numbers_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, bool], ...]:
-    """The numeric fields of a message, and whether each may be negative."""
+def _fields_of(kind: type[msgspec.Struct]) -> tuple[list[str], list[tuple[str, bool]]]:
+    """The fields with structs, and the numeric ones: whether each may be negative."""
     signed = _SIGNED | ({"version"} if kind in (wire.PublishBegin, wire.WatchLoaded) else set())
-    names = []
+    nested, numbers = [], []
     for field in msgspec.structs.fields(kind):
-        types: tuple[Any, ...] = get_args(field.type) or (field.type,)
-        if set(types) <= {int, float, type(None)} and field.name not in _JUDGED_LATER:
-            names.append((field.name, field.name in signed))
-    return tuple(names)
+        types: set[Any] = {*(get_args(field.type) or (field.type,))}
+        if {wire.Beacon, wire.SlotPlace} & {*get_args(field.type)}:
+            nested.append(field.name)
+        elif types <= {int, float, type(None)} and field.name not in _JUDGED_LATER:
+            numbers.append((field.name, field.name in signed))
+    return nested, numbers
 
 
 _KINDS = (*get_args(wire.FromMember), wire.HeldVersion, wire.Beacon, wire.SlotPlace)
-_NUMBERS: dict[type[msgspec.Struct], tuple[tuple[str, bool], ...]] = {kind: _numbers_of(kind) for kind in _KINDS}
-_NESTED: dict[type[msgspec.Struct], tuple[str, ...]] = {
-    kind: tuple(
-        field.name
-        for field in msgspec.structs.fields(kind)
-        if {wire.Beacon, wire.SlotPlace} & set(get_args(field.type))
-    )
-    for kind in _KINDS
+_FIELDS: dict[type[msgspec.Struct], tuple[list[str], list[tuple[str, bool]]]] = {
+    kind: _fields_of(kind) for kind in _KINDS
 }

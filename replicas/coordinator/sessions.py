@@ -95,7 +95,6 @@ class MemberSession:
         """Loop time of the last write to the member."""
         self.over = asyncio.Event()
         """Set when nothing more will be queued for the present connection."""
-        self.closed = False
         self.on_detach: Callable[[], None] | None = None
         """Called when the connection has ended and all its input was handled."""
 
@@ -189,7 +188,6 @@ class MemberSession:
 
     def close(self) -> None:
         """Let the server write the queued messages, then end the connection."""
-        self.closed = True
         self.over.set()
         self._news.set()
         if self.watch is not None:

@@ -362,7 +362,7 @@ class ChannelState:
         commits, member = self.commits, state.member
         match message:
             case wire.Progress():
-                self.marks.step(member, message.step)
+                self.marks.note(member.group, member.replica, step=message.step)
             case wire.ManifestAsk():
                 commits.asked(state, message, now)
             case wire.ManifestPiece():
@@ -389,7 +389,7 @@ class ChannelState:
             case wire.ReceiveCancel():
                 self.rounds.cancel_ask(member, message.ask)
             case wire.Loaded() if message.version <= commits.latest:  # else it cannot have been loaded
-                self.marks.version(member.group, member.replica, message.version)
+                self.marks.note(member.group, member.replica, version=message.version)
                 self.rounds.loaded(state, message.version)
             case wire.LoadFailed():
                 self.rounds.failed(state)
@@ -397,7 +397,8 @@ class ChannelState:
                 self._answer_watches()
                 self._watch(member, message)
             case wire.OperationPost():
-                self.marks.operation(member, message.step)
+                step, untagged = (-1, 1) if message.step is None else (message.step, 0)
+                self.marks.note(member.group, member.replica, step=step, operations=untagged)
                 self._post(state, message, now)
             case _:
                 self._report(state, message, now)

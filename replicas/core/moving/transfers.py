@@ -229,14 +229,13 @@ class Transfer:
 
     def _leave_unreached(self) -> None:
         """Leave out members that no holder reaches; catch-up serves them later."""
+        self.unreached |= self.needers
         for member in sorted(self.needers):
             state = self._ground.roster.get(member)
             known = self._ground.links.why(state) if state is not None else ""
-            self.why[member] = f"nobody who has it reaches {member}: {known}"
             hint = "open all TCP ports between these machines, in both directions"
-            self.refused[member] = errors.Preflight(self.why[member], phase="form", members=[member.name], hint=hint)
-        self.unreached |= self.needers
-        self.needers.clear()
+            text = f"nobody who has it reaches {member}: {known}"
+            self._refuse(member, errors.Preflight(text, phase="form", members=[member.name], hint=hint))
 
     def _open_lane(self, members: tuple[Member, ...], remaining: float, now: float) -> None:
         """Reuse the kept lane of these members, or form one."""
@@ -384,12 +383,9 @@ class Transfer:
             self._map_failed(member, error)
             self._end_attempt_if_done(now)
         elif self.state == "offering":
-            self.refused[member] = error
-            self.why[member] = error.message
-            if member in self.needers:
-                self.needers.discard(member)
-            else:
+            if member not in self.needers:
                 self._forget_held(member)
+            self._refuse(member, error)
             self.again("refused", now)
         else:
             self._failed_all_alive(error, now)
@@ -402,12 +398,15 @@ class Transfer:
         self.attempt.mapping.discard(member)
         self._misses[member] = self._misses.get(member, 0) + 1
         if isinstance(error, errors.NoCapacity | errors.Busy | errors.InternalError):
-            self.refused[member] = error
-            self.why[member] = error.message
-            self.needers.discard(member)
+            self._refuse(member, error)
         elif not isinstance(error, errors.Gone) or self._misses[member] >= MAP_TRIES:
             for state in self._ground.roster.states([member]):
                 self._ground.hosts.apart(state)
+
+    def _refuse(self, member: Member, error: errors.ReplicasError) -> None:
+        """Go on without this member, for this reason."""
+        self.refused[member], self.why[member] = error, error.message
+        self.needers.discard(member)
 
     def _forget_held(self, member: Member) -> None:
         for state in self._ground.roster.states([member]):
@@ -471,9 +470,7 @@ class Transfer:
 
     def _quarantine(self, culprits: Mapping[Member, str], now: float) -> None:
         for member, why in culprits.items():
-            self.why[member] = why
-            self.refused[member] = errors.Preflight(why, phase="probe", members=[member.name])
-            self.needers.discard(member)
+            self._refuse(member, errors.Preflight(why, phase="probe", members=[member.name]))
             self._ground.quarantine(member, why, now)
 
     # ------------------------------------------------------ failures
@@ -601,12 +598,8 @@ class Transfer:
         refused = next((error for member, error in self.refused.items() if member in self.plan.givers), None)
         if refused is not None:
             return refused
-        return errors.PeersLost(
-            f"version {self.payload.version} was lost: no member that held all of it is left",
-            version=self.payload.version,
-            phase="transfer",
-            hint="publish again",
-        )
+        text = f"version {self.payload.version} was lost: no member that held all of it is left"
+        return errors.PeersLost(text, phase="transfer", hint="publish again")
 
     def _end(self, error: errors.ReplicasError | None, now: float) -> None:
         self.state = TRANSFER.next(self.state, "done" if error is None else "fail")

@@ -306,7 +306,7 @@ class Commits:
         for state in self._roster.states(transfer.verified):
             state.failures, state.slow = 0, False  # it works in joint transfers
         self._verdict(publish, "committed", now, moved_nbytes=transfer.moved_nbytes)
-        self._ground.marks.version(publish.group, publish.replica, publish.version)
+        self._ground.marks.note(publish.group, publish.replica, version=publish.version)
         self._ground.lanes.keep(transfer.lane)
 
     def _receipt(

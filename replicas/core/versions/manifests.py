@@ -234,12 +234,8 @@ class Manifests:
         if not publish.asked.new_manifest and self.current is not None and manifest.hash != self.current.hash:
             text = difference(self.current, manifest)
             if text:
-                raise ManifestMismatch(
-                    f"the tensors of version {publish.version} do not fit the manifest of channel "
-                    f"{self._channel!r}: {text}",
-                    channel=self._channel,
-                    version=publish.version,
-                )
+                where = f"the manifest of channel {self._channel!r}"
+                raise ManifestMismatch(f"the tensors of version {publish.version} do not fit {where}: {text}")
         return Payload(
             version=publish.version,
             manifest_hash=manifest.hash,
