@@ -249,7 +249,7 @@ def _fields_of(kind: type[msgspec.Struct]) -> tuple[list[str], list[tuple[str, b
     nested, numbers = [], []
     for field in msgspec.structs.fields(kind):
         types: set[Any] = {*(get_args(field.type) or (field.type,))}
-        if {wire.Beacon, wire.SlotPlace} & {*get_args(field.type)}:
+        if {wire.Beacon, wire.SlotPlace} & types:
             nested.append(field.name)
         elif types <= {int, float, type(None)} and field.name not in _JUDGED_LATER:
             numbers.append((field.name, field.name in signed))

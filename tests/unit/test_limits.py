@@ -94,6 +94,7 @@ def test_what_a_hello_may_say(change: dict[str, object], problem: str | None) ->
         (wire.Loaded(2**63, 0.0), f"Loaded with version = {2**63}"),
         (wire.Loaded(1, -1.0), "Loaded with load_s = -1.0"),
         (wire.Packed(1, "h", -5, "cpu", 0.0, 0.0), "Packed with nbytes = -5"),
+        (wire.Filled(1, 0.0, "d", 0.0, wire.SlotPlace(1, 1, 1, -5, 1)), "Filled: SlotPlace with nbytes = -5"),
         (wire.OperationPost(1, "all_reduce", (), 1.0, step=-1), None),
         (wire.OperationPost(1, "all_reduce", (wire.Segment("float32", (-2,)),), 1.0), "a tensor of shape (-2,)"),
         (wire.Heartbeat(), None),
