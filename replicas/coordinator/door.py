@@ -212,11 +212,10 @@ class Door:
         """Close connections that have waited past their deadline."""
         now = self._loop.time()
         for crowd in (self._lobby, self._queue):
-            for one in crowd.oldest():
-                if one.until <= now:
-                    crowd.discard(one)
-                    self._refused("timeout" if crowd is self._lobby else "too_many")
-                    self._drop(one)
+            for one in [one for one in crowd if one.until <= now]:
+                crowd.discard(one)
+                self._refused("timeout" if crowd is self._lobby else "too_many")
+                self._drop(one)
         if self.waiting:
             self._later(SWEEP_S, self._sweep)
 

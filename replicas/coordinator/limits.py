@@ -147,15 +147,6 @@ class Crowd(Generic[One]):
                 return self._taken(queue)
         raise IndexError("no connection waits")
 
-    def oldest(self) -> Iterator[One]:
-        """The oldest of each queue, and the next ones while the caller removes them."""
-        for queue in self._queues:
-            while queue:
-                first = next(iter(queue))
-                yield first
-                if first in queue:
-                    break
-
     def _taken(self, queue: OrderedDict[One, None]) -> One:
         if not queue:
             raise IndexError("no connection waits")

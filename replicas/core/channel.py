@@ -37,14 +37,13 @@ from replicas.core.effects import (
 )
 from replicas.core.ground import Ground
 from replicas.core.members.draining import Drains
-from replicas.core.members.hosts import Hosts, Place
+from replicas.core.members.hosts import Hosts, Keeping, Place
 from replicas.core.members.links import Links
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.moving.lanes import Lanes
 from replicas.core.operations.operations import Operations, Trials
 from replicas.core.versions.commits import Commits
-from replicas.core.versions.keeping import Keeping
 from replicas.core.versions.manifests import Joined
 from replicas.core.versions.recovery import Recovery, Told
 from replicas.core.versions.rounds import ReplicaView, Rounds

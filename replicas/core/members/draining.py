@@ -21,8 +21,6 @@ __all__ = ["Drains"]
 
 
 class Drains:
-    """The draining replicas of one channel."""
-
     def __init__(self, ground: Ground, commits: Commits, rounds: Rounds, operations: Operations) -> None:
         self._ground = ground
         self._commits, self._rounds, self._operations = commits, rounds, operations

@@ -34,8 +34,6 @@ DEAF_MAX_S = 120.0
 
 
 class Heartbeats:
-    """The heartbeats of one channel."""
-
     def __init__(self) -> None:
         self._slowest_s = HEARTBEAT_S
         """The longest interval at which any member may still send its heartbeats."""

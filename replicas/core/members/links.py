@@ -55,8 +55,6 @@ class _Fault:
 
 
 class Links:
-    """The links of one channel."""
-
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._roster = lanes.roster

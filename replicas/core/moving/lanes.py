@@ -344,12 +344,10 @@ class Probe:
         return [(members[i], members[(i + step) % count]) for i in range(count) for step in (1, 2)]
 
     def lane_formed(self, lane: Lane, now: float) -> None:
-        """Note that this pair works."""
         self._proves = True
         self._close(lane, now)
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        """Note that this pair is bad."""
         self._proves = True
         self._bad[lane.members] = error.message
         self._close(lane, now)

@@ -12,8 +12,8 @@ group.
 A version that exists only in parts at its source ranks (``ranks = "all"``) is assembled
 by the leaders: each copies the parts that lie on its own host there, and receives the
 others over the lane. Memory that the coordinator *keeps* for lost members
-(:mod:`replicas.core.versions.keeping`) can be mapped or copied on its host, but not
-sent.
+(:class:`~replicas.core.members.hosts.Keeping`) can be mapped or copied on its host, but
+not sent.
 
 The lane is a chain for each part (:attr:`TransferPlan.routes`): the owner first, then
 the leaders, in order of their hosts. A process group connects every pair of its

@@ -74,8 +74,6 @@ TRIAL_PART = 0.1
 
 
 class Operations:
-    """All operations of one channel of peers."""
-
     def __init__(self, ground: Ground) -> None:
         self._ground, self._roster = ground, ground.roster
         self.pairing = Pairing(ground, self.reply, lambda ref: any(operation.ref == ref for operation in self.running))

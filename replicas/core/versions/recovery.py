@@ -78,8 +78,6 @@ class Told:
 
 
 class Recovery:
-    """The recovery of one channel."""
-
     def __init__(self, ground: Ground, commits: Commits, pairing: Pairing) -> None:
         self._ground, self._roster, self._commits, self._pairing = ground, ground.roster, commits, pairing
         self._aborted = ground.past.aborted
