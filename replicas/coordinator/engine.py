@@ -30,7 +30,7 @@ from replicas.coordinator.sessions import Connection, Encoded, MemberSession, Pr
 from replicas.coordinator.store import StoreWatcher
 from replicas.core import effects
 from replicas.core.channel import ChannelState
-from replicas.core.effects import Effect, Event, RecordDecision, StoreChanged
+from replicas.core.effects import CommitDecision, Effect, Event, StoreChanged
 from replicas.core.members.heartbeats import Silence
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.lanes import SECRET_NBYTES
@@ -314,16 +314,15 @@ class Engine:
         try:
             while outlet.due:
                 effect = outlet.due[0]
-                if isinstance(effect, RecordDecision) and not self._recorded(channel, outlet, effect):
+                if isinstance(effect, CommitDecision) and not self._recorded(channel, outlet, effect):
                     return
                 outlet.due.popleft()
                 self._do(channel, effect)
         finally:
             outlet.applying = False
 
-    def _recorded(self, channel: ChannelState, outlet: _Outlet, effect: RecordDecision) -> bool:
+    def _recorded(self, channel: ChannelState, outlet: _Outlet, decision: CommitDecision) -> bool:
         """Whether the decision is on disk; if not, the next tick tries again."""
-        decision = effect.decision
         try:
             self.decisions.append(decision)
         except OSError as exc:
@@ -358,17 +357,18 @@ class Engine:
                 task.add_done_callback(self._tasks.discard)
             case effects.LetGo():
                 self._keeper.let_go((effect.channel, effect.owner))
-            case effects.Emit():
-                if isinstance(effect.event, effects.MemberLost):
-                    self._on_lost(effect.event)
-                elif isinstance(effect.event, effects.SyncEnded):
-                    channel.told.ended(effect.event.record)
-                elif isinstance(effect.event, effects.CaughtUp):
-                    channel.told.nbytes += effect.event.moved_nbytes
-                elif isinstance(effect.event, effects.MemberQuarantined):
-                    event = effect.event
+            case CommitDecision():
+                pass  # it is on disk
+            case event:
+                if isinstance(event, effects.MemberLost):
+                    self._on_lost(event)
+                elif isinstance(event, effects.SyncEnded):
+                    channel.told.ended(event.record)
+                elif isinstance(event, effects.CaughtUp):
+                    channel.told.nbytes += event.moved_nbytes
+                elif isinstance(event, effects.MemberQuarantined):
                     log.warning("%s: %s is quarantined: %s", event.channel, event.member, event.reason)
-                self.emit(effect.event)
+                self.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:
         found: Joined | errors.ReplicasError

@@ -26,7 +26,6 @@ from replicas.common.backoff import Backoff
 from replicas.config.structs import ChannelConfig
 from replicas.core.effects import (
     Effect,
-    Emit,
     EpochStarted,
     MemberJoined,
     MemberLost,
@@ -139,12 +138,12 @@ class ChannelState:
             self.recovery.heard(state, now)
         if state.is_target:
             self.rounds.joined(state)
-        self.out.append(Emit(MemberJoined(self.config.name, state.member)))
+        self.out.append(MemberJoined(self.config.name, state.member))
         if self.commits.latest > self.told.latest:  # its Welcome leaves out what is still being recorded
             self.out.append(Send(member, self.commits.commit_message()))
         if why := self.roster.was_isolated(member.name):  # the new process of a quarantined peer: tried at once
             self.roster.isolate(state, why, now)
-            self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
+            self.out.append(MemberQuarantined(self.config.name, member, why))
         self._settle(now)
         return state, older
 
@@ -167,7 +166,7 @@ class ChannelState:
         self.keeping.lost(state)
         self.hosts.lost(state)
         state.note = LOSS_WORDS.get(reason, reason)
-        self.out.append(Emit(MemberLost(self.config.name, member, reason, state.observes)))
+        self.out.append(MemberLost(self.config.name, member, reason, state.observes))
         self._watches.pop(member, None)
         if state.observes:
             return
@@ -271,7 +270,7 @@ class ChannelState:
         self.commits.quarantined(state)
         if state.is_peer:
             self.operations.set_aside(member, why, now)
-        self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
+        self.out.append(MemberQuarantined(self.config.name, member, why))
 
     def view(self, group: str, replica: int) -> ReplicaView:
         ranks = [s for s in self.roster.replica(group, replica) if s.is_target and s.carries]
@@ -333,7 +332,7 @@ class ChannelState:
             if len(joined) + len(left) < len(members):
                 change = wire.View(epoch, tuple(joined), known, tuple(left), interval_s)
         self._view_epoch, self._view_members = epoch, everybody
-        self.out.append(Emit(EpochStarted(self.config.name, epoch, members)))
+        self.out.append(EpochStarted(self.config.name, epoch, members))
         for state in self.roster:
             self.out.append(Send(state.member, change if state.view_epoch == known else view))
             state.view_epoch = epoch

@@ -14,7 +14,6 @@ __all__ = [
     "CaughtUp",
     "CommitDecision",
     "Effect",
-    "Emit",
     "EpochStarted",
     "Event",
     "Keep",
@@ -25,7 +24,6 @@ __all__ = [
     "OperationEnded",
     "Past",
     "Read",
-    "RecordDecision",
     "ReplicaIdle",
     "ReplicaLoaded",
     "Retried",
@@ -169,7 +167,7 @@ Event = (
 
 
 class CommitDecision(msgspec.Struct, frozen=True):
-    """One line of the decision log.
+    """One line of the decision log; as an effect: durable before any later effect.
 
     ``abort``: the version was under way, and will never be committed.
     """
@@ -203,12 +201,6 @@ class Past(msgspec.Struct, frozen=True):
 class Send(msgspec.Struct, frozen=True):
     member: Member
     message: FromCoordinator
-
-
-class RecordDecision(msgspec.Struct, frozen=True):
-    """Make the decision durable before any later effect."""
-
-    decision: CommitDecision
 
 
 class SweepStore(msgspec.Struct, frozen=True):
@@ -255,8 +247,4 @@ class Read(msgspec.Struct, frozen=True):
     whole: bool
 
 
-class Emit(msgspec.Struct, frozen=True):
-    event: Event
-
-
-Effect = Send | RecordDecision | SweepStore | ReplaceStore | Keep | LetGo | Read | Emit
+Effect = Send | CommitDecision | SweepStore | ReplaceStore | Keep | LetGo | Read | Event

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from replicas.config.structs import ChannelConfig
-from replicas.core.effects import Effect, Emit, Event, Past, Retried, Send
+from replicas.core.effects import Effect, Event, Past, Retried, Send
 from replicas.core.members.hosts import Hosts, Keeping
 from replicas.core.members.links import Links
 from replicas.core.members.member_state import HighWaterMarks
@@ -58,7 +58,7 @@ class Ground:
         self.out.append(Send(member, message))
 
     def emit(self, event: Event) -> None:
-        self.out.append(Emit(event))
+        self.out.append(event)
 
     def retried(self, reason: str) -> None:
         """Count another attempt of a transfer or an operation."""

@@ -21,7 +21,7 @@ buckets are only copied where a version comes in parts (:func:`moments_of`).
 from __future__ import annotations
 
 from replicas.core.channel import ChannelState
-from replicas.core.effects import Effect, RecordDecision, Send
+from replicas.core.effects import CommitDecision, Effect, Send
 from replicas.messages import (
     FromMember,
     LaneForm,
@@ -82,7 +82,7 @@ class Moments:
             case Send(message=OperationGo(operation=operation, participants=those)) if self._first("go", operation):
                 self._transfer, self._done, self._expected = operation, 0, len(those)
                 return "mid-bucket"
-            case RecordDecision():
+            case CommitDecision():
                 return "committing"
             case Send(message=ReceiveGrant(version=version)) if self._first("grant", version):
                 return "loading"

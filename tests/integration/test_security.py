@@ -391,7 +391,7 @@ async def test_a_member_that_never_reads_is_cut_off(
         await is_well(trainer)
     assert count(coordinator, "overflow") == 1
     assert ticks < 20
-    assert session.closed
+    assert session.over.is_set()
     await wait_until(lambda: session.connection is None, "the end of its connection", timeout_s=10)
     await wait_until(lambda: is_cut(hostile), "a socket that was cut", timeout_s=10)
     await is_well(bystander)

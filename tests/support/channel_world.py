@@ -23,14 +23,12 @@ from replicas.config.structs import ChannelConfig, ChannelRole
 from replicas.core.channel import ChannelState
 from replicas.core.effects import (
     CommitDecision,
-    Emit,
     Event,
     Keep,
     LetGo,
     MemberLost,
     Past,
     Read,
-    RecordDecision,
     ReplaceStore,
     Send,
     SweepStore,
@@ -623,23 +621,19 @@ class World:
                         self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.rank
                     if effect.member in self.members:
                         self.members[effect.member].inbox.append(effect.message)
-                case RecordDecision(decision=CommitDecision(kind="abort", version=version)):
+                case CommitDecision(kind="abort", version=version):
                     forgotten = self.log_lost and version > self._newest_known()
                     if not forgotten or all(old.version != version for old in self.decisions):
                         self.aborted.add(version)  # else its number is used a second time
-                case RecordDecision():
-                    self.state.told.recorded(effect.decision)
-                    assert effect.decision.version not in self.aborted
-                    again = [old for old in self.decisions if old.version == effect.decision.version]
+                case CommitDecision():
+                    self.state.told.recorded(effect)
+                    assert effect.version not in self.aborted
+                    again = [old for old in self.decisions if old.version == effect.version]
                     if again:  # learned from a member by a coordinator that has lost its log
-                        assert again[0].digest == effect.decision.digest
+                        assert again[0].digest == effect.digest
                         continue
-                    assert effect.decision.version > self._newest_known()
-                    self.decisions.append(effect.decision)
-                case Emit():
-                    self.events.append(effect.event)
-                    if isinstance(effect.event, MemberLost):
-                        self.members.pop(effect.event.member, None)
+                    assert effect.version > self._newest_known()
+                    self.decisions.append(effect)
                 case SweepStore():
                     self.swept.append(effect.prefix)
                 case ReplaceStore(host, port):
@@ -648,6 +642,10 @@ class World:
                     self._keep(effect)
                 case LetGo():
                     self.kept.pop(effect.owner, None)
+                case event:
+                    self.events.append(event)
+                    if isinstance(event, MemberLost):
+                        self.members.pop(event.member, None)
 
         for one in reads:
             self._read(one)

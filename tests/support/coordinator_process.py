@@ -20,7 +20,7 @@ from typing import Any
 
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
-from replicas.core.effects import RecordDecision, Send
+from replicas.core.effects import CommitDecision, Send
 
 __all__ = ["MOMENTS", "CoordinatorProcess"]
 
@@ -44,7 +44,7 @@ MOMENTS: dict[str, Callable[[object], bool]] = {
     "going": _sends(wire.TransferGo),
     "mapping": lambda what: _sends(wire.TransferOffer)(what) and what.message.role == "map",  # type: ignore[attr-defined]  # a Send
     "first done": _hears(wire.TransferDone),
-    "decided": lambda what: isinstance(what, RecordDecision),
+    "decided": lambda what: isinstance(what, CommitDecision),
     "telling": _sends(wire.Commit),
     "told": _sends(wire.PublishEnd),
     "granting": _sends(wire.ReceiveGrant),

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from replicas import messages as wire
-from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
+from replicas.core.effects import Effect, ReplicaLoaded, Send
 from replicas.core.members.member_state import MemberState
 from replicas.core.membership import ROUND, InvalidStep
 from replicas.core.versions.rounds import Newest, ReplicaView, Rounds
@@ -87,8 +87,7 @@ class Replica:
 
     def served(self) -> list[int]:
         """Versions that the whole replica served, in order."""
-        told = [effect.event for effect in self.out if isinstance(effect, Emit)]
-        return [event.version for event in told if isinstance(event, ReplicaLoaded)]
+        return [effect.version for effect in self.out if isinstance(effect, ReplicaLoaded)]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from replicas import errors
-from replicas.core.effects import Effect, Emit, ReplaceStore, Send, SidecarReplaced, SweepStore
+from replicas.core.effects import Effect, ReplaceStore, Send, SidecarReplaced, SweepStore
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.preflight import nccl_works
 from replicas.core.members.roster import Roster
@@ -272,7 +272,7 @@ class Lanes:
         self._out.append(SweepStore(lane.prefix))
         if reason and here:
             self.replaced[reason] = self.replaced.get(reason, 0) + len(here)
-            self._out.append(Emit(SidecarReplaced(self.roster.config.name, reason, len(here))))
+            self._out.append(SidecarReplaced(self.roster.config.name, reason, len(here)))
 
     # ------------------------------------------------------------ between two transfers
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.core.effects import CommitDecision, RecordDecision, Send, SyncEnded
+from replicas.core.effects import CommitDecision, Send, SyncEnded
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState, Reading
 from replicas.core.moving.attempt import Payload
@@ -336,8 +336,7 @@ class Commits:
 
     def _record(self, kind: Literal["commit", "abort"], version: int, digest: str = "") -> None:
         ground = self._ground
-        decision = CommitDecision(kind, ground.config.name, version, digest, self._roster.epoch, ground.term)
-        ground.out.append(RecordDecision(decision))
+        ground.out.append(CommitDecision(kind, ground.config.name, version, digest, self._roster.epoch, ground.term))
 
     def commit_message(self) -> wire.Commit:
         """Return the message about the newest committed version."""

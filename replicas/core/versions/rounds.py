@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
+from replicas.core.effects import Effect, ReplicaLoaded, Send
 from replicas.core.members.member_state import MemberState
 from replicas.core.membership import ROUND, RoundEvent, RoundState
 from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
@@ -254,7 +254,7 @@ class Rounds:
             round_.move("all_alike")
         if loaded != round_.loaded:
             round_.loaded = loaded
-            self._out.append(Emit(ReplicaLoaded(self._channel, member.group, member.replica, loaded)))
+            self._out.append(ReplicaLoaded(self._channel, member.group, member.replica, loaded))
         return view
 
     def advance(self, group: str, replica: int, newest: Newest) -> None:
