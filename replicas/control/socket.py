@@ -51,8 +51,6 @@ class _OwnUserOnly(HttpProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
         self._own = peer_uid(transport.get_extra_info("socket")) in (os.geteuid(), 0)
-        if self._own:
-            self.guard.accepted(transport)
 
     def data_received(self, data: bytes) -> None:
         if self._own:

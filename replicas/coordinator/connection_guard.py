@@ -70,22 +70,17 @@ _quiet.setLevel(logging.CRITICAL)  # bad requests of strangers are counted, not 
 
 
 class Guard:
-    """The open connections of one port, and which of them are strangers."""
+    """The strangers among the open connections of one port."""
 
     def __init__(self, refused: Callable[[str], None]) -> None:
         self.refused = refused
         self._strangers: Crowd[asyncio.Transport] = Crowd()
-        self._all: set[asyncio.Transport] = set()
 
     @property
     def strangers(self) -> int:
         return len(self._strangers)
 
-    def arrived(self, transport: asyncio.Transport, source: bytes | None) -> None:
-        """Register a connection. ``source``: of a stranger; None: not a stranger."""
-        self._all.add(transport)
-        if source is None:
-            return
+    def arrived(self, transport: asyncio.Transport, source: bytes) -> None:
         if len(self._strangers) >= STRANGERS:
             self.refused("too_many")
             self._strangers.pop_excess().abort()
@@ -94,16 +89,9 @@ class Guard:
     def is_stranger(self, transport: asyncio.Transport) -> bool:
         return transport in self._strangers
 
-    def accepted(self, transport: asyncio.Transport) -> None:
-        self._strangers.discard(transport)
-
     def left(self, transport: asyncio.Transport) -> None:
+        """Its connection shows the token, or has ended."""
         self._strangers.discard(transport)
-        self._all.discard(transport)
-
-    def cut_all(self) -> None:
-        for transport in tuple(self._all):
-            transport.abort()
 
 
 class Charged(Generator[Any, Any, None]):
@@ -153,7 +141,8 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        self.guard.arrived(transport, self.source)
+        if self.source is not None:
+            self.guard.arrived(transport, self.source)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._goes_on()
@@ -321,7 +310,7 @@ def _connection(scope: Any) -> HttpProtocol | SessionProtocol | None:
 def welcome(scope: Any) -> None:
     """The sender is authorized: not a stranger any more. Other servers are ignored."""
     if (connection := _connection(scope)) is not None:
-        connection.guard.accepted(connection.transport)
+        connection.guard.left(connection.transport)
 
 
 def is_stranger(scope: Any) -> bool:

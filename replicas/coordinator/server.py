@@ -373,5 +373,6 @@ class Server:
         self._server.force_exit = True
         if self._task is not None:
             await asyncio.gather(self._task, *self._admitting, return_exceptions=True)
-        self._guard.cut_all()
+        for connection in tuple(self._server.server_state.connections):
+            connection.transport.abort()
         self._listener.close()

@@ -66,7 +66,7 @@ class Drains:
                 return f"{name}: version {transfer.payload.version} is on its way"
         if self._rounds.loading(group, replica):
             return f"{name}: loads version {self._rounds.of(group, replica).version}"
-        if any(self._operations.engages(member) for member in members):
+        if any(self._operations.pairing.waits(member) for member in members):
             return f"{name}: waits for the end of an operation"
         return ""
 

@@ -90,10 +90,6 @@ class Operations:
     def running_collective(self) -> bool:
         return any(not operation.pairwise for operation in self.running)
 
-    def engages(self, member: Member) -> bool:
-        """Return whether the member takes part in an operation, or has posted one."""
-        return self.pairing.waits(member) or any(member in operation.participants for operation in self.running)
-
     # ------------------------------------------------------------ starting
 
     def advance(self, now: float) -> None:

@@ -42,7 +42,6 @@ import msgspec
 from replicas import errors
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
-from replicas.core.membership import MEMBER
 from replicas.core.operations.operation import Operation, Post
 from replicas.messages import OperationPost, OperationSettled
 from replicas.messages.identity import Member
@@ -115,7 +114,7 @@ class Pairing:
     # ------------------------------------------------------------ posts
 
     def waits(self, member: Member) -> bool:
-        """Return whether the member waits for an operation."""
+        """Return whether the member has posted an operation that has no verdict yet."""
         return bool(self._streams.get(member))
 
     def post(self, state: MemberState, message: OperationPost, now: float) -> None:
@@ -196,13 +195,8 @@ class Pairing:
         """Yield and mark what can start; at most one collective of each domain."""
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
-            if not (collective_runs and self._joins_wait(now)):
+            if not (collective_runs and self._roster.waiting(now)):  # they are admitted once no collective runs
                 yield from self._due_collective(domain)
-
-    def _joins_wait(self, now: float) -> bool:
-        """Return whether a member waits to be admitted once no collective runs."""
-        out = [state for state in self._roster if state.is_peer and MEMBER.allows(state.standing, "admitted")]
-        return any(self._roster.admissible(state, now) for state in out)
 
     def _pairable(self, member: Member) -> list[Post]:
         """Return unstarted sends and receives before the first unstarted collective."""
