@@ -80,9 +80,6 @@ def _watch(place: RunAddress, end: RunEndWatcher, interval_s: float, *, as_json:
             console.print("the run is over")
 
 
-# ------------------------------------------------------------ logs
-
-
 @command()
 def logs(
     *,
@@ -164,9 +161,6 @@ def _print_lines(found: Iterator[tuple[LogLine, bool]], *, as_json: bool) -> Non
         else:
             text = prefixed(line) if many else line.text
         print(text, flush=terminal or as_json)
-
-
-# ------------------------------------------------------------ events
 
 
 @command()

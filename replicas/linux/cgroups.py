@@ -133,16 +133,9 @@ def leave(group: Path, *, run: bool = False) -> None:
             return  # still in use: its last user removes it
 
 
-def remove_stale(own: Path) -> None:
-    """Remove the empty groups of dead supervisors below ``own``."""
-    for path in own.glob("replicas-*-*-*"):
-        pid, start = path.name.split("-")[-2:]
-        if pid.isdigit() and start.isdigit() and start_time(int(pid)) != int(start):
-            with contextlib.suppress(OSError):  # another user's
-                remove(path)
-
-
 class RunCgroups:
+    """The groups of one run; ``limits``: controllers that they have."""
+
     def __init__(self, path: Path, limits: frozenset[str]) -> None:
         self.path = path
         self.limits = limits
@@ -152,9 +145,12 @@ class RunCgroups:
         """Create the group of a run below ``own``; ``limited``: limits are wanted."""
         own = _left.get(own, own)
         limits = _hand_on(own) if limited else frozenset()
-        remove_stale(own)
-        pid = os.getpid()
-        path = own / f"replicas-{run}-{pid}-{start_time(pid)}"
+        for other in own.glob("replicas-*-*-*"):  # of dead supervisors
+            pid, start = other.name.split("-")[-2:]
+            if pid.isdigit() and start.isdigit() and start_time(int(pid)) != int(start):
+                with contextlib.suppress(OSError):  # another user's
+                    remove(other)
+        path = own / f"replicas-{run}-{os.getpid()}-{start_time(os.getpid())}"
         path.mkdir(exist_ok=True)  # an embedder may end a run and start it again
         if limits:
             _write(path / "cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(limits)))

@@ -51,9 +51,6 @@ class NotPrivate(PermissionError):
         self.hint = hint
 
 
-# ------------------------------------------------------------ folders
-
-
 @contextlib.contextmanager
 def folder(path: Path, *, make: bool = False) -> Iterator[int]:
     """Open a folder of ours; yield its descriptor, for use as ``dir_fd`` in the block.
@@ -164,9 +161,6 @@ def _check_folder(descriptor: int, path: Path) -> None:
             f"others can write to it (its mode is {stat.S_IMODE(found.st_mode):04o})",
             f"chmod go-w {path}, or name a folder in it, which will be made",
         )
-
-
-# ------------------------------------------------------------ files
 
 
 def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:

@@ -312,6 +312,7 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def boot_id() -> str:
+    """Return the id of this boot of the machine; containers of one kernel share it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 

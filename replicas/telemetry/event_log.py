@@ -162,8 +162,6 @@ class EventLog:
         self._news.set()
         self._news = asyncio.Event()
 
-    # ------------------------------------------------------------ disk
-
     def _open(self, path: Path) -> None:
         """Open the file and cut off a torn last line."""
         try:
@@ -231,7 +229,7 @@ class EventLog:
 
 
 def read(path: Path, after: int = 0) -> Iterator[Record]:
-    """Iterate over records above a number, the older file first. Blocks."""
+    """Records above a number, the older file first, unknown ones left out. Blocks."""
     while records := _chunk(path, after):
         yield from records
         after = records[-1].seq

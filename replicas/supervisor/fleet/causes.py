@@ -70,7 +70,7 @@ class Health:
 
 
 def verdict(reports: list[ExitReport]) -> Cause | None:
-    """Why a generation ended by itself: the first failure; None: all ended well."""
+    """Why a generation ended: the first failure, not what it made torchrun end."""
     if all(report.outcome == "ok" for report in reports):
         return None
     failed = [report for report in reports if report.outcome == "failed"]

@@ -170,8 +170,6 @@ class Node:
             self.losses.append(LogLoss(0, "file", error.strerror or str(error)))
             return Path(os.devnull).open("ab")
 
-    # ------------------------------------------------------------ orders
-
     def meet(self, host: str, port: int) -> None:
         self._order({"type": "rendezvous", "host": host, "port": port})
 
@@ -236,8 +234,6 @@ class Node:
     def _order(self, message: orders.Message) -> None:
         if self._control is not None:
             orders.send(self._control, message)
-
-    # ------------------------------------------------------------ messages
 
     def _on_message(self) -> bool:
         assert self._control is not None

@@ -90,6 +90,13 @@ def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Mach
         quota, _, period = text.partition(" ")
         if quota != "max":
             cpus = min(cpus, max(1, int(quota) // int(period)))
+    try:
+        own = find_own()
+        controllers = (own / "cgroup.controllers").read_text().split()
+        missing = [name for name in LIMITS if name not in controllers]
+        refused = f"{own} has no controller {' or '.join(missing)}; {_REMEDY}" if missing else ""
+    except OSError as error:
+        refused = f"{error.strerror}; {_REMEDY}"
     memory_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         gpus=names,
@@ -97,7 +104,7 @@ def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Mach
         gpu_order=order,
         cpus=cpus,
         memory_nbytes=min([memory_nbytes, *(int(text) for text in _cgroup_texts("memory.max") if text != "max")]),
-        limits_refused=_limits_refused(),
+        limits_refused=refused,
     )
 
 
@@ -146,16 +153,6 @@ def _cgroup_texts(name: str) -> Iterator[str]:
     for place in (own, *own.parents):
         with contextlib.suppress(OSError):  # the root has no limits, and a controller that is off has no file
             yield (place / name).read_text().strip()
-
-
-def _limits_refused() -> str:
-    try:
-        own = find_own()
-        controllers = (own / "cgroup.controllers").read_text().split()
-    except OSError as error:
-        return f"{error.strerror}; {_REMEDY}"
-    missing = [name for name in LIMITS if name not in controllers]
-    return f"{own} has no controller {' or '.join(missing)}; {_REMEDY}" if missing else ""
 
 
 def machine_for(config: Config) -> Machine:

@@ -88,8 +88,6 @@ class PumpWatcher:
         self._sources[key] = LogSource(name, tuple(reader for reader, _ in pipes), shown)
         self._writers[key] = tuple(writer for _, writer in pipes)
 
-    # ------------------------------------------------------------ for the writers
-
     def pipes(self) -> tuple[tuple[int, int], ...]:
         """Each local rank's stdout and stderr, as descriptors of this process."""
         return tuple((self._writers[key][0], self._writers[key][1]) for key in self._writers if key.startswith("rank "))
@@ -136,8 +134,6 @@ class PumpWatcher:
             if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key
         return None
-
-    # ------------------------------------------------------------ the pump
 
     @property
     def pid(self) -> int:
@@ -262,8 +258,6 @@ class PumpWatcher:
                 note(f"no log pump came to an end within {_CLOSE_S:g} s: {unread} bytes are in no log")
             if self._pidfd is not None:
                 send_signal(self._pidfd, signal.SIGKILL)
-
-    # ------------------------------------------------------------ the end
 
     def drain(self, then: Callable[[], None]) -> None:
         """Call ``then`` once all output up to now is logged, or after ``DRAIN_S``."""

@@ -216,6 +216,7 @@ def wants_tee(logs: LogsConfig) -> bool:
 
 
 def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:
+    """The spec of node ``node``; each call gives it a new mark."""
     nonce = secrets.token_hex(16)
     folder = str(host.state.log_dir(group.name, index, generation))
     shared = {**host.environment(), environ.LOG_DIR: folder, MARK: nonce}

@@ -141,6 +141,7 @@ def _scratch_folder(spec: NodeSpec) -> Path:
 
 
 def guard_command() -> list[str]:
+    """Command line of the guard, run as a file and not as a module, for speed."""
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 
 
