@@ -108,9 +108,8 @@ def _leftovers(state_dir: Path, supervisor: int | None) -> Iterator[Finding]:
         remedy = "it is of an earlier supervisor of this run; end it by hand"
     for one in found:
         whose = f" of {one.group}/{one.replica}, generation {one.generation}" if one.group else ""
-        yield Finding(
-            "leftovers", "problem", f"process {one.pid}{whose} (found by its {one.how}): {one.command}", remedy
-        )
+        text = f"process {one.pid}{whose} (found by its {one.how}): {one.command}"
+        yield Finding("leftovers", "problem", text, remedy)
     if not found:
         yield Finding("leftovers", "ok", "no process of a dead supervisor of this run")
 

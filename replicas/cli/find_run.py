@@ -289,11 +289,9 @@ class RunAddress:
             owners = None if chosen else ours | ({owner} if owner is not None else set())
             return Client(self.endpoint, token=token, token_owners=owners, timeout_s=timeout_s)
         where = self._supervisor()
-        if where.socket and Path(where.socket).is_socket():
-            return Client(f"unix:{where.socket}", pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s)
-        return Client(
-            where.endpoint, token=self._read_token()[0], pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s
-        )
+        by_socket = where.socket and Path(where.socket).is_socket()
+        address, token = (f"unix:{where.socket}", "") if by_socket else (where.endpoint, self._read_token()[0])
+        return Client(address, token=token, pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s)
 
     def status(self, *, timeout_s: float = 5.0) -> RunStatus:
         """The present state of the run.

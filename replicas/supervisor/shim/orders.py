@@ -127,10 +127,7 @@ class NodeSpec(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> NodeSpec:
-        """:raises OtherRelease: the fields do not fit this release's spec.
-
-        :raises Malformed: it is no spec at all.
-        """
+        """OtherRelease: it is a spec of another release. Malformed: it is none."""
         if not isinstance(data, dict):
             raise Malformed(f"a start with wrong fields: {data!r}"[:200])
         try:
@@ -272,10 +269,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(connection: socket.socket, message: Message) -> bool:
-    """Send one message without waiting; False if the other side is gone or not reading.
-
-    :raises OSError: ``EMSGSIZE``: it is too long.
-    """
+    """Send without waiting; False: nobody reads. OSError: ``EMSGSIZE``, too long."""
     data = encode(message)
     if len(data) > MAX_NBYTES:
         raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
@@ -296,11 +290,7 @@ def receive(connection: socket.socket) -> Message | None:
 
 
 def receive_spec(connection: socket.socket) -> NodeSpec | None:
-    """Receive the start order, which is the first; None at the end of the stream.
-
-    :raises Malformed: it is not a start order. :raises OtherRelease: its spec does not
-        fit.
-    """
+    """The start order, which is the first; None: the end. Malformed, OtherRelease."""
     message = receive(connection)
     if message is None:
         return None
