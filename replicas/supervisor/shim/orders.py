@@ -86,9 +86,6 @@ class NodeSpec(NamedTuple):
     :param cgroup: path of the control group in which its processes start; empty for
         none.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
-    :param log_max_nbytes: size at which a log is rotated.
-    :param log_keep: number of older parts of a log to keep.
-    :param log_keep_generations: number of generations whose logs are kept.
     :param tee: True if the ranks' lines also go to the supervisor's stderr.
     :param shim: pid of the shim; like ``pipes`` and ``scratch``, the shim sets it for
         the launcher.
