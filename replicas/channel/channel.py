@@ -340,9 +340,8 @@ class Channel(Collectives):
                 for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
                     pending._ended.wait()  # not wait(): that would count as telling the caller
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
-                self._hub.loop.call(
-                    logger.warning, "%s: copies on the GPU go on after %s s", self.name, CLOSE_TIMEOUT_S
-                )
+                text = "%s: copies on the GPU go on after %s s"
+                self._hub.loop.call(logger.warning, text, self.name, CLOSE_TIMEOUT_S)
             failure = self._hub.take_failure()
         finally:
             self._hub.call(self._hub.leases.give_back, inside)

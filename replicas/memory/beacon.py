@@ -26,12 +26,7 @@ _beacon: Beacon | None = None
 
 def own_process() -> ProcessIdentity:
     """Pid, start time, boot id and pid namespace of this process."""
-    return ProcessIdentity(
-        pid=os.getpid(),
-        start_time=int(stat_fields("self")[START_TIME]),
-        boot_id=boot_id(),
-        pid_namespace=namespace("pid"),
-    )
+    return ProcessIdentity(os.getpid(), int(stat_fields("self")[START_TIME]), boot_id(), namespace("pid"))
 
 
 def own_beacon() -> Beacon:

@@ -181,10 +181,9 @@ class SidecarProcess:
 
     def _await_rank(self, *buffers: Buffer) -> None:
         """Wait for the rank's pending work on the buffers."""
-        if self._gpu is not None and any(buffer.device for buffer in buffers):
-            for buffer in buffers:
-                buffer.wait_for_write()
-            self._gpu.synchronize(self._uuid)
+        for buffer in buffers:
+            buffer.wait_for_write()
+        self._settle(*buffers)
 
     def _settle(self, *buffers: Buffer) -> None:
         """Wait for the sidecar's own pending work on the buffers."""

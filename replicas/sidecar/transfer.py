@@ -47,7 +47,7 @@ On a GPU
 --------
 
 The image may be in device memory: NCCL and everything else work on it in place. All
-members then use the digests of :mod:`replicas.weights.devices.device_digest`. An
+members then use the digests of :mod:`replicas.weights.digest`. An
 operation that was waited for is complete for every stream. The second thread waits for
 the work on its own stream before other threads use that memory, and before the answer.
 """
@@ -68,8 +68,7 @@ from replicas.sidecar.buckets import MAX_BUCKET_NBYTES, Bucket, BucketPlan, imag
 from replicas.sidecar.groups import CollectiveGroup, Handle
 from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.devices.accelerator import Accelerator
-from replicas.weights.devices.device_digest import DeviceDigest
-from replicas.weights.digest import Digest
+from replicas.weights.digest import DeviceDigest, Digest
 from replicas.weights.loading import piece_pairs
 
 __all__ = ["WaitPacked", "check_routes", "run_transfer", "scatter"]

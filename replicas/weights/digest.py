@@ -2,13 +2,34 @@
 
 Several threads hash blocks, in any order: one thread reads 16 GB/s, less than memory
 gives. Hashing releases the GIL. Digests are compared only with digests of this library.
-Weights in GPU memory have another kind of digest, computed on the GPU:
-:mod:`replicas.weights.devices.device_digest`.
+Weights in GPU memory have another kind of digest, computed on the GPU.
+
+Digests of device memory
+========================
+
+xxh3 would have to read everything on the host. Instead, the device reduces each block
+of 16 MiB to two sums of 64 bits, by integer operations that every device has and that
+are exact in any order. The host hashes these sums, in their order, and the length. The
+same bytes have the same digest on every kind of device, the CPU included. Its first
+letter tells it from the other kind.
+
+For a block of words ``w[i]`` (int64, little endian, padded with zeros), modulo 2^64,
+with fixed odd random keys ``k[i]``::
+
+    t = w * k;  t ^= t >> 32;  t *= C;  t ^= t >> 32;  first = sum(t)
+    t *= k;     t ^= t >> 32;                          second = sum(t)
+
+Each step is a bijection of a word, so a change of one word always changes ``first``.
+The keys tell positions apart. The shifts keep changes of high bits, which a product
+alone would leave high, from cancelling each other. The digest detects errors, not
+forgery. ``t ^= t >> 32`` works on halves of words, because torch's shift keeps the
+sign. All of it runs on the thread's current stream; only reading the sums blocks.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Literal
@@ -16,14 +37,23 @@ from typing import Literal
 import torch
 import xxhash
 
+from replicas.common.waits import locked
 from replicas.weights.copy_pool import CopyPool, helpers_for
 from replicas.weights.devices.accelerator import accelerator
-from replicas.weights.devices.device_digest import device_digest_of
 
-__all__ = ["BLOCK_NBYTES", "Digest", "DigestKind", "combined", "digest_of"]
+__all__ = ["BLOCK_NBYTES", "DeviceDigest", "Digest", "DigestKind", "combined", "device_digest_of", "digest_of"]
 
 BLOCK_NBYTES = 16 << 20
 DigestKind = Literal["host", "device"]
+DEVICE_PREFIX = "d"
+_BLOCK_NBYTES = 16 << 20  # of device memory
+_WORDS = _BLOCK_NBYTES // 8
+_AT_ONCE = {"cuda": 4}
+"""Blocks per launch by kind of device, else 1; a GPU's temporary takes 64 MiB."""
+_C = 0x9FB21C651E98DF25 - (1 << 64)
+_SEED = 0x2545F4914F6CDD1D
+_lock = threading.Lock()
+_keys: dict[torch.device, torch.Tensor] = {}
 
 
 def combined(blocks: Iterable[bytes]) -> str:
@@ -62,9 +92,8 @@ class Digest:
 def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host") -> str:
     """Compute the digest of one contiguous run of bytes, in several threads; blocking.
 
-    :param kind: ``"device"``: a device digest
-        (:mod:`replicas.weights.devices.device_digest`), computed by the tensor's device
-        on a stream of this library: earlier writes to the tensor must have completed.
+    :param kind: ``"device"``: a device digest, computed by the tensor's device on a
+        stream of this library: earlier writes to the tensor must have completed.
     """
     if kind == "device":
         if not isinstance(data, torch.Tensor):
@@ -86,3 +115,106 @@ def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host"
     finally:
         pool.close()
     return combined(blocks[start] for start in sorted(blocks))
+
+
+class DeviceDigest:
+    """The digest of bytes that come in chunks. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._filled = 0
+        self._sums: list[torch.Tensor] = []
+        self.nbytes = 0
+
+    def update(self, chunk: torch.Tensor) -> None:
+        """Append ``chunk`` (uint8, one-dimensional, contiguous; all on one device).
+
+        Its work is enqueued on this thread's current stream, and does not block: the
+        chunk must not change until it is done.
+        """
+        self.nbytes += chunk.numel()
+        at_once = _AT_ONCE.get(chunk.device.type, 1)
+        while chunk.numel():
+            whole = 0 if self._filled else min(chunk.numel() // _BLOCK_NBYTES, at_once)
+            taken = chunk[: whole * _BLOCK_NBYTES or _BLOCK_NBYTES - self._filled]
+            chunk = chunk[taken.numel() :]
+            if whole:
+                self._sums.append(_sums(taken))
+                continue
+            if not self._block.numel():
+                self._block = torch.empty(_BLOCK_NBYTES, dtype=torch.uint8, device=taken.device)
+            self._block[self._filled : self._filled + taken.numel()].copy_(taken)
+            self._filled += taken.numel()
+            if self._filled == _BLOCK_NBYTES:
+                self._sums.append(_sums(self._block))
+                self._filled = 0
+
+    def hexdigest(self, rest: torch.Tensor | None = None) -> str:
+        """The digest of all chunks; blocking.
+
+        :param rest: the bytes behind them, less than a block: read in place.
+        """
+        if rest is None:
+            rest = self._block[: self._filled]
+        else:
+            self.nbytes += rest.numel()
+        sums = [*self._sums, _sums(rest)] if rest.numel() else self._sums
+        known = torch.cat(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)
+        state = xxhash.xxh3_128(known.numpy().tobytes())
+        state.update(self.nbytes.to_bytes(8, "little"))
+        return DEVICE_PREFIX + state.hexdigest()
+
+
+def device_digest_of(data: torch.Tensor) -> str:
+    """The digest of a contiguous run of bytes on any device; blocking.
+
+    It runs on the thread's current stream: on the library's threads, call it inside
+    :meth:`~replicas.weights.devices.accelerator.Accelerator.on_side_stream`.
+    """
+    digest, whole = DeviceDigest(), data.numel() // _BLOCK_NBYTES * _BLOCK_NBYTES
+    digest.update(data[:whole])
+    return digest.hexdigest(data[whole:])
+
+
+def _sums(blocks: torch.Tensor) -> torch.Tensor:
+    """Both sums of each whole block, or of one shorter block; block by block."""
+    count = -(-min(blocks.numel(), _BLOCK_NBYTES) // 8)
+    keys = locked(_lock, _keys_on, count, blocks.device)[:count]
+    with torch.no_grad():
+        if blocks.numel() % 8 or blocks.data_ptr() % 8 or blocks.storage_offset() % 8:
+            padded = torch.zeros(-(-blocks.numel() // 8), dtype=torch.int64, device=blocks.device)
+            padded.view(torch.uint8)[: blocks.numel()].copy_(blocks)
+        else:
+            padded = blocks.view(torch.int64)
+        mixed = padded.view(-1, keys.numel()) * keys
+        halves = mixed.view(torch.int32).view(*mixed.shape, 2)
+        low, high = halves[..., 0], halves[..., 1]
+        low.bitwise_xor_(high)
+        mixed.mul_(_C)
+        low.bitwise_xor_(high)
+        first = mixed.sum(1)
+        mixed.mul_(keys)
+        low.bitwise_xor_(high)
+        return torch.stack((first, mixed.sum(1)), 1).flatten()
+
+
+def _keys_on(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` keys or more, cached for each device; the same for any ``count``."""
+    found = _keys.get(device)
+    if found is None or found.numel() < count:
+        found = _random(min(_WORDS, 1 << (count - 1).bit_length()), device)
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()  # other streams use the keys, too
+        _keys[device] = found
+    return found
+
+
+def _random(count: int, device: torch.device) -> torch.Tensor:
+    """splitmix64 (Steele, Lea, Flood 2014) of a counter, made odd."""
+    state = (
+        torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(0x9E3779B97F4A7C15 - (1 << 64)).add_(_SEED)
+    )
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        state ^= (state >> shift) & ((1 << (64 - shift)) - 1)
+        state *= factor - (1 << 64) if factor >> 63 else factor
+    return state | 1

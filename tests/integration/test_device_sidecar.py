@@ -20,7 +20,7 @@ from replicas.sidecar.device_probe import prove_device
 from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferSpec
 from replicas.weights.devices.accelerator import accelerator
-from replicas.weights.devices.device_digest import device_digest_of
+from replicas.weights.digest import device_digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
 from replicas.weights.memory.arena import Arena, Slot

@@ -240,18 +240,15 @@ def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
     if op == "mean":
         for tensor in tensors:
             if not tensor.dtype.is_floating_point:
-                _fail(
-                    f"{kind}: the mean of {tensor.dtype} is not defined", "use op='sum', or convert to a floating dtype"
-                )
+                text = f"{kind}: the mean of {tensor.dtype} is not defined"
+                _fail(text, "use op='sum', or convert to a floating dtype")
 
 
 def _peer(argument: str, peer: Peer) -> str:
     """The peer's normalized name, with a rank if one was given."""
     name = peer.name if isinstance(peer, Member) else peer
     if not isinstance(name, str) or not _PEER.fullmatch(name) or not is_name(name.partition("/")[0]):
-        _fail(
-            f"{argument} must be a Member, 'group/replica' or 'group/replica/rank', not {shown(peer)}",
-            "see channel.members",
-        )
+        text = f"{argument} must be a Member, 'group/replica' or 'group/replica/rank', not {shown(peer)}"
+        _fail(text, "see channel.members")
     group, *numbers = name.split("/")
     return "/".join((group, *(str(int(number)) for number in numbers)))

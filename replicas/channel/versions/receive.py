@@ -118,12 +118,9 @@ class Receiver(Part):
         self._pending = None
 
     def _still_open(self, update: Update) -> errors.ReplicasError:
-        return self._hub.error(
-            errors.UsageError,
-            f"the update of version {update.version} is still open",
-            version=update.version,
-            hint="leave its `with` block, or call its loaded() or failed(), before the next receive",
-        )
+        text = f"the update of version {update.version} is still open"
+        hint = "leave its `with` block, or call its loaded() or failed(), before the next receive"
+        return self._hub.error(errors.UsageError, text, version=update.version, hint=hint)
 
     def loaded(self, version: int, load_s: float) -> None:
         if self._hub.over is not None:

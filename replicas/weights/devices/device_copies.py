@@ -44,7 +44,7 @@ from replicas.common.waits import Latch
 from replicas.errors import NoCapacity, ReplicasError, SyncError, WorldError
 from replicas.weights.copying import Copier, Prefix, Progress, Step
 from replicas.weights.devices.accelerator import Accelerator, Event
-from replicas.weights.devices.device_digest import device_digest_of
+from replicas.weights.digest import device_digest_of
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.streaming import copy_all
 
@@ -341,15 +341,9 @@ def _pairs(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[to
 def _typed(error: BaseException) -> BaseException:
     """A device's error as one of the library's error classes."""
     if isinstance(error, torch.OutOfMemoryError):
-        return NoCapacity(
-            f"the digest of the version found no memory on the GPU: {error}",
-            phase="pack",
-            hint="it takes some 64 MiB: leave more of the GPU free",
-        )
+        text = f"the digest of the version found no memory on the GPU: {error}"
+        return NoCapacity(text, phase="pack", hint="it takes some 64 MiB: leave more of the GPU free")
     if isinstance(error, RuntimeError) and not isinstance(error, ReplicasError):
-        return WorldError(
-            f"copies on the GPU failed: {error}",
-            phase="pack",
-            hint="the CUDA context of this process is broken: restart the replica",
-        )
+        text = f"copies on the GPU failed: {error}"
+        return WorldError(text, phase="pack", hint="the CUDA context of this process is broken: restart the replica")
     return error

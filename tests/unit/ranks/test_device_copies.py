@@ -15,8 +15,7 @@ import torch
 
 from replicas.errors import ManifestMismatch, SyncError, UsageError, WorldError
 from replicas.weights.devices.device_copies import CopyOptions, DeviceCopies
-from replicas.weights.devices.device_digest import device_digest_of
-from replicas.weights.digest import digest_of
+from replicas.weights.digest import device_digest_of, digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.loading import load_into, views
 from replicas.weights.memory.arena import Arena, Slot

@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from replicas.weights.devices import device_digest
-from replicas.weights.devices.device_digest import DEVICE_PREFIX, DeviceDigest, device_digest_of
-from replicas.weights.digest import digest_of
+from replicas.weights import digest as device_digest
+from replicas.weights.digest import DEVICE_PREFIX, DeviceDigest, device_digest_of, digest_of
 
 BLOCK = 4096
 
