@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch import Callback
 
 import replicas
-from replicas.integrations.weight_sync import StepSync, Wait
+from replicas.integrations.weight_sync import StepSync, Wait, newest
 from replicas.sources import hf
 
 __all__ = ["PublishCallback"]
@@ -81,17 +81,18 @@ class PublishCallback(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Publish, if it is time."""
         self._sync.step(trainer.global_step, pl_module)
-        _log(trainer, self._sync.report())
+        _log(trainer, self._sync.figures())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Publish what was not, and leave."""
-        _log(trainer, self._sync.end(trainer.global_step, pl_module))
+        self._sync.end(trainer.global_step, pl_module)
+        _log(trainer, [*self._sync.figures(), *self._sync.leave()])
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave: training has ended without its end."""
-        _log(trainer, self._sync.abandon())
+        _log(trainer, [*self._sync.figures(), *self._sync.leave(wait=False)])
 
 
-def _log(trainer: Any, figures: dict[str, float]) -> None:
+def _log(trainer: Any, figures: list[dict[str, float]]) -> None:
     for logger in trainer.loggers if figures else ():
-        logger.log_metrics(figures, step=trainer.global_step)
+        logger.log_metrics(newest(figures), step=trainer.global_step)

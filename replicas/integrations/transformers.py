@@ -24,13 +24,43 @@ import torch
 from transformers import TrainerCallback
 
 import replicas
-from replicas.integrations.weight_sync import StepSync, Wait
+from replicas.integrations.weight_sync import StepSync, Wait, WeightSync, newest
 from replicas.sources import hf
 
-__all__ = ["PublishCallback"]
+__all__ = ["PublishCallback", "SyncCallback"]
 
 
-class PublishCallback(TrainerCallback):
+class SyncCallback(TrainerCallback):
+    """Adds the figures of a trainer's syncs to its logs, and leaves the channel when
+    training ends.
+
+    :param sync: who publishes.
+    """
+
+    def __init__(self, sync: WeightSync) -> None:
+        self._sync = sync
+
+    @property
+    def channel(self) -> replicas.Channel | None:
+        """The channel, while training goes on."""
+        return self._sync.channel
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Add the figures to the entry that the trainer has just made: the newest of
+        each, failures counted."""
+        figures = newest(self._sync.figures())
+        if logs is not None:
+            logs.update(figures)
+        state.log_history[-1].update(figures)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let publishes under way end, and leave."""
+        figures = newest([*self._sync.figures(), *self._sync.leave()])
+        if figures:
+            state.log_history.append({**figures, "step": state.global_step})
+
+
+class PublishCallback(SyncCallback):
     """Publishes the model when training begins, every N optimizer steps, and at the
     end.
 
@@ -67,30 +97,18 @@ class PublishCallback(TrainerCallback):
         first: bool = True,
         **join: Any,
     ) -> None:
-        self._sync = StepSync(channel, wait, deadline, join, every=every, weights=weights, dtype=dtype, first=first)
-
-    @property
-    def channel(self) -> replicas.Channel | None:
-        """The channel, while training goes on."""
-        return self._sync.channel
+        self._steps = StepSync(channel, wait, deadline, join, every=every, weights=weights, dtype=dtype, first=first)
+        super().__init__(self._steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Join, and publish."""
-        self._sync.begin(state.global_step, model)
+        self._steps.begin(state.global_step, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Publish, if it is time."""
-        self._sync.step(state.global_step, model)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Add the figures to the entry that the trainer has just made."""
-        figures = self._sync.report()
-        if logs is not None:
-            logs.update(figures)
-        state.log_history[-1].update(figures)
+        self._steps.step(state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Publish what was not, and leave."""
-        figures = self._sync.end(state.global_step, model, changed=args.load_best_model_at_end)
-        if figures:
-            state.log_history.append({**figures, "step": state.global_step})
+        self._steps.end(state.global_step, model, changed=args.load_best_model_at_end)
+        super().on_train_end(args, state, control)

@@ -6,8 +6,8 @@
 
     trainer = AsyncGRPOTrainer(..., weight_transfer=WeightTransfer())
 
-    with server_mode():  # for GRPOTrainer(vllm_mode="server")
-        trainer = GRPOTrainer(...)
+    with server_mode() as figures:  # for GRPOTrainer(vllm_mode="server")
+        trainer = GRPOTrainer(..., callbacks=[figures])
 
 TRL asks its weight transfer to pause the server, to send an iterator of (name, tensor),
 and to resume. Here the servers pause themselves, each for its own load
@@ -16,20 +16,23 @@ weights are copied. What the trainer waits for before it samples again is ``wait
 
 Figures of each sync go into TRL's own logs (``trainer.state.log_history``) under
 ``replicas/``. TRL hands its weight transfer no trainer; its iterator is a generator
-method of the trainer, and is asked for it. (Not in ``server_mode``, whose iterator
-belongs to TRL's client.)
+method of the trainer, and is asked for it. In ``server_mode`` the iterator belongs to
+TRL's client: there a callback does it, which also leaves the channel at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import replicas
-from replicas.integrations.weight_sync import Wait, WeightSync
+from replicas.integrations.weight_sync import Wait, WeightSync, newest
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 __all__ = ["Wait", "WeightTransfer", "server_mode"]
 
@@ -88,9 +91,11 @@ class WeightTransfer:
         self._log(self._sync.leave())
 
     def _log(self, figures: list[dict[str, float]]) -> None:
-        if self._logs is not None:
-            for name, value in ((name, value) for one in figures for name, value in one.items()):
-                self._logs[name].append(value)
+        """Put in the newest of each, failures counted: TRL logs the mean of a list."""
+        logs = self._logs
+        if logs is not None:
+            known = {name: logs[name][-1] for name in logs if name.startswith("replicas/") and logs[name]}
+            logs.update((name, [value]) for name, value in newest([known, *figures]).items())
 
 
 def _logs_of(iterator: object) -> dict[str, list[float]] | None:
@@ -119,41 +124,48 @@ class _Announced:
 @contextlib.contextmanager
 def server_mode(
     channel: str = "policy", *, wait: Wait = "loaded", deadline: float | None = None, **join: Any
-) -> Iterator[None]:
+) -> Iterator[TrainerCallback]:
     """Make a ``GRPOTrainer(vllm_mode="server")`` built in this block publish on a
     channel.
 
     TRL builds its client of the server itself, so the class that it builds is another
     one within the block. This trainer samples right after each sync; ``wait`` is
-    ``"loaded"`` by default. The other parameters are those of :class:`WeightTransfer`.
+    ``"loaded"`` by default. The parameters are those of :class:`WeightTransfer`.
+
+    The block's value is a callback for the trainer: it adds the figures of each sync to
+    its logs, and leaves the channel when training ends. Without it there are no figures
+    and the channel is left with the process.
     """
     from trl.generation import vllm_generation
 
+    from replicas.integrations.transformers import SyncCallback
+
+    sync = WeightSync(channel, wait, deadline, join)
     theirs = vllm_generation.VLLMClient
-    vllm_generation.VLLMClient = _client(theirs, WeightTransfer(channel, wait=wait, deadline=deadline, **join))
+    vllm_generation.VLLMClient = _client(theirs, sync)
     try:
-        yield
+        yield SyncCallback(sync)
     finally:
         vllm_generation.VLLMClient = theirs
 
 
-def _client(theirs: type, transfer: WeightTransfer) -> type:
+def _client(theirs: type, sync: WeightSync) -> type:
     class ChannelClient(theirs):  # type: ignore[misc]  # a class of TRL's
         """TRL's client of vLLM's server, whose weights go over a channel."""
 
         def init_communicator(self, device: Any = 0) -> None:
-            transfer.init_weight_transfer()
+            sync.join()
 
         def update_named_params(
             self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
         ) -> None:
-            transfer.send_weights(_Announced(metadata, named_params))  # type: ignore[arg-type]
-            transfer.resume()
+            sync.publish(_Announced(metadata, named_params))
+            sync.settle()
 
         def reset_prefix_cache(self) -> None:
             """Do nothing: each server has reset its own with its load."""
 
         def close_communicator(self) -> None:
-            transfer.destroy()
+            sync.leave()
 
     return ChannelClient

@@ -20,7 +20,7 @@ import torch
 import replicas
 from replicas import errors
 
-__all__ = ["LOADED_S", "StepSync", "Wait", "WeightSync"]
+__all__ = ["LOADED_S", "StepSync", "Wait", "WeightSync", "newest"]
 
 logger = logging.getLogger("replicas.integrations")
 
@@ -192,24 +192,13 @@ class StepSync(WeightSync):
         if step // self._every > max(self._published, self._begun) // self._every:
             self._sync(step, model)
 
-    def end(self, step: int, model: Any, *, changed: bool = False) -> dict[str, float]:
-        """Training has ended: publish what was not, leave, return the last figures.
+    def end(self, step: int, model: Any, *, changed: bool = False) -> None:
+        """Training has ended: publish what was not.
 
         :param changed: the model is another one than after the last step.
         """
-        if self.channel is None:
-            return {}
-        if changed or step != self._published:
+        if self.channel is not None and (changed or step != self._published):
             self._sync(step, model)
-        return _newest([*self.figures(), *self.leave()])
-
-    def abandon(self) -> dict[str, float]:
-        """Training has failed: leave at once, return the last figures."""
-        return _newest([*self.figures(), *self.leave(wait=False)])
-
-    def report(self) -> dict[str, float]:
-        """The figures since the last report: the newest of each, failures counted."""
-        return _newest(self.figures())
 
     def _sync(self, step: int, model: Any) -> None:
         self.publish(self._weights(model), dtype=self._dtype, meta={"step": step})
@@ -217,7 +206,8 @@ class StepSync(WeightSync):
         self.settle()
 
 
-def _newest(all_figures: list[dict[str, float]]) -> dict[str, float]:
+def newest(all_figures: list[dict[str, float]]) -> dict[str, float]:
+    """The newest of each figure; failures are counted."""
     found: dict[str, float] = {}
     for figures in all_figures:
         found.update(figures)

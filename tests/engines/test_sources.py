@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from replicas.sources import hf
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
+    from trl.generation.vllm_generation import VLLMGeneration
 
 Model = torch.nn.Module
 
@@ -59,6 +62,24 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def sharded(made: Any, layers: Any) -> Any:
+    """The model under FSDP2, unit by unit."""
+    for layer in layers:
+        fully_shard(layer)
+    return fully_shard(made)
+
+
+def grpo(made: Model, *, fsdp: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """What GRPOTrainer sends to a server, by its own walk."""
+    generation: Any = VLLMGeneration.__new__(VLLMGeneration)
+    generation.model = made
+    generation.accelerator = SimpleNamespace(device=torch.device("cpu"))
+    gather = lambda _: contextlib.nullcontext()  # noqa: E731  # what TRL has where nothing is to be gathered
+    generation._dist = SimpleNamespace(is_fsdp=fsdp, fsdp_version=2, gather_params=gather)
+    walk: Iterator[tuple[str, torch.Tensor]] = generation._iter_named_params()
+    return walk
+
+
 def names(weights: Any) -> list[str]:
     return [name for name, _ in weights]
 
@@ -72,7 +93,7 @@ def announced(weights: Any) -> bool:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_plain_model_has_the_names_that_trl_sends(tied: bool) -> None:
     made = model(tied=tied)
-    assert names(hf(made)) == names(_iter_vllm_named_params(made))
+    assert names(hf(made)) == names(_iter_vllm_named_params(made)) == names(grpo(made))
     assert ("lm_head.weight" in names(hf(made))) is not tied
     assert announced(hf(made))
 
@@ -87,7 +108,7 @@ def test_a_merged_adapter_gives_what_trl_sends_and_leaves_the_model_as_it_was(op
     merged.merge_adapter()
     wanted = {name: parameter.detach().clone() for name, parameter in _iter_vllm_named_params(made)}
     merged.unmerge_adapter()
-    assert list(got) == list(wanted)
+    assert list(got) == list(wanted) == names(grpo(made))
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     changed = [name for name, parameter in made.named_parameters() if not torch.equal(before[name], parameter)]
     assert changed  # a merge and its reverse in bfloat16, which the source avoids
@@ -122,15 +143,28 @@ def test_wrappers_do_not_show_in_names() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_fsdp2_gives_the_shards_which_publish_gathers() -> None:
-    made: Any = model()
+@pytest.mark.parametrize("tied", [True, False])
+def test_fsdp2_gives_the_shards_which_publish_gathers(tied: bool) -> None:
+    made: Any = model(tied=tied)
     plain = names(hf(made))
-    for layer in made.model.layers:
-        fully_shard(layer)
-    fully_shard(made)
-    assert names(hf(made)) == plain
+    made = sharded(made, made.model.layers)
+    assert names(hf(made)) == plain == names(_iter_vllm_named_params(made)) == names(grpo(made, fsdp=True))
     assert all(hasattr(tensor, "full_tensor") for _, tensor in hf(made))
     assert announced(hf(made))
+
+
+@pytest.mark.usefixtures("group")
+def test_an_adapter_under_fsdp2_is_merged_shard_by_shard() -> None:
+    made: Any = tuned()
+    wanted = {name: tensor.clone() for name, tensor in hf(made)}
+    made = sharded(made, made.base_model.model.model.layers)
+    before = {name: parameter.full_tensor().clone() for name, parameter in made.named_parameters()}
+    source: Any = hf(made)
+    got = {name: tensor.full_tensor() for name, tensor in source}
+    assert all(torch.equal(before[name], parameter.full_tensor()) for name, parameter in made.named_parameters())
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert announced(source)
+    assert list(got) == list(wanted) == names(grpo(made, fsdp=True))
 
 
 @pytest.mark.usefixtures("group")
