@@ -125,6 +125,7 @@ class Channel(Collectives):
         dtype: torch.dtype | None = None,
         meta: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         new_manifest: bool = False,
+        adapter: str | None = None,
         deadline: float | None = None,
         hold: bool = True,
     ) -> Pending[Receipt]:
@@ -159,6 +160,10 @@ class Channel(Collectives):
             weights were walked, and rank 0's result is used. No bytes go to other hosts
             before that.
         :param new_manifest: allow other names, shapes or dtypes than before.
+        :param adapter: the weights are the LoRA adapter of this name, with its
+            configuration as ``weights.adapter_config`` (:func:`replicas.sources.hf`
+            with ``adapter="only"`` has it). Followers load it beside their model;
+            ``meta`` gets the keys ``adapter`` and ``adapter_config``.
         :param deadline: seconds for the whole publish; default: the channel's.
         :param hold: False: another stream copies the GPU tensors, and this stream does
             not wait for it. The caller must not write to the weights before
@@ -180,7 +185,7 @@ class Channel(Collectives):
             number = None
             if version is not None:
                 number = arguments.integer("publish: version", version, least=1, most=VERSION_MAX)
-            said = meta if callable(meta) else arguments.meta("publish: meta", meta)
+            said = arguments.with_adapter("publish", meta, adapter, weights)
             renewed = arguments.flag("publish: new_manifest", new_manifest)
             held = arguments.flag("publish: hold", hold)
             job = PublishJob(number, self._deadline_s(deadline), said, renewed, self.name, hold=held)

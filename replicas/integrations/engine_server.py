@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -19,7 +19,6 @@ __all__ = ["EngineServer", "Health", "host_and_port"]
 
 HEALTH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
-UNHEALTHY_AFTER_S = 15.0
 
 
 def host_and_port(url: str) -> tuple[str, int]:
@@ -42,7 +41,7 @@ class EngineServer:
         self.url = url.rstrip("/")
         self._address = host_and_port(url)
         self._headers = {HEADER: secret} if secret else {}
-        self._connection: http.client.HTTPConnection | None = None
+        self._connections: set[http.client.HTTPConnection] = set()
         self._broken = ""
 
     def call(
@@ -54,18 +53,21 @@ class EngineServer:
         """
         if self._broken:
             raise self._failure(method, path, self._broken)
-        connection = self._connection = http.client.HTTPConnection(*self._address, timeout=timeout_s)
+        connection = http.client.HTTPConnection(*self._address, timeout=timeout_s)
+        self._connections.add(connection)
         try:
             payload = None if body is None else json.dumps(body)
             headers = {**self._headers, **({"content-type": "application/json"} if payload else {})}
             connection.request(method, f"{path}?{urlencode(query)}" if query else path, payload, headers)
+            if self._broken:  # it was given up while this connected
+                raise ConnectionAbortedError(self._broken)
             response = connection.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._failure(method, path, self._broken or str(error) or type(error).__name__) from error
         finally:
+            self._connections.discard(connection)
             connection.close()
-            self._connection = None
         if response.status != 200:
             raise self._failure(method, path, f"{response.status} {_message(content)}")
         try:
@@ -73,11 +75,11 @@ class EngineServer:
         except ValueError as error:
             raise self._failure(method, path, f"no JSON: {_message(content)}") from error
 
-    def is_healthy(self) -> bool:
-        """Whether ``/health`` answers with 200 in time."""
+    def answers(self, path: str) -> bool:
+        """Whether ``GET path`` answers with 200 in time."""
         connection = http.client.HTTPConnection(*self._address, timeout=HEALTH_TIMEOUT_S)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", path)
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False
@@ -85,12 +87,12 @@ class EngineServer:
             connection.close()
 
     def give_up(self, reason: str) -> None:
-        """Break the call under way and every later one; on any thread."""
+        """Break the calls under way and all later ones; on any thread."""
         self._broken = reason
-        connection = self._connection
-        if connection is not None and connection.sock is not None:
-            with contextlib.suppress(OSError):  # it has just ended
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        for connection in tuple(self._connections):
+            if connection.sock is not None:
+                with contextlib.suppress(OSError):  # it has just ended
+                    connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _failure(self, method: str, path: str, why: str) -> errors.SyncError:
         return errors.SyncError(f"{self.url} {method} {path}: {why}", phase="load", hint="see the server's own log")
@@ -108,11 +110,24 @@ class Health:
     """A thread that gives the server up when it is gone or does not answer.
 
     :param is_gone: returns why the server is gone, or an empty text.
+    :param watched: seconds for which each path may go without an answer.
+    :param while_loading: those that the server answers during a load, too.
+    :ivar reason: why it was given up; empty: it was not.
     """
 
-    def __init__(self, server: EngineServer, is_gone: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        server: EngineServer,
+        is_gone: Callable[[], str],
+        watched: Mapping[str, float],
+        *,
+        while_loading: Collection[str],
+    ) -> None:
         self._server = server
         self._is_gone = is_gone
+        self._watched = watched
+        self._while_loading = while_loading
+        self._is_loading = False
         self._over = threading.Event()
         self.reason = ""
         self._thread = threading.Thread(target=self._watch, name="replicas-engine-health", daemon=True)
@@ -123,17 +138,32 @@ class Health:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(HEALTH_TIMEOUT_S + HEALTH_EVERY_S)
+        self._thread.join(len(self._watched) * HEALTH_TIMEOUT_S + HEALTH_EVERY_S)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """A load is under way in the block; its calls have deadlines of their own."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
+
+    def give_up(self, reason: str) -> None:
+        """Break the server's calls, on any thread; the first reason is kept."""
+        self.reason = self.reason or reason
+        self._server.give_up(self.reason)
 
     def _watch(self) -> None:
-        answered = time.monotonic()
+        answered = dict.fromkeys(self._watched, time.monotonic())
         while not self._over.wait(HEALTH_EVERY_S):
             gone = self._is_gone()
-            if self._server.is_healthy():
-                answered = time.monotonic()
-            elif time.monotonic() - answered > UNHEALTHY_AFTER_S:
-                gone = gone or f"the server has not answered /health for {time.monotonic() - answered:.0f} s"
+            for path, patience_s in self._watched.items():
+                exempt = self._is_loading and path not in self._while_loading
+                if exempt or self._server.answers(path):
+                    answered[path] = time.monotonic()
+                elif time.monotonic() - answered[path] > patience_s:
+                    gone = gone or f"the server has not answered {path} for {time.monotonic() - answered[path]:.0f} s"
             if gone:
-                self.reason = gone
-                self._server.give_up(gone)
+                self.give_up(gone)
                 return

@@ -114,7 +114,8 @@ class Gate:
     """ASGI middleware that asks the page before each request.
 
     :param app: the server's application.
-    :param control: paths that change the engine.
+    :param control: paths that change the engine; one that ends with a slash stands for
+        all paths below it.
     :param page: the shared page; default: the one that ``REPLICAS_GATE`` names.
     """
 
@@ -127,13 +128,15 @@ class Gate:
         self._app = app
         self._page = GatePage.attach(os.environ[GATE]) if page is None else page
         self._control = {path.rstrip("/") for path in control}
+        self._control_folders = tuple(path for path in control if path.endswith("/"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") or "/"
-        is_control, reads = path in self._control, scope.get("method") in ("GET", "HEAD")
+        is_control = path in self._control or path.startswith(self._control_folders)
+        reads = scope.get("method") in ("GET", "HEAD")
         if is_control and not reads and not self._may_control(scope):
             await _refuse(scope, send, 403, "this route is the follower's alone: publish a version instead")
         elif self._page.is_open or is_control or path in _ALWAYS:

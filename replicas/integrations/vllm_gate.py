@@ -1,17 +1,24 @@
-"""The gate of a vLLM server, for its option ``--middleware``, and the served version as
-a metric."""
+"""The gate of a vLLM server, for its option ``--middleware``: control routes, names of
+adapters, and the served version as a metric.
+
+Each version of an adapter is loaded under a name of its own, ``NAME@VERSION``. A
+request for the model ``NAME`` gets the newest of them, and the answer's ``model`` says
+which.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from replicas.integrations.gate import Gate, GatePage
+from replicas.integrations.gate import Gate, GatePage, Receive, Scope, Send
 
 __all__ = ["VllmGate"]
 
@@ -25,6 +32,55 @@ class VllmGate(Gate):
     def __init__(self, app: object) -> None:
         super().__init__(app, frozenset(_control_paths()))  # type: ignore[arg-type]  # FastAPI's app is an ASGI app
         REGISTRY.register(_ServedVersion(self._page))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and (newest := _newest_adapters(scope)):
+            receive = _renamed(receive, newest)
+        await super().__call__(scope, receive, send)
+
+
+def _newest_adapters(scope: Scope) -> dict[str, str]:
+    """Full name of the newest version of each adapter that vLLM has loaded."""
+    newest: dict[str, int] = {}
+    models = getattr(scope["app"].state, "openai_serving_models", None)
+    for full in list(getattr(models, "lora_requests", {})):
+        name, found, version = full.rpartition("@")
+        if found and version.isdigit():
+            newest[name] = max(newest.get(name, 0), int(version))
+    return {name: f"{name}@{version}" for name, version in newest.items()}
+
+
+def _renamed(receive: Receive, newest: dict[str, str]) -> Receive:
+    """The request's messages; its body, in one, asks for the newest version of an
+    adapter."""
+    was_read = False
+
+    async def read() -> MutableMapping[str, Any]:
+        nonlocal was_read
+        if was_read:
+            return await receive()
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        was_read = True
+        return {"type": "http.request", "body": _with_full_name(body, newest), "more_body": False}
+
+    return read
+
+
+def _with_full_name(body: bytes, newest: dict[str, str]) -> bytes:
+    try:
+        asked = json.loads(body)
+    except ValueError:  # vLLM says so itself
+        return body
+    if not isinstance(asked, dict) or not isinstance(asked.get("model"), str) or asked["model"] not in newest:
+        return body
+    return json.dumps({**asked, "model": newest[asked["model"]]}).encode()
 
 
 class _ServedVersion(Collector):
@@ -51,4 +107,4 @@ def _control_paths() -> Iterator[str]:
                     yield route.path
     if not found:
         raise RuntimeError("replicas: this release of vLLM has its control routes elsewhere; they cannot be protected")
-    yield from ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+    yield from ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/")

@@ -17,7 +17,7 @@ import math
 import numbers
 import operator
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -203,6 +203,23 @@ def meta(what: str, value: object) -> Meta:
             "keep it in a file, and pass its path",
         )
     return found
+
+
+def with_adapter(
+    what: str, given: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None, adapter: object, weights: object
+) -> Meta | Callable[[], Mapping[str, Any]]:
+    """Check a publisher's ``meta``, or a function that returns it later, and add the
+    name and the configuration of a LoRA adapter."""
+    if adapter is None:
+        return given if callable(given) else meta(f"{what}: meta", given)
+    config = getattr(weights, "adapter_config", None)
+    if not isinstance(config, str):
+        _refuse(f"{what}: adapter={shown(adapter)} of weights without adapter_config", 'pass hf(model, adapter="only")')
+    added = {"adapter": name(f"{what}: adapter", adapter), "adapter_config": config}
+    if callable(given):
+        function = given
+        return lambda: {**function(), **added}
+    return meta(f"{what}: meta", {**meta(f"{what}: meta", given), **added})
 
 
 def _meta_value(here: str, value: object) -> Any:

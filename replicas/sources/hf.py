@@ -29,6 +29,7 @@ tensors that the caller's stream may overwrite too early; pass ``sync="device"``
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -91,6 +92,20 @@ class HfSource:
         self._sync = sync == "device"
         if self._only and _peft_model(model) is None:
             raise errors.UsageError("hf: this model has no adapter", hint='pass adapter="merged", or a PEFT model')
+
+    @property
+    def adapter_config(self) -> str:
+        """Configuration of the adapter, as PEFT saves it (JSON), for
+        ``publish(..., adapter=)``.
+
+        :raises AttributeError: the source is not ``adapter="only"``, or several
+            adapters are active.
+        """
+        peft = _peft_model(self._model)
+        if not self._only or len(peft.active_adapters) != 1:
+            raise AttributeError("adapter_config")
+        found = peft.peft_config[peft.active_adapters[0]].to_dict()
+        return json.dumps({**found, "inference_mode": True}, default=sorted)
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, dtype and shape of each tensor in order, from the ranks' own parts: no

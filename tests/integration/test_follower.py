@@ -9,14 +9,16 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import replicas
 from replicas import errors
-from replicas.integrations import engine_server
+from replicas.integrations import engine_server, follower
 from replicas.integrations.vllm import follow
 from tests.support.channels import POLICY, ChannelWorld, channel_world, wait_until
 from tests.support.engines import FakeEngine
@@ -46,7 +48,8 @@ async def following(world: ChannelWorld, engine: FakeEngine, **more: Any) -> Asy
         "group": "rollout",
         "replica": 0,
     }
-    task = asyncio.create_task(asyncio.to_thread(follow, engine.url, world.channel, stop=stop, **identity, **more))
+    options: dict[str, Any] = {"channel": world.channel, "stop": stop, **identity, **more}
+    task = asyncio.create_task(asyncio.to_thread(follow, engine.url, **options))
     try:
         yield task
     finally:
@@ -120,10 +123,15 @@ async def test_a_follower_that_was_replaced_ends_the_update_that_the_first_left_
                 await served(engine, 1)
 
 
-async def test_a_server_that_stops_answering_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_server, "HEALTH_TIMEOUT_S", 0.3)
     monkeypatch.setattr(engine_server, "HEALTH_EVERY_S", 0.1)
-    monkeypatch.setattr(engine_server, "UNHEALTHY_AFTER_S", 1.0)
+    monkeypatch.setattr(follower, "WATCHED", {"/health": 1.0, "/is_paused": 1.0})
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_server_that_stops_answering_is_given_up() -> None:
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
         async with FakeEngine() as engine, following(world, engine) as task:
@@ -134,6 +142,69 @@ async def test_a_server_that_stops_answering_is_given_up(monkeypatch: pytest.Mon
             assert receipt.version == 2
             with pytest.raises(errors.SyncError, match="has not answered"):
                 await task
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_engine_that_is_frozen_behind_a_healthy_server_is_given_up() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine) as task:
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.engine_answers.clear()
+            with pytest.raises(errors.SyncError, match="has not answered /is_paused"):
+                await task
+            assert (await publish(trainer, 2)).version == 2
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_engine_that_freezes_in_a_load_misses_the_loads_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "USUAL_LOAD_MIN_S", 0.5)
+    monkeypatch.setattr(follower, "USUAL_LOADS", 1)
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine) as task:
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.freeze_at = "/update_weights"
+            assert (await publish(trainer, 2)).version == 2
+            with pytest.raises(errors.SyncError, match="timed out"):
+                await task
+
+
+def serves_alone(engine: FakeEngine, adapter: str) -> bool:
+    return list(engine.adapters) == [adapter]
+
+
+class Adapter(dict[str, torch.Tensor]):
+    adapter_config = '{"r": 8}'
+
+
+async def test_each_version_of_an_adapter_is_loaded_under_a_name_of_its_own() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, channel="", adapters=[world.channel]):
+            folders = []
+            for version in (1, 2, 3):
+                sent = Adapter(weights(version))
+                receipt = await (await asyncio.to_thread(partial(trainer.publish, sent, adapter="math")))
+                name = f"math@{receipt.version}"
+                await wait_until(partial(serves_alone, engine, name), f"{name} alone is served")
+                folders.append(engine.adapters[name])
+                assert (folders[-1] / "adapter_config.json").read_text() == '{"r": 8}'
+                found = load_file(folders[-1] / "adapter_model.safetensors")
+                assert all(torch.equal(found[key], tensor) for key, tensor in sent.items())
+            assert folders[1].exists()  # requests that began with it may need it
+            await wait_until(lambda: not folders[0].exists(), "older ones are gone")
+        assert "/pause" not in engine.calls
+    assert not folders[2].exists()
+
+
+async def test_an_adapter_whose_configuration_is_not_known_is_refused() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        with pytest.raises(errors.UsageError, match="without adapter_config"):
+            await asyncio.to_thread(partial(trainer.publish, weights(1), adapter="math"))
 
 
 async def test_only_every_nth_version_is_loaded() -> None:
@@ -147,7 +218,7 @@ async def test_only_every_nth_version_is_loaded() -> None:
         assert engine.calls.count("/finish_weight_update") == 2
 
 
-@pytest.mark.parametrize("wrong", [{"mode": "stop"}, {"every": 0}])
+@pytest.mark.parametrize("wrong", [{"mode": "stop"}, {"every": 0}, {"channel": ""}])
 def test_an_argument_that_is_wrong_is_refused_before_anything_is_asked(wrong: dict[str, Any]) -> None:
     with pytest.raises(errors.UsageError):
-        follow("http://127.0.0.1:1", "policy", **wrong)
+        follow("http://127.0.0.1:1", **{"channel": "policy", **wrong})

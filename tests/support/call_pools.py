@@ -187,6 +187,7 @@ POOLS: dict[str, dict[str, Pool]] = {
         "dtype": [torch.bfloat16, torch.int8, torch.float8_e4m3fn, float],
         "meta": META,
         "new_manifest": [True],
+        "adapter": ["a"],
         "deadline": [0.2],
         "hold": [False],
     },

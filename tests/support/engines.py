@@ -11,6 +11,7 @@ import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -67,6 +68,10 @@ class FakeEngine(ThreadingHTTPServer):
         self.kept_requests = False
         self.answers = threading.Event()
         self.answers.set()
+        self.engine_answers = threading.Event()  # the process behind the API process
+        self.engine_answers.set()
+        self.freeze_at = ""
+        self.adapters: dict[str, Path] = {}
         self._thread = threading.Thread(target=self.serve_forever)
 
     @property
@@ -82,6 +87,7 @@ class FakeEngine(ThreadingHTTPServer):
 
     def _end(self) -> None:
         self.answers.set()
+        self.engine_answers.set()
         self.shutdown()
         self._thread.join()
         self.server_close()
@@ -91,8 +97,12 @@ class FakeEngine(ThreadingHTTPServer):
     def control(self, path: str, body: dict[str, Any], query: str = "") -> Any:
         """Do what the route does; raises what vLLM answers with 500."""
         self.calls.append(path)
+        if path == self.freeze_at:
+            self.engine_answers.clear()
+        if path != "/health":
+            self.engine_answers.wait()
         match path:
-            case "/health":
+            case "/health" | "/is_paused":
                 return {}
             case "/get_world_size":
                 return {"world_size": self.count}
@@ -116,6 +126,10 @@ class FakeEngine(ThreadingHTTPServer):
                 self.active, self.version = False, body["weight_version"]
             case "/reset_prefix_cache":
                 return {"success": not self.kept_requests or "reset_running_requests=true" in query}
+            case "/v1/load_lora_adapter":
+                self.adapters[body["lora_name"]] = Path(body["lora_path"])
+            case "/v1/unload_lora_adapter":
+                del self.adapters[body["lora_name"]]
             case _:
                 raise RuntimeError(f"no route {path}")
         return {}

@@ -1,0 +1,292 @@
+"""The follower of one vLLM server: it loads each committed version of a channel, as
+weights or as a LoRA adapter.
+
+Theory of operation
+===================
+
+*Weights*: one version after the other is loaded by ``pause, start, update(version),
+finish(weight_version), reset the prefix cache, resume``. Only this server is paused,
+and only for its own load. A failed load leaves it paused and its gate shut, as its
+model may be a mixture of two versions; the load is tried once more as a whole, and then
+the follower reports the failure and ends, and whoever supervises it starts the server
+anew.
+
+*Adapters*: each version is written as a PEFT checkpoint into a folder of its own, and
+loaded under a name of its own, ``NAME@VERSION``: vLLM keeps what it computed with an
+adapter by the adapter's name. Nothing is paused. Requests that began with the version
+before end with it, so the name before is unloaded, and its folder, which vLLM may read
+once more for them, stays until the next version.
+
+Meanwhile a thread watches the server. vLLM's ``/health`` is answered by its API
+process, also when its engine is frozen; ``/is_paused`` is answered by the engine, but
+not during a load. So both are asked, a load has a deadline of its own, and a server
+that misses one is given up: its connections are broken, so that no call of the follower
+hangs on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import replicas
+from replicas import errors
+from replicas.integrations.engine_server import EngineServer, Health
+from replicas.integrations.gate import GatePage
+
+__all__ = ["Following", "PauseMode", "run"]
+
+logger = logging.getLogger("replicas.integrations.vllm")
+
+PauseMode = Literal["keep", "wait", "abort"]
+START_BEAT_S = 0.2
+JOIN_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 300.0
+USUAL_LOAD_MIN_S = 60.0
+USUAL_LOADS = 10
+"""A load may take so many times as long as the longest before it."""
+BEAT_S = 0.5
+WATCHED = {"/health": 15.0, "/is_paused": 30.0}
+"""Seconds for which a path of a server may go without an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Following:
+    """What is followed, and how.
+
+    :ivar channel: of weights; empty: none.
+    :ivar adapters: channels of LoRA adapters.
+    :ivar identity: keyword arguments of :func:`replicas.join`; empty: the environment.
+    :ivar folder: where adapters are written, which the server can read.
+    :ivar url: the server's address for routers.
+    :ivar gate: the server's gate, if it has one.
+    :ivar is_gone: returns why the server is gone, or an empty text.
+    """
+
+    channel: str
+    adapters: tuple[str, ...] = ()
+    identity: dict[str, Any] = field(default_factory=dict)
+    mode: PauseMode = "keep"
+    every: int = 1
+    complete: bool = True
+    folder: Path | None = None
+    url: str
+    gate: GatePage | None = None
+    is_gone: Callable[[], str] = lambda: ""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("keep", "wait", "abort"):
+            raise errors.UsageError(f"follow: mode {self.mode!r}", hint='one of "keep", "wait", "abort"')
+        if self.every < 1:
+            raise errors.UsageError(f"follow: every must be 1 or more, not {self.every}", hint="1 loads each version")
+        if not self.channel and not self.adapters:
+            raise errors.UsageError("follow: no channel", hint="name a channel of weights, or of adapters")
+
+
+def run(server: EngineServer, following: Following, stop: threading.Event, start_timeout_s: float) -> None:
+    """Load the versions of all channels until ``stop`` is set.
+
+    :raises replicas.errors.ReplicasError: the server is gone, or a load failed twice.
+    """
+    if not _wait_until_healthy(server, following, stop, start_timeout_s):
+        return
+    with Health(server, following.is_gone, WATCHED, while_loading=("/health",)) as health:
+        followers = [Adapters(server, following, health, stop, name) for name in following.adapters]
+        first = Weights(server, following, health, stop) if following.channel else followers.pop(0)
+        threads = [threading.Thread(target=one.run_beside, name=f"replicas-{one.channel}") for one in followers]
+        for thread in threads:
+            thread.start()
+        try:
+            first.run()
+        except errors.ReplicasError as error:
+            health.give_up(str(error))
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+
+
+def _wait_until_healthy(server: EngineServer, following: Following, stop: threading.Event, timeout_s: float) -> bool:
+    """False: it is time to stop."""
+    until = time.monotonic() + timeout_s
+    while not server.answers("/health"):
+        if gone := following.is_gone():
+            raise _lost(gone)
+        if time.monotonic() > until:
+            raise _lost(f"{server.url} was not healthy within {timeout_s:.0f} s")
+        if stop.wait(START_BEAT_S):
+            return False
+    return True
+
+
+def _lost(reason: str) -> errors.SyncError:
+    return errors.SyncError(reason, phase="load", hint="see the server's own log")
+
+
+class Follower:
+    """Brings the versions of one channel into one server."""
+
+    def __init__(
+        self, server: EngineServer, following: Following, health: Health, stop: threading.Event, channel: str
+    ) -> None:
+        self.channel = channel
+        self._server = server
+        self._following = following
+        self._health = health
+        self._stop = stop
+
+    def run(self) -> None:
+        """Load versions until it is time to stop."""
+        raise NotImplementedError
+
+    def run_beside(self) -> None:
+        """The same on a thread of its own; a failure ends the follower as a whole."""
+        try:
+            self.run()
+        except errors.ReplicasError as error:
+            self._health.give_up(f"channel {self.channel!r}: {error}")
+
+    def _join(self, world_size: int) -> replicas.Channel:
+        info, identity = {"url": self._following.url}, self._following.identity
+        return replicas.join(self.channel, rank=0, world_size=world_size, info=info, **identity)
+
+    def _next(self, channel: replicas.Channel) -> replicas.Update | None:
+        """Wait for a version; None: it is time to stop."""
+        served = channel.version
+        pending = channel.receive(at_least=served + self._following.every if served else 1)
+        while not self._stop.is_set():
+            if self._health.reason:
+                raise _lost(self._health.reason)
+            with contextlib.suppress(TimeoutError):
+                return pending.wait(timeout=BEAT_S)
+        return None
+
+    def _post(
+        self, path: str, body: Any = None, *, query: dict[str, str] | None = None, timeout_s: float = LOAD_TIMEOUT_S
+    ) -> Any:
+        return self._server.call("POST", path, body, query=query, timeout_s=timeout_s)
+
+
+class Weights(Follower):
+    """Loads versions of the model itself; the server's workers are ranks 1 to N of its
+    replica."""
+
+    def __init__(self, server: EngineServer, following: Following, health: Health, stop: threading.Event) -> None:
+        super().__init__(server, following, health, stop, following.channel)
+        self._longest_s = 0.0
+
+    def run(self) -> None:
+        following, server = self._following, self._server
+        world_size = server.call("GET", "/get_world_size")["world_size"] + 1
+        init = {"channel": self.channel, "world_size": world_size, "complete": following.complete}
+        with self._join(world_size) as channel:
+            if following.gate is None:  # a server that is older than this follower
+                self._end_open_update()
+            init_info = {"init_info": {**init, **following.identity}}
+            self._post("/init_weight_transfer_engine", init_info, timeout_s=JOIN_TIMEOUT_S)
+            while (update := self._next(channel)) is not None:
+                with update, self._health.loading():
+                    self._load(update.version)
+
+    def _load(self, version: int) -> None:
+        gate, began = self._following.gate, time.monotonic()
+        self._post("/pause", query={"mode": self._following.mode})
+        paused = time.monotonic()
+        try:
+            self._replace(version)
+        except errors.ReplicasError as error:
+            logger.warning("version %d did not load, once more: %s", version, error)
+            if gate is not None:
+                gate.shut()
+            self._end_open_update()
+            self._replace(version)
+        loaded = time.monotonic()
+        self._reset_prefix_cache()
+        self._post_soon("/resume")
+        if gate is not None:
+            gate.open(version)
+        now = time.monotonic()
+        self._longest_s = max(self._longest_s, now - paused)
+        logger.info(
+            "version %d is served: paused in %.3f s, loaded in %.3f s, resumed in %.3f s",
+            *(version, paused - began, loaded - paused, now - loaded),
+        )
+
+    @property
+    def _load_timeout_s(self) -> float:
+        return max(USUAL_LOAD_MIN_S, USUAL_LOADS * self._longest_s) if self._longest_s else LOAD_TIMEOUT_S
+
+    def _replace(self, version: int) -> None:
+        self._post_soon("/start_weight_update")
+        self._update(version)
+        self._post_soon("/finish_weight_update", {"weight_version": str(version)})
+
+    def _end_open_update(self) -> None:
+        """End an update that an earlier attempt, or a follower that died, left open."""
+        with contextlib.suppress(errors.SyncError):  # the answer is the error that ends it, or that there is none
+            self._update(0)
+
+    def _update(self, version: int) -> None:
+        self._post_soon("/update_weights", {"update_info": {"version": version, "timeout_s": self._load_timeout_s / 2}})
+
+    def _reset_prefix_cache(self) -> None:
+        """Forget what was computed with the old weights.
+
+        Requests that were kept hold some of it: they are computed anew then.
+        """
+        for running in ("false", "true"):
+            answer = self._post_soon("/reset_prefix_cache", query={"reset_running_requests": running})
+            if isinstance(answer, dict) and answer.get("success"):
+                return
+        raise _lost("the prefix cache of the old version could not be reset")
+
+    def _post_soon(self, path: str, body: Any = None, *, query: dict[str, str] | None = None) -> Any:
+        return self._post(path, body, query=query, timeout_s=self._load_timeout_s)
+
+
+class Adapters(Follower):
+    """Loads versions of a LoRA adapter, each under a name of its own."""
+
+    def run(self) -> None:
+        loaded: list[tuple[str, Path]] = []
+        with self._join(1) as channel:
+            while (update := self._next(channel)) is not None:
+                with update:
+                    loaded.append(self._load(update))
+                for name, _ in loaded[:-1][-1:]:
+                    self._post("/v1/unload_lora_adapter", {"lora_name": name})
+                while len(loaded) > 2:
+                    shutil.rmtree(loaded.pop(0)[1])
+
+    def _load(self, update: replicas.Update) -> tuple[str, Path]:
+        name = f"{update.meta['adapter']}@{update.version}"
+        folder = self._write(update, name)
+        began = time.monotonic()
+        self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        logger.info("adapter %s is served: loaded in %.3f s", name, time.monotonic() - began)
+        if self._following.gate is not None and not self._following.channel:
+            self._following.gate.open(update.version)
+        return name, folder
+
+    def _write(self, update: replicas.Update, name: str) -> Path:
+        """The adapter as PEFT saves it.
+
+        :raises replicas.errors.SyncError: the version is no adapter.
+        """
+        from safetensors.torch import save_file
+
+        config = update.meta.get("adapter_config")
+        if not isinstance(config, str) or self._following.folder is None:
+            raise _lost(f"version {update.version} of channel {self.channel!r} is no adapter: publish(..., adapter=)")
+        folder = self._following.folder / name
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(config)
+        save_file({one: tensor.contiguous() for one, tensor in update}, folder / "adapter_model.safetensors")
+        return folder

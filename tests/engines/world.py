@@ -1,0 +1,126 @@
+"""A supervised run with a released vLLM and a trainer, and the processes of the
+engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.support.runs import Run, alive, eventually
+
+__all__ = ["CAPITAL", "MODEL", "RUN", "START_S", "TENSOR_PARALLEL", "World", "ask", "get"]
+
+MODEL = Path(sys.prefix) / "model"
+START_S = 300.0
+TENSOR_PARALLEL = int(os.environ.get("TENSOR_PARALLEL", "1"))
+CAPITAL = {"model": str(MODEL), "prompt": "The capital of France is", "max_tokens": 3, "temperature": 0}
+
+RUN = f"""
+[groups.trainer]
+launcher = "exec"
+command = ["{Path(__file__).parent}/trainer.py", "port"]
+[groups.trainer.env]
+MODEL = "{MODEL}"
+[groups.server]
+launcher = "exec"
+command = ["-m", "replicas.integrations.vllm", "serve", "{MODEL}", "--dtype", "bfloat16", "--enforce-eager",
+  "--max-model-len", "256", "--tensor-parallel-size", "{TENSOR_PARALLEL}"]
+restart = {{ max_restarts = 100, window = "1h", initial_delay = "0s", no_progress_cycles = 0 }}
+[groups.server.env]
+VLLM_CPU_KVCACHE_SPACE = "1"
+VLLM_CPU_OMP_THREADS_BIND = "nobind"
+HF_HUB_OFFLINE = "1"
+[channels.policy]
+sources = ["trainer"]
+targets = ["server"]
+"""
+
+
+class World:
+    """The run, its trainer and its server."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        port = run.folder / "port"
+        eventually(lambda: port.exists() or not run.running, "the trainer", timeout_s=START_S)
+        assert run.running, run.said()
+        self._trainer = f"http://127.0.0.1:{port.read_text()}/publish"
+        self.committed = 0
+
+    @property
+    def url(self) -> str:
+        """The server's address, which may change with a restart."""
+
+        def look() -> str:
+            members = self.run.status().channels[0].members
+            return next((one.info["url"] for one in members if "url" in one.info and one.state != "gone"), "")
+
+        return str(eventually(look, "a follower that has joined", timeout_s=START_S))
+
+    def publish(self, **order: Any) -> dict[str, Any]:
+        receipt = ask(self._trainer, order)
+        assert isinstance(receipt, dict)
+        self.committed = receipt["version"]
+        return receipt
+
+    def loaded(self) -> int:
+        """The version that all ranks of the server have loaded; 0: none."""
+        return self.run.status().groups[1].replicas[0].versions.get("policy", 0)
+
+    def wait_until_served(self, version: int) -> None:
+        """Every rank of the server has loaded it, and the server says so."""
+        eventually(lambda: self.loaded() >= version, f"version {version} is loaded", timeout_s=START_S)
+        assert int(get(f"{self.url}/weight_info")["weight_version"]) >= version
+
+    def wait_until_restarted(self, before: dict[str, int]) -> None:
+        """None of the processes is alive, and new ones serve the newest version."""
+        eventually(lambda: not any(alive(pid) for pid in before.values()), "the end of the engine", timeout_s=60)
+        self.wait_until_served(self.committed)
+
+    def answer(self) -> str:
+        return str(ask(f"{self.url}/v1/completions", CAPITAL)["choices"][0]["text"])
+
+    def processes(self) -> dict[str, int]:
+        """The living processes of the engine, by role: follower, api, core, and one
+        worker for each rank of the model, worker0 and so on."""
+        (follower,) = _children(self.run.pid, "replicas.integrations.vllm", depth=2)
+        (api,) = _children(follower, "vllm.entrypoints.cli.main")
+        (core,) = _children(api, "spawn_main")
+        workers = {f"worker{number}": pid for number, pid in enumerate(_children(core, "spawn_main"))}
+        return {"follower": follower, "api": api, "core": core, **workers}
+
+
+def _children(parent: int, word: str, *, depth: int = 1) -> list[int]:
+    """Descendants of a process at a depth, by pid, whose command line has a word."""
+    pids = [parent]
+    for _ in range(depth):
+        pids = [child for one in pids for child in _read_children(one)]
+    return sorted(pid for pid in pids if word in _read(Path(f"/proc/{pid}/cmdline")))
+
+
+def _read_children(pid: int) -> list[int]:
+    """Children of all threads of a process."""
+    return [int(child) for listed in Path(f"/proc/{pid}/task").glob("*/children") for child in _read(listed).split()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # it has ended
+        return ""
+
+
+def ask(url: str, body: Any = None) -> Any:
+    request = urllib.request.Request(url, json.dumps(body or {}).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.loads(response.read())
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return json.loads(response.read())
