@@ -41,7 +41,7 @@ class EngineServer:
         self.url = url.rstrip("/")
         self._address = host_and_port(url)
         self._headers = {HEADER: secret} if secret else {}
-        self._connections: set[http.client.HTTPConnection] = set()
+        self._connection: http.client.HTTPConnection | None = None
         self._broken = ""
 
     def call(
@@ -53,8 +53,7 @@ class EngineServer:
         """
         if self._broken:
             raise self._failure(method, path, self._broken)
-        connection = http.client.HTTPConnection(*self._address, timeout=timeout_s)
-        self._connections.add(connection)
+        connection = self._connection = http.client.HTTPConnection(*self._address, timeout=timeout_s)
         try:
             payload = None if body is None else json.dumps(body)
             headers = {**self._headers, **({"content-type": "application/json"} if payload else {})}
@@ -66,8 +65,8 @@ class EngineServer:
         except (OSError, http.client.HTTPException) as error:
             raise self._failure(method, path, self._broken or str(error) or type(error).__name__) from error
         finally:
-            self._connections.discard(connection)
             connection.close()
+            self._connection = None
         if response.status != 200:
             raise self._failure(method, path, f"{response.status} {_message(content)}")
         try:
@@ -87,12 +86,12 @@ class EngineServer:
             connection.close()
 
     def give_up(self, reason: str) -> None:
-        """Break the calls under way and all later ones; on any thread."""
+        """Break the call under way and every later one; on any thread."""
         self._broken = reason
-        for connection in tuple(self._connections):
-            if connection.sock is not None:
-                with contextlib.suppress(OSError):  # it has just ended
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):  # it has just ended
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _failure(self, method: str, path: str, why: str) -> errors.SyncError:
         return errors.SyncError(f"{self.url} {method} {path}: {why}", phase="load", hint="see the server's own log")
@@ -149,11 +148,6 @@ class Health:
         finally:
             self._is_loading = False
 
-    def give_up(self, reason: str) -> None:
-        """Break the server's calls, on any thread; the first reason is kept."""
-        self.reason = self.reason or reason
-        self._server.give_up(self.reason)
-
     def _watch(self) -> None:
         answered = dict.fromkeys(self._watched, time.monotonic())
         while not self._over.wait(HEALTH_EVERY_S):
@@ -165,5 +159,6 @@ class Health:
                 elif time.monotonic() - answered[path] > patience_s:
                     gone = gone or f"the server has not answered {path} for {time.monotonic() - answered[path]:.0f} s"
             if gone:
-                self.give_up(gone)
+                self.reason = gone
+                self._server.give_up(gone)
                 return

@@ -61,8 +61,7 @@ WATCHED = {"/health": 15.0, "/is_paused": 30.0}
 class Following:
     """What is followed, and how.
 
-    :ivar channel: of weights; empty: none.
-    :ivar adapters: channels of LoRA adapters.
+    :ivar lora: the channel's versions are LoRA adapters.
     :ivar identity: keyword arguments of :func:`replicas.join`; empty: the environment.
     :ivar folder: where adapters are written, which the server can read.
     :ivar url: the server's address for routers.
@@ -71,7 +70,7 @@ class Following:
     """
 
     channel: str
-    adapters: tuple[str, ...] = ()
+    lora: bool = False
     identity: dict[str, Any] = field(default_factory=dict)
     mode: PauseMode = "keep"
     every: int = 1
@@ -86,8 +85,6 @@ class Following:
             raise errors.UsageError(f"follow: mode {self.mode!r}", hint='one of "keep", "wait", "abort"')
         if self.every < 1:
             raise errors.UsageError(f"follow: every must be 1 or more, not {self.every}", hint="1 loads each version")
-        if not self.channel and not self.adapters:
-            raise errors.UsageError("follow: no channel", hint="name a channel of weights, or of adapters")
 
 
 def run(server: EngineServer, following: Following, stop: threading.Event, start_timeout_s: float) -> None:
@@ -98,19 +95,7 @@ def run(server: EngineServer, following: Following, stop: threading.Event, start
     if not _wait_until_healthy(server, following, stop, start_timeout_s):
         return
     with Health(server, following.is_gone, WATCHED, while_loading=("/health",)) as health:
-        followers = [Adapters(server, following, health, stop, name) for name in following.adapters]
-        first = Weights(server, following, health, stop) if following.channel else followers.pop(0)
-        threads = [threading.Thread(target=one.run_beside, name=f"replicas-{one.channel}") for one in followers]
-        for thread in threads:
-            thread.start()
-        try:
-            first.run()
-        except errors.ReplicasError as error:
-            health.give_up(str(error))
-            raise
-        finally:
-            for thread in threads:
-                thread.join()
+        (Adapters if following.lora else Weights)(server, following, health, stop).run()
 
 
 def _wait_until_healthy(server: EngineServer, following: Following, stop: threading.Event, timeout_s: float) -> bool:
@@ -133,29 +118,21 @@ def _lost(reason: str) -> errors.SyncError:
 class Follower:
     """Brings the versions of one channel into one server."""
 
-    def __init__(
-        self, server: EngineServer, following: Following, health: Health, stop: threading.Event, channel: str
-    ) -> None:
-        self.channel = channel
+    def __init__(self, server: EngineServer, following: Following, health: Health, stop: threading.Event) -> None:
         self._server = server
         self._following = following
         self._health = health
         self._stop = stop
+        self._longest_s = 0.0
 
     def run(self) -> None:
         """Load versions until it is time to stop."""
         raise NotImplementedError
 
-    def run_beside(self) -> None:
-        """The same on a thread of its own; a failure ends the follower as a whole."""
-        try:
-            self.run()
-        except errors.ReplicasError as error:
-            self._health.give_up(f"channel {self.channel!r}: {error}")
-
     def _join(self, world_size: int) -> replicas.Channel:
-        info, identity = {"url": self._following.url}, self._following.identity
-        return replicas.join(self.channel, rank=0, world_size=world_size, info=info, **identity)
+        following = self._following
+        info = {"url": following.url}
+        return replicas.join(following.channel, rank=0, world_size=world_size, info=info, **following.identity)
 
     def _next(self, channel: replicas.Channel) -> replicas.Update | None:
         """Wait for a version; None: it is time to stop."""
@@ -168,9 +145,14 @@ class Follower:
                 return pending.wait(timeout=BEAT_S)
         return None
 
+    @property
+    def _load_timeout_s(self) -> float:
+        return max(USUAL_LOAD_MIN_S, USUAL_LOADS * self._longest_s) if self._longest_s else LOAD_TIMEOUT_S
+
     def _post(
-        self, path: str, body: Any = None, *, query: dict[str, str] | None = None, timeout_s: float = LOAD_TIMEOUT_S
+        self, path: str, body: Any = None, *, query: dict[str, str] | None = None, timeout_s: float | None = None
     ) -> Any:
+        timeout_s = self._load_timeout_s if timeout_s is None else timeout_s
         return self._server.call("POST", path, body, query=query, timeout_s=timeout_s)
 
 
@@ -178,14 +160,10 @@ class Weights(Follower):
     """Loads versions of the model itself; the server's workers are ranks 1 to N of its
     replica."""
 
-    def __init__(self, server: EngineServer, following: Following, health: Health, stop: threading.Event) -> None:
-        super().__init__(server, following, health, stop, following.channel)
-        self._longest_s = 0.0
-
     def run(self) -> None:
         following, server = self._following, self._server
         world_size = server.call("GET", "/get_world_size")["world_size"] + 1
-        init = {"channel": self.channel, "world_size": world_size, "complete": following.complete}
+        init = {"channel": following.channel, "world_size": world_size, "complete": following.complete}
         with self._join(world_size) as channel:
             if following.gate is None:  # a server that is older than this follower
                 self._end_open_update()
@@ -197,7 +175,7 @@ class Weights(Follower):
 
     def _load(self, version: int) -> None:
         gate, began = self._following.gate, time.monotonic()
-        self._post("/pause", query={"mode": self._following.mode})
+        self._post("/pause", query={"mode": self._following.mode}, timeout_s=LOAD_TIMEOUT_S)
         paused = time.monotonic()
         try:
             self._replace(version)
@@ -209,7 +187,7 @@ class Weights(Follower):
             self._replace(version)
         loaded = time.monotonic()
         self._reset_prefix_cache()
-        self._post_soon("/resume")
+        self._post("/resume")
         if gate is not None:
             gate.open(version)
         now = time.monotonic()
@@ -219,14 +197,10 @@ class Weights(Follower):
             *(version, paused - began, loaded - paused, now - loaded),
         )
 
-    @property
-    def _load_timeout_s(self) -> float:
-        return max(USUAL_LOAD_MIN_S, USUAL_LOADS * self._longest_s) if self._longest_s else LOAD_TIMEOUT_S
-
     def _replace(self, version: int) -> None:
-        self._post_soon("/start_weight_update")
+        self._post("/start_weight_update")
         self._update(version)
-        self._post_soon("/finish_weight_update", {"weight_version": str(version)})
+        self._post("/finish_weight_update", {"weight_version": str(version)})
 
     def _end_open_update(self) -> None:
         """End an update that an earlier attempt, or a follower that died, left open."""
@@ -234,7 +208,7 @@ class Weights(Follower):
             self._update(0)
 
     def _update(self, version: int) -> None:
-        self._post_soon("/update_weights", {"update_info": {"version": version, "timeout_s": self._load_timeout_s / 2}})
+        self._post("/update_weights", {"update_info": {"version": version, "timeout_s": self._load_timeout_s / 2}})
 
     def _reset_prefix_cache(self) -> None:
         """Forget what was computed with the old weights.
@@ -242,13 +216,10 @@ class Weights(Follower):
         Requests that were kept hold some of it: they are computed anew then.
         """
         for running in ("false", "true"):
-            answer = self._post_soon("/reset_prefix_cache", query={"reset_running_requests": running})
+            answer = self._post("/reset_prefix_cache", query={"reset_running_requests": running})
             if isinstance(answer, dict) and answer.get("success"):
                 return
         raise _lost("the prefix cache of the old version could not be reset")
-
-    def _post_soon(self, path: str, body: Any = None, *, query: dict[str, str] | None = None) -> Any:
-        return self._post(path, body, query=query, timeout_s=self._load_timeout_s)
 
 
 class Adapters(Follower):
@@ -269,9 +240,11 @@ class Adapters(Follower):
         name = f"{update.meta['adapter']}@{update.version}"
         folder = self._write(update, name)
         began = time.monotonic()
-        self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        with self._health.loading():
+            self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        self._longest_s = max(self._longest_s, time.monotonic() - began)
         logger.info("adapter %s is served: loaded in %.3f s", name, time.monotonic() - began)
-        if self._following.gate is not None and not self._following.channel:
+        if self._following.gate is not None:
             self._following.gate.open(update.version)
         return name, folder
 
@@ -284,7 +257,9 @@ class Adapters(Follower):
 
         config = update.meta.get("adapter_config")
         if not isinstance(config, str) or self._following.folder is None:
-            raise _lost(f"version {update.version} of channel {self.channel!r} is no adapter: publish(..., adapter=)")
+            raise _lost(
+                f"version {update.version} of channel {self._following.channel!r} is no adapter: publish(..., adapter=)"
+            )
         folder = self._following.folder / name
         folder.mkdir()
         (folder / "adapter_config.json").write_text(config)

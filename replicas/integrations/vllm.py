@@ -70,9 +70,9 @@ def register() -> None:
 
 def follow(
     base_url: str,
-    channel: str = "",
+    channel: str,
     *,
-    adapters: Sequence[str] = (),
+    lora: bool = False,
     mode: PauseMode = "keep",
     every: int = 1,
     complete: bool = True,
@@ -89,11 +89,10 @@ def follow(
     have no password: bind it to loopback, or use ``serve``, which has a gate.
 
     :param base_url: ``http://HOST:PORT`` of the server.
-    :param channel: name of the channel of weights; default: none, the server keeps its
-        own.
-    :param adapters: names of channels of LoRA adapters, published with ``adapter=``.
-        The server needs ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``
-        for them, and access to this machine's temporary folder.
+    :param channel: name of the channel.
+    :param lora: its versions are LoRA adapters, published with ``adapter=``. The server
+        needs ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` for them, and
+        access to this machine's temporary folder.
     :param mode: requests in flight during a load are kept (frozen, and continued with
         the new weights), waited for, or aborted.
     :param every: load every n-th version at most; 1: each, unless a newer one is there.
@@ -112,7 +111,7 @@ def follow(
     with tempfile.TemporaryDirectory(prefix="replicas-adapters-") as folder:
         following = Following(
             channel=channel,
-            adapters=tuple(adapters),
+            lora=lora,
             identity=identity,
             mode=mode,
             every=every,
@@ -144,8 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m replicas.integrations.vllm serve", allow_abbrev=False)
-    parser.add_argument("--channel", help="the channel of weights (default: policy; with --adapters: none)")
-    parser.add_argument("--adapters", action="append", default=[], help="a channel of LoRA adapters")
+    parser.add_argument("--channel", default="policy", help="the channel to follow (default: policy)")
+    parser.add_argument("--lora", action="store_true", help="its versions are LoRA adapters")
     parser.add_argument("--pause-mode", choices=["keep", "wait", "abort"], default="keep")
     parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
     parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
@@ -162,7 +161,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    if options.adapters:
+    if options.lora:
         rest = [*rest, "--enable-lora"]
     with _scratch() as scratch, _vllm(options.host, port, rest, gate, scratch) as process:
 
@@ -172,8 +171,8 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
         url = f"http://{host}:{port}"
         following = Following(
-            channel=options.channel or ("" if options.adapters else "policy"),
-            adapters=tuple(options.adapters),
+            channel=options.channel,
+            lora=options.lora,
             mode=options.pause_mode,
             every=options.every,
             complete=not options.partial,

@@ -110,6 +110,11 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "the server decodes speculatively with a draft model, which a version of the policy does not contain",
                 hint="serve without --speculative-config, or with a method that has no weights, such as ngram",
             )
+        if getattr(self.vllm_config, "lora_config", None) is not None:
+            raise errors.UsageError(
+                "the server is started with --enable-lora, and vLLM does not reload the layers that it has wrapped",
+                hint="serve without it, or follow a channel of adapters with --lora",
+            )
         self.shutdown()
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank

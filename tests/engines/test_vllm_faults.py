@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.error
 
 import pytest
 
-from tests.engines.world import World
+from tests.engines.world import CAPITAL, World, ask
+from tests.support.runs import eventually
 
 KILLED_S = 1.0
 """How much longer than a sync of all alive the next one may take after a kill."""
@@ -42,4 +44,36 @@ def test_a_frozen_process_is_given_up_and_the_server_is_restarted(served: World,
     assert world.publish(scale=0.0)["committed_s"] < FROZEN_S
     assert world.publish(scale=1.0)["committed_s"] < KILLED_S
     world.wait_until_restarted(before)
+    assert "Paris" in world.answer()
+
+
+@pytest.mark.parametrize("misfit", [{"layers": 20}, {"rows": 1000}], ids=["no weights for some layers", "other shapes"])
+def test_a_version_that_does_not_fit_is_never_answered_with(served: World, misfit: dict[str, int]) -> None:
+    world, before = served, served.processes()
+    url = world.url
+    world.publish(**misfit)
+    closed = eventually(lambda: _refused(url), "the gate of the half-loaded server is shut", timeout_s=60)
+    assert closed in (503, "gone")
+    world.publish(scale=1.0)
+    world.wait_until_restarted(before)
+    assert "Paris" in world.answer()
+
+
+def _refused(url: str) -> int | str:
+    """How a server refuses to answer; 0: it answers."""
+    try:
+        ask(f"{url}/v1/completions", CAPITAL)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return "gone"
+    return 0
+
+
+def test_a_publisher_that_dies_in_mid_update_changes_no_answer(served: World) -> None:
+    world = served
+    world.kill_trainer_while_it_publishes()
+    assert "Paris" in world.answer()
+    world.publish(scale=1.0)
+    world.wait_until_served(world.committed)
     assert "Paris" in world.answer()

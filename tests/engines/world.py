@@ -3,24 +3,32 @@ engine."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
+import signal
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.runs import Run, alive, eventually
+from tests.support.runs import Run, alive, eventually, running
 
-__all__ = ["CAPITAL", "MODEL", "RUN", "START_S", "TENSOR_PARALLEL", "World", "ask", "get"]
+__all__ = ["CAPITAL", "MODEL", "START_S", "TENSOR_PARALLEL", "World", "ask", "get", "running_world"]
 
 MODEL = Path(sys.prefix) / "model"
 START_S = 300.0
 TENSOR_PARALLEL = int(os.environ.get("TENSOR_PARALLEL", "1"))
+VLLM_OPTIONS = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"]
 CAPITAL = {"model": str(MODEL), "prompt": "The capital of France is", "max_tokens": 3, "temperature": 0}
 
-RUN = f"""
+
+def run_text(*options: str) -> str:
+    """The run's configuration; the server gets further options."""
+    return f"""
 [groups.trainer]
 launcher = "exec"
 command = ["{Path(__file__).parent}/trainer.py", "port"]
@@ -28,8 +36,7 @@ command = ["{Path(__file__).parent}/trainer.py", "port"]
 MODEL = "{MODEL}"
 [groups.server]
 launcher = "exec"
-command = ["-m", "replicas.integrations.vllm", "serve", "{MODEL}", "--dtype", "bfloat16", "--enforce-eager",
-  "--max-model-len", "256", "--tensor-parallel-size", "{TENSOR_PARALLEL}"]
+command = {json.dumps(["-m", "replicas.integrations.vllm", "serve", str(MODEL), *VLLM_OPTIONS, *options])}
 restart = {{ max_restarts = 100, window = "1h", initial_delay = "0s", no_progress_cycles = 0 }}
 [groups.server.env]
 VLLM_CPU_KVCACHE_SPACE = "1"
@@ -41,16 +48,28 @@ targets = ["server"]
 """
 
 
+@contextlib.contextmanager
+def running_world(folder: Path, *options: str) -> Iterator[World]:
+    """A run from its start to its clean end."""
+    with running(folder, run_text(*options)) as run:
+        yield World(run)
+        run.signal(signal.SIGTERM)
+        assert run.wait(timeout_s=60) == 0
+        run.assert_nothing_left()
+
+
 class World:
     """The run, its trainer and its server."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        port = run.folder / "port"
-        eventually(lambda: port.exists() or not run.running, "the trainer", timeout_s=START_S)
-        assert run.running, run.said()
-        self._trainer = f"http://127.0.0.1:{port.read_text()}/publish"
+        self._port = run.folder / "port"
         self.committed = 0
+        self.wait_for_trainer()
+
+    def wait_for_trainer(self) -> None:
+        eventually(lambda: self._port.exists() or not self.run.running, "the trainer", timeout_s=START_S)
+        assert self.run.running, self.run.said()
 
     @property
     def url(self) -> str:
@@ -63,10 +82,17 @@ class World:
         return str(eventually(look, "a follower that has joined", timeout_s=START_S))
 
     def publish(self, **order: Any) -> dict[str, Any]:
-        receipt = ask(self._trainer, order)
+        receipt = ask(f"http://127.0.0.1:{self._port.read_text()}/publish", order)
         assert isinstance(receipt, dict)
         self.committed = receipt["version"]
         return receipt
+
+    def kill_trainer_while_it_publishes(self) -> None:
+        port = self._port.read_text()
+        self._port.unlink()
+        with contextlib.suppress(OSError, http.client.HTTPException):  # it dies of the order
+            ask(f"http://127.0.0.1:{port}/publish", {"die_after": 100})
+        self.wait_for_trainer()
 
     def loaded(self) -> int:
         """The version that all ranks of the server have loaded; 0: none."""
@@ -82,8 +108,15 @@ class World:
         eventually(lambda: not any(alive(pid) for pid in before.values()), "the end of the engine", timeout_s=60)
         self.wait_until_served(self.committed)
 
-    def answer(self) -> str:
-        return str(ask(f"{self.url}/v1/completions", CAPITAL)["choices"][0]["text"])
+    def answer(self, **more: Any) -> str:
+        return str(self.complete(**more)["choices"][0]["text"])
+
+    def complete(self, **more: Any) -> Any:
+        return ask(f"{self.url}/v1/completions", {**CAPITAL, **more})
+
+    def adapters(self) -> list[str]:
+        """Names of the adapters that the server lists."""
+        return [one["id"] for one in get(f"{self.url}/v1/models")["data"] if one.get("parent")]
 
     def processes(self) -> dict[str, int]:
         """The living processes of the engine, by role: follower, api, core, and one

@@ -183,7 +183,7 @@ class Adapter(dict[str, torch.Tensor]):
 async def test_each_version_of_an_adapter_is_loaded_under_a_name_of_its_own() -> None:
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine, channel="", adapters=[world.channel]):
+        async with FakeEngine() as engine, following(world, engine, lora=True):
             folders = []
             for version in (1, 2, 3):
                 sent = Adapter(weights(version))
@@ -218,7 +218,7 @@ async def test_only_every_nth_version_is_loaded() -> None:
         assert engine.calls.count("/finish_weight_update") == 2
 
 
-@pytest.mark.parametrize("wrong", [{"mode": "stop"}, {"every": 0}, {"channel": ""}])
+@pytest.mark.parametrize("wrong", [{"mode": "stop"}, {"every": 0}])
 def test_an_argument_that_is_wrong_is_refused_before_anything_is_asked(wrong: dict[str, Any]) -> None:
     with pytest.raises(errors.UsageError):
-        follow("http://127.0.0.1:1", **{"channel": "policy", **wrong})
+        follow("http://127.0.0.1:1", "policy", **wrong)
