@@ -47,7 +47,7 @@ class EngineServer:
     def call(
         self, method: str, path: str, body: Any = None, *, query: dict[str, str] | None = None, timeout_s: float = 60.0
     ) -> Any:
-        """One request; return the decoded answer.
+        """One request; return the decoded answer: JSON, or text.
 
         :raises replicas.errors.SyncError: no answer, or another status than 200.
         """
@@ -69,8 +69,10 @@ class EngineServer:
             self._connection = None
         if response.status != 200:
             raise self._failure(method, path, f"{response.status} {_message(content)}")
+        if "json" not in response.getheader("content-type", ""):
+            return content.decode(errors="replace")
         try:
-            return json.loads(content) if content else None
+            return json.loads(content)
         except ValueError as error:
             raise self._failure(method, path, f"no JSON: {_message(content)}") from error
 

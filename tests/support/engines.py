@@ -128,8 +128,10 @@ class FakeEngine(ThreadingHTTPServer):
                 return {"success": not self.kept_requests or "reset_running_requests=true" in query}
             case "/v1/load_lora_adapter":
                 self.adapters[body["lora_name"]] = Path(body["lora_path"])
+                return "Success"
             case "/v1/unload_lora_adapter":
                 del self.adapters[body["lora_name"]]
+                return "Success"
             case _:
                 raise RuntimeError(f"no route {path}")
         return {}
@@ -164,8 +166,10 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = 200, self.server.control(split.path, body, split.query)
         except (RuntimeError, replicas.errors.ReplicasError) as error:
             status, answer = 500, {"error": {"message": str(error)}}
-        content = json.dumps(answer).encode()
+        is_text = isinstance(answer, str)
+        content = (answer if is_text else json.dumps(answer)).encode()
         self.send_response(status)
+        self.send_header("content-type", "text/plain" if is_text else "application/json")
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
