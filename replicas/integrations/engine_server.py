@@ -49,7 +49,8 @@ class EngineServer:
     ) -> Any:
         """One request; return the decoded answer: JSON, or text.
 
-        :raises replicas.errors.SyncError: no answer, or another status than 200.
+        :raises replicas.errors.SyncError: no answer, or another status than 200. A
+            server that did not answer in time is given up.
         """
         if self._broken:
             raise self._failure(method, path, self._broken)
@@ -62,6 +63,9 @@ class EngineServer:
                 raise ConnectionAbortedError(self._broken)
             response = connection.getresponse()
             content = response.read()
+        except TimeoutError as error:  # it hangs: one more call would do so, too
+            self.give_up(f"no answer to {path} within {timeout_s:.0f} s")
+            raise self._failure(method, path, self._broken) from error
         except (OSError, http.client.HTTPException) as error:
             raise self._failure(method, path, self._broken or str(error) or type(error).__name__) from error
         finally:
@@ -89,7 +93,7 @@ class EngineServer:
 
     def give_up(self, reason: str) -> None:
         """Break the call under way and every later one; on any thread."""
-        self._broken = reason
+        self._broken = self._broken or reason
         connection = self._connection
         if connection is not None and connection.sock is not None:
             with contextlib.suppress(OSError):  # it has just ended

@@ -7,9 +7,9 @@ Theory of operation
 *Weights*: one version after the other is loaded by ``pause, start, update(version),
 finish(weight_version), reset the prefix cache, resume``. Only this server is paused,
 and only for its own load. A failed load leaves it paused and its gate shut, as its
-model may be a mixture of two versions; the load is tried once more as a whole, and then
-the follower reports the failure and ends, and whoever supervises it starts the server
-anew.
+model may be a mixture of two versions. The load is tried once more as a whole, unless
+the server did not answer in time; then the follower reports the failure and ends, and
+whoever supervises it starts the server anew.
 
 *Adapters*: each version is written as a PEFT checkpoint into a folder of its own, and
 loaded under a name of its own, ``NAME@VERSION``: vLLM keeps what it computed with an
@@ -49,7 +49,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 START_BEAT_S = 0.2
 JOIN_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 300.0
-USUAL_LOAD_MIN_S = 60.0
+USUAL_LOAD_MIN_S = 20.0
 USUAL_LOADS = 10
 """A load may take so many times as long as the longest before it."""
 BEAT_S = 0.5
@@ -170,24 +170,27 @@ class Weights(Follower):
             init_info = {"init_info": {**init, **following.identity}}
             self._post("/init_weight_transfer_engine", init_info, timeout_s=JOIN_TIMEOUT_S)
             while (update := self._next(channel)) is not None:
-                with update, self._health.loading():
+                with update:
                     self._load(update.version)
 
     def _load(self, version: int) -> None:
         gate, began = self._following.gate, time.monotonic()
-        self._post("/pause", query={"mode": self._following.mode}, timeout_s=LOAD_TIMEOUT_S)
+        mode = self._following.mode
+        usual_s = LOAD_TIMEOUT_S if mode == "wait" else self._load_timeout_s
+        self._post("/pause", query={"mode": mode}, timeout_s=usual_s)
         paused = time.monotonic()
-        try:
-            self._replace(version)
-        except errors.ReplicasError as error:
-            logger.warning("version %d did not load, once more: %s", version, error)
-            if gate is not None:
-                gate.shut()
-            self._end_open_update()
-            self._replace(version)
-        loaded = time.monotonic()
-        self._reset_prefix_cache()
-        self._post("/resume")
+        with self._health.loading():
+            try:
+                self._replace(version)
+            except errors.ReplicasError as error:
+                logger.warning("version %d did not load, once more: %s", version, error)
+                if gate is not None:
+                    gate.shut()
+                self._end_open_update()
+                self._replace(version)
+            loaded = time.monotonic()
+            self._reset_prefix_cache()
+            self._post("/resume")
         if gate is not None:
             gate.open(version)
         now = time.monotonic()

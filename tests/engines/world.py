@@ -45,6 +45,7 @@ HF_HUB_OFFLINE = "1"
 [channels.policy]
 sources = ["trainer"]
 targets = ["server"]
+slots = 3
 """
 
 
@@ -105,7 +106,7 @@ class World:
 
     def wait_until_restarted(self, before: dict[str, int]) -> None:
         """None of the processes is alive, and new ones serve the newest version."""
-        eventually(lambda: not any(alive(pid) for pid in before.values()), "the end of the engine", timeout_s=60)
+        eventually(lambda: not any(alive(pid) for pid in before.values()), "the end of the engine", timeout_s=90)
         self.wait_until_served(self.committed)
 
     def answer(self, **more: Any) -> str:
