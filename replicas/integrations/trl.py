@@ -23,6 +23,7 @@ TRL's client: there a callback does it, which also leaves the channel at the end
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ import torch
 
 import replicas
 from replicas.integrations.weight_sync import Wait, WeightSync, newest
+from replicas.sources import hf
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -123,14 +125,25 @@ class _Announced:
 
 @contextlib.contextmanager
 def server_mode(
-    channel: str = "policy", *, wait: Wait = "loaded", deadline: float | None = None, **join: Any
+    channel: str = "policy",
+    *,
+    wait: Wait = "loaded",
+    deadline: float | None = None,
+    first: torch.nn.Module | None = None,
+    dtype: torch.dtype | None = None,
+    **join: Any,
 ) -> Iterator[TrainerCallback]:
     """Make a ``GRPOTrainer(vllm_mode="server")`` built in this block publish on a
     channel.
 
     TRL builds its client of the server itself, so the class that it builds is another
     one within the block. This trainer samples right after each sync; ``wait`` is
-    ``"loaded"`` by default. The parameters are those of :class:`WeightTransfer`.
+    ``"loaded"`` by default. The other parameters are those of :class:`WeightTransfer`.
+
+    :param first: a model to publish when TRL looks for its server. Behind a router
+        there is none before the first version: TRL would wait for a server, and the
+        servers for weights.
+    :param dtype: cast plain floating tensors to this dtype; default: no cast.
 
     The block's value is a callback for the trainer: it adds the figures of each sync to
     its logs, and leaves the channel when training ends. Without it there are no figures
@@ -142,16 +155,34 @@ def server_mode(
 
     sync = WeightSync(channel, wait, deadline, join)
     theirs = vllm_generation.VLLMClient
-    vllm_generation.VLLMClient = _client(theirs, sync)
+    vllm_generation.VLLMClient = _client(theirs, sync, first, dtype)
     try:
         yield SyncCallback(sync)
     finally:
         vllm_generation.VLLMClient = theirs
 
 
-def _client(theirs: type, sync: WeightSync) -> type:
+def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype: torch.dtype | None) -> type:
     class ChannelClient(theirs):  # type: ignore[misc]  # a class of TRL's
         """TRL's client of vLLM's server, whose weights go over a channel."""
+
+        def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+            """TRL's own check; a router is healthy before it has a server, and is asked
+            until it has one."""
+            until = time.monotonic() + total_timeout
+            if first is not None:
+                sync.publish(hf(first), dtype=dtype)
+            super().check_server(total_timeout, retry_interval)
+            while not self._has_server():
+                if time.monotonic() > until:
+                    raise ConnectionError(f"{self.base_url} has no server that is ready after {total_timeout:.0f} s")
+                time.sleep(retry_interval)
+
+        def _has_server(self) -> bool:
+            try:
+                return bool(self.session.get(f"{self.base_url}/v1/models").status_code == 200)
+            except OSError:  # what requests raises
+                return False
 
         def init_communicator(self, device: Any = 0) -> None:
             sync.join()
@@ -159,7 +190,7 @@ def _client(theirs: type, sync: WeightSync) -> type:
         def update_named_params(
             self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
         ) -> None:
-            sync.publish(_Announced(metadata, named_params))
+            sync.publish(_Announced(metadata, named_params), dtype=dtype)
             sync.settle()
 
         def reset_prefix_cache(self) -> None:
