@@ -77,17 +77,24 @@ class WorkerList:
 
         :raises OSError: the router does not answer.
         """
-        answer = self._request("GET", "/list_workers")
-        try:
-            known = frozenset(json.loads(answer)["urls"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConnectionError(f"GET /list_workers gave no list: {answer[:200].decode(errors='replace')}") from error
+        known = self.workers()
         for url in sorted(known - wanted):
             self._request("POST", f"/remove_worker?url={quote(url, safe='')}")
             logger.info("%s gets no more requests", url)
         for url in sorted(wanted - known):
             self._request("POST", f"/add_worker?url={quote(url, safe='')}")
             logger.info("%s gets requests", url)
+
+    def workers(self) -> frozenset[str]:
+        """The URLs of the workers that the router has.
+
+        :raises OSError: the router does not answer, or this is none.
+        """
+        answer = self._request("GET", "/list_workers")
+        try:
+            return frozenset(json.loads(answer)["urls"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConnectionError(f"GET /list_workers gave no list: {answer[:200].decode(errors='replace')}") from error
 
     def _request(self, method: str, path: str) -> bytes:
         connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)

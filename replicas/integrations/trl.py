@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import replicas
+from replicas.integrations.router import WorkerList
 from replicas.integrations.weight_sync import Wait, WeightSync, newest
 from replicas.sources import hf
 
@@ -166,6 +167,8 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
     class ChannelClient(theirs):  # type: ignore[misc]  # a class of TRL's
         """TRL's client of vLLM's server, whose weights go over a channel."""
 
+        base_url: str
+
         def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
             """TRL's own check; a router is healthy before it has a server, and is asked
             until it has one."""
@@ -183,6 +186,19 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
                 return bool(self.session.get(f"{self.base_url}/v1/models").status_code == 200)
             except OSError:  # what requests raises
                 return False
+
+        def get_server_info(self) -> dict[str, Any]:
+            """TRL's own question; behind a router, which tells of itself, one of its
+            servers is asked."""
+            mine = self.base_url
+            try:
+                info: dict[str, Any] = super().get_server_info()
+                if not isinstance(info, dict) or not isinstance(info.get("model_config"), dict):
+                    self.base_url = min(WorkerList(mine).workers(), default=mine)
+                    info = super().get_server_info()
+                return info
+            finally:
+                self.base_url = mine
 
         def init_communicator(self, device: Any = 0) -> None:
             sync.join()
