@@ -21,7 +21,7 @@ from replicas.channel.operations.results import OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.session import Session
 from replicas.channel.sidecar_lanes import SidecarLanes
-from replicas.channel.versions.filling import PublishJob, arena_like
+from replicas.channel.versions.filling import PublishJob, arena_like, reserve
 from replicas.channel.versions.holdings import Holder
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Bound, Receiver, Watches
@@ -235,12 +235,35 @@ class Channel(Collectives):
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
         :raises replicas.errors.Busy: no slot became free in time.
         """
-        self._check_role("arena_like")
-        self._check_open()
-        kind: object = dtype
-        if kind is not None and not isinstance(kind, torch.dtype):
-            raise self._usage(f"arena_like: dtype must be a torch.dtype, not {shown(kind)}", "pass e.g. torch.bfloat16")
+        self._check_filled("arena_like", dtype)
         return arena_like(self._hub, weights, dtype, self._publisher.mode, self._deadline_s(deadline))
+
+    def reserve(self, weights: object, *, dtype: torch.dtype | None = None, slots: int | None = None) -> None:
+        """Make the memory for versions ahead of the first publish.
+
+        It returns at once: a thread allocates, and touches, the memory, as far as it
+        fits. Fresh memory costs ten times the copy into it, so a first publish without
+        this takes as much longer. One that comes meanwhile waits for the slot that is
+        being made. Later publishes, and targets, need no call.
+
+        :param weights: names, shapes and dtypes: a module, a mapping, or an object with
+            ``metadata()``.
+        :param dtype: dtype of plain floating tensors; default: as they are.
+        :param slots: number of versions; default: all of the channel's ``slots``.
+        :raises replicas.errors.ManifestMismatch: a value cannot be published.
+        :raises replicas.errors.UsageError: this rank is no source, or an argument is
+            wrong.
+        """
+        self._check_filled("reserve", dtype)
+        most = len(self._hub.arena.slots)
+        number = most if slots is None else arguments.integer("reserve: slots", slots, least=1, most=most)
+        reserve(self._hub, weights, dtype, self._publisher.mode, number)
+
+    def _check_filled(self, what: str, dtype: object) -> None:
+        self._check_role(what)
+        self._check_open()
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise self._usage(f"{what}: dtype must be a torch.dtype, not {shown(dtype)}", "pass e.g. torch.bfloat16")
 
     def _check_role(self, what: str) -> None:
         self._check_process()

@@ -186,6 +186,16 @@ class StepSync(WeightSync):
         self._begun, self._published = step, -1
         if self._first:
             self._sync(step, model)
+        else:
+            self._reserve(model)
+
+    def _reserve(self, model: Any) -> None:
+        """Make the memory while the first step is computed."""
+        channel = self.join()
+        try:
+            channel.reserve(self._weights(model), dtype=self._dtype)
+        except errors.ReplicasError as error:  # the first publish says it again, or works without
+            logger.info("no memory is made ahead of the first publish: %s", error)
 
     def step(self, step: int, model: Any) -> None:
         """An optimizer step has ended, or none: a step is published once."""

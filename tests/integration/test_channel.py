@@ -516,6 +516,26 @@ async def test_buffers_are_closed_with_the_channel() -> None:
         assert [buffer.fd for buffer in buffers] == [-1, -1]
 
 
+async def test_reserved_memory_is_there_before_the_first_publish() -> None:
+    async with channel_world() as world:
+        trainer, rollout = await world.trainer_and_rollouts()
+        pool, large = trainer._hub.arena.pool, {"w": torch.zeros(1 << 20)}
+        trainer.reserve(large, dtype=torch.bfloat16, slots=1)
+        await wait_until(lambda: len(pool._spare) == 1, "memory for one slot")
+        trainer.reserve(large)
+        await wait_until(lambda: pool._made == 1 + len(trainer._hub.arena.slots), "memory for all slots, as float32")
+        made = pool._made
+        for _ in trainer._hub.arena.slots:
+            await publish(trainer, large)
+        assert pool._made == made
+        with pytest.raises(errors.UsageError, match="does not tell its tensors"):
+            trainer.reserve(iter(large.items()))
+        with pytest.raises(errors.UsageError, match="target of the channel"):
+            rollout.reserve(large)
+        with pytest.raises(errors.UsageError, match="slots"):
+            trainer.reserve(large, slots=99)
+
+
 async def test_a_slot_that_is_written_in_place_is_published_without_a_copy() -> None:
     async with channel_world() as world:
         trainer, rollout = await world.trainer_and_rollouts()

@@ -192,6 +192,7 @@ POOLS: dict[str, dict[str, Pool]] = {
         "hold": [False],
     },
     "Channel.fence": {"stream": []},
+    "Channel.reserve": {"weights": [*WEIGHTS, *TENSORS], "dtype": [torch.bfloat16, float], "slots": [1, 2, 99]},
     "Channel.arena_like": {
         "weights": [*WEIGHTS, *TENSORS],
         "dtype": [torch.bfloat16, torch.int8, float],

@@ -58,6 +58,7 @@ IDLE = {"replicas": 1, "command": ["sleep", "10000"], "launcher": "exec", "stop_
 BASE: dict[str, dict[str, Any]] = {
     "Channel.publish": {"weights": WEIGHTS},
     "Channel.arena_like": {"weights": WEIGHTS},
+    "Channel.reserve": {"weights": WEIGHTS},
     "Channel.loaded": {"version": 1, "deadline": 0.01},
     "Channel.committed": {"after": 0},
     "Channel.progress": {"step": 1},

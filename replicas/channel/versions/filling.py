@@ -32,7 +32,7 @@ from replicas.weights.memory.pool import PREPARED_NBYTES
 from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
 
-__all__ = ["CopiesUnderWay", "Filling", "PublishJob", "arena_like", "free_slot"]
+__all__ = ["CopiesUnderWay", "Filling", "PublishJob", "arena_like", "free_slot", "reserve"]
 
 BEAT_S = 0.03
 """Seconds between two looks: a reader in another process lets go without notice."""
@@ -343,14 +343,10 @@ async def free_slot(
 
 def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, deadline_s: float) -> WritableSlot:
     """See :meth:`replicas.Channel.arena_like`. On the caller's thread."""
-    feed = Feed(weights, dtype=dtype, mode=mode)
     if mode == "image" and not hub.leader:
         text = "arena_like: only the leader of this source carries bytes"
         raise hub.error(errors.UsageError, text, hint='call it on rank 0 alone, or set ranks = "all" for the source')
-    manifest = feed.plan()
-    if manifest is None:
-        text = f"arena_like: a {type(weights).__name__} does not tell its tensors beforehand"
-        raise hub.error(errors.UsageError, text, hint="give a module, a mapping, or an object with metadata()")
+    manifest = _planned(hub, "arena_like", weights, dtype, mode)
     holder = Holder()
     refusal = _refusal_to_wait()
     until = time.monotonic() + (deadline_s if refusal is None else 0.0)
@@ -361,6 +357,21 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode,
             raise refusal from None
         raise
     return WritableSlot(slot, manifest, partial(hub.call, hub.leases.give_back, holder), holder)
+
+
+def reserve(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, slots: int) -> None:
+    """See :meth:`replicas.Channel.reserve`. On the caller's thread."""
+    manifest = _planned(hub, "reserve", weights, dtype, mode)
+    if mode == "parts" or hub.leader:
+        hub.arena.prepare(manifest.nbytes, slots)
+
+
+def _planned(hub: Hub, what: str, weights: object, dtype: torch.dtype | None, mode: Mode) -> PartManifest:
+    manifest = Feed(weights, dtype=dtype, mode=mode).plan()
+    if manifest is None:
+        text = f"{what}: a {type(weights).__name__} does not tell its tensors beforehand"
+        raise hub.error(errors.UsageError, text, hint="give a module, a mapping, or an object with metadata()")
+    return manifest
 
 
 def _refusal_to_wait() -> errors.ReplicasError | None:

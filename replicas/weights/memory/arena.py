@@ -157,13 +157,13 @@ class Arena:
         with self._lock:
             return tuple(self._foreign)
 
-    def prepare(self, nbytes: int) -> None:
+    def prepare(self, nbytes: int, at_most: int | None = None) -> None:
         """Allocate memory for the slots that lack it, in the background, if it fits."""
         with self._lock:
             lacking = [
                 slot._buffer is None or (slot.state == "free" and not _fits(slot, nbytes)) for slot in self._slots
             ]
-        self.pool.prepare(nbytes, sum(lacking))
+        self.pool.prepare(nbytes, sum(lacking) if at_most is None else min(sum(lacking), at_most))
 
     def acquire(self, version: int, manifest: Manifest | PartManifest) -> Slot | None:
         """Take a slot to fill with ``version``, its header written; None: all in use.
