@@ -38,7 +38,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-tree scene coverage gpu gpu-wheels test-engines check format bench \
+.PHONY: help demo test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-tree scene coverage gpu gpu-wheels test-engines demo-llm check format bench \
 	bench-peers diagrams docs-reference clean
 
 help: ## show this list
@@ -91,6 +91,10 @@ ENGINES := .venv-engines
 test-engines: ## run the tests on released engines and trainers: vLLM, TRL, PEFT (makes an environment of 5 GB in .venv-engines)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 600 tests/engines
+
+demo-llm: ## teach a small language model to add: TRL's trainer, two vLLM servers, one of them killed on the way (15 minutes)
+	@$(PYTHON) tests/engines/install.py $(ENGINES)
+	@HF_HUB_OFFLINE=1 $(ENGINES)/bin/python examples/grpo_llm/llm_demo.py $(ENGINES)/model $(ARGS)
 
 unit: $(VENV)/.dev ## run the fast tests only
 	@$(UNIT_TESTS)
