@@ -122,8 +122,10 @@ class Demo:
                     break
                 self._offset += len(line.encode())
                 self._history.steps.append(json.loads(line))
-                loaded = [one.versions.get("policy", 0) for one in self._history.servers() if one.state == "ready"]
-                self._history.staleness.append(self._history.committed() - min(loaded, default=0))
+                versions = (one.versions.get("policy", 0) for one in self._history.servers() if one.state == "ready")
+                loaded = [version for version in versions if version]  # 0: one of its processes has just died
+                committed = self._history.committed()
+                self._history.staleness.append(committed - min(loaded, default=committed))
 
     def _strike(self, fault: Fault, replica: ReplicaStatus) -> None:
         if replica.state != "ready" or replica.pid is None:
