@@ -181,7 +181,7 @@ class ChannelState:
         self.commits.lost(state, now)
         self.lanes.lost(member, now)
         if state.is_target:
-            self.rounds.lost(member)
+            self.rounds.lost(state)
         self._settle(now)
 
     def receive(self, member: Member, message: FromMember, now: float) -> None:

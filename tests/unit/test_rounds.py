@@ -54,7 +54,7 @@ class Replica:
 
     def lose(self, rank: int) -> None:
         state = self.ranks.pop(rank)
-        self.rounds.lost(state.member)
+        self.rounds.lost(state)
         self.advance()
 
     def commit(self) -> None:

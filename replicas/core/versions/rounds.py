@@ -111,7 +111,6 @@ class Rounds:
         self._due_newest = Newest(0)
         self._loaded: Counter[int] = Counter()
         """How many of the ranks that carry bytes serve each version."""
-        self._counted: dict[Member, int] = {}
 
     def of(self, group: str, replica: int) -> Round:
         return self._rounds.setdefault((group, replica), Round())
@@ -141,16 +140,12 @@ class Rounds:
         """Return the oldest version that any target rank serves; 0: none."""
         return min(self._loaded, default=0)
 
-    def _count(self, member: Member, version: int | None) -> None:
-        """Note the version that a rank serves; None: it is lost."""
-        before = self._counted.pop(member, None)
-        if before is not None:
-            self._loaded[before] -= 1
-            if not self._loaded[before]:
-                del self._loaded[before]
-        if version is not None:
-            self._counted[member] = version
-            self._loaded[version] += 1
+    def _count(self, state: MemberState, change: int) -> None:
+        """Add a rank to those that serve its version (1), or take it out (-1)."""
+        if state.is_target and state.carries:
+            self._loaded[state.loaded] += change
+            if not self._loaded[state.loaded]:
+                del self._loaded[state.loaded]
 
     def asks(self, member: Member) -> bool:
         """Return whether the member waits for a grant."""
@@ -189,7 +184,7 @@ class Rounds:
         """
         if not state.carries:
             return
-        self._count(state.member, state.loaded)
+        self._count(state, 1)
         round_ = self.of(state.member.group, state.member.replica)
         if state.from_before:
             assigned, reminded = max(state.hello.assigned, state.loaded), [state]
@@ -220,17 +215,19 @@ class Rounds:
 
     def _reported(self, state: MemberState, version: int) -> Round | None:
         """Take the result of a load; None: the rank carries no bytes."""
+        self._count(state, -1)
         state.loaded = version
-        if state.member not in self._counted:
+        self._count(state, 1)
+        if not (state.is_target and state.carries):
             return None
-        self._count(state.member, version)
         round_ = self.of(state.member.group, state.member.replica)
         round_.taken.discard(state.member)
         return round_
 
-    def lost(self, member: Member) -> None:
+    def lost(self, state: MemberState) -> None:
         """Remove a lost rank, which is out of the roster."""
-        self._count(member, None)
+        member = state.member
+        self._count(state, -1)
         round_ = self.of(member.group, member.replica)
         round_.asks.pop(member, None)
         round_.taken.discard(member)
