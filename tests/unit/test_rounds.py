@@ -342,7 +342,7 @@ def test_without_ranks_it_is_over_and_the_next_ones_begin_anew(replica: Replica)
     replica.lose(0)
     replica.lose(1)
     assert round_.state == "over"
-    assert not replica.rounds.all()
+    assert not replica.rounds._rounds
     replica.join(0)
     replica.join(1)
     assert replica.state == "idle"

@@ -115,9 +115,6 @@ class Rounds:
     def of(self, group: str, replica: int) -> Round:
         return self._rounds.setdefault((group, replica), Round())
 
-    def all(self) -> list[tuple[tuple[str, int], Round]]:
-        return list(self._rounds.items())
-
     def _known(self, group: str, replica: int) -> Round:
         """Return its round, without beginning one."""
         return self._rounds.get((group, replica), Round())
