@@ -20,7 +20,7 @@ from msgspec import UNSET
 from replicas.config import values as forms
 from replicas.config.tables import AsKey
 from replicas.config.values import Form, Place, form, names, show
-from replicas.messages.bounds import REPLICAS_MAX
+from replicas.messages.bounds import LEASE_MIN_S, REPLICAS_MAX
 from replicas.status import OnFailure
 
 __all__ = [
@@ -137,7 +137,7 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A replica that is not ready within this time of its start is restarted. Raise it
     when loading a model, or compiling it, takes longer.
     """
-    heartbeat_timeout_s: _Duration = 30.0
+    heartbeat_timeout_s: Annotated[float, forms.duration(LEASE_MIN_S)] = 30.0
     """A replica of which a member sends no heartbeat for this time is restarted."""
     progress_timeout_s: _Duration = 900.0
     """A replica that makes no progress for this time, while it should, is restarted.

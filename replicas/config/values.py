@@ -230,8 +230,11 @@ def in_units(text: object, units: Mapping[str, float]) -> float | None:
     return float(match[1]) * units[match[2]] if match is not None and match[2] in units else None
 
 
-def duration(*, zero: bool = False) -> Form:
-    """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"1d"`` or 2.5."""
+def duration(least: float = 0.0, *, zero: bool = False) -> Form:
+    """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"1d"`` or 2.5.
+
+    It is at least ``least``, and above 0 or, with ``zero``, 0.
+    """
 
     def read(place: Place, value: object) -> Any:
         seconds = value if isinstance(value, float) else in_units(value, UNITS_S)
@@ -243,9 +246,12 @@ def duration(*, zero: bool = False) -> Form:
             return place.problem(f"expected a duration of at most {SECONDS_MAX:g} seconds, got {show(value)}")
         if seconds < 0 or (seconds == 0 and not zero):
             return place.problem(f"expected a duration {'of 0 or more' if zero else 'above 0'}, got {show(value)}")
+        if seconds < least:
+            return place.problem(f"expected a duration of at least {least:g} seconds, got {show(value)}")
         return seconds
 
-    return Form(read, "duration", f"{'0' if zero else 'above 0'} to {SECONDS_MAX:,.0f} s")
+    lowest = f"{least:g} s" if least else "0" if zero else "above 0"
+    return Form(read, "duration", f"{lowest} to {SECONDS_MAX:,.0f} s")
 
 
 def size(least: int = 1) -> Form:

@@ -32,7 +32,7 @@ from replicas.core.channel import ChannelState
 from replicas.core.effects import Event
 from replicas.core.members.roster import GroupShape
 from replicas.messages import arguments
-from replicas.messages.bounds import RANKS_MAX, shown
+from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown
 from replicas.status import ChannelStatus, MemberStatus, StoreStatus
 
 __all__ = ["Coordinator"]
@@ -317,7 +317,9 @@ def _shape(what: str, shape: object) -> GroupShape:
     return GroupShape(
         replicas=arguments.integer(f"{what}: replicas", given.replicas, least=0, most=RANKS_MAX),
         world_size=arguments.integer(f"{what}: world_size", given.world_size, least=1, most=RANKS_MAX),
-        heartbeat_timeout_s=arguments.seconds(f"{what}: heartbeat_timeout_s", given.heartbeat_timeout_s),
+        heartbeat_timeout_s=arguments.seconds(
+            f"{what}: heartbeat_timeout_s", given.heartbeat_timeout_s, least=LEASE_MIN_S
+        ),
     )
 
 

@@ -70,11 +70,11 @@ def integers(what: str, value: object) -> tuple[int, ...]:
     return tuple(integer(what, one) for one in found)
 
 
-def seconds(what: str, value: object, *, zero: bool = False) -> float:
-    """Check a finite time above 0 (or 0 with ``zero``) of at most 1e9 seconds."""
+def seconds(what: str, value: object, *, zero: bool = False, least: float = 0.0) -> float:
+    """Check a finite time above 0 (or 0 with ``zero``) of ``least`` to 1e9 seconds."""
     found = _float(value)
-    if found is None or not (found > 0 or (zero and found == 0)) or found > bounds.SECONDS_MAX:
-        above = "0" if zero else "above 0"
+    if found is None or not (found > 0 or (zero and found == 0)) or not least <= found <= bounds.SECONDS_MAX:
+        above = f"{least:g}" if least else "0" if zero else "above 0"
         _refuse(f"{what} must be a number of seconds from {above} to {bounds.SECONDS_MAX:g}, not {shown(value)}")
     return found
 

@@ -14,6 +14,7 @@ __all__ = [
     "INFO_ENTRIES",
     "INFO_LENGTH",
     "INTEGER_MAX",
+    "LEASE_MIN_S",
     "MANIFEST_NBYTES",
     "MANIFEST_TENSORS",
     "META_NBYTES",
@@ -45,6 +46,8 @@ RANKS_MAX = 1_000_000
 REPLICAS_MAX = 100_000
 """Maximum number of replicas of one group."""
 SECONDS_MAX = 1e9
+LEASE_MIN_S = 2.0
+"""Shortest lease of a member, which sends a heartbeat each second."""
 NAME_LENGTH = 128
 INFO_ENTRIES = 512
 INFO_LENGTH = 4096

@@ -225,6 +225,10 @@ def test_an_unknown_key_near_to_none_lists_the_known_ones(folder: Path) -> None:
             "groups.trainer.resources.cpu_threads: sets OMP_NUM_THREADS, which env (or env_file) sets too; "
             "remove one of them",
         ),
+        (
+            {"health": {"heartbeat_timeout": "1s"}},
+            'groups.trainer.health.heartbeat_timeout: expected a duration of at least 2 seconds, got "1s"',
+        ),
         ({"max_unavailable": 0}, "groups.trainer.max_unavailable: expected a whole number of at least 1, got 0"),
         ({"min_ready": 3}, "groups.trainer.min_ready: 3 is more than the 1 replicas of the group"),
         ({"on_failure": "none"}, 'groups.trainer.on_failure: expected "run", "group" or "replica", got "none"'),
@@ -607,6 +611,7 @@ def test_an_embedded_coordinators_channels_are_checked_as_a_files(channels: Any,
         {"groups": {"rollout": 1.5}},
         {"groups": {"a/b": 1}},
         {"groups": {"rollout": GroupShape(heartbeat_timeout_s=math.nan)}},
+        {"groups": {"rollout": GroupShape(heartbeat_timeout_s=1.0)}},
         {"groups": 7},
         {"run": os.fsdecode(b"caf\xe9")},
         {"live": True},

@@ -65,7 +65,7 @@ class GroupShape:
         join.
     :param world_size: ranks of each replica.
     :param heartbeat_timeout_s: lease of a member: without a sign of life for longer it
-        is lost. Default 30 s.
+        is lost. Default 30 s, at least 2 s.
     """
 
     replicas: int = 1
