@@ -111,7 +111,28 @@ class _Fruitless(Exception):
     """A connection has ended before any new message went either way."""
 
 
-class _Connection(ClientConnection):
+class Connection(Protocol):
+    """A connection to the coordinator: whole frames, in order, each once."""
+
+    @property
+    def heard(self) -> float:
+        """When the last byte came, by ``time.monotonic()``."""
+
+    async def send(self, message: bytes, /) -> None: ...
+
+    async def recv(self) -> str | bytes: ...
+
+    async def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+in_process: dict[str, Callable[[str], Connection]] = {}
+"""By endpoint: opens a connection to a coordinator in this process, given a token
+(:mod:`replicas.testing`)."""
+
+
+class _Socket(ClientConnection):
     """A connection that records when a byte came, and checks the port's owner."""
 
     heard = 0.0
@@ -128,6 +149,9 @@ class _Connection(ClientConnection):
     def data_received(self, data: bytes) -> None:
         self.heard = time.monotonic()
         super().data_received(data)
+
+    def abort(self) -> None:
+        self.transport.abort()
 
 
 class Session:
@@ -170,13 +194,13 @@ class Session:
         """Connect; the handler has been welcomed when this returns."""
         try:
             async with asyncio.timeout(timeout_s):
-                websocket = await self._retrying(self._connect_once)
+                connection = await self._retrying(self._connect_once)
         except _Over as over:
             raise over.error from over.__cause__
         except TimeoutError:
             text = f"no coordinator answered at {self.endpoint} within {timeout_s:g} s: {self._last_error or 'silence'}"
             raise errors.Disconnected(text, channel=self._hello.channel) from None
-        self._task = self._loop.spawn(self._run(websocket), f"session {self._hello.channel}")
+        self._task = self._loop.spawn(self._run(connection), f"session {self._hello.channel}")
 
     def send(self, body: wire.FromMember) -> None:
         """Queue a message; UsageError if it cannot be encoded or is too large."""
@@ -211,7 +235,7 @@ class Session:
         self._task.cancel()
         await asyncio.wait([self._task], timeout=timeout_s + CLOSE_TIMEOUT_S)
 
-    async def _run(self, first: _Connection) -> None:
+    async def _run(self, first: Connection) -> None:
         there = [first]
 
         async def use() -> None:
@@ -228,19 +252,19 @@ class Session:
             logger.error("%s: the session ends because of a bug", self._hello.channel, exc_info=error)
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
-    async def _use(self, websocket: _Connection) -> None:
+    async def _use(self, connection: Connection) -> None:
         """Serve the connection until it ends; _Fruitless without a new message."""
         began = time.monotonic()
         ended: BaseException | None = None
         try:
-            await self._serve(websocket)
+            await self._serve(connection)
         except _TRANSIENT as error:
             self.connected, ended = False, error
             logger.info("%s: connection lost: %s", self._hello.channel, _text(error))
             self._handler.disconnected(_text(error))
         finally:
             self.connected = False
-            await self._hang_up(websocket)
+            await self._hang_up(connection)
         before, self._gained = self._gained, (self._acked, self._received)
         if self._gained == before and time.monotonic() - began < LIVED_S and not self._closing:
             raise _Fruitless(_text(ended) if ended is not None else "it was closed") from ended
@@ -262,12 +286,12 @@ class Session:
         self._flushed.set()
         self._handler.session_over(error)
 
-    async def _hang_up(self, websocket: _Connection) -> None:
+    async def _hang_up(self, connection: Connection) -> None:
         try:
-            await websocket.close()
+            await connection.close()
         finally:
             self._loop.fds.discard(self._fd)
-            websocket.transport.abort()
+            connection.abort()
 
     def _note_error(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
@@ -275,18 +299,25 @@ class Session:
         if error is not None:
             self._last_error = _text(error)
 
-    async def _connect_once(self) -> _Connection:
+    async def _connect_once(self) -> Connection:
         async with asyncio.timeout(REACH_S) as limit:
 
-            def reached(*arguments: Any, **options: Any) -> _Connection:
+            def reached(*arguments: Any, **options: Any) -> _Socket:
                 limit.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
-                made = _Connection(*arguments, **options)
+                made = _Socket(*arguments, **options)
                 made.token_owners = self._token_owners
                 return made
 
-            return await self._open(reached)
+            inside = in_process.get(self.endpoint)
+            connection = await self._dial(reached) if inside is None else inside(self._token)
+            try:
+                await self._shake_hands(connection)
+            except BaseException:
+                await self._hang_up(connection)
+                raise
+            return connection
 
-    async def _open(self, make: Callable[..., _Connection]) -> _Connection:
+    async def _dial(self, make: Callable[..., _Socket]) -> Connection:
         try:
             found = await connect(
                 f"ws://{self.endpoint}/session",
@@ -304,15 +335,9 @@ class Session:
         except InvalidStatus as error:
             self._judge_status(error)
             raise
-        websocket = cast("_Connection", found)
-        self._fd = websocket.transport.get_extra_info("socket").fileno()
+        self._fd = found.transport.get_extra_info("socket").fileno()
         self._loop.fds.add(self._fd)
-        try:
-            await self._shake_hands(websocket)
-        except BaseException:
-            await self._hang_up(websocket)
-            raise
-        return websocket
+        return cast("_Socket", found)
 
     def _judge_status(self, error: InvalidStatus) -> None:
         status = error.response.status_code
@@ -326,11 +351,11 @@ class Session:
             return
         raise _Over(errors.UsageError(text, channel=self._hello.channel, hint=hint)) from error
 
-    async def _shake_hands(self, websocket: _Connection) -> None:
+    async def _shake_hands(self, connection: Connection) -> None:
         known = self._handler.introduce(self._hello)
         hello = msgspec.structs.replace(known, resume_term=self.term, received=self._received)
-        await websocket.send(wire.encode(wire.MemberFrame(0, self._received, hello)))
-        body = self._decode(await websocket.recv()).body
+        await connection.send(wire.encode(wire.MemberFrame(0, self._received, hello)))
+        body = self._decode(await connection.recv()).body
         if isinstance(body, wire.Refused):
             raise _Over(body.error.exception())
         if not isinstance(body, wire.Welcome):
@@ -348,9 +373,9 @@ class Session:
         self._handler.welcomed(body, resumed)
         self._wake.set()
 
-    async def _serve(self, websocket: _Connection) -> None:
+    async def _serve(self, connection: Connection) -> None:
         work = (self._read, self._write, self._listen)
-        tasks = [asyncio.create_task(part(websocket), name=f"session {part.__name__}") for part in work]
+        tasks = [asyncio.create_task(part(connection), name=f"session {part.__name__}") for part in work]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -362,9 +387,9 @@ class Session:
                 if isinstance(result, kind):
                     raise result
 
-    async def _read(self, websocket: _Connection) -> None:
+    async def _read(self, connection: Connection) -> None:
         while True:
-            frame = self._decode(await websocket.recv())
+            frame = self._decode(await connection.recv())
             self._forget(frame.ack)
             if isinstance(frame.body, wire.Refused):
                 raise _Over(frame.body.error.exception())
@@ -380,30 +405,30 @@ class Session:
                 self._wake.set()
             self._handler.handle(frame.body)
 
-    async def _write(self, websocket: _Connection) -> None:
+    async def _write(self, connection: Connection) -> None:
         beat = time.monotonic()
         while True:
             self._wake.clear()
             for number, body in list(self._outbox):
                 if number > self._sent:
                     self._sent = number
-                    await self._put(websocket, number, body)
+                    await self._put(connection, number, body)
             if self._closing and self._sent == self._numbered:
                 self._flushed.set()
             now = time.monotonic()
             if now >= beat or self._unacked >= ACK_AFTER:
                 beat = now + self.heartbeat_interval_s
                 self._handler.before_heartbeat()
-                await self._put(websocket, 0, _HEARTBEAT)
+                await self._put(connection, 0, _HEARTBEAT)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, beat - time.monotonic())):
                     await self._wake.wait()
 
-    async def _put(self, websocket: _Connection, number: int, body: bytes) -> None:
+    async def _put(self, connection: Connection, number: int, body: bytes) -> None:
         self._unacked = 0
-        await websocket.send(wire.encode_frame(number, self._received, body))
+        await connection.send(wire.encode_frame(number, self._received, body))
 
-    async def _listen(self, websocket: _Connection) -> None:
+    async def _listen(self, connection: Connection) -> None:
         """Raise TimeoutError when no byte has arrived for too long."""
         heard = time.monotonic()
         while True:
@@ -412,7 +437,7 @@ class Session:
             now = time.monotonic()
             if now - due > 2 * self.heartbeat_interval_s:
                 heard = now  # this process was paused: first read what arrived meanwhile
-            heard = max(heard, websocket.heard)
+            heard = max(heard, connection.heard)
             missed_s = MISSED_ACKS * self.heartbeat_interval_s + SLACK_S
             patience_s = Backoff(missed_s, max(missed_s, SILENCE_S)).after(self._in_vain)  # more each time
             if now - heard > patience_s:

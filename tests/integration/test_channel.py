@@ -1,10 +1,10 @@
-"""Weights from a source to targets through a real coordinator, store and sidecars; all
-members in this process."""
+"""Weights from a source to targets, all members in this process: through a real
+coordinator, store and sidecars, and through the fake run of `replicas.testing`, which
+must behave alike."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,9 +19,15 @@ from replicas import errors
 from replicas.channel import Channel, Pending, Receipt, Shard, Update
 from replicas.coordinator import GroupShape
 from replicas.weights.memory.arena import Arena, Buffer
-from tests.support.channels import channel_world, wait_until
+from tests.support.channels import channel_world, fake_world, wait_until
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["run", "fake_run"], autouse=True)
+def _kind_of_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "fake_run":
+        monkeypatch.setitem(globals(), "channel_world", fake_world)
 
 
 def weights(step: int = 0) -> dict[str, torch.Tensor]:
@@ -561,31 +567,3 @@ async def test_a_slot_that_is_written_in_place_is_published_without_a_copy() -> 
         with pytest.raises(errors.UsageError, match="target of the channel"):
             rollout.arena_like(given)
         assert (await publish(trainer, given)).version > receipt.version
-
-
-LEAVES_AS_IT_IS = """
-import sys
-import replicas
-
-channel = replicas.join("policy", endpoint=sys.argv[1], token=sys.argv[2], group="rollout", replica=0, rank=0, world_size=1)
-pending = channel.receive()
-print("joined", flush=True)
-print(pending.wait(30).version, flush=True)
-"""
-
-
-async def test_a_program_ends_without_closing_anything() -> None:
-    """Python 3.12 and later start no thread any more when they call what was left for
-    the exit."""
-    async with channel_world({"transport": "group"}, rollout=1) as world:
-        trainer = await world.join("trainer")
-        where = (world.endpoint, world.coordinator.token)
-        command, pipe = [sys.executable, "-c", LEAVES_AS_IT_IS], asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, *where, stdout=pipe, stderr=pipe)
-        assert process.stdout is not None
-        async with asyncio.timeout(60):
-            assert await process.stdout.readline() == b"joined\n"
-            await publish(trainer, weights())
-            said, complaints = await process.communicate()
-    assert (process.returncode, complaints.decode()) == (0, "")
-    assert said.splitlines()[-1] == b"1"  # Gloo may have said something before

@@ -538,3 +538,31 @@ async def test_closing_wakes_every_wait() -> None:
             await asyncio.to_thread(thread.join, 10)
         assert [type(error) for error in failures] == [errors.Gone] * 3
         assert trainer.latest == 0
+
+
+LEAVES_AS_IT_IS = """
+import sys
+import replicas
+
+channel = replicas.join("policy", endpoint=sys.argv[1], token=sys.argv[2], group="rollout", replica=0, rank=0, world_size=1)
+pending = channel.receive()
+print("joined", flush=True)
+print(pending.wait(30).version, flush=True)
+"""
+
+
+async def test_a_program_ends_without_closing_anything() -> None:
+    """Python 3.12 and later start no thread any more when they call what was left for
+    the exit."""
+    async with channel_world({"transport": "group"}, rollout=1) as world:
+        trainer = await world.join("trainer")
+        where = (world.endpoint, world.coordinator.token)
+        command, pipe = [sys.executable, "-c", LEAVES_AS_IT_IS], asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, *where, stdout=pipe, stderr=pipe)
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            assert await process.stdout.readline() == b"joined\n"
+            await publish(trainer, weights(1.0))
+            said, complaints = await process.communicate()
+    assert (process.returncode, complaints.decode()) == (0, "")
+    assert said.splitlines()[-1] == b"1"  # Gloo may have said something before

@@ -12,8 +12,9 @@ from typing import Any
 import replicas
 from replicas.channel import Channel
 from replicas.coordinator import Coordinator, GroupShape
+from replicas.testing import FakeRun
 
-__all__ = ["POLICY", "ChannelWorld", "channel_world", "freeze", "wait_until"]
+__all__ = ["POLICY", "ChannelWorld", "channel_world", "fake_world", "freeze", "wait_until"]
 
 POLICY: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "30s"}
 
@@ -43,11 +44,11 @@ async def freeze(process: asyncio.subprocess.Process) -> None:
 class ChannelWorld:
     """A coordinator, and what joined it here; everything is closed at the end."""
 
-    def __init__(self, coordinator: Coordinator, channel: str) -> None:
+    def __init__(self, coordinator: Coordinator, channel: str, endpoint: str = "") -> None:
         self.coordinator = coordinator
         self.channel = channel
         self.joined: list[Channel] = []
-        self.endpoint = coordinator.endpoint
+        self.endpoint = endpoint or coordinator.endpoint
 
     async def join(
         self,
@@ -82,12 +83,30 @@ async def channel_world(
 ) -> AsyncIterator[ChannelWorld]:
     """A coordinator with one channel. ``groups``: their shapes; ``config``: changes to
     a trainer and rollouts."""
-    settings = {**POLICY, **(config or {})}
-    if "peers" in settings:
-        del settings["sources"], settings["targets"]
-    async with Coordinator({name: settings}, groups=groups) as coordinator:
+    async with Coordinator({name: _settings(config)}, groups=groups) as coordinator:
         world = ChannelWorld(coordinator, name)
         try:
             yield world
         finally:
             await world.close()
+
+
+@asynccontextmanager
+async def fake_world(
+    config: Mapping[str, Any] | None = None, *, name: str = "policy", **groups: int | GroupShape
+) -> AsyncIterator[ChannelWorld]:
+    """The same without sockets and processes."""
+    run = FakeRun({name: _settings(config)}, groups=groups)
+    with run:
+        world = ChannelWorld(run._coordinator, name, run.endpoint)
+        try:
+            yield world
+        finally:
+            await world.close()
+
+
+def _settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    settings = {**POLICY, **(config or {})}
+    if "peers" in settings:
+        del settings["sources"], settings["targets"]
+    return settings

@@ -19,7 +19,7 @@ import replicas
 
 ROOT = Path(replicas.__file__).parent
 
-TORCH_ROOMS = ("sidecar", "weights", "channel", "sources", "integrations")
+TORCH_ROOMS = ("sidecar", "weights", "channel", "sources", "integrations", "testing")
 TORCH_FILES = ("coordinator/store_process.py", "supervisor/shim/launcher.py")
 
 # Each room may import these rooms, itself, and the loose modules; a program's entry is
@@ -40,6 +40,7 @@ WAYS = {
     "control": {*BOTTOM, "core", "telemetry", "coordinator"},
     "supervisor": {*BOTTOM, "config", "core", "telemetry", "coordinator", "control"},
     "cli": {*BOTTOM, "config", "core", "telemetry", "control", "supervisor"},
+    "testing": {"messages", "config", "channel", "coordinator"},
     "sources": set(),
     "integrations": {"linux", "cli", "sources"},
 }

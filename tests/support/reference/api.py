@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 import replicas
-from replicas import status
+from replicas import status, testing
 from tests.support.reference.events import parts, struct
 from tests.support.reference.source import attributes
 from tests.support.reference.text import markdown
@@ -27,7 +27,7 @@ INTERNAL = {
 """Names without an underscore that are there for other parts of this package, not for
 users."""
 
-_MADE_BY_USERS = ("Coordinator", "Shard", "Supervisor")
+_MADE_BY_USERS = ("Coordinator", "FakeRun", "Shard", "Supervisor")
 _SHOWN = ("__aenter__", "__iter__")
 
 
@@ -47,6 +47,9 @@ def body() -> str:
             intro,
             "## `replicas`",
             *(_entry(name, value) for name, value in public().items()),
+            "## `replicas.testing`",
+            markdown(testing.__doc__),
+            *(_entry(name, getattr(testing, name)) for name in testing.__all__),
             "## `replicas.status`",
             markdown(status.__doc__),
             *(f"#{struct(one)}" for one in states()),

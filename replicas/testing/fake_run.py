@@ -1,0 +1,301 @@
+"""`FakeRun`: a coordinator and its members in the test's own process.
+
+Theory of operation
+===================
+
+Only the transport is faked. The channels are real :class:`~replicas.channel.Channel`
+objects, the coordinator's engine and its channel states are the real ones, and every
+message is encoded and decoded; a :class:`Wire` passes it from one to the other in
+memory. The engine runs on the session thread, beside the sessions of the channels. So
+what a test sees (versions, errors, deadlines, leases) is what a run would do, apart
+from what only processes have: their own deaths, sidecars and process groups.
+
+A fault is done to the wire: a frozen member's frames wait, a cut connection is made
+anew by the session, and a killed member is declared lost as if its process had ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from replicas import environ, errors
+from replicas.channel import Channel, Update, join
+from replicas.channel.loop import session_loop
+from replicas.channel.session import in_process
+from replicas.config.structs import ChannelConfig
+from replicas.coordinator import Coordinator, GroupShape
+from replicas.messages.identity import Member
+from replicas.status import ChannelStatus
+from replicas.testing.virtual_target import VirtualTarget
+from replicas.testing.wire import Wire
+
+__all__ = ["FakeRun"]
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 30.0
+POLICY: Mapping[str, Mapping[str, Any]] = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
+_numbers = itertools.count(1)
+
+
+class FakeRun:
+    """A run without processes, for tests of programs that use channels.
+
+    ::
+
+        with replicas.testing.FakeRun() as run:
+            trainer, rollout = run.join("trainer"), run.join("rollout")
+            trainer.publish({"weight": torch.ones(3)}, meta={"step": 1}).wait()
+            with rollout.receive().wait() as update:
+                assert update.meta["step"] == 1
+
+    All members live in this process, on CPU memory, and behave as in a run: only
+    deaths of processes, process groups and sidecars do not exist. Nothing listens, and
+    nothing is left at the end: leaving the block closes all channels.
+
+    A program that calls :func:`replicas.join` by itself joins this run if the variables
+    of :meth:`environ` are set.
+
+    :param channels: as for :class:`replicas.Coordinator`; default: a channel "policy"
+        from the group "trainer" to the group "rollout".
+    :param groups: as for :class:`replicas.Coordinator`, such as the lease of a group's
+        members: ``GroupShape(heartbeat_timeout_s=2.5)``.
+    :raises replicas.errors.BadConfig: the channels are not valid.
+    :raises replicas.errors.UsageError: a channel has peers, which need processes.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[str, ChannelConfig | Mapping[str, Any]] | None = None,
+        *,
+        groups: Mapping[str, GroupShape | int] | None = None,
+    ) -> None:
+        self._number = next(_numbers)
+        self._channels = POLICY if channels is None else channels
+        self._groups = groups
+        self._coordinator = self._new_coordinator()
+        with_peers = [name for name, one in self._coordinator.engine.channels.items() if one.config.peers]
+        if with_peers:
+            text = f'channel "{with_peers[0]}" has peers, whose operations need processes'
+            raise errors.UsageError(text, hint="test it with replicas.Coordinator(...).in_thread() and processes")
+        self._loop = session_loop()
+        self._tick: asyncio.Task[None] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._wires: dict[Member, Wire] = {}
+        self._frozen: dict[Member, asyncio.Event] = {}
+        self._joined: list[Channel] = []
+        self._targets: list[VirtualTarget] = []
+
+    def _new_coordinator(self) -> Coordinator:
+        """A coordinator that is never entered: it has no port, no store, no file."""
+        return Coordinator(self._channels, groups=self._groups)
+
+    @property
+    def endpoint(self) -> str:
+        """Address of this run for ``replicas.join``; nothing listens there."""
+        return f"fake-run-{self._number}.invalid:1"
+
+    @property
+    def token(self) -> str:
+        """The token for ``replicas.join``."""
+        return self._coordinator.token
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="replicas-fake-run-")
+        (Path(self._folder.name) / "token").write_text(self.token)
+        in_process[self.endpoint] = self._connect
+        self._on_loop(self._start_ticks)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._on_loop(self._thaw_all)
+            for channel in self._joined:
+                channel.close(wait=False)
+            for target in self._targets:
+                target.join()
+        finally:
+            self._on_loop(self._lose_all)
+            in_process.pop(self.endpoint, None)
+            self._on_loop(self._stop)
+            if self._folder is not None:
+                self._folder.cleanup()
+
+    def environ(self, group: str, replica: int = 0, rank: int = 0, world_size: int = 1) -> dict[str, str]:
+        """The environment variables of a rank, as the supervisor would set them.
+
+        ::
+
+            for name, value in run.environ("rollout").items():
+                monkeypatch.setenv(name, value)
+        """
+        folder = Path(self._entered())
+        return {
+            environ.ENDPOINT: self.endpoint,
+            environ.TOKEN_FILE: str(folder / "token"),
+            environ.RUN: self._coordinator.engine.run,
+            environ.GROUP: group,
+            environ.REPLICA: str(replica),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+        }
+
+    def join(
+        self,
+        group: str,
+        replica: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        channel: str | None = None,
+        **more: Any,
+    ) -> Channel:
+        """Join as a member; the run closes its channel at the end.
+
+        :param channel: name of the channel; default: the first.
+        :param more: ``observe``, ``info`` and ``timeout`` of :func:`replicas.join`.
+        :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
+        """
+        self._entered()
+        identity = {"group": group, "replica": replica, "rank": rank, "world_size": world_size}
+        name = next(iter(self._channels)) if channel is None else channel
+        joined = join(name, endpoint=self.endpoint, token=self.token, **{**identity, **more})
+        self._joined.append(joined)
+        return joined
+
+    def target(
+        self,
+        group: str,
+        replica: int = 0,
+        *,
+        channel: str | None = None,
+        load: Callable[[Update], object] | None = None,
+    ) -> VirtualTarget:
+        """Join a target that loads each version by itself, in a thread of its own.
+
+        :param load: called with each :class:`replicas.Update`; an exception reports the
+            version as failed. Default: copy its tensors.
+        """
+        target = VirtualTarget(self.join(group, replica, channel=channel), load)
+        self._targets.append(target)
+        return target
+
+    # ------------------------------------------------------------ faults
+
+    def kill(self, channel: Channel) -> None:
+        """Lose the member, as if its process had been killed.
+
+        The channel is over: its calls raise Fenced. Join again for a restart.
+        """
+        self._on_loop(self._kill, channel.member)
+
+    def freeze(self, channel: Channel) -> None:
+        """Let no message of the member through, as if its process were stopped.
+
+        When its lease is over (``heartbeat_timeout_s`` of its group), it is lost.
+        """
+        self._on_loop(self._freeze, channel.member)
+
+    def thaw(self, channel: Channel) -> None:
+        """End :meth:`freeze`: what waited arrives."""
+        self._on_loop(self._thaw, channel.member)
+
+    def disconnect(self, channel: Channel) -> None:
+        """Break the member's connection; its session reconnects and resumes."""
+        self._on_loop(self._cut, channel.member)
+
+    def restart_coordinator(self) -> None:
+        """Replace the coordinator by a new one, which learns all from the members."""
+        self._on_loop(self._restart)
+
+    # ------------------------------------------------------------ what a test asks
+
+    def status(self, channel: str | None = None) -> ChannelStatus:
+        """The state of a channel as the coordinator sees it; default: the first.
+
+        :raises replicas.errors.UnknownChannel: there is no such channel.
+        """
+        name = next(iter(self._channels)) if channel is None else channel
+        found = {one.name: one for one in self._on_loop(self._coordinator.channel_statuses)}
+        if name not in found:
+            raise errors.UnknownChannel(f'this fake run has no channel "{name}"', hint=f"it has {', '.join(found)}")
+        return found[name]
+
+    # ------------------------------------------------------------ on the session thread
+
+    def _entered(self) -> str:
+        if self._folder is None:
+            raise errors.UsageError("this fake run has not begun", hint="use it in a `with` block")
+        return self._folder.name
+
+    def _on_loop(self, function: Callable[..., T], *arguments: Any) -> T:
+        async def call() -> T:
+            return function(*arguments)
+
+        make: Callable[[], Coroutine[Any, Any, T]] = call
+        return self._loop.run(make, CALL_TIMEOUT_S)
+
+    def _connect(self, token: str) -> Wire:
+        return Wire(self._coordinator.engine, self._welcome, accepted=hmac.compare_digest(token, self.token))
+
+    def _welcome(self, wire: Wire, member: Member) -> None:
+        """A member has introduced itself on the wire."""
+        self._wires[member] = wire
+        wire.frozen = self._frozen.get(member)
+
+    def _start_ticks(self) -> None:
+        self._tick = self._loop.spawn(self._coordinator.engine.tick_forever(), f"{self.endpoint} ticks")
+
+    def _stop(self) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+        for wire in self._wires.values():
+            wire.abort()
+        self._wires.clear()
+        self._coordinator.engine.close()
+
+    def _restart(self) -> None:
+        self._stop()
+        old = self._coordinator
+        self._coordinator = self._new_coordinator()
+        self._coordinator.token = old.token
+        decisions, last = self._coordinator.engine.decisions, old.engine.decisions
+        decisions.term = max(decisions.term, last.term + 1)
+        self._start_ticks()
+
+    def _kill(self, member: Member) -> None:
+        self._coordinator.engine.lose(member, "exited")
+        self._thaw(member)
+
+    def _freeze(self, member: Member) -> None:
+        thawed = self._frozen.setdefault(member, asyncio.Event())
+        if (wire := self._wires.get(member)) is not None:
+            wire.frozen = thawed
+
+    def _thaw(self, member: Member) -> None:
+        if (thawed := self._frozen.pop(member, None)) is not None:
+            thawed.set()
+        if (wire := self._wires.get(member)) is not None:
+            wire.frozen = None
+
+    def _thaw_all(self) -> None:
+        for member in list(self._frozen):
+            self._thaw(member)
+
+    def _lose_all(self) -> None:
+        """End the channels that the program joined by itself."""
+        for member in list(self._wires):
+            self._kill(member)
+
+    def _cut(self, member: Member) -> None:
+        if (wire := self._wires.get(member)) is not None:
+            wire.abort()

@@ -1,0 +1,59 @@
+"""`VirtualTarget`: a member that loads each version by itself, on its own thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from replicas import errors
+from replicas.channel import Channel, Update
+
+__all__ = ["VirtualTarget"]
+
+JOIN_TIMEOUT_S = 30.0
+
+
+class VirtualTarget:
+    """A target that somebody's engine would be: made by :meth:`FakeRun.target`.
+
+    :ivar channel: its :class:`replicas.Channel`.
+    :ivar versions: numbers of the versions that it has loaded, in order.
+    :ivar weights: the tensors of the newest one, copied (without a ``load`` function).
+    :ivar error: what ended it; None: nothing yet, or the end of the run.
+    """
+
+    def __init__(self, channel: Channel, load: Callable[[Update], object] | None) -> None:
+        self.channel = channel
+        self.versions: list[int] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.error: errors.ReplicasError | None = None
+        self._load = load or self._copy
+        self._thread = threading.Thread(target=self._run, name=f"virtual {channel.member}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._take(self.channel.receive().wait())
+        except errors.ReplicasError as error:
+            if not isinstance(error, errors.Gone):
+                self.error = error
+
+    def _take(self, update: Update) -> None:
+        try:
+            self._load(update)
+        except Exception as error:  # noqa: BLE001  # reported, as a program's own would be
+            update.failed(error)
+            self.channel.committed(after=update.version).wait()  # else it would be given the same one at once
+            return
+        self.versions.append(update.version)
+        update.loaded()
+
+    def _copy(self, update: Update) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in update.tensors().items()}
+
+    def join(self) -> None:
+        """Wait for its thread, after its channel was closed."""
+        self._thread.join(JOIN_TIMEOUT_S)

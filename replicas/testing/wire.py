@@ -1,0 +1,105 @@
+"""`Wire`: a connection between a member's session and the engine, in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from replicas import errors
+from replicas import messages as protocol
+from replicas.coordinator.engine import Engine
+from replicas.coordinator.sessions import MemberSession
+from replicas.messages.identity import Member
+
+__all__ = ["Wire"]
+
+
+class Wire:
+    """One connection; on the session thread. Both ends of it are here.
+
+    :param introduced: called with this wire and the member of its Hello.
+    :param accepted: whether the member's token is the run's.
+    :ivar frozen: while it is not set, nothing passes in either direction; None: all
+        passes.
+    """
+
+    def __init__(self, engine: Engine, introduced: Callable[[Wire, Member], None], *, accepted: bool) -> None:
+        self._engine = engine
+        self._accepted = accepted
+        self._introduced = introduced
+        self._session: MemberSession | None = None
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self._cut = asyncio.Event()
+        self.frozen: asyncio.Event | None = None
+        self._heard = time.monotonic()
+        self.on_writable: Callable[[], None] = lambda: None
+        self.on_bytes: Callable[[], None] = lambda: None
+
+    # ------------------------------------------------------------ the member's end
+
+    @property
+    def heard(self) -> float:
+        """A frozen process does not count the time; when it wakes it reads first."""
+        return time.monotonic() if self.frozen is not None else self._heard
+
+    async def send(self, message: bytes, /) -> None:
+        await self._passes()
+        if self._cut.is_set():
+            raise ConnectionError("the connection was cut")
+        frame = protocol.decode_member_frame(message)
+        if isinstance(frame.body, protocol.Hello):
+            self._introduce(frame.body)
+        elif self._session is not None and not self._engine.receive(self._session, frame):
+            self.abort()
+
+    async def recv(self) -> bytes:
+        cut = asyncio.ensure_future(self._cut.wait())
+        frame = asyncio.ensure_future(self._frames.get())
+        try:
+            await asyncio.wait((cut, frame), return_when=asyncio.FIRST_COMPLETED)
+            await self._passes()
+            if not frame.done():
+                raise ConnectionError("the connection was cut")
+            return frame.result()
+        finally:
+            cut.cancel()
+            frame.cancel()
+
+    async def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """Cut it; frames that were written before still arrive."""
+        if not self._cut.is_set():
+            self._cut.set()
+            if self._session is not None:
+                self._engine.detach(self._session, self)
+
+    async def _passes(self) -> None:
+        while (frozen := self.frozen) is not None:
+            await frozen.wait()
+
+    # ------------------------------------------------------------ the coordinator's end
+
+    def _introduce(self, hello: protocol.Hello) -> None:
+        try:
+            if not self._accepted:
+                raise errors.UsageError(f"this fake run does not accept the token of {hello.member}")
+            self._session = self._engine.open(hello, self, "127.0.0.1", "127.0.0.1")
+        except errors.ReplicasError as error:
+            refused = protocol.Refused(protocol.WireError.of(error))
+            self.write([protocol.encode(protocol.ServerFrame(0, 0, refused))])
+            return
+        self._introduced(self, hello.member)
+
+    def takes_more(self) -> bool:
+        return not self._cut.is_set()
+
+    def rtt_s(self) -> float:
+        return 1e-6
+
+    def write(self, messages: Sequence[bytes]) -> None:
+        self._heard = time.monotonic()
+        for message in messages:
+            self._frames.put_nowait(message)

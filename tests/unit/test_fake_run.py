@@ -1,0 +1,154 @@
+"""The faults of a fake run, and what it refuses.
+
+tests/integration/test_channel.py holds it to what a run does otherwise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import replicas
+from replicas import errors
+from replicas.channel.session import in_process
+from replicas.coordinator import GroupShape
+from replicas.testing import FakeRun
+
+LEASE_S = 2.5
+"""Members send a heartbeat each second."""
+ONE = {"weight": torch.ones(3)}
+
+
+@pytest.fixture
+def run() -> Iterator[FakeRun]:
+    with FakeRun(groups={"rollout": GroupShape(2, heartbeat_timeout_s=LEASE_S)}) as found:
+        yield found
+
+
+def test_a_program_joins_by_its_environment(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in run.environ("rollout", 1).items():
+        monkeypatch.setenv(name, value)
+    with replicas.join("policy") as channel:
+        assert (channel.member.name, channel.role) == ("rollout/1/0", "target")
+        run.join("trainer").publish(ONE, meta={"step": 5}).wait()
+        with channel.receive(at_least=("step", 5)).wait() as update:
+            assert torch.equal(dict(update)["weight"], ONE["weight"])
+
+
+def test_virtual_targets_load_each_version(run: FakeRun) -> None:
+    trainer, target = run.join("trainer"), run.target("rollout")
+    for step in (1, 2):
+        trainer.publish({"weight": torch.full((3,), float(step))}).wait()
+        assert trainer.loaded(step, deadline=20).wait() == step
+        assert target.weights["weight"].tolist() == [float(step)] * 3
+    assert target.versions == [1, 2]
+    assert run.status().committed_version == 2
+
+
+def test_a_load_that_fails_is_reported(run: FakeRun) -> None:
+    broken = threading.Event()
+    broken.set()
+
+    def load(update: replicas.Update) -> None:
+        if broken.is_set():
+            raise RuntimeError("no memory")
+
+    trainer, target = run.join("trainer"), run.target("rollout", load=load)
+    trainer.publish(ONE).wait()
+    with pytest.raises(errors.DeadlineExceeded):
+        trainer.loaded(1, deadline=0.2).wait()
+    broken.clear()
+    trainer.publish(ONE).wait()
+    assert trainer.loaded(2, deadline=20).wait() == 2
+    assert target.versions == [2]
+
+
+def test_the_others_go_on_without_a_killed_member(run: FakeRun) -> None:
+    trainer, first, second = run.join("trainer"), run.join("rollout"), run.target("rollout", 1)
+    trainer.publish(ONE).wait()
+    waiting = first.receive()
+    waiting.wait().loaded()
+    run.kill(first)
+    receipt = trainer.publish(ONE).wait()
+    assert [member.name for member in receipt.members] == ["rollout/1/0"]
+    with pytest.raises(errors.Fenced, match="rollout/0/0 was declared lost"):
+        first.receive()
+    restarted = run.join("rollout")
+    with restarted.receive(deadline=20).wait() as update:
+        assert update.version == 2
+    assert second.error is None
+
+
+def test_a_frozen_member_is_lost_when_its_lease_is_over(run: FakeRun) -> None:
+    trainer, frozen, _ = run.join("trainer"), run.join("rollout"), run.target("rollout", 1)
+    trainer.publish(ONE).wait()
+    run.freeze(frozen)
+    receipt = trainer.publish(ONE).wait()
+    assert [member.name for member in receipt.members] == ["rollout/1/0"]
+    run.thaw(frozen)
+    with pytest.raises(errors.Fenced):
+        frozen.receive(deadline=20).wait().loaded()
+        frozen.receive(deadline=20).wait()
+
+
+def test_a_member_that_wakes_in_time_is_not_lost(run: FakeRun) -> None:
+    trainer, frozen = run.join("trainer"), run.join("rollout")
+    trainer.publish(ONE).wait()
+    run.freeze(frozen)
+    pending = trainer.publish(ONE)
+    assert not pending.done()
+    run.thaw(frozen)
+    assert [member.name for member in pending.wait().members] == ["rollout/0/0"]
+
+
+def test_a_broken_connection_resumes(run: FakeRun) -> None:
+    trainer, rollout = run.join("trainer"), run.join("rollout")
+    for version in (1, 2, 3):
+        run.disconnect(trainer)
+        pending = trainer.publish(ONE)
+        run.disconnect(rollout)
+        assert pending.wait().version == version
+        with rollout.receive(deadline=20).wait() as update:
+            assert update.version == version
+
+
+def test_a_new_coordinator_learns_from_the_members(run: FakeRun) -> None:
+    trainer, rollout = run.join("trainer"), run.join("rollout")
+    trainer.publish(ONE, version=7).wait()
+    rollout.receive().wait().loaded()
+    run.restart_coordinator()
+    assert trainer.publish(ONE).wait().version == 8
+    with rollout.receive(deadline=20).wait() as update:
+        assert update.version == 8
+
+
+def test_nothing_is_left(run: FakeRun) -> None:
+    with FakeRun() as other:
+        joined, target = other.join("trainer"), other.target("rollout")
+        folder = Path(other.environ("trainer")["REPLICAS_TOKEN_FILE"]).parent
+        frozen = other.join("rollout", 1)
+        other.freeze(frozen)
+        own = replicas.join("policy", endpoint=other.endpoint, token=other.token, group="rollout", replica=2)
+        waiting = own.receive()
+    with pytest.raises(errors.UsageError, match="the channel is closed"):
+        joined.publish(ONE)
+    with pytest.raises(errors.Fenced):
+        waiting.wait(20)
+    assert target.error is None
+    assert not folder.exists()
+    assert list(in_process) == [run.endpoint]
+    assert not any(thread.name.startswith("virtual rollout/0") for thread in threading.enumerate())
+
+
+def test_what_is_refused(run: FakeRun) -> None:
+    with pytest.raises(errors.UsageError, match='channel "outer" has peers, whose operations need processes'):
+        FakeRun({"outer": {"peers": ["trainer"]}})
+    with pytest.raises(errors.BadConfig):
+        FakeRun({"policy": {"source": ["trainer"]}})
+    with pytest.raises(errors.UsageError, match="this fake run has not begun"):
+        FakeRun().join("trainer")
+    with pytest.raises(errors.UsageError, match='no channel "polcy"'):
+        run.status("polcy")
