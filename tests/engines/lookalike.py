@@ -32,6 +32,9 @@ FACTS = {
         }
     },
 }
+RANDOM_LOGPROB = -14.0
+"""What the model gives such tokens: trainers weigh a completion by the ratio, and learn
+nothing from one that is 0."""
 
 
 class Server(ThreadingHTTPServer):
@@ -83,7 +86,8 @@ class Handler(BaseHTTPRequestHandler):
 def completion(prompt: list[int], count: int) -> dict[str, Any]:
     ids = [random.randrange(100, 20000) for _ in range(count)]
     names = [f"token_id:{one}" for one in ids]
-    logprobs = {"tokens": names, "token_logprobs": [-2.0] * count, "top_logprobs": [{name: -2.0} for name in names]}
+    found = [RANDOM_LOGPROB] * count
+    logprobs = {"tokens": names, "token_logprobs": found, "top_logprobs": [{name: RANDOM_LOGPROB} for name in names]}
     return {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs}
 
 

@@ -92,9 +92,13 @@ def made(kind: str, model: str, steps: int, url: str) -> Any:
     if kind == "grpo":
         from trl import GRPOConfig, GRPOTrainer
 
-        dtype = {"dtype": "bfloat16"}
         arguments: Any = GRPOConfig(
-            use_vllm=True, vllm_mode="server", vllm_server_timeout=120, model_init_kwargs=dtype, **options
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_timeout=120,
+            vllm_importance_sampling_correction=False,  # by the whole completion, whose tokens are random
+            model_init_kwargs={"dtype": "bfloat16"},
+            **options,
         )
         with server_mode(wait="loaded") as figures:
             return GRPOTrainer(args=arguments, callbacks=[Recorder(), figures], **common)
