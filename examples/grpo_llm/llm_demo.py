@@ -6,7 +6,8 @@ killed on the way.
 The supervisor is embedded: this program starts the run of llm.toml (TRL's trainer, two
 vLLM servers, vLLM's router), watches it, kills the EngineCore of ``server/1`` with
 SIGKILL at 40 % of the steps, and reports. ``--faults N`` in its place kills and freezes
-N processes of the servers, drawn by the seed, over the whole run. It exits with 1 when
+N processes of the servers, drawn by the seed, over the whole run, half of them in the
+moment of a load; 50 need some 150 steps. It exits with 1 when
 the reward did not rise, a server answered with a version that was not committed or went
 back to an older one, the trainer failed, or an engine did not come back.
 """
@@ -38,7 +39,8 @@ __all__ = ["main"]
 
 HERE = Path(__file__).resolve().parent
 KILL_AT = 0.4
-LIMIT_S = 40 * 60.0
+STEP_LIMIT_S = 53.0
+"""A step takes some 20 s on two cores, and longer beside a server that starts."""
 PERIOD_S = 0.25
 
 
@@ -73,8 +75,9 @@ def faults(count: int, seed: int) -> list[Fault]:
     return [Fault((number + draw.random()) / (count + 1), *_drawn(draw)) for number in range(count)]
 
 
-def _drawn(draw: random.Random) -> tuple[str, str, str]:
-    return draw.choice(["server/0", "server/1"]), draw.choice(ROLES), draw.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
+def _drawn(draw: random.Random) -> tuple[str, str, str, bool]:
+    replica, role = draw.choice(["server/0", "server/1"]), draw.choice(ROLES)
+    return replica, role, draw.choice(["SIGKILL", "SIGKILL", "SIGSTOP"]), draw.random() < 0.5
 
 
 class Demo:
@@ -86,6 +89,7 @@ class Demo:
         self._history = history
         self._records = records
         self._offset = 0
+        self._committed = 0
         self._states: dict[str, str] = {}
 
     def look(self) -> None:
@@ -99,10 +103,14 @@ class Demo:
                 reason = f": {replica.reason}" if replica.reason and replica.state in ("backoff", "failed") else ""
                 self._board.say(f"{replica.name} is {replica.state}{reason}")
         servers = {replica.name: replica for replica in history.servers()}
+        loading = history.committed() > self._committed
+        self._committed = history.committed()
         for fault in history.faults:
             replica = servers[fault.replica]
             if fault.done_at is None:
-                if history.step >= fault.progress * history.steps_wanted and history.step:
+                due = history.step >= max(1.0, fault.progress * history.steps_wanted)
+                # one at a time, as the trainer needs a server
+                if due and (loading or not fault.in_load) and all(one.state == "ready" for one in servers.values()):
                     self._strike(fault, replica)
                 break  # the next one comes when this one is done
             if fault.back_s is None and replica.generation > fault.generation and replica.state == "ready":
@@ -128,11 +136,9 @@ class Demo:
                 self._history.staleness.append(committed - min(loaded, default=committed))
 
     def _strike(self, fault: Fault, replica: ReplicaStatus) -> None:
-        if replica.state != "ready" or replica.pid is None:
-            return  # it is not up yet; the next look tries again
-        pid = processes(replica.pid).get(fault.role)
+        pid = processes(replica.pid).get(fault.role) if replica.pid is not None else None
         if pid is None:
-            return
+            return  # it is not up yet; the next look tries again
         try:
             end(pid, getattr(signal, fault.signal))
         except ProcessLookupError:
@@ -149,13 +155,14 @@ async def run(options: argparse.Namespace, out: Path, console: Console) -> Histo
             board.say(f"supervisor at http://{supervisor.status().endpoint} (/status, /metrics, /readyz)")
             demo = Demo(supervisor, board, history, out / "records.jsonl")
             ending = asyncio.create_task(supervisor.run_until_done())
-            while not ending.done() and board.elapsed_s < LIMIT_S:
+            limit_s = STEP_LIMIT_S * options.steps
+            while not ending.done() and board.elapsed_s < limit_s:
                 await asyncio.wait({ending}, timeout=PERIOD_S)
                 demo.look()
             if ending.done():
                 history.exit_code = ending.result()
             else:
-                history.problems.append(f"not done after {LIMIT_S:.0f} s")
+                history.problems.append(f"not done after {limit_s:.0f} s")
                 ending.cancel()
             await asyncio.gather(ending, return_exceptions=True)
         await asyncio.to_thread(history.sampler.close)

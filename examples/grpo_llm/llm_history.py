@@ -17,6 +17,7 @@ class Fault:
     """A signal to one process of one server.
 
     :ivar progress: share of the steps at which it is due.
+    :ivar in_load: it waits for a version that the server is about to load.
     :ivar done_at: monotonic seconds; None: not yet.
     :ivar back_s: seconds until the replica was ready again.
     """
@@ -25,6 +26,7 @@ class Fault:
     replica: str
     role: str
     signal: str
+    in_load: bool = False
     done_at: float | None = None
     step: int = 0
     generation: int = 0

@@ -73,7 +73,13 @@ def _summary(history: History) -> dict[str, Any]:
         "answers_sampled": sum(count for versions in sampler.answers.values() for count in versions.values()),
         "answers_refused": sampler.refused,
         "faults": [
-            {"process": f"{one.role} of {one.replica}", "signal": one.signal, "step": one.step, "back_s": one.back_s}
+            {
+                "process": f"{one.role} of {one.replica}",
+                "signal": one.signal,
+                "in_load": one.in_load,
+                "step": one.step,
+                "back_s": one.back_s,
+            }
             for one in history.faults
         ],
         "wall_s": history.wall_s,
