@@ -123,7 +123,7 @@ class Follower:
         self._following = following
         self._health = health
         self._stop = stop
-        self._longest_s = 0.0
+        self._longest_s = self._called_s = 0.0
 
     def run(self) -> None:
         """Load versions until it is time to stop."""
@@ -153,7 +153,11 @@ class Follower:
         self, path: str, body: Any = None, *, query: dict[str, str] | None = None, timeout_s: float | None = None
     ) -> Any:
         timeout_s = self._load_timeout_s if timeout_s is None else timeout_s
-        return self._server.call("POST", path, body, query=query, timeout_s=timeout_s)
+        began = time.monotonic()
+        try:
+            return self._server.call("POST", path, body, query=query, timeout_s=timeout_s)
+        finally:
+            self._called_s += time.monotonic() - began
 
 
 class Weights(Follower):
@@ -178,7 +182,7 @@ class Weights(Follower):
         mode = self._following.mode
         usual_s = LOAD_TIMEOUT_S if mode == "wait" else self._load_timeout_s
         self._post("/pause", query={"mode": mode}, timeout_s=usual_s)
-        paused = time.monotonic()
+        paused, self._called_s = time.monotonic(), 0.0
         with self._health.loading():
             try:
                 self._replace(version)
@@ -191,13 +195,13 @@ class Weights(Follower):
             loaded = time.monotonic()
             self._reset_prefix_cache()
             self._post("/resume")
+        now = time.monotonic()
         if gate is not None:
             gate.open(version)
-        now = time.monotonic()
         self._longest_s = max(self._longest_s, now - paused)
         logger.info(
-            "version %d is served: paused in %.3f s, loaded in %.3f s, resumed in %.3f s",
-            *(version, paused - began, loaded - paused, now - loaded),
+            "version %d is served: paused in %.4f s, loaded in %.4f s, resumed in %.4f s, between the calls %.4f s",
+            *(version, paused - began, loaded - paused, now - loaded, now - paused - self._called_s),
         )
 
     def _replace(self, version: int) -> None:

@@ -26,6 +26,7 @@ garbage that it is, before the next one starts.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["InitInfo", "ReplicasEngine", "UpdateInfo"]
 
-logger = logging.getLogger("replicas.integrations.vllm")
+logger = logging.getLogger("vllm.replicas")  # vLLM's handlers and level are for its own loggers only
 
 
 @dataclass
@@ -148,9 +149,16 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         :raises replicas.errors.ReplicasError: it is not the version that the channel
             gives to this replica, or some parameters are not in it.
         """
+        began = time.monotonic()
         update = self._open_update(update_info)
-        loaded = self.model.load_weights(iter(update))
+        tensors = iter(update)
+        opened = time.monotonic()
+        loaded = self.model.load_weights(tensors)
         self._check_complete(update, loaded)
+        logger.info(
+            "version %d: received in %.4f s, loaded in %.4f s",
+            *(update.version, opened - began, time.monotonic() - opened),
+        )
 
     def _open_update(self, info: UpdateInfo) -> replicas.Update:
         channel = self._channel

@@ -95,6 +95,13 @@ def test_fsdp2(tmp_path: Path) -> None:
     assert rank_1.startswith("trainer rank 1: 3 versions")
 
 
+def test_own_engine(tmp_path: Path) -> None:
+    *engine, _, _, last = _example(tmp_path, "own_engine")
+    assert last == "trainer: version 3 is served by all ranks of the engine"
+    parts = [f"engine rank {rank}: rows {4 * rank} to {4 * rank + 3} of version" for rank in (0, 1)]
+    assert sorted(engine) == [f"{part} {version}" for part in parts for version in (1, 2, 3)]
+
+
 def test_the_demo_sees_a_torn_version() -> None:
     program = """
 import torch, model

@@ -1,0 +1,21 @@
+"""Publishes three versions and waits until both workers of the engine serve each (see
+engine.py)."""
+
+from __future__ import annotations
+
+import torch
+
+import replicas
+
+
+def main() -> None:
+    with replicas.join("policy") as channel:
+        for step in (1, 2, 3):
+            weight = torch.arange(8.0).reshape(8, 1) * step
+            version = channel.publish({"weight": weight}, meta={"step": step}).wait(90).version
+            channel.loaded(version).wait(90)
+            print(f"RESULT trainer: version {version} is served by all ranks of the engine", flush=True)
+
+
+if __name__ == "__main__":
+    main()
