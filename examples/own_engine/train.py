@@ -3,13 +3,19 @@ engine.py)."""
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 import replicas
 
+ENGINE_RANKS = 2
+
 
 def main() -> None:
     with replicas.join("policy") as channel:
+        while len(channel.members) < 1 + ENGINE_RANKS:  # else the first versions are committed without the engine
+            time.sleep(0.05)
         for step in (1, 2, 3):
             weight = torch.arange(8.0).reshape(8, 1) * step
             version = channel.publish({"weight": weight}, meta={"step": step}).wait(90).version
