@@ -31,10 +31,8 @@ def work(rank: int) -> None:
                 part.copy_(dict(update)["weight"][rows])
                 wanted = torch.arange(8.0).reshape(8, 1)[rows] * float(str(update.meta["step"]))
                 torch.testing.assert_close(part, wanted)
-                print(
-                    f"RESULT engine rank {rank}: rows {rows.start} to {rows.stop - 1} of version {update.version}",
-                    flush=True,
-                )
+                line = f"RESULT engine rank {rank}: rows {rows.start} to {rows.stop - 1} of version {update.version}"
+                print(f"{line}\n", end="", flush=True)  # in one piece: both workers write to one log
 
 
 def main() -> None:
