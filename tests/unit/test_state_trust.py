@@ -3,6 +3,7 @@ the run's own."""
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import os
 import stat
@@ -130,7 +131,9 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def test_what_a_run_writes_is_for_its_user_alone_in_a_folder_that_others_may_look_into(tmp_path: Path) -> None:
+def test_what_a_run_writes_is_for_its_user_alone_in_a_folder_that_others_may_look_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Programs print passwords; over HTTP one needs the token for what they print."""
     folder = StateDir(tmp_path / "s", "r")
     folder.path.mkdir(mode=0o755)
@@ -147,7 +150,12 @@ def test_what_a_run_writes_is_for_its_user_alone_in_a_folder_that_others_may_loo
         log.rotate()
         log.append(b"")
         log.close()
-        stacks.register(folder.log_dir("a", 0, 1), 0, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(stacks, "_open", {})
+            stacks.register(folder.log_dir("a", 0, 1), 0, 0)
+            faulthandler.unregister(stacks.SIGNUM)
+            for file in stacks._open.values():
+                file.close()
     finally:
         os.umask(old)
     found = modes(folder.path)
