@@ -39,7 +39,7 @@ GPU_SIDE_BY_SIDE ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-tree scene coverage gpu gpu-wheels test-engines demo-llm check format bench \
-	bench-peers diagrams docs-reference clean
+	bench-engines bench-peers diagrams docs-reference clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -73,10 +73,11 @@ test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and a m
 	@$(PYTEST) $(SIDE_BY_SIDE) $(SLICE:%=tests/integration/test_%.py)
 	@CHAOS_WORLD=exec CHAOS_SECONDS=15 $(PYTEST) tests/chaos/test_chaos.py tests/chaos/test_supervisor.py
 
-test-all: $(VENV)/.dev ## run all tests: some 30 minutes
+test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 45 minutes, and 5 GB in .venv-engines
 	@$(UNIT_TESTS)
 	@FRAMES=1000 $(PYTEST) $(SIDE_BY_SIDE) --timeout 600 tests/integration tests/gpu
 	@$(PYTEST) tests/chaos
+	@$(MAKE) --no-print-directory test-engines
 
 # The lowest torch that pyproject.toml allows comes from PyPI with 4 GB of CUDA. Where those are too many, name a build for
 # the CPU (.ci/run takes the pinned one): make test-lowest LOWEST_TORCH=2.10.0+cpu PIP_EXTRA_INDEX_URL=URL-of-such-builds
@@ -88,9 +89,10 @@ test-versions: | $(BIN)/python ## the same, and with the newest versions on each
 	  $(BIN)/python -m tests.support.versions newest $(PYTHONS) && exit $$lowest
 
 ENGINES := .venv-engines
+ENGINE_TESTS = $(ENGINES)/bin/python -m pytest -q -W default --timeout 600 --durations 10
 test-engines: ## run the tests on released engines and trainers: vLLM, TRL, PEFT (makes an environment of 5 GB in .venv-engines)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
-	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 600 tests/engines
+	@$(ENGINE_TESTS) tests/engines $(ARGS)
 
 demo-llm: ## teach a small language model to add: TRL's trainer, two vLLM servers, one of them killed on the way (15 minutes)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
@@ -156,6 +158,10 @@ bench: $(VENV)/.dev ## run the benchmarks, in short with QUICK=1; tables to the 
 	@failed=; for file in bench/bench_*.py; do \
 	  echo "== $$file"; $(BENCH_PYTHON) $$file $(if $(QUICK),--quick) $(ARGS) || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+bench-engines: ## a sync of a trainer and two released vLLM servers, beside vLLM's reload of a checkpoint
+	@$(PYTHON) tests/engines/install.py $(ENGINES)
+	@$(ENGINES)/bin/python -m bench.bench_engines $(ENGINES)/model $(ARGS)
 
 bench-peers: $(VENV)/.dev ## install what the benchmarks compare with (torchft, Ray, supervisord, circus) into an environment beside .venv
 	@$(BIN)/python -m bench.peers
