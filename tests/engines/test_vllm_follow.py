@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
-LONG = {**CAPITAL, "max_tokens": 200, "ignore_eos": True}
+LONG = {**CAPITAL, "max_tokens": 100, "ignore_eos": True}
 DRAFT = '{"model": "%s", "method": "draft_model", "num_speculative_tokens": 2}'
 
 
