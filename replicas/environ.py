@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -49,7 +50,10 @@ A later supervisor of that folder finds by it what an earlier one left behind.
 GROUP = "REPLICAS_GROUP"
 """Name of this rank's group."""
 REPLICA = "REPLICA_ID"
-"""Index of this rank's replica in its group, from 0."""
+"""Index of this rank's replica in its group, from 0.
+
+Or ``auto``, in programs that others start: the coordinator chooses a free one.
+"""
 REPLICAS = "REPLICA_NUM"
 """Number of replicas in the group."""
 GENERATION = "REPLICAS_GENERATION"
@@ -76,7 +80,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     token_file: Path | None = None
     run: str | None = None
     group: str | None = None
-    replica: int | None = None
+    replica: int | Literal["auto"] | None = None
     replicas: int | None = None
     generation: int = 1
     forkserver: str | None = None
@@ -98,7 +102,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         token_file=Path(token_file) if token_file else None,
         run=source.get(RUN) or None,
         group=source.get(GROUP) or None,
-        replica=_integer(source, REPLICA),
+        replica="auto" if source.get(REPLICA) == "auto" else _integer(source, REPLICA),
         replicas=_integer(source, REPLICAS),
         generation=1 if generation is None else generation,
         forkserver=source.get(FORKSERVER) or None,

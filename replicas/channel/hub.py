@@ -205,6 +205,8 @@ class Hub:
         known = self.holdings
         self._introduced = msgspec.structs.replace(
             hello,
+            replica=self.member.replica,
+            any_replica=hello.any_replica and not known.opened,
             held=known.held(),
             lent=known.lent(),
             loaded=self._loaded_version(),
@@ -241,6 +243,7 @@ class Hub:
             self._down_timer.cancel()
             self._down_timer = None
         if first:
+            self.member = msgspec.structs.replace(self.member, replica=welcome.replica)
             self.publishes_made = welcome.publishes
             if welcome.settings.staging == "device":
                 self.device = self.gpu

@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
@@ -38,7 +39,7 @@ def join(
     token: str | None = None,
     run: str | None = None,
     group: str | None = None,
-    replica: int | None = None,
+    replica: int | Literal["auto"] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     observe: bool = False,
@@ -60,6 +61,9 @@ def join(
     :param run: name of the run (``REPLICAS_RUN``); not checked if neither is given.
     :param group: name of this rank's group (``REPLICAS_GROUP``).
     :param replica: index of this rank's replica in the group (``REPLICA_ID``, else 0).
+        ``"auto"``: the lowest that nobody has, on all channels that this process joins
+        so; ``channel.member.replica`` tells it. For replicas of one rank that somebody
+        else starts, and counts.
     :param rank: this rank (``RANK``, else 0).
     :param world_size: ranks of the replica (``WORLD_SIZE``, else 1).
     :param observe: only watch commits, loads and members; no bytes. An observer needs
@@ -93,12 +97,14 @@ def join(
         text = f"join: which group? {environ.GROUP} is not set"
         hint = "start this program with `replicas run`, or pass group=..., replica=..."
         raise errors.UsageError(text, channel=channel, hint=hint)
+    chosen = found.replica if replica is None else replica
     hello = Hello(
         protocol=PROTOCOL,
         run=arguments.text("join: run", run if run is not None else found.run or ""),
         channel=channel,
         group=arguments.name("join: group", own_group),
-        replica=_first("replica", replica, found.replica, 0),
+        replica=0 if chosen == "auto" else _first("replica", chosen, 0),
+        any_replica=chosen == "auto",
         rank=_first("rank", rank, found.rank, 0),
         world_size=_first("world_size", world_size, found.world_size, 1),
         incarnation=secrets.token_hex(8),

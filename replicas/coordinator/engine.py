@@ -16,10 +16,13 @@ then this host was cut off (:mod:`replicas.core.members.heartbeats`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
+
+import msgspec
 
 from replicas import errors
 from replicas import messages as wire
@@ -39,7 +42,7 @@ from replicas.memory.beacon import own_beacon, own_process
 from replicas.memory.kept import MemoryHolder
 from replicas.messages.identity import Member
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "NotYet"]
 
 log = logging.getLogger("replicas.coordinator")
 
@@ -52,6 +55,10 @@ PAUSE_S = 1.0
 """A tick this late means a pause of this process, which no member is blamed for."""
 SETTLE_S = 0.5
 """Time after a pause before members and deadlines are judged."""
+
+
+class NotYet(Exception):
+    """A Hello that cannot be answered now; its member comes again by itself."""
 
 
 class _Outlet:
@@ -129,10 +136,13 @@ class Engine:
         :param address: the member's address, as seen from here. :param seen_as: the
             local address that it connected to.
         :raises errors.ReplicasError: the Hello is refused.
+        :raises NotYet: it must come again.
         """
         now = self._now()
         channel = self._accept(hello)
         self._break_silence(now)
+        if hello.any_replica:
+            hello = msgspec.structs.replace(hello, replica=self._free_replica(hello, channel), any_replica=False)
         member = hello.member
         session = self._sessions.get(member)
         state = channel.roster.get(member)
@@ -202,6 +212,25 @@ class Engine:
                 hint=f"its channels: {known}",
             )
         return channel
+
+    def _free_replica(self, hello: wire.Hello, channel: ChannelState) -> int:
+        """An index for a replica of one rank, which nobody has.
+
+        It is the one that this process has already, on this channel (its Welcome was
+        lost) or another one; else the lowest.
+        """
+        if hello.world_size != 1:
+            text = f'replica="auto" is for replicas of one rank, not of {hello.world_size}'
+            raise errors.UsageError(text, channel=hello.channel, hint="give all ranks of a replica the same index")
+        if channel.recovery.active:
+            raise NotYet("members of an earlier coordinator may come back for their indices")
+        for member in self._sessions:
+            if member.incarnation == hello.incarnation:
+                return member.replica
+        same = (one for other in self.channels.values() for one in other.roster if one.hello.process == hello.process)
+        known = (one.member.replica for one in same if one.member.group == hello.group)
+        wanted = itertools.chain(known, itertools.count())
+        return next(index for index in wanted if not channel.roster.replica(hello.group, index))
 
     def _watch(self, hello: wire.Hello, member: Member) -> ProcessWatch | None:
         process, here = hello.process, self._process

@@ -41,7 +41,7 @@ from replicas.coordinator.connection_guard import (
     welcome,
 )
 from replicas.coordinator.door import Door
-from replicas.coordinator.engine import Engine
+from replicas.coordinator.engine import Engine, NotYet
 from replicas.coordinator.limits import hello_problem, message_problem, size_problem
 from replicas.coordinator.sessions import MemberSession
 from replicas.messages import Hello, MemberFrame, Refused, ServerFrame, WireError, decode_member_frame, encode
@@ -61,6 +61,7 @@ BACKLOG = 256
 POLICY_VIOLATION = 1008
 BAD_DATA = 1007
 TOO_BIG = 1009
+TRY_AGAIN = 1013
 
 
 class _Refusal(Exception):
@@ -117,6 +118,9 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
         address = websocket.client.host if websocket.client is not None else "127.0.0.1"
         seen_as = (websocket.scope.get("server") or ("", 0))[0]
         session = engine.open(hello, session_of(websocket.scope), address, seen_as)
+    except NotYet as exc:
+        await _close(websocket, TRY_AGAIN, str(exc))
+        return
     except errors.ReplicasError as exc:
         engine.refused("fenced" if isinstance(exc, errors.Fenced) else "hello")
         await websocket.send_bytes(encode(ServerFrame(0, 0, Refused(WireError.of(exc)))))

@@ -154,6 +154,7 @@ class ChannelState:
             received=received,
             epoch=self.roster.epoch,
             address=state.address,
+            replica=state.member.replica,
             latest=self.told.latest,
             publishes=self.commits.publishes.made(state.member),
         )

@@ -155,7 +155,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     found = environ.read()
-    port = options.port + (found.replica or 0) if options.port else _free_port(options.host)
+    index = found.replica if isinstance(found.replica, int) else 0
+    port = options.port + index if options.port else _free_port(options.host)
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
     gate = GatePage.create()
     stop = threading.Event()

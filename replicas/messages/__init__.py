@@ -102,7 +102,7 @@ __all__ = [
     "encode_frame",
 ]
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of this protocol; a Hello with another one is refused."""
 
 

@@ -55,9 +55,9 @@ class _FromCoordinator(msgspec.Struct, frozen=True, tag=True):
 class Welcome(_FromCoordinator, frozen=True):
     """Answer to Hello.
 
-    ``address``: this member's IP address as seen by the coordinator. ``publishes``:
-    number of publishes of the replica so far, from which a rank that rejoins continues
-    counting.
+    ``replica``: index of its replica. ``address``: this member's IP address as seen by
+    the coordinator. ``publishes``: number of publishes of the replica so far, from
+    which a rank that rejoins continues counting.
     """
 
     term: int
@@ -65,6 +65,7 @@ class Welcome(_FromCoordinator, frozen=True):
     received: int
     epoch: int
     address: str
+    replica: int
     latest: int = 0
     publishes: int = 0
 

@@ -62,7 +62,8 @@ class Hello(_FromMember, frozen=True):
     ``latest`` (with its digest), ``assigned`` and ``publishes``: the member's
     knowledge, for a coordinator of another term. ``nccl_env``: the process's NCCL_*
     variables. ``nccl_version``: empty without NCCL. ``lent``: versions that this member
-    no longer holds, but whose memory others may still have mapped.
+    no longer holds, but whose memory others may still have mapped. ``any_replica``: the
+    coordinator chooses the index of its replica.
     """
 
     protocol: int
@@ -92,6 +93,7 @@ class Hello(_FromMember, frozen=True):
     publishes: int = 0
     beacon: Beacon | None = None
     lent: tuple[int, ...] = ()
+    any_replica: bool = False
 
     @property
     def member(self) -> Member:

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from replicas import environ, errors
 from replicas.channel import Channel, Update, join
@@ -130,7 +130,9 @@ class FakeRun:
             if self._folder is not None:
                 self._folder.cleanup()
 
-    def environ(self, group: str, replica: int = 0, rank: int = 0, world_size: int = 1) -> dict[str, str]:
+    def environ(
+        self, group: str, replica: int | Literal["auto"] = 0, rank: int = 0, world_size: int = 1
+    ) -> dict[str, str]:
         """The environment variables of a rank, as the supervisor would set them.
 
         ::
@@ -152,7 +154,7 @@ class FakeRun:
     def join(
         self,
         group: str,
-        replica: int = 0,
+        replica: int | Literal["auto"] = 0,
         rank: int = 0,
         world_size: int = 1,
         *,
@@ -166,7 +168,7 @@ class FakeRun:
         :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
         """
         self._entered()
-        identity = {"group": group, "replica": replica, "rank": rank, "world_size": world_size}
+        identity: dict[str, Any] = {"group": group, "replica": replica, "rank": rank, "world_size": world_size}
         name = next(iter(self._channels)) if channel is None else channel
         joined = join(name, endpoint=self.endpoint, token=self.token, **{**identity, **more})
         self._joined.append(joined)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from replicas import errors
 from replicas import messages as protocol
-from replicas.coordinator.engine import Engine
+from replicas.coordinator.engine import Engine, NotYet
 from replicas.coordinator.sessions import MemberSession
 from replicas.messages.identity import Member
 
@@ -87,6 +87,9 @@ class Wire:
             if not self._accepted:
                 raise errors.UsageError(f"this fake run does not accept the token of {hello.member}")
             self._session = self._engine.open(hello, self, "127.0.0.1", "127.0.0.1")
+        except NotYet:
+            self.abort()
+            return
         except errors.ReplicasError as error:
             refused = protocol.Refused(protocol.WireError.of(error))
             self.write([protocol.encode(protocol.ServerFrame(0, 0, refused))])

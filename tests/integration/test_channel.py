@@ -441,6 +441,24 @@ async def test_a_second_join_fences_the_first() -> None:
         await asyncio.to_thread(rollout.close)
 
 
+async def test_members_that_name_no_replica_are_given_the_lowest_that_is_free() -> None:
+    async with channel_world() as world:
+        trainer = await world.join("trainer")
+        first, named, third = [await world.join("rollout", index) for index in ("auto", 1, "auto")]
+        assert [one.member.name for one in (first, named, third)] == ["rollout/0/0", "rollout/1/0", "rollout/2/0"]
+        receipt = await publish(trainer, weights(1))
+        assert {member.name for member in receipt.members} == {"rollout/0/0", "rollout/1/0", "rollout/2/0"}
+        await asyncio.to_thread(first.close)
+        again = await world.join("rollout", "auto")
+        assert again.member.name == "rollout/0/0"
+        with await again.receive(deadline=20) as update:
+            assert update.version == 1
+        with pytest.raises(errors.UsageError, match='replica="auto" is for replicas of one rank, not of 2'):
+            await world.join("rollout", "auto", world_size=2)
+        with pytest.raises(errors.UsageError, match="join: replica must be a whole number"):
+            await world.join("rollout", "any")
+
+
 async def test_an_observer_sees_commits_and_loads() -> None:
     async with channel_world() as world:
         trainer, rollout = await world.trainer_and_rollouts()

@@ -53,7 +53,7 @@ class ChannelWorld:
     async def join(
         self,
         group: str,
-        replica: int = 0,
+        replica: int | str = 0,
         rank: int = 0,
         world_size: int = 1,
         *,

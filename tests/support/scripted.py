@@ -149,7 +149,7 @@ class World:
         weights = (self.publisher, self.receiver, self.watches, self.transfers, self.manifests)
         hub.start(self.session, (*weights, self.operations, self.lanes))  # type: ignore[arg-type]  # a fake
         settings = wire.ChannelSettings(role, 5.0, slots, "leader", "leader", "auto", 1.0)  # type: ignore[arg-type]  # a valid role
-        self.welcome = wire.Welcome(1, settings, 0, 1, "127.0.0.1")
+        self.welcome = wire.Welcome(1, settings, 0, 1, "127.0.0.1", replica=0)
         hub.welcomed(self.welcome, False)
 
     def _answer(self, ask: wire.ManifestAsk) -> None:

@@ -125,6 +125,26 @@ def test_a_new_coordinator_learns_from_the_members(run: FakeRun) -> None:
         assert update.version == 8
 
 
+def test_indices_survive_a_new_coordinator_and_are_one_on_all_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    parties = {"sources": ["trainer"], "targets": ["rollout"]}
+    with FakeRun({"policy": parties, "reward": parties}) as run:
+        for name, value in run.environ("rollout", "auto").items():
+            monkeypatch.setenv(name, value)
+        policy, reward = replicas.join("policy"), replicas.join("reward")
+        named = run.join("rollout", 1)
+        assert [one.member.replica for one in (policy, reward)] == [0, 0]
+        run.join("trainer").publish(ONE).wait()
+        policy.receive().wait().loaded()
+        run.restart_coordinator()
+        late = run.join("rollout", "auto")
+        assert late.member.replica == 2
+        assert [one.member.replica for one in (named, policy, reward)] == [1, 0, 0]
+        assert late.receive(deadline=20).wait().version == 1
+        run.disconnect(policy)
+        run.join("trainer").publish(ONE).wait()
+        assert policy.receive(deadline=20).wait().version == 2
+
+
 def test_nothing_is_left(run: FakeRun) -> None:
     with FakeRun() as other:
         joined, target = other.join("trainer"), other.target("rollout")

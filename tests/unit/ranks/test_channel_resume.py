@@ -372,7 +372,7 @@ async def test_a_newer_version_in_the_welcome_counts_as_a_commit(target: World, 
     pending = target.watches.committed(3, None)
     await asyncio.sleep(0)
     if resumed:
-        target.hub.welcomed(wire.Welcome(1, target.welcome.settings, 0, 1, "127.0.0.1", latest=4), True)
+        target.hub.welcomed(wire.Welcome(1, target.welcome.settings, 0, 1, "127.0.0.1", 0, latest=4), True)
     else:
         target.new_coordinator(latest=4)
     assert await pending == target.hub.latest == 4

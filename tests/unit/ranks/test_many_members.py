@@ -231,7 +231,7 @@ class Wire:
         self.writes.append([wire.decode_server_frame(message) for message in messages])
 
 
-WELCOME = wire.Welcome(1, wire.ChannelSettings("target", 5.0, 2, "leader", "leader", "auto", 1.0), 0, 1, "127.0.0.1")
+WELCOME = wire.Welcome(1, wire.ChannelSettings("target", 5.0, 2, "leader", "leader", "auto", 1.0), 0, 1, "127.0.0.1", 0)
 
 
 @pytest.mark.anyio

@@ -73,7 +73,7 @@ class Coordinator:
         hello = decode_member_frame(await self._recv(websocket)).body
         assert isinstance(hello, Hello)
         self.hellos.append(hello)
-        welcome = Welcome(self.term, SETTINGS, self.received, epoch=1, address="127.0.0.1", latest=3)
+        welcome = Welcome(self.term, SETTINGS, self.received, epoch=1, address="127.0.0.1", replica=0, latest=3)
         await websocket.send(encode(ServerFrame(0, self.received, self.answer or welcome)))
         await self.connections.put(websocket)
         with contextlib.suppress(ConnectionClosed):
