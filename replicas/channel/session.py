@@ -35,25 +35,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import msgspec
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_never, wait_random_exponential
-from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketException
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.channel.connection import Connection, dial
 from replicas.channel.loop import SessionLoop
 from replicas.common.backoff import Backoff
-from replicas.linux.sockets import listener_uids, whose
 from replicas.messages.bounds import most_nbytes, text_of
 
 __all__ = ["MALFORMED_MAX", "Session", "SessionHandler"]
 
 logger = logging.getLogger("replicas.channel")
-_quiet = logging.getLogger("replicas.channel.websocket")
-_quiet.setLevel(logging.ERROR)
 
 REACH_S = 2.0
 """Limit for the TCP connection: a new try is sooner than a repeated SYN (1, 3, 7 s)."""
@@ -70,7 +67,6 @@ SLACK_S = 0.5
 SILENCE_S = 10.0
 """Longest silence tolerated, unless the coordinator asks for few heartbeats."""
 CLOSE_TIMEOUT_S = 1.0
-MAX_FRAME_NBYTES = 256 << 20
 MALFORMED_MAX = 5
 """Malformed frames in a row that end the session: the coordinator is incompatible."""
 ACK_AFTER = 64
@@ -111,49 +107,6 @@ class _Fruitless(Exception):
     """A connection has ended before any new message went either way."""
 
 
-class Connection(Protocol):
-    """A connection to the coordinator: whole frames, in order, each once."""
-
-    @property
-    def heard(self) -> float:
-        """When the last byte came, by ``time.monotonic()``."""
-
-    async def send(self, message: bytes, /) -> None: ...
-
-    async def recv(self) -> str | bytes: ...
-
-    async def close(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
-in_process: dict[str, Callable[[str], Connection]] = {}
-"""By endpoint: opens a connection to a coordinator in this process, given a token
-(:mod:`replicas.testing`)."""
-
-
-class _Socket(ClientConnection):
-    """A connection that records when a byte came, and checks the port's owner."""
-
-    heard = 0.0
-    token_owners: frozenset[int] | None = None
-
-    async def handshake(self, *arguments: Any, **options: Any) -> None:
-        """Refuse a port that another user took while it was free, then shake hands."""
-        if self.token_owners is not None:
-            uids = listener_uids(self.transport.get_extra_info("socket"))
-            if uids is not None and not (uids and uids <= self.token_owners):
-                raise ConnectionRefusedError(f"the port {whose(uids)}: the run's token was not shown to it")
-        await super().handshake(*arguments, **options)
-
-    def data_received(self, data: bytes) -> None:
-        self.heard = time.monotonic()
-        super().data_received(data)
-
-    def abort(self) -> None:
-        self.transport.abort()
-
-
 class Session:
     """See the module's header. ``token_owners``: users here who may see the token."""
 
@@ -184,7 +137,6 @@ class Session:
         self._in_vain = 0
         self._gained = (0, 0)
         self._task: asyncio.Task[None] | None = None
-        self._fd = -1
         self._last_error = ""
         self._malformed = 0
 
@@ -290,7 +242,7 @@ class Session:
         try:
             await connection.close()
         finally:
-            self._loop.fds.discard(self._fd)
+            self._loop.fds.discard(connection.fd)
             connection.abort()
 
     def _note_error(self, state: RetryCallState) -> None:
@@ -302,42 +254,21 @@ class Session:
     async def _connect_once(self) -> Connection:
         async with asyncio.timeout(REACH_S) as limit:
 
-            def reached(*arguments: Any, **options: Any) -> _Socket:
+            def reached() -> None:
                 limit.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
-                made = _Socket(*arguments, **options)
-                made.token_owners = self._token_owners
-                return made
 
-            inside = in_process.get(self.endpoint)
-            connection = await self._dial(reached) if inside is None else inside(self._token)
+            try:
+                connection = await dial(self.endpoint, self._token, reached, self._token_owners)
+            except InvalidStatus as error:
+                self._judge_status(error)
+                raise
+            self._loop.fds.add(connection.fd)
             try:
                 await self._shake_hands(connection)
             except BaseException:
                 await self._hang_up(connection)
                 raise
             return connection
-
-    async def _dial(self, make: Callable[..., _Socket]) -> Connection:
-        try:
-            found = await connect(
-                f"ws://{self.endpoint}/session",
-                additional_headers={"Authorization": f"Bearer {self._token}"},
-                compression=None,
-                proxy=None,
-                open_timeout=None,
-                close_timeout=CLOSE_TIMEOUT_S,
-                ping_interval=None,
-                max_size=MAX_FRAME_NBYTES,
-                logger=_quiet,
-                user_agent_header=None,
-                create_connection=make,  # type: ignore[arg-type]  # a factory works as well as the class
-            )
-        except InvalidStatus as error:
-            self._judge_status(error)
-            raise
-        self._fd = found.transport.get_extra_info("socket").fileno()
-        self._loop.fds.add(self._fd)
-        return cast("_Socket", found)
 
     def _judge_status(self, error: InvalidStatus) -> None:
         status = error.response.status_code

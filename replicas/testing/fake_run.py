@@ -27,8 +27,8 @@ from typing import Any, Literal, Self, TypeVar
 
 from replicas import environ, errors
 from replicas.channel import Channel, Update, join
+from replicas.channel.connection import in_process
 from replicas.channel.loop import session_loop
-from replicas.channel.session import in_process
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.messages.identity import Member

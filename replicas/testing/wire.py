@@ -38,6 +38,8 @@ class Wire:
 
     # ------------------------------------------------------------ the member's end
 
+    fd = -1
+
     @property
     def heard(self) -> float:
         """A frozen process does not count the time; when it wakes it reads first."""

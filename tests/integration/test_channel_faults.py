@@ -471,8 +471,7 @@ def fds():
         with contextlib.suppress(FileNotFoundError):  # another thread closed it
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return found
-session = channel._hub.session._fd
-assert os.readlink(f"/proc/self/fd/{session}").startswith("socket:")
+(session,) = (fd for fd in channel._hub.loop.fds if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"))
 channel._hub.loop.run(lambda: channel._hub.loop.forkserver(None), 60)
 pid = os.fork()
 if pid == 0:

@@ -13,7 +13,7 @@ import torch
 
 import replicas
 from replicas import errors
-from replicas.channel.session import in_process
+from replicas.channel.connection import in_process
 from replicas.coordinator import GroupShape
 from replicas.testing import FakeRun
 
