@@ -211,6 +211,24 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._unfinished:
             self._unfinished = False
             finalize_layerwise_reload(self.model, self.model_config)
+            self._pack_tied_layers()
+
+    def _pack_tied_layers(self) -> None:
+        """On a CPU, pack the weights of tied layers again.
+
+        There vLLM computes with a packed copy of a layer's weight, and makes a new one
+        for the layers that were given weights. An output layer that is tied to the
+        embedding was given none: it would go on with the version before.
+        """
+        if self.device.type != "cpu":
+            return  # the layers share the memory itself
+        layers: dict[int, list[Any]] = {}
+        for layer in self.model.modules():
+            weight = layer._parameters.get("weight")
+            if weight is not None and hasattr(layer, "quant_method"):
+                layers.setdefault(id(weight), []).append(layer)
+        for layer in (one for tied in layers.values() if len(tied) > 1 for one in tied):
+            layer.quant_method.process_weights_after_loading(layer)
 
     def _drop_update(self, reason: str) -> None:
         update, self._update = self._update, None

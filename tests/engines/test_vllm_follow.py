@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import replicas
 from replicas import Coordinator, errors
@@ -33,6 +33,10 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
+TEXT = "The sum of 7 and 12 is 19, and the capital of France is Paris."
+NOISE = 0.2
+ROUNDING = 0.1
+"""Of log-probabilities in bfloat16, on average."""
 LONG = {**CAPITAL, "max_tokens": 100, "ignore_eos": True}
 DRAFT = '{"model": "%s", "method": "draft_model", "num_speculative_tokens": 2}'
 
@@ -81,12 +85,21 @@ class Pair:
         coordinator = stack.enter_context(Coordinator(channels, groups={"server": 100}).in_thread())
         self.address: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
         self.trainer = stack.enter_context(replicas.join("policy", group="trainer", **self.address))
-        model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
-        self.weights = {name: tensor.detach() for name, tensor in hf(model)}
+        self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
         self._followers = 0
 
     def publish(self) -> int:
-        return self.trainer.publish(self.weights).wait(60).version
+        return self.trainer.publish(hf(self.model)).wait(60).version
+
+    def logprobs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the tokens of a text, by the trainer's model and by the server."""
+        ids = AutoTokenizer.from_pretrained(MODEL)(TEXT)["input_ids"]
+        with torch.no_grad():
+            found = self.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        asked = {"model": str(MODEL), "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+        answer = ask(f"{self.url}/v1/completions", asked)["choices"][0]["prompt_logprobs"]
+        served = [row[str(token)]["logprob"] for row, token in zip(answer[1:], ids[1:], strict=True)]
+        return found[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0], torch.tensor(served)
 
     @contextmanager
     def following(self, mode: PauseMode) -> Iterator[None]:
@@ -122,6 +135,25 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with ExitStack() as stack:
         yield Pair(stack.enter_context(plain_vllm(tmp_path_factory.mktemp("plain"))), stack)
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "self_attn", "mlp", "norm"])
+def test_the_server_computes_with_every_part_of_the_new_version(pair: Pair, part: str) -> None:
+    """The output layer shares the embedding's weight, and has a packed copy of it."""
+    parameters = [value for name, value in pair.model.named_parameters() if part in name]
+    before = [value.detach().clone() for value in parameters]
+    torch.manual_seed(1)
+    with pair.following("keep"), torch.no_grad():
+        old, _ = pair.logprobs()
+        for value in parameters:
+            value += NOISE * value.float().std() * torch.randn(value.shape)
+        pair.wait_until_served(pair.publish())
+        new, served = pair.logprobs()
+        for value, good in zip(parameters, before, strict=True):
+            value.copy_(good)
+        assert (new - served).abs().mean() < (new - old).abs().mean() / 3  # rounding grows with the noise
+        pair.wait_until_served(pair.publish())
+        assert (old - pair.logprobs()[1]).abs().mean() < ROUNDING
 
 
 @pytest.mark.parametrize("mode", get_args(PauseMode))
