@@ -89,7 +89,7 @@ async def measure(model: Path, folder: Path, repetitions: int) -> list[dict[str,
             code = await supervisor.run_until_done()
     rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     if code != 0 or len(rows) != repetitions + WARM_UPS:
-        logs = "".join(path.read_text()[-2000:] for path in (folder / "run" / "logs" / "trainer").glob("*/*/*"))
+        logs = "".join(path.read_text()[-2000:] for path in (folder / "run" / "logs" / "trainer").glob("*/*/*.log"))
         raise RuntimeError(f"the run ended with {code} after {len(rows)} rounds:\n{logs}")
     return rows[WARM_UPS:]
 
@@ -98,7 +98,7 @@ def pauses(folder: Path, versions: set[int]) -> list[tuple[float, float]]:
     """Of each load of these versions: seconds of the pause, and of ours in it."""
     found = []
     for logs in (folder / "run" / "logs" / "server").iterdir():
-        text = "".join(path.read_text() for path in sorted(logs.glob("*/*")))
+        text = "".join(path.read_text() for path in sorted(logs.glob("*/*.log")))
         received = {int(one[1]): float(one[2]) for one in RECEIVED.finditer(text)}
         for one in SERVED.finditer(text):
             if int(one[1]) in versions:

@@ -115,6 +115,16 @@ class HfSource:
             return [row for unit in units for row in _fsdp1_metadata(unit)]
         return [(row.name, row.parameter.dtype, _whole_shape(row.parameter)) for row in self._rows()]
 
+    def resident(self) -> dict[str, torch.Tensor] | None:
+        """All tensors by name, if none must be gathered or merged: then ``publish``
+        copies them at once. Else None."""
+        if _fsdp1_units(self._model):
+            return None
+        rows = list(self._rows())
+        if any(type(row.parameter.data) is not torch.Tensor or _changes(row) for row in rows):
+            return None
+        return {row.name: row.parameter.detach() for row in rows}
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         units = _fsdp1_units(self._model)
         pairs = (pair for unit in units for pair in _fsdp1_tensors(unit)) if units else self._tensors()
@@ -220,6 +230,11 @@ def _fsdp1_tensors(unit: tuple[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         whole = {_checkpoint_name(name): tensor for name, tensor in module.named_parameters()}
         for name in module._handle.flat_param._fqns:
             yield prefix + _checkpoint_name(name), whole[_checkpoint_name(name)].detach()
+
+
+def _changes(row: _Row) -> bool:
+    """Whether the parameter is gathered or merged for a moment only."""
+    return hasattr(row.parameter, "ds_id") or (row.layer is not None and not row.layer.merged)
 
 
 def _whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:

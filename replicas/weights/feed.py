@@ -315,13 +315,18 @@ class Feed:
 
 
 def known_values(weights: object) -> dict[str, object] | None:
-    """The values of a module (parameters, persistent buffers) or mapping; else None."""
+    """The values of a module (parameters, persistent buffers) or mapping; else None.
+
+    An object may have a method ``resident()``: its names and tensors, if each exists
+    whole already, and None if it must be walked.
+    """
     if isinstance(weights, torch.nn.Module):
         state = _unwrapped(weights).state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if name.rpartition(".")[2] != "_extra_state"}
     if isinstance(weights, Mapping):
         return dict(weights) if type(weights) is dict else dict(weights.items())
-    return None
+    resident = getattr(weights, "resident", None)
+    return resident() if callable(resident) else None
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

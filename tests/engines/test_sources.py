@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from replicas import errors
 from replicas.sources import hf
+from replicas.sources.hf import HfSource
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -90,12 +91,19 @@ def announced(weights: Any) -> bool:
     return bool(given == weights.metadata())
 
 
+def at_once(weights: HfSource) -> list[str] | None:
+    """Names of the tensors that publish copies without a walk."""
+    found = weights.resident()
+    return None if found is None else list(found)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_plain_model_has_the_names_that_trl_sends(tied: bool) -> None:
     made = model(tied=tied)
     assert names(hf(made)) == names(_iter_vllm_named_params(made)) == names(grpo(made))
     assert ("lm_head.weight" in names(hf(made))) is not tied
     assert announced(hf(made))
+    assert at_once(hf(made)) == names(hf(made))
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}])
@@ -113,6 +121,7 @@ def test_a_merged_adapter_gives_what_trl_sends_and_leaves_the_model_as_it_was(op
     changed = [name for name, parameter in made.named_parameters() if not torch.equal(before[name], parameter)]
     assert changed  # a merge and its reverse in bfloat16, which the source avoids
     assert announced(hf(made))
+    assert at_once(hf(made)) is None
 
 
 def test_an_adapter_alone_has_the_names_of_its_checkpoint() -> None:
@@ -120,6 +129,7 @@ def test_an_adapter_alone_has_the_names_of_its_checkpoint() -> None:
     got = names(hf(made, adapter="only"))
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in got
     assert all("lora_" in name or "modules_to_save" in name for name in got)
+    assert at_once(hf(made, adapter="only")) == got
 
 
 def test_an_adapter_of_a_model_without_one_is_refused() -> None:
@@ -137,7 +147,7 @@ def test_frozen_parameters_come_unless_they_are_not_wanted() -> None:
 @pytest.mark.usefixtures("group")
 def test_wrappers_do_not_show_in_names() -> None:
     plain = names(hf(model()))
-    assert names(hf(DistributedDataParallel(model()))) == plain
+    assert names(hf(DistributedDataParallel(model()))) == plain == at_once(hf(DistributedDataParallel(model())))
     compiled: Any = torch.compile(model())
     assert names(hf(compiled)) == plain
 
@@ -150,6 +160,7 @@ def test_fsdp2_gives_the_shards_which_publish_gathers(tied: bool) -> None:
     made = sharded(made, made.model.layers)
     assert names(hf(made)) == plain == names(_iter_vllm_named_params(made)) == names(grpo(made, fsdp=True))
     assert all(hasattr(tensor, "full_tensor") for _, tensor in hf(made))
+    assert at_once(hf(made)) is None
     assert announced(hf(made))
 
 
@@ -183,6 +194,7 @@ def test_fsdp1_is_gathered_unit_by_unit(original: bool) -> None:
     assert set(got) == set(wanted)
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     assert announced(hf(wrapped))
+    assert at_once(hf(wrapped)) is None
 
 
 @pytest.mark.parametrize("wrong", [{"adapter": "both"}, {"sync": "cuda"}])

@@ -226,6 +226,25 @@ def test_metadata_is_a_plan(described: Any) -> None:
     assert all(same(found[name], value) for name, value in TENSORS.items())
 
 
+class Resident(Described):
+    """Weights whose tensors may all exist whole already."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, whole: bool) -> None:
+        super().__init__(tensors, list(tensors.items()))
+        self._whole = whole
+
+    def resident(self) -> dict[str, torch.Tensor] | None:
+        return dict(self._tensors) if self._whole else None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_that_are_all_there_are_not_walked(whole: bool) -> None:
+    weights = Resident(TENSORS, whole=whole)
+    found = unpacked(packed(weights))
+    assert all(same(found[name], value) for name, value in TENSORS.items())
+    assert weights.given == ([] if whole else list(TENSORS))
+
+
 @pytest.mark.parametrize("row", [("a", 3), 3, ParamMeta("a", "float32", (1,)), ParamMeta(3, torch.int8, ())])  # type: ignore[arg-type]  # on purpose
 def test_metadata_of_another_form_is_refused(row: object) -> None:
     with pytest.raises(ManifestMismatch, match=r"metadata\(\) gave"):
