@@ -17,6 +17,9 @@ ENDS = 8
 """Steps whose mean is called the first and the last reward."""
 RISE = 0.15
 """By how much the reward must rise at the least."""
+DIFFERENCE = 0.2
+"""Of log-probabilities of the same tokens, on average: more than rounding in bfloat16
+explains. The servers then compute with other weights than the trainer."""
 
 
 def conclude(history: History, state_dir: Path) -> None:
@@ -38,6 +41,8 @@ def conclude(history: History, state_dir: Path) -> None:
         problems.append(f"{len(history.steps)} of {history.steps_wanted} steps")
     elif _mean(history.rewards[-ENDS:]) < _mean(history.rewards[:ENDS]) + RISE:
         problems.append("the reward did not rise")
+    if _policy_difference(history) > DIFFERENCE:
+        problems.append(f"trainer and servers differ: log-probabilities by {_policy_difference(history):.2f}")
     for fault in history.faults:
         if fault.done_at is None:
             problems.append(f"{fault.signal} to {fault.role} of {fault.replica} found no moment")
@@ -55,6 +60,14 @@ def _syncs(state_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
+def _policy_difference(history: History) -> float:
+    """Between trainer and servers, of the tokens that these sampled: TRL's figure, the
+    median of all steps."""
+    name = "sampling/sampling_logp_difference/mean"
+    found = [float(step[name]) for step in history.steps if name in step]
+    return statistics.median(found or [0.0])
+
+
 def _mean(values: list[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
@@ -69,6 +82,7 @@ def _summary(history: History) -> dict[str, Any]:
         "steps": len(history.steps),
         "versions_committed": history.committed(),
         "trainer_held_median_s": statistics.median(held) if held else None,
+        "policy_difference_median": _policy_difference(history),
         "staleness_worst": max(history.staleness, default=0),
         "answers_sampled": sum(count for versions in sampler.answers.values() for count in versions.values()),
         "answers_refused": sampler.refused,
@@ -98,6 +112,7 @@ def print_summary(console: Console, history: History, out: Path) -> None:
     table.add_row("versions committed", str(summary["versions_committed"]))
     table.add_row("trainer held by a publish, median", "-" if held is None else f"{held:.3f} s")
     table.add_row("worst staleness of a ready server", f"{summary['staleness_worst']} versions")
+    table.add_row("log-probabilities, trainer / servers", f"differ by {summary['policy_difference_median']:.3f}")
     table.add_row("answers sampled / refused", f"{summary['answers_sampled']} / {summary['answers_refused']}")
     for fault in history.faults:
         back = "not back" if fault.back_s is None else f"back after {fault.back_s:.0f} s"

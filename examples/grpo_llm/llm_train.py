@@ -71,7 +71,7 @@ def main(folder: str, url: str, steps: int, seed: int, records: Path) -> None:
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=3,
         use_cpu=True,
-        bf16=False,
+        bf16=True,  # computes with the weights that the servers get; in float32 the two policies drift apart
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",
