@@ -94,7 +94,7 @@ test-engines: ## run the tests on released engines and trainers: vLLM, TRL, PEFT
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@$(ENGINE_TESTS) tests/engines $(ARGS)
 
-demo-llm: ## teach a small language model to add: TRL's trainer, two vLLM servers, one of them killed on the way (15 minutes)
+demo-llm: ## teach a small language model to add: TRL's trainer, two vLLM servers, one of them killed on the way (10 minutes)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
 	@HF_HUB_OFFLINE=1 $(ENGINES)/bin/python examples/grpo_llm/llm_demo.py $(ENGINES)/model $(ARGS)
 
