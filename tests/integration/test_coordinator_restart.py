@@ -11,7 +11,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ class World:
         self.coordinator = coordinator
         self.joined: list[Channel] = []
 
-    async def join(self, group: str, replica: int = 0, rank: int = 0, world_size: int = 1) -> Channel:
+    async def join(self, group: str, replica: int | Literal["auto"] = 0, rank: int = 0, world_size: int = 1) -> Channel:
         def join() -> Channel:
             where: dict[str, Any] = {"endpoint": self.coordinator.endpoint, "token": self.coordinator.token}
             return replicas.join("policy", group=group, replica=replica, rank=rank, world_size=world_size, **where)
@@ -123,6 +123,24 @@ async def test_a_coordinator_that_dies_while_it_reads_a_manifest() -> None:
         await world.restarted()
         assert (await publishing).lost == ()
         assert await load(rollout) == (1, 1.0)
+
+
+async def test_an_index_is_given_when_those_that_have_one_are_back(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        trainer = await world.join("trainer")
+        first = await world.join("rollout", "auto")
+        await publish(trainer, 1)
+        assert await load(first) == (1, 1.0)
+        await world.coordinator.arm("decided")
+        publishing = asyncio.create_task(publish(trainer, 2))
+        await world.coordinator.died()
+        joining = asyncio.create_task(world.join("rollout", "auto"))
+        await world.coordinator.start()
+        second = await joining
+        assert [one.member.replica for one in (first, second)] == [0, 1]
+        assert (await publishing).version == 2
+        for rollout in (first, second):
+            assert await load(rollout) == (2, 2.0)
 
 
 @pytest.mark.timeout(300)
