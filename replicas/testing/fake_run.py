@@ -89,6 +89,7 @@ class FakeRun:
         self._tick: asyncio.Task[None] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._wires: dict[Member, Wire] = {}
+        self._came = asyncio.Event()
         self._frozen: dict[Member, asyncio.Event] = {}
         self._joined: list[Channel] = []
         self._targets: list[VirtualTarget] = []
@@ -216,8 +217,11 @@ class FakeRun:
         self._on_loop(self._cut, channel.member)
 
     def restart_coordinator(self) -> None:
-        """Replace the coordinator by a new one, which learns all from the members."""
-        self._on_loop(self._restart)
+        """Replace the coordinator by a new one, which learns all from the members.
+
+        It returns when all members that are not frozen have come back.
+        """
+        self._loop.run(self._restart, CALL_TIMEOUT_S)
 
     # ------------------------------------------------------------ what a test asks
 
@@ -252,6 +256,7 @@ class FakeRun:
     def _welcome(self, wire: Wire, member: Member) -> None:
         """A member has introduced itself on the wire."""
         self._wires[member] = wire
+        self._came.set()
         wire.frozen = self._frozen.get(member)
 
     def _start_ticks(self) -> None:
@@ -265,7 +270,8 @@ class FakeRun:
         self._wires.clear()
         self._coordinator.engine.close()
 
-    def _restart(self) -> None:
+    async def _restart(self) -> None:
+        known = {state.member for one in self._coordinator.engine.channels.values() for state in one.roster}
         self._stop()
         old = self._coordinator
         self._coordinator = self._new_coordinator()
@@ -273,6 +279,9 @@ class FakeRun:
         decisions, last = self._coordinator.engine.decisions, old.engine.decisions
         decisions.term = max(decisions.term, last.term + 1)
         self._start_ticks()
+        while known - self._frozen.keys() - self._wires.keys():
+            self._came.clear()
+            await self._came.wait()
 
     def _kill(self, member: Member) -> None:
         self._coordinator.engine.lose(member, "exited")
