@@ -73,7 +73,7 @@ test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and a m
 	@$(PYTEST) $(SIDE_BY_SIDE) $(SLICE:%=tests/integration/test_%.py)
 	@CHAOS_WORLD=exec CHAOS_SECONDS=15 $(PYTEST) tests/chaos/test_chaos.py tests/chaos/test_supervisor.py
 
-test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 45 minutes, and 5 GB in .venv-engines
+test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 50 minutes, and 5 GB in .venv-engines
 	@$(UNIT_TESTS)
 	@FRAMES=1000 $(PYTEST) $(SIDE_BY_SIDE) --timeout 600 tests/integration tests/gpu
 	@$(PYTEST) tests/chaos
@@ -89,10 +89,9 @@ test-versions: | $(BIN)/python ## the same, and with the newest versions on each
 	  $(BIN)/python -m tests.support.versions newest $(PYTHONS) && exit $$lowest
 
 ENGINES := .venv-engines
-ENGINE_TESTS = $(ENGINES)/bin/python -m pytest -q -W default --timeout 600 --durations 10
 test-engines: ## run the tests on released engines and trainers: vLLM, TRL, PEFT (makes an environment of 5 GB in .venv-engines)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)
-	@$(ENGINE_TESTS) tests/engines $(ARGS)
+	@$(ENGINES)/bin/python -m pytest -q -W default --timeout 600 --durations 10 tests/engines $(ARGS)
 
 demo-llm: ## teach a small language model to add: TRL's trainer, two vLLM servers, one of them killed on the way (10 minutes)
 	@$(PYTHON) tests/engines/install.py $(ENGINES)

@@ -7,9 +7,10 @@ The supervisor is embedded: this program starts the run of llm.toml (TRL's train
 vLLM servers, vLLM's router), watches it, kills the EngineCore of ``server/1`` with
 SIGKILL at 40 % of the steps, and reports. ``--faults N`` in its place kills and freezes
 N processes of the servers, drawn by the seed, over the whole run, half of them in the
-moment of a load; 50 need some 150 steps. It exits with 1 when
-the reward did not rise, a server answered with a version that was not committed or went
-back to an older one, the trainer failed, or an engine did not come back.
+moment of a load; 50 need some 150 steps. It exits with 1 when the reward did not rise,
+trainer and servers computed with other weights, a server answered with a version that
+was not committed or went back to an older one, the trainer failed, or an engine did not
+come back.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["main"]
 HERE = Path(__file__).resolve().parent
 KILL_AT = 0.4
 STEP_LIMIT_S = 53.0
-"""A step takes some 20 s on two cores, and longer beside a server that starts."""
+"""A step takes some 13 s on two cores, and longer beside a server that starts."""
 PERIOD_S = 0.25
 
 

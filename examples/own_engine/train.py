@@ -10,11 +10,15 @@ import torch
 import replicas
 
 ENGINE_RANKS = 2
+START_S = 90.0
 
 
 def main() -> None:
     with replicas.join("policy") as channel:
+        until = time.monotonic() + START_S
         while len(channel.members) < 1 + ENGINE_RANKS:  # else the first versions are committed without the engine
+            if time.monotonic() > until:
+                raise TimeoutError(f"the engine has not joined within {START_S:g} s")
             time.sleep(0.05)
         for step in (1, 2, 3):
             weight = torch.arange(8.0).reshape(8, 1) * step

@@ -11,7 +11,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from replicas.linux.sockets import listener_uids, whose
 
-__all__ = ["Connection", "dial", "in_process"]
+__all__ = ["CLOSE_TIMEOUT_S", "Connection", "dial", "in_process"]
 
 _quiet = logging.getLogger("replicas.channel.websocket")
 _quiet.setLevel(logging.ERROR)

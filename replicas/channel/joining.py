@@ -104,7 +104,7 @@ def join(
         channel=channel,
         group=arguments.name("join: group", own_group),
         replica=0 if chosen == "auto" else _first("replica", chosen, 0),
-        any_replica=chosen == "auto",
+        any_replica=chosen == "auto" and not observe,
         rank=_first("rank", rank, found.rank, 0),
         world_size=_first("world_size", world_size, found.world_size, 1),
         incarnation=secrets.token_hex(8),

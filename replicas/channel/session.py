@@ -43,7 +43,7 @@ from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketExce
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.connection import Connection, dial
+from replicas.channel.connection import CLOSE_TIMEOUT_S, Connection, dial
 from replicas.channel.loop import SessionLoop
 from replicas.common.backoff import Backoff
 from replicas.messages.bounds import most_nbytes, text_of
@@ -66,7 +66,6 @@ MISSED_ACKS = 3
 SLACK_S = 0.5
 SILENCE_S = 10.0
 """Longest silence tolerated, unless the coordinator asks for few heartbeats."""
-CLOSE_TIMEOUT_S = 1.0
 MALFORMED_MAX = 5
 """Malformed frames in a row that end the session: the coordinator is incompatible."""
 ACK_AFTER = 64

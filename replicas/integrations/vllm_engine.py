@@ -225,7 +225,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         layers: dict[int, list[Any]] = {}
         for layer in self.model.modules():
             weight = layer._parameters.get("weight")
-            if weight is not None and hasattr(layer, "quant_method"):
+            if weight is not None and getattr(layer, "quant_method", None) is not None:
                 layers.setdefault(id(weight), []).append(layer)
         for layer in (one for tied in layers.values() if len(tied) > 1 for one in tied):
             layer.quant_method.process_weights_after_loading(layer)

@@ -121,7 +121,10 @@ class HfSource:
         if _fsdp1_units(self._model):
             return None
         rows = list(self._rows())
-        if any(type(row.parameter.data) is not torch.Tensor or _changes(row) for row in rows):
+        if any(
+            type(row.parameter.data) is not torch.Tensor or hasattr(row.parameter, "ds_id") or _is_to_merge(row)
+            for row in rows
+        ):
             return None
         return {row.name: row.parameter.detach() for row in rows}
 
@@ -232,9 +235,8 @@ def _fsdp1_tensors(unit: tuple[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield prefix + _checkpoint_name(name), whole[_checkpoint_name(name)].detach()
 
 
-def _changes(row: _Row) -> bool:
-    """Whether the parameter is gathered or merged for a moment only."""
-    return hasattr(row.parameter, "ds_id") or (row.layer is not None and not row.layer.merged)
+def _is_to_merge(row: _Row) -> bool:
+    return row.layer is not None and not row.layer.merged and not row.layer.disable_adapters
 
 
 def _whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
@@ -261,7 +263,7 @@ def _merged(row: _Row) -> Iterator[torch.Tensor]:
     """The parameter with the adapters of its layer added; afterwards it is as
     before."""
     parameter, layer = row.parameter, row.layer
-    if layer is None or layer.merged or layer.disable_adapters:
+    if not _is_to_merge(row):
         yield parameter.detach()
         return
     saved = parameter.detach().clone()

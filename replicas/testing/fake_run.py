@@ -19,9 +19,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
-import tempfile
+import os
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -87,7 +86,7 @@ class FakeRun:
             raise errors.UsageError(text, hint="test it with replicas.Coordinator(...).in_thread() and processes")
         self._loop = session_loop()
         self._tick: asyncio.Task[None] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._token_fd = -1
         self._wires: dict[Member, Wire] = {}
         self._came = asyncio.Event()
         self._frozen: dict[Member, asyncio.Event] = {}
@@ -109,8 +108,8 @@ class FakeRun:
         return self._coordinator.token
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="replicas-fake-run-")
-        (Path(self._folder.name) / "token").write_text(self.token)
+        self._token_fd = os.memfd_create("replicas-token")  # on no disk, whoever kills this process
+        os.write(self._token_fd, self.token.encode())
         in_process[self.endpoint] = self._connect
         self._on_loop(self._start_ticks)
         return self
@@ -120,16 +119,16 @@ class FakeRun:
     ) -> None:
         try:
             self._on_loop(self._thaw_all)
+            for target in self._targets:
+                target.end()
             for channel in self._joined:
                 channel.close(wait=False)
-            for target in self._targets:
-                target.join()
         finally:
             self._on_loop(self._lose_all)
             in_process.pop(self.endpoint, None)
             self._on_loop(self._stop)
-            if self._folder is not None:
-                self._folder.cleanup()
+            os.close(self._token_fd)
+            self._token_fd = -1
 
     def environ(
         self, group: str, replica: int | Literal["auto"] = 0, rank: int = 0, world_size: int = 1
@@ -141,10 +140,10 @@ class FakeRun:
             for name, value in run.environ("rollout").items():
                 monkeypatch.setenv(name, value)
         """
-        folder = Path(self._entered())
+        self._check_begun()
         return {
             environ.ENDPOINT: self.endpoint,
-            environ.TOKEN_FILE: str(folder / "token"),
+            environ.TOKEN_FILE: f"/proc/{os.getpid()}/fd/{self._token_fd}",
             environ.RUN: self._coordinator.engine.run,
             environ.GROUP: group,
             environ.REPLICA: str(replica),
@@ -168,7 +167,7 @@ class FakeRun:
         :param more: ``observe``, ``info`` and ``timeout`` of :func:`replicas.join`.
         :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
         """
-        self._entered()
+        self._check_begun()
         identity: dict[str, Any] = {"group": group, "replica": replica, "rank": rank, "world_size": world_size}
         name = next(iter(self._channels)) if channel is None else channel
         joined = join(name, endpoint=self.endpoint, token=self.token, **{**identity, **more})
@@ -238,10 +237,9 @@ class FakeRun:
 
     # ------------------------------------------------------------ on the session thread
 
-    def _entered(self) -> str:
-        if self._folder is None:
-            raise errors.UsageError("this fake run has not begun", hint="use it in a `with` block")
-        return self._folder.name
+    def _check_begun(self) -> None:
+        if self._token_fd < 0:
+            raise errors.UsageError("this fake run has not begun, or is over", hint="use it in its `with` block")
 
     def _on_loop(self, function: Callable[..., T], *arguments: Any) -> T:
         async def call() -> T:

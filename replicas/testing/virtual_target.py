@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -12,7 +13,9 @@ from replicas.channel import Channel, Update
 
 __all__ = ["VirtualTarget"]
 
-JOIN_TIMEOUT_S = 30.0
+logger = logging.getLogger("replicas.testing")
+
+END_TIMEOUT_S = 30.0
 
 
 class VirtualTarget:
@@ -30,6 +33,7 @@ class VirtualTarget:
         self.weights: dict[str, torch.Tensor] = {}
         self.error: errors.ReplicasError | None = None
         self._load = load or self._copy
+        self._over = False
         self._thread = threading.Thread(target=self._run, name=f"virtual {channel.member}", daemon=True)
         self._thread.start()
 
@@ -38,7 +42,7 @@ class VirtualTarget:
             while True:
                 self._take(self.channel.receive().wait())
         except errors.ReplicasError as error:
-            if not isinstance(error, errors.Gone):
+            if not self._over:
                 self.error = error
 
     def _take(self, update: Update) -> None:
@@ -54,6 +58,10 @@ class VirtualTarget:
     def _copy(self, update: Update) -> None:
         self.weights = {name: tensor.clone() for name, tensor in update.tensors().items()}
 
-    def join(self) -> None:
-        """Wait for its thread, after its channel was closed."""
-        self._thread.join(JOIN_TIMEOUT_S)
+    def end(self) -> None:
+        """Close its channel and wait for its thread, 30 s for a load under way."""
+        self._over = True
+        self.channel.close(wait=False)
+        self._thread.join(END_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("the load of %s goes on after the end of its run", self.channel.member)

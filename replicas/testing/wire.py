@@ -102,7 +102,7 @@ class Wire:
         return not self._cut.is_set()
 
     def rtt_s(self) -> float:
-        return 1e-6
+        return 1e-6  # 0 would mean that it is not known
 
     def write(self, messages: Sequence[bytes]) -> None:
         self._heard = time.monotonic()

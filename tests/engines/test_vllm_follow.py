@@ -23,6 +23,7 @@ import replicas
 from replicas import Coordinator, errors
 from replicas.integrations.follower import PauseMode
 from replicas.integrations.vllm import follow
+from replicas.linux.processes import die_with_parent
 from replicas.sources import hf
 from tests.engines.world import CAPITAL, MODEL, START_S, VLLM_OPTIONS, ask, get
 from tests.support.runs import eventually
@@ -50,8 +51,9 @@ def plain_vllm(folder: Path, *options: str, **environment: str) -> Iterator[str]
     command += ["--host", "127.0.0.1", "--port", f"{port}", "--weight-transfer-config", '{"backend": "replicas"}']
     log = folder / "vllm.log"
     with log.open("wb") as file:
+        parent, variables = os.getpid(), {**os.environ, **ENVIRONMENT, **environment}
         process = subprocess.Popen(
-            command, env={**os.environ, **ENVIRONMENT, **environment}, stdout=file, stderr=file, start_new_session=True
+            command, env=variables, stdout=file, stderr=file, preexec_fn=lambda: die_with_parent(parent)
         )
 
     def healthy() -> bool:

@@ -252,9 +252,9 @@ async def test_an_outcome_that_a_lost_coordinator_left_unknown_is_settled_by_the
                 assert tensors[1].eq(1.5).all()
                 await outcomes([waiting[0], channels[1].all_reduce(following[1], "mean")])
                 assert all(tensor.eq(6.0).all() for tensor in following)
-                await world.close()
+                await world.aclose()
         finally:
-            await world.close()
+            await world.aclose()
 
 
 # ------------------------------------------------------------- waits that are abandoned

@@ -25,7 +25,7 @@ async def test_nobody_is_told_of_it_and_another_channel_goes_on(monkeypatch: pyt
         try:
             await _refuse_and_take(world, coordinator, monkeypatch)
         finally:
-            await world.close()
+            await world.aclose()
 
 
 async def _refuse_and_take(world: ChannelWorld, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ async def test_scaling_while_a_trainer_publishes(tmp_path: Path) -> None:
                 assert 'replicas_group_replicas{group="rollout",state="ready"} 1.0' in metrics
                 assert [one.pid for one in supervisor.status().groups[0].replicas] == pids[:1]
         finally:
-            await world.close()
+            await world.aclose()
 
 
 def text_of(supervisor: replicas.Supervisor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class ChannelWorld:
         trainer = await self.join("trainer")
         return (trainer, *[await self.join("rollout", index) for index in range(rollouts)])
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(channel.close, wait=False) for channel in self.joined))
 
 
@@ -83,12 +83,11 @@ async def channel_world(
 ) -> AsyncIterator[ChannelWorld]:
     """A coordinator with one channel. ``groups``: their shapes; ``config``: changes to
     a trainer and rollouts."""
-    async with Coordinator({name: _settings(config)}, groups=groups) as coordinator:
-        world = ChannelWorld(coordinator, name)
-        try:
-            yield world
-        finally:
-            await world.close()
+    async with (
+        Coordinator({name: _settings(config)}, groups=groups) as coordinator,
+        aclosing(ChannelWorld(coordinator, name)) as world,
+    ):
+        yield world
 
 
 @asynccontextmanager
@@ -96,13 +95,9 @@ async def fake_world(
     config: Mapping[str, Any] | None = None, *, name: str = "policy", **groups: int | GroupShape
 ) -> AsyncIterator[ChannelWorld]:
     """The same without sockets and processes."""
-    run = FakeRun({name: _settings(config)}, groups=groups)
-    with run:
-        world = ChannelWorld(run._coordinator, name, run.endpoint)
-        try:
+    with FakeRun({name: _settings(config)}, groups=groups) as run:
+        async with aclosing(ChannelWorld(run._coordinator, name, run.endpoint)) as world:
             yield world
-        finally:
-            await world.close()
 
 
 def _settings(config: Mapping[str, Any] | None) -> dict[str, Any]:

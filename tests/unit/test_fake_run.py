@@ -148,7 +148,8 @@ def test_indices_survive_a_new_coordinator_and_are_one_on_all_channels(monkeypat
 def test_nothing_is_left(run: FakeRun) -> None:
     with FakeRun() as other:
         joined, target = other.join("trainer"), other.target("rollout")
-        folder = Path(other.environ("trainer")["REPLICAS_TOKEN_FILE"]).parent
+        token = Path(other.environ("trainer")["REPLICAS_TOKEN_FILE"])
+        assert token.read_text() == other.token
         frozen = other.join("rollout", 1)
         other.freeze(frozen)
         own = replicas.join("policy", endpoint=other.endpoint, token=other.token, group="rollout", replica=2)
@@ -158,7 +159,9 @@ def test_nothing_is_left(run: FakeRun) -> None:
     with pytest.raises(errors.Fenced):
         waiting.wait(20)
     assert target.error is None
-    assert not folder.exists()
+    assert not token.exists()
+    with pytest.raises(errors.UsageError, match="is over"):
+        other.join("trainer")
     assert list(in_process) == [run.endpoint]
     assert not any(thread.name.startswith("virtual rollout/0") for thread in threading.enumerate())
 
