@@ -98,13 +98,15 @@ def join(
         hint = "start this program with `replicas run`, or pass group=..., replica=..."
         raise errors.UsageError(text, channel=channel, hint=hint)
     chosen = found.replica if replica is None else replica
+    number = chosen if not isinstance(chosen, str) or chosen != "auto" else None  # numpy's answer to `==` is no bool
+    auto = chosen is not None and number is None
     hello = Hello(
         protocol=PROTOCOL,
         run=arguments.text("join: run", run if run is not None else found.run or ""),
         channel=channel,
         group=arguments.name("join: group", own_group),
-        replica=0 if chosen == "auto" else _first("replica", chosen, 0),
-        any_replica=chosen == "auto" and not observe,
+        replica=_first("replica", number, 0),
+        any_replica=auto and not observe,
         rank=_first("rank", rank, found.rank, 0),
         world_size=_first("world_size", world_size, found.world_size, 1),
         incarnation=secrets.token_hex(8),

@@ -187,6 +187,8 @@ async def test_a_join_names_what_is_wrong() -> None:
             {"rank": -1},
             {"world_size": 0},
             {"replica": 2**70},
+            {"replica": "any"},
+            {"replica": np.arange(2)},
             {"group": "a/b"},
             {"group": ODD},
             {"run": ODD},
