@@ -59,8 +59,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One group.
 
-    ``restarts``: restarts so far by reason. ``restart_budget_remaining_ratio``: the
-    share of the restart budget that is left, from 1 to 0.
+    ``size``: the expected number of replicas. Of an external group there may be more;
+    whoever starts them may take it as a hint. ``restarts``: restarts so far by reason.
+    ``restart_budget_remaining_ratio``: the share of the restart budget that is left,
+    from 1 to 0.
     ``no_progress_remaining_ratio``: the share that every replica has left of
     ``no_progress_cycles`` generations in a row without progress (0: no such rule), from
     1 to 0. ``on_failure``: what ends when one of them is spent. ``min_ready``: the
@@ -71,6 +73,7 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str
     world_size: int
     replicas: tuple[ReplicaStatus, ...]
+    size: int = 0
     restarts: dict[str, int] = {}
     restart_budget_remaining_ratio: float = 1.0
     no_progress_cycles: int = 0

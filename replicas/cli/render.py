@@ -120,7 +120,7 @@ def _group_row(group: GroupConfig) -> tuple[str, ...]:
         f"{group.world_size}{nodes}",
         group.launcher,
         ", ".join(map(str, group.depends_on)) or "-",
-        shlex.join(group.command),
+        "(others start it)" if group.external else shlex.join(group.command),
     )
 
 
@@ -128,6 +128,9 @@ _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays 
 
 
 def _failure_row(group: GroupConfig, on_channels: set[str]) -> tuple[str, ...]:
+    ready = f"{enough(group.min_ready, group.replicas)} of {group.replicas}"
+    if group.external:
+        return group.name, "by others", "-", "-", ready
     rules = group.restart
     never = rules.policy == "never"
     cycles = rules.no_progress_cycles if group.name in on_channels and not never else 0
@@ -137,12 +140,22 @@ def _failure_row(group: GroupConfig, on_channels: set[str]) -> tuple[str, ...]:
         rules.policy if never else f"{rules.policy} {rules.max_restarts}/{duration_text(rules.window_s)}",
         f"{cycles} in a row" if cycles else "-",
         f"{_ENDS[group.on_failure]}{below}",
-        f"{enough(group.min_ready, group.replicas)} of {group.replicas}",
+        ready,
     )
 
 
 def _timeout_row(group: GroupConfig) -> tuple[str, ...]:
     health = group.health
+    if group.external:
+        return (
+            group.name,
+            "-",
+            duration_text(health.heartbeat_timeout_s),
+            "-",
+            "-",
+            duration_text(group.drain_timeout_s),
+            "-",
+        )
     times = (
         health.start_timeout_s,
         health.heartbeat_timeout_s,
@@ -204,15 +217,16 @@ def _group_state_row(group: GroupStatus) -> tuple[str | Text, ...]:
     others = [f"{count} {state}" for state, count in sorted(states.items()) if state != "ready"]
     restarts = [f"{count} {reason}" for reason, count in sorted(group.restarts.items()) if count]
     cycles = max((replica.cycles for replica in group.replicas), default=0)
-    limit = f"{cycles} of {group.no_progress_cycles}" if group.no_progress_cycles else "-"
+    external = group.launcher == "external"
+    limit = f"{cycles} of {group.no_progress_cycles}" if group.no_progress_cycles and not external else "-"
     return (
         group.name,
-        f"{states['ready']} of {len(group.replicas)}",
+        f"{states['ready']} of {group.size if external else len(group.replicas)}",
         ", ".join(others) or "-",
         ", ".join(restarts) or "-",
-        f"{group.restart_budget_remaining_ratio:.0%}",
+        "-" if external else f"{group.restart_budget_remaining_ratio:.0%}",
         Text(limit, style="bold red" if group.no_progress_remaining_ratio < 0.5 else ""),
-        group.on_failure,
+        "-" if external else group.on_failure,
     )
 
 

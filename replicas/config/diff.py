@@ -12,7 +12,7 @@ from replicas.config.structs import Config, GroupConfig
 __all__ = ["ConfigDiff", "diff"]
 
 _RESTARTING = ("nproc_per_node", "nnodes", "command", "launcher", "resources", "env", "cwd")
-"""Fields of a group that its processes start with: a change restarts them."""
+"""Fields of a group that its processes start with: a change restarts those we start."""
 _WITHOUT_EFFECT = ("name", "replicas", "env_file")
 _started_with = attrgetter(*_RESTARTING)
 _others = attrgetter(
@@ -47,8 +47,9 @@ class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
 def diff(old: Config, new: Config) -> ConfigDiff:
     """What a reload from ``old`` to ``new`` does, in the order of the new config."""
     both = {name: (old.groups[name], group) for name, group in new.groups.items() if name in old.groups}
-    restarted = [name for name, (before, after) in both.items() if _started_with(before) != _started_with(after)]
-    adjusted = [name for name, (before, after) in both.items() if _others(before) != _others(after)]
+    changed = [name for name, (before, after) in both.items() if _started_with(before) != _started_with(after)]
+    restarted = [name for name in changed if not new.groups[name].external]
+    adjusted = [name for name, (before, after) in both.items() if _others(before) != _others(after) or name in changed]
     return ConfigDiff(
         added=tuple(name for name in new.groups if name not in old.groups),
         removed=tuple(name for name in old.groups if name not in new.groups),
@@ -66,6 +67,9 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
             name = path.replace("max_nbytes", "max_size")
             change = f" ({before} -> {after})" if "." in path else ""
             yield f"{name} cannot change while the run lives{change}: {_REMEDY}"
+    for name in old.groups.keys() & new.groups.keys():
+        if old.groups[name].external != new.groups[name].external:
+            yield f"groups.{name}.launcher: who starts its programs cannot change while the run lives: {_REMEDY}"
     if (asking := _asking(new, "gpus")) and not _asking(old, "gpus"):
         place = f"groups.{asking[0]}.resources.gpus"
         yield f"{place}: GPUs are assigned from the start on, and running processes may use all of them: {_REMEDY}"

@@ -27,6 +27,7 @@ from replicas.config.structs import (
     Config,
     ControlConfig,
     GroupConfig,
+    HealthConfig,
     RestartConfig,
     RunConfig,
 )
@@ -40,6 +41,8 @@ __all__ = ["channels_from", "load", "parse", "read"]
 _FEWEST_SLOTS = 2
 _LONGEST_SOCKET_PATH = 107
 _RESERVED_ENV = ("REPLICA_ID", "REPLICA_NUM")
+_EXTERNAL = ("name", "launcher", "replicas", "nproc_per_node", "nnodes", "health", "drain_timeout_s", "min_ready")
+"""Fields of a group whose programs others start; the others are of no use to it."""
 
 
 def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
@@ -163,6 +166,8 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
         place.at("socket").problem(
             f"{control.socket} is longer than the {_LONGEST_SOCKET_PATH} bytes of a socket's path"
         )
+    if control.token_file is not None and not os.path.isfile(control.token_file):  # noqa: PTH113  # as for groups.cwd
+        place.at("token_file").problem(f'"{control.token_file}" does not exist')
     return control
 
 
@@ -191,11 +196,29 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
         place.at("nnodes").problem('launcher = "exec" starts one program for each replica; leave nnodes at 1')
     if (group.min_ready or 0) > group.replicas:
         place.at("min_ready").problem(f"{group.min_ready} is more than the {group.replicas} replicas of the group")
-    if not os.path.isdir(group.cwd):  # noqa: PTH112  # Path.is_dir raises where the system denies access
+    if group.external:
+        _check_external(place, group, fields)
+    elif not os.path.isdir(group.cwd):  # noqa: PTH112  # Path.is_dir raises where the system denies access
         place.at("cwd").problem(f'folder "{group.cwd}" does not exist')
     elif group.command:
         _check_command(place.at("command"), group)
+    elif all(path != place.at("command").path for path, _ in place.problems):
+        place.at("command").problem("missing; this key is required")
     return group
+
+
+def _check_external(place: Place, group: GroupConfig, fields: Mapping[str, Any]) -> None:
+    """Refuse keys that would have no effect on programs that others start."""
+    health = [
+        ("health", name)
+        for name in HealthConfig.__struct_fields__
+        if name != "heartbeat_timeout_s" and getattr(group.health, name) != getattr(HealthConfig(), name)
+    ]
+    for path in [*((name,) for name in fields if name not in _EXTERNAL), *health]:
+        key = path[-1].removesuffix("_s")
+        place.at(*path[:-1], key).problem(
+            'has no effect on programs that others start (launcher = "external"); remove it'
+        )
 
 
 def _is_reserved(variable: str) -> bool:
@@ -314,6 +337,13 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
         _check_names(depends_on, [one.group for one in group.depends_on], known)
         _check_finishing(depends_on, [one.group for one in group.depends_on if one.condition == "finished"], config)
     _check_cycles(place, config)
+    parties = (role for one in config.channels.values() for role in (*one.sources, *one.targets, *one.peers))
+    on_channels = {party.group for party in parties}
+    for group in groups:
+        if group.external and group.name not in on_channels:
+            place.at("groups", group.name).problem(
+                "is on no channel, where alone programs of others can be seen; remove it"
+            )
     ranks = sum(group.replicas * group.world_size for group in groups)
     if ranks > RANKS_MAX:
         place.at("groups").problem(f"ask for {ranks:,} ranks in all; at most {RANKS_MAX:,} are possible")
@@ -328,7 +358,7 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
         here = place.at("channels", channel.name)
         for role in ("sources", "targets", "peers"):
             _check_names(here.at(role), list(dict.fromkeys(party.group for party in getattr(channel, role))), known)
-        _check_slots(here, channel, {group.name: group.replicas for group in groups})
+        _check_slots(here, channel, {group.name: group.replicas for group in groups if not group.external})
         if channel.staging == "device":
             _check_device_staging(here.at("staging"), channel, config)
     if config.store.port and config.store.port == config.control.port:
@@ -347,7 +377,9 @@ def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
 
 def _check_finishing(place: Place, names: Sequence[str], config: Config) -> None:
     for name in names:
-        if name in config.groups and config.groups[name].restart.policy == "always":
+        if name in config.groups and config.groups[name].external:
+            place.problem(f'group "{name}" is started by others, so it is not known when it has finished')
+        elif name in config.groups and config.groups[name].restart.policy == "always":
             place.problem(f'group "{name}" has restart policy "always", so it never finishes')
 
 

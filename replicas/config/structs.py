@@ -98,6 +98,10 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     host: str = "127.0.0.1"
     port: int = 9477
+    token_file: Annotated[_File | None, AsKey(default="none: each run makes a token of its own")] = None
+    """The run's token is read from this file. Set it when programs that others start
+    need the token before the supervisor has started, such as from a Kubernetes Secret.
+    """
     socket: Annotated[_File | None, AsKey(default='"control.sock" in the state folder')] = None
     """The Unix socket on which the commands of the same user reach the run, of at most
     107 bytes.
@@ -205,14 +209,18 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number of nodes of a replica, each a process tree of its own; 1 with launcher =
     "exec".
     """
-    command: Annotated[tuple[str, ...], forms.command, AsKey(stand_in=())]
+    command: Annotated[
+        tuple[str, ...], forms.command, AsKey(default='required, except with launcher = "external"')
+    ] = ()
     """A rank's program and its arguments: a ".py" file, "-m" and a module, or an
     executable.
     """
-    launcher: Literal["torchrun", "exec"] = "torchrun"
-    """Whether torchrun starts the ranks of a replica, or the program is executed once,
-    as it is. Set "exec" for a program that is one process or starts its own, such as an
-    inference server.
+    launcher: Literal["torchrun", "exec", "external"] = "torchrun"
+    """Whether torchrun starts the ranks of a replica, the program is executed once, as
+    it is, or others start it ("external"). Set "exec" for a program that is one process
+    or starts its own, such as an inference server; "external" where Kubernetes, Ray or
+    a script starts and restarts the programs, which are then only counted, shown and
+    made ready when they join.
     """
     depends_on: Annotated[tuple[Dependency, ...], _dependencies] = ()
     """The group starts when each replica of these groups is ready or finished, or with
@@ -258,6 +266,11 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         return self.nproc_per_node * self.nnodes
+
+    @property
+    def external(self) -> bool:
+        """Whether others start and restart its programs."""
+        return self.launcher == "external"
 
 
 class ChannelRole(msgspec.Struct, frozen=True):

@@ -209,11 +209,35 @@ class Coordinator:
         """Call ``callback(event)`` on the loop after each change; it must not block."""
         self.engine.subscribe(callback)
 
-    def readiness(self, group: str, replica: int, generation: int) -> Readiness:
-        """Whether this generation has joined its channels and serves the newest."""
+    def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:
+        """Whether this generation has joined its channels and serves the newest.
+
+        :param external: others start it, and it numbers its generations as it likes.
+        """
         world = self._shapes.get(group, GroupShape()).world_size
         now = asyncio.get_running_loop().time()
-        return self._book.of(self.engine.channels.values(), group, replica, generation, world, now)
+        channels = self.engine.channels.values()
+        return self._book.of(channels, group, replica, generation, world, now, external=external)
+
+    @property
+    def recovering(self) -> bool:
+        """Whether members of an earlier coordinator may still come back."""
+        return any(channel.recovery.active for channel in self.engine.channels.values())
+
+    def joined(self, group: str) -> dict[int, frozenset[str]]:
+        """The incarnations of each replica of the group that has members, by index."""
+        found: dict[int, set[str]] = {}
+        for channel in self.engine.channels.values():
+            for replica, incarnations in channel.roster.joined(group).items():
+                found.setdefault(replica, set()).update(incarnations)
+        return {replica: frozenset(incarnations) for replica, incarnations in sorted(found.items())}
+
+    def forget(self, group: str, replica: int) -> None:
+        """Begin a new life of a replica that others start; the earlier one is gone.
+
+        Who left in order is expected again, and a drain is over.
+        """
+        self.engine.forget(group, replica)
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
         """The replica's processes have ended: lose its remaining members now."""

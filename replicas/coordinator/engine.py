@@ -279,6 +279,11 @@ class Engine:
             channel.set_draining(group, replica, generation, self._now())
             self._apply(channel)
 
+    def forget(self, group: str, replica: int) -> None:
+        for channel in self.channels.values():
+            channel.forget(group, replica, self._now())
+            self._apply(channel)
+
     def expel(self, session: MemberSession, error: errors.ReplicasError, reason: str) -> None:
         """Lose a member that sent an invalid message, after telling it why."""
         session.send(wire.Refused(wire.WireError.of(error)))

@@ -53,8 +53,22 @@ class ReadinessBook:
         self._was_ready: dict[tuple[str, str, int], int] = {}
 
     def of(
-        self, channels: Collection[ChannelState], group: str, replica: int, generation: int, world: int, now: float
+        self,
+        channels: Collection[ChannelState],
+        group: str,
+        replica: int,
+        generation: int,
+        world: int,
+        now: float,
+        *,
+        external: bool = False,
     ) -> Readiness:
+        """The readiness of one generation of a replica.
+
+        :param world: the number of its ranks.
+        :param external: others start it: what its ranks say of their generation is not
+            compared with ``generation``.
+        """
         reasons: list[str] = []
         versions: dict[str, int] = {}
         seen: list[MemberState] = []
@@ -64,9 +78,11 @@ class ReadinessBook:
             parties = [party for party in (*config.sources, *config.targets, *config.peers) if party.group == group]
             if not parties:
                 continue
-            members = [m for m in channel.roster.replica(group, replica) if m.hello.generation == generation]
+            members = [
+                m for m in channel.roster.replica(group, replica) if external or m.hello.generation == generation
+            ]
             seen += members
-            left = _left(channel, group, replica, generation)
+            left = _left(channel, group, replica, None if external else generation)
             expected = range(1 if all(party.ranks == "leader" for party in parties) else world)
             missing = set(expected) - {m.member.rank for m in members} - left
             if missing:
@@ -109,10 +125,10 @@ class ReadinessBook:
         return []
 
 
-def _left(channel: ChannelState, group: str, replica: int, generation: int) -> set[int]:
-    """Ranks of this generation that left in good order."""
+def _left(channel: ChannelState, group: str, replica: int, generation: int | None) -> set[int]:
+    """Ranks of this generation (None: of any) that left in good order."""
     names = ((name.split("/"), of) for name, (of, _) in channel.roster.left.items())
-    return {int(rank) for (g, r, rank), of in names if (g, int(r), of) == (group, replica, generation)}
+    return {int(rank) for (g, r, rank), of in names if (g, int(r)) == (group, replica) and generation in (of, None)}
 
 
 def _stranded(channel: ChannelState, ranks: Sequence[MemberState], now: float) -> str:

@@ -251,6 +251,12 @@ class ChannelState:
         self.drains.begin(group, replica, generation)
         self._settle(now)
 
+    def forget(self, group: str, replica: int, now: float) -> None:
+        """Begin a new life of a replica: all its ranks are expected, and take part."""
+        self.roster.forget_left(group, replica)
+        self.drains.end(group, replica)
+        self._settle(now)
+
     # ----------------------------------------------------------- callbacks of the parts
 
     def others_wait(self, now: float) -> bool:

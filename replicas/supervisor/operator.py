@@ -24,6 +24,7 @@ import faulthandler
 import logging
 import os
 import resource
+import shlex
 import signal
 import socket
 import time
@@ -33,7 +34,7 @@ from contextlib import AsyncExitStack, contextmanager
 
 import anyio
 
-from replicas import errors
+from replicas import environ, errors
 from replicas.common.foreign import one_line
 from replicas.config.structs import Config
 from replicas.control.exit_codes import DONE, PREEMPTED, SUPERVISED, USAGE
@@ -98,6 +99,8 @@ async def _supervise(config: Config, console: Console) -> int:
                     say(f"run {config.run.name}: not started")
                     return PREEMPTED if operator.preempted else DONE
                 say(f"run {config.run.name}: control at http://{supervisor.endpoint}, state in {config.run.state_dir}")
+                for line in _invitations(supervisor):
+                    say(line)
                 operator.started.set()
                 telling = operator.spawn(watcher.run())
                 code = await supervisor.run_until_done()
@@ -108,6 +111,20 @@ async def _supervise(config: Config, console: Console) -> int:
         notifier.close()
     say(f"run {config.run.name}: over, exit code {code}")
     return code
+
+
+def _invitations(supervisor: Supervisor) -> Iterator[str]:
+    """How programs that others start join, one line for each of their groups."""
+    for group in supervisor.config.groups.values():
+        if group.external:
+            variables = {
+                environ.ENDPOINT: supervisor.endpoint,
+                environ.TOKEN_FILE: supervisor.state.token_file,
+                environ.GROUP: group.name,
+                environ.REPLICA: "auto" if group.world_size == 1 else "N",
+            }
+            listed = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
+            yield f"{group.name}: its programs, which others start, join with {listed}"
 
 
 class _Terminal:

@@ -152,6 +152,7 @@ class Supervisor:
         return Coordinator(
             config.channels,
             run=config.run.name,
+            token=self._token(),
             host=config.control.host,
             port=config.control.port,
             store_bind=config.store.bind,
@@ -161,6 +162,16 @@ class Supervisor:
             routes=control_routes(self, commands=self, streams=self, access=access),
             live=self.live,
         )
+
+    def _token(self) -> str | None:
+        """The token that members have already; None: any new one will do."""
+        path = self.config.control.token_file
+        if path is None:
+            return self.state.token
+        try:
+            return arguments.token(f"control.token_file {path}: the token", path.read_text("ascii").strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise errors.UsageError(f"control.token_file {path} cannot be read: {error}") from error
 
     # ------------------------------------------------------------ from start to end
 
@@ -173,7 +184,7 @@ class Supervisor:
             has the run.
         :raises replicas.errors.BadConfig: the plan does not fit this machine.
         :raises replicas.errors.ReplicasError: a port is in use, the store does not
-            start, or the state folder cannot be used.
+            start, or the state folder or the token cannot be used.
         """
         inherited.open_streams()
         config = self.config

@@ -303,6 +303,8 @@ NOT_CALLED = {
             for name in (
                 "busy",
                 "channel_statuses",
+                "forget",
+                "joined",
                 "progress",
                 "readiness",
                 "refused",

@@ -125,7 +125,7 @@ def group_of(name: str, **changes: Any) -> GroupConfig:
         name=name,
         command=("x",),
         cwd=Path("/"),
-        launcher="exec",
+        launcher=changes.pop("launcher", "exec"),
         depends_on=depends,
         restart=RestartConfig(**rules),
         **changes,
@@ -159,6 +159,10 @@ class Yard:
         self.said: list[str] = []
         self.shapes: dict[str, GroupShape] = {}
         self.draining: list[str] = []
+        self.members: dict[str, dict[int, frozenset[str]]] = {}
+        """Of external groups: incarnations by replica."""
+        self.recovering = False
+        self.forgotten: list[str] = []
         self.saved: dict[str, SavedGroup] = {}
         self.fleet: Fleet
         self.resources = Resources()
@@ -225,10 +229,25 @@ class Yard:
 
     # ------------------------------------------------------------ the coordinator
 
-    def readiness(self, group: str, replica: int, generation: int) -> Readiness:
+    def joined(self, group: str) -> dict[int, frozenset[str]]:
+        return self.members.get(group, {})
+
+    def joins(self, name: str, *incarnations: str) -> None:
+        """Members of a program that others start: all that its replica has now."""
+        group, _, index = name.partition("/")
+        members = self.members.setdefault(group, {})
+        members.pop(int(index), None)
+        if incarnations:
+            members[int(index)] = frozenset(incarnations)
+        self.fleet.look()
+
+    def forget(self, group: str, replica: int) -> None:
+        self.forgotten.append(f"{group}/{replica}")
+
+    def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:
         name = f"{group}/{replica}"
         shims = self.shims[name]
-        started = bool(shims) and shims[-1].main_pid is not None
+        started = replica in self.joined(group) if external else bool(shims) and shims[-1].main_pid is not None
         return self.views.get(name, Readiness(started, "" if started else "nobody joined"))
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:

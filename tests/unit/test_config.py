@@ -137,7 +137,7 @@ launcher = "exce"
             '  line 7: groups.trainer.replica: unknown key; did you mean "replicas"?',
             '  line 8: groups.trainer.nproc_per_node: expected a whole number of at least 1, got "2"',
             f'  line 9: groups.trainer.command: "trian.py" does not exist in {folder}',
-            '  line 12: groups.rollout.launcher: expected "torchrun" or "exec", got "exce"; did you mean "exec"?',
+            '  line 12: groups.rollout.launcher: expected "torchrun", "exec" or "external", got "exce"; did you mean "exec"?',
             '  line 13: chanels: unknown key; did you mean "channels"?',
         ]
     )
@@ -722,3 +722,45 @@ def test_a_missing_required_key_hides_no_other_problem(tmp_path: Path) -> None:
         "groups.trainer.command: missing; this key is required",
         'channels.policy.targets: there is no group "rollout"; known: "trainer"',
     }
+
+
+# ---------------------------------------------------------------- external groups
+
+SERVES = {"sources": ["trainer"], "targets": ["others"]}
+
+
+def test_a_group_that_others_start_needs_a_channel_and_no_program(folder: Path) -> None:
+    config = a_config(channels={"policy": SERVES})
+    config["groups"]["others"] = {"launcher": "external", "replicas": 2, "health": {"heartbeat_timeout": "5s"}}
+    assert parse(config, base=folder).groups["others"].external
+    config["channels"] = {"policy": {"sources": ["trainer"]}}
+    assert problems(config, folder) == (
+        "groups.others: is on no channel, where alone programs of others can be seen; remove it",
+    )
+
+
+def test_keys_without_an_effect_on_programs_that_others_start_are_refused(folder: Path) -> None:
+    config = a_config(channels={"policy": SERVES}, run={"name": "x", "stop_when": ["others"]})
+    config["groups"]["others"] = {
+        "launcher": "external",
+        "command": ["x.py"],
+        "restart": {"policy": "never"},
+        "health": {"start_timeout": "1m"},
+        "stop_timeout": "1s",
+        "min_ready": 1,
+    }
+    no_effect = 'has no effect on programs that others start (launcher = "external"); remove it'
+    assert problems(config, folder) == (
+        'run.stop_when: group "others" is started by others, so it is not known when it has finished',
+        f"groups.others.command: {no_effect}",
+        f"groups.others.restart: {no_effect}",
+        f"groups.others.health.start_timeout: {no_effect}",
+        f"groups.others.stop_timeout: {no_effect}",
+    )
+
+
+def test_the_file_of_the_token_must_be_there(folder: Path) -> None:
+    config = a_config(control={"token_file": "secret"})
+    assert problems(config, folder) == (f'control.token_file: "{folder}/secret" does not exist',)
+    (folder / "secret").write_text("x")
+    assert parse(config, base=folder).control.token_file == folder / "secret"

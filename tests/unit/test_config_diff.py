@@ -125,3 +125,21 @@ def test_every_field_is_accounted_for() -> None:
     known = {"schema_version", "run", "store", "control", "logs", "groups", "channels", "source"}
     assert set(Config.__struct_fields__) == known
     assert set(config().run.__struct_fields__) == {"name", "stop_when", "state_dir", "events_max_nbytes"}
+
+
+def external(launcher: str = "external", **keys: Any) -> Config:
+    others = {"launcher": launcher, **({} if launcher == "external" else {"command": ["-m", "x"]}), **keys}
+    groups = {"a": {"command": ["-m", "x"]}, "others": others}
+    mapping = {"schema_version": 1, "run": {"name": "x"}, "groups": groups}
+    return parse(mapping | {"channels": {"policy": {"sources": ["a"], "targets": ["others"]}}}, base=BASE)
+
+
+def test_nothing_restarts_what_others_start() -> None:
+    found = diff(external(), external(nproc_per_node=2, replicas=3, drain_timeout="1s"))
+    assert found == ConfigDiff(adjusted=("others",), resized={"others": 3})
+
+
+def test_who_starts_a_group_cannot_change() -> None:
+    for before, after in (("external", "exec"), ("torchrun", "external")):
+        (refused,) = diff(external(before), external(after)).refused
+        assert refused.startswith("groups.others.launcher: who starts its programs cannot change while the run lives")

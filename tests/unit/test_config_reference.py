@@ -41,7 +41,7 @@ def test_a_key_is_known_and_told(key: Key) -> None:
         ("groups.NAME.replicas", "whole number", "1", "1 to 100,000"),
         ("groups.NAME.restart.window", "duration", '"10m"', "above 0 to 1,000,000,000 s"),
         ("groups.NAME.restart.no_progress_cycles", "whole number", "3", "0 to 1,000,000"),
-        ("groups.NAME.launcher", "string", '"torchrun"', '"torchrun" or "exec"'),
+        ("groups.NAME.launcher", "string", '"torchrun"', '"torchrun", "exec" or "external"'),
         ("groups.NAME.env_file", "path of a file", "none", ""),
         ("channels.NAME.ranks", "string", '"leader"', '"leader", "each" or "all"'),
     ],

@@ -194,3 +194,20 @@ def test_the_transfer_of_others_does_not_hold_it_up() -> None:
     assert world.state.drains.busy("rollout", 1) == ""
     assert world.state.drains.busy("rollout", 0) == "policy: version 1 is on its way"
     assert two.held == set()
+
+
+def test_a_drain_that_is_over_lets_members_and_those_that_join_take_part_again() -> None:
+    world, (trainer, one) = world_of("trainer/0/0", "rollout/0/0")
+    drain(world, "rollout", 0)
+    world.state.forget("rollout", 0, world.now)
+    end = commit(world, trainer)
+    assert end.receipt is not None
+    assert [member.name for member in end.receipt.members] == ["rollout/0/0"]
+    drain(world, "rollout", 0)
+    world.lose(one)
+    world.state.forget("rollout", 0, world.now)
+    world.join("rollout/0/0")
+    world.run()
+    end = commit(world, trainer)
+    assert end.receipt is not None
+    assert [member.name for member in end.receipt.members] == ["rollout/0/0"]

@@ -17,8 +17,9 @@ class Book:
     def join(self, name: str, *, generation: int = 1, machine: str = "") -> SimMember:
         return self.world.join(name, world_size=self._world_size, generation=generation, machine=machine)
 
-    def of(self, group: str = "rollout", *, generation: int = 1) -> Readiness:
-        return self._book.of([self.world.state], group, 0, generation, self._world_size, self.world.now)
+    def of(self, group: str = "rollout", *, generation: int = 1, external: bool = False) -> Readiness:
+        channels = [self.world.state]
+        return self._book.of(channels, group, 0, generation, self._world_size, self.world.now, external=external)
 
     def commit(self) -> None:
         trainer = next(s for s in self.world.members.values() if s.member.group == "trainer")
@@ -178,3 +179,20 @@ def test_ranks_that_wait_in_vain_for_one_that_has_left_are_stranded() -> None:
     assert readiness.reason == "policy: rank 0 waits for version 2, other ranks have left"
     book.world.lose(first, "left")
     assert book.of().ready, "it has done its part"
+
+
+def test_programs_of_others_number_their_generations_as_they_like() -> None:
+    book = Book(world_size=2)
+    book.join("trainer/0/0")
+    first = [book.join("rollout/0/0", generation=7), book.join("rollout/0/1", generation=1)]
+    assert book.of(generation=1, external=True).ready
+    assert not book.of(generation=1).ready
+    for sim in first:
+        book.world.lose(sim, "left")
+    book.commit()
+    book.join("rollout/0/0", generation=3)
+    assert book.of(generation=2, external=True).ready, "rank 1 has left in order: it is not expected"
+    book.world.state.forget("rollout", 0, book.world.now)
+    assert book.of(generation=2, external=True).reason == "policy: rank 1 has not joined"
+    book.join("rollout/0/1", generation=3)
+    assert book.of(generation=2, external=True).reason == "policy: has version 0, version 1 is committed"

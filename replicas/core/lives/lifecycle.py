@@ -12,7 +12,9 @@ the state of a replica that is being ended, for any reason: when its end was req
 it may finish its sync first, when it is sick it may not. It stays draining while a
 process of it does not die, which is no failure of the replica. ``finished`` is done,
 ``drained`` stopped on request, and ``failed`` may not be started again, or its group
-has failed. Times are arguments, in seconds of any one monotonic clock.
+has failed. A replica of a program that others start is never started again from here:
+when it has ``LEFT``, it is pending until its program joins again. Times are arguments,
+in seconds of any one monotonic clock.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class ReplicaEvent(enum.StrEnum):
     RETRY = "retry"  # gone: a new generation follows after a delay
     GIVE_UP = "give_up"  # gone: the restart policy or the budget allows no other generation
     STOPPED = "stopped"  # gone: on request
+    LEFT = "left"  # gone: its program, which others started; they may start it again
     BACKOFF_ELAPSED = "backoff_elapsed"
 
 
@@ -93,6 +96,7 @@ _GONE: dict[ReplicaState, tuple[ReplicaEvent, ...]] = {
     "finished": (_E.FINISHED,),
     "backoff": (_E.RETRY,),
     "failed": (_E.GIVE_UP,),
+    "pending": (_E.LEFT,),
 }
 
 REPLICA: Table[ReplicaState, ReplicaEvent] = Table(

@@ -38,6 +38,13 @@ class Drains:
         if states:
             self._waiting[group, replica] = generation
 
+    def end(self, group: str, replica: int) -> None:
+        """End the drain: members of the replica, and those that join, take part."""
+        self._ending.pop((group, replica), None)
+        self._waiting.pop((group, replica), None)
+        for state in self._ground.roster.replica(group, replica):
+            state.draining = False
+
     def joined(self, state: MemberState) -> None:
         """Mark a new rank as draining if its generation is being ended."""
         member = state.member

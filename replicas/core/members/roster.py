@@ -242,6 +242,16 @@ class Roster:
         """Return the members of one replica, without observers."""
         return list(self._replicas.get((group, replica), {}).values())
 
+    def joined(self, group: str) -> dict[int, set[str]]:
+        """Return the incarnations of each replica of ``group`` that has members."""
+        replicas = ((index, members) for (name, index), members in self._replicas.items() if name == group)
+        return {index: {member.incarnation for member in members} for index, members in replicas}
+
+    def forget_left(self, group: str, replica: int) -> None:
+        """Forget which ranks of the replica left in good order: they are expected."""
+        for name in [name for name in self.left if name.startswith(f"{group}/{replica}/")]:
+            del self.left[name]
+
     def holders(self, version: int) -> list[MemberState]:
         """Return members that hold the whole of ``version``, in no order."""
         return list(self._holders.get(version, {}).values())

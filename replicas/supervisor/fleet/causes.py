@@ -137,6 +137,8 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
             return f"{name}: failed: {reason}; logs: {folder}"
         case ReplicaEvent.FINISHED | ReplicaEvent.STOPPED:
             return f"{name}: {transition.event.value}"
+        case ReplicaEvent.LEFT:
+            return f"{name}: {reason}; it waits for its program to join"
         case ReplicaEvent.UNREADY:
             return f"{name}: not ready{': ' if reason else ''}{reason}"
         case ReplicaEvent.STOP | ReplicaEvent.RESTART | ReplicaEvent.RESET:

@@ -17,6 +17,10 @@ Groups start when their dependencies are met, and end in reverse order, one leve
 ``depends_on`` after the other. With ``strategy = "group"`` a failed replica ends the
 others of its group; they start again together, when the last of them is gone.
 
+An *external* group (:mod:`replicas.supervisor.fleet.external`) has a replica for each
+that is expected, and for each other one that has joined; the run does not wait for its
+end.
+
 A long command runs in its caller's task, which waits for conditions that the monitor
 sees (:meth:`Fleet.until`): any number of commands and the status go on side by side.
 
@@ -43,6 +47,7 @@ from replicas.core.lives.ordering import is_good, start_levels, unmet, within
 from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
 from replicas.supervisor.fleet.causes import Cause
+from replicas.supervisor.fleet.external import External
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.node import Node
 from replicas.supervisor.fleet.replica import REQUESTED, Replica, new_turns
@@ -130,9 +135,11 @@ class Fleet:
         self._fill(group)
 
     def _fill(self, group: Group) -> None:
-        for index in range(group.size):
+        joined = self.coordinator.joined(group.config.name) if group.config.external else ()
+        kind = External if group.config.external else Replica
+        for index in (*range(group.size), *joined):
             if index not in group.replicas:
-                replica = Replica(
+                replica = kind(
                     group.config,
                     index,
                     self,
@@ -168,6 +175,9 @@ class Fleet:
                 await anyio.sleep(_SETTLE_S)
                 self.looked_at = self._loop.time()
                 continue
+            for group in [group for group in self.groups.values() if group.config.external and not self.draining]:
+                self._fill(group)
+                group.retire_surplus(self.coordinator.joined(group.config.name))
             for replica in self.all():
                 replica.check(now)
             self._judge()
@@ -185,7 +195,8 @@ class Fleet:
             return
         failures = [group.failure for group in self.groups.values() if group.failure]
         named = [name for name in self.config.run.stop_when if name in self.groups]
-        wanted = named or [name for name, group in self.groups.items() if group.size]  # a group scaled to 0 only rests
+        ours = [name for name, group in self.groups.items() if not group.config.external]
+        wanted = named or [name for name in ours if self.groups[name].size]  # a group scaled to 0 only rests
         if failures:
             self._finish(FAILED, failures[0])
         elif wanted and all(self.groups[name].over for name in wanted):
@@ -334,14 +345,18 @@ class Fleet:
             raise errors.UsageError("the run is being drained")
 
     async def scale(self, name: str, replicas: int, *, reason: DrainReason = "scaled") -> None:
-        """Start more without waiting, or drain the highest, even if cancelled."""
+        """Start more without waiting, or drain the highest, even if cancelled.
+
+        Of an external group only the expected number changes, for others to see.
+        """
         group = self.group(name)
         before, group.size, group.configured = group.size, replicas, group.config.replicas
         self.resize(name)
         if before != replicas:
             self.emit(Scaled(group=name, before=before, after=replicas))
         self._fill(group)
-        leaving = [replica for index, replica in group.replicas.items() if index >= replicas]
+        ours = not group.config.external or reason == "reloaded"
+        leaving = [replica for index, replica in group.replicas.items() if index >= replicas and ours]
         self.save()
         for replica in leaving:
             replica.stop()
@@ -387,8 +402,11 @@ class Fleet:
             raise errors.UsageError(
                 f"group {target} has no replicas", hint=f"start some with: replicas scale {target} N"
             )
-        self.emit(RestartAsked(target=target, rolling=rolling))
         group = self.group(target.partition("/")[0])
+        if group.config.external:
+            text = f"group {group.config.name} is started by others"
+            raise errors.UsageError(text, hint="restart its programs where they were started")
+        self.emit(RestartAsked(target=target, rolling=rolling))
         if rolling:
             await self.roll(group, replicas, REQUESTED)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Container
 
 import msgspec
 
@@ -93,6 +94,14 @@ class Group:
         self._retired[replica.index] = _kept(replica)
         self.rules.forget(replica.index)
 
+    def retire_surplus(self, joined: Container[int]) -> None:
+        """Retire replicas that are not expected, and have no members (any more)."""
+        for replica in [one for index, one in self.replicas.items() if index >= self.size and index not in joined]:
+            if replica.over.is_set():
+                self.retire(replica)
+            elif replica.life.state == "pending":
+                replica.stop()
+
     def restarts_by_reason(self) -> dict[str, int]:
         totals: Counter[str] = Counter()
         for one in self._retired.values():
@@ -152,6 +161,7 @@ class Group:
         return GroupStatus(
             name=self.config.name,
             launcher=self.config.launcher,
+            size=self.size,
             world_size=self.config.world_size,
             replicas=tuple(replica.status(now) for _, replica in sorted(self.replicas.items())),
             restarts=self.restarts_by_reason(),

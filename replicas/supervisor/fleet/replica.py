@@ -122,6 +122,11 @@ class Replica:
         return self.group.name, self.index
 
     @property
+    def _members_generation(self) -> int:
+        """The greatest generation that its members may have."""
+        return self.life.generation
+
+    @property
     def shims(self) -> list[ShimRecord]:
         """Records by which another supervisor finds this generation's shims."""
         return self._generation.records
@@ -298,7 +303,7 @@ class Replica:
         if not self._host.on_channel(self.group.name):
             self._end_processes(self.group.stop_timeout_s)
             return
-        self._host.coordinator.set_draining(*self._key, self.life.generation)
+        self._host.coordinator.set_draining(*self._key, self._members_generation)
         self._drain_by = self._now() + self.group.drain_timeout_s
         self.idle()
         if self._busy_with:

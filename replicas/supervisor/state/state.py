@@ -7,7 +7,7 @@
     <state_dir>/state.json       what a kill leaves (run_state.py); removed at the end
     <state_dir>/events.jsonl     all events, of earlier runs too; and events.jsonl.1
     <state_dir>/decisions.jsonl  the decision log; removed at the end
-    <state_dir>/token            mode 0600; removed at the end
+    <state_dir>/token            mode 0600; removed at the end, a resumed run keeps it
     <state_dir>/endpoint.json    address of the control port; removed at the end
     <state_dir>/logs/<group>/<replica>/gen-<g>/rank-<r>.log
     <state_dir>/logs.previous/   the logs of the run before
@@ -26,6 +26,7 @@ is swept like all other leftovers, by record and mark.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -98,6 +99,11 @@ class StateDir:
         """A dead supervisor's state, after :meth:`acquire`; None: nothing to resume."""
         self.identity = ""
         """The id of the folder, after :meth:`acquire`."""
+        self.token: str | None = None
+        """The token of a run that is resumed, after :meth:`acquire`.
+
+        Programs that others have started still use it.
+        """
         self.given_up = threading.Event()
         """Set it to give up the run: :meth:`acquire` then stops waiting."""
         self.leftovers: list[LeftoverFound] = []
@@ -143,7 +149,6 @@ class StateDir:
     def _begin(self, lock: int) -> None:
         os.ftruncate(lock, 0)
         os.pwrite(lock, _Owner.this().line(), 0)
-        private.remove(self.token_file)
         private.remove(self.endpoint_file)
         self.identity = give_identity(self.path)
         self._left = self.saved = self.run_state.load()
@@ -153,6 +158,11 @@ class StateDir:
             if any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since):
                 self.saved = None
                 private.remove(self.decisions_file)
+        if self.resumed:
+            with contextlib.suppress(FileNotFoundError):
+                token = private.read(self.token_file).decode(errors="replace")
+                self.token = token if token.isascii() and token.isprintable() and token else None
+        private.remove(self.token_file)
         if self.logs.exists() and any(self.logs.iterdir()):  # a start that failed has left none
             previous = self.path / "logs.previous"
             private.remove_tree(previous)
@@ -259,7 +269,8 @@ class StateDir:
         try:
             if ended:
                 self.run_state.remove()
-            private.remove(self.token_file)
+            if self.run_state.peek() is None:  # nobody will resume it
+                private.remove(self.token_file)
             private.remove(self.endpoint_file)
             os.ftruncate(lock, 0)
         finally:

@@ -1,0 +1,131 @@
+"""One replica of an external group: others start it, restart it and end it.
+
+:class:`External` is a :class:`~replicas.supervisor.fleet.replica.Replica` whose
+generations are the *lives* of a program that joins: what the coordinator sees of its
+members is all that is known of it.
+
+* A life begins with the first member of the replica: pending -> starting. It is ready
+  when all ranks have joined and serve the newest version, as any other replica.
+* A life ends when no member is left, or only such that joined after all those that the
+  life had were gone: -> pending, and the coordinator forgets who left in order. So a
+  program that takes the place of another one between two looks is a new life, too.
+* A drain (of the replica, or of the run) ends its part in syncs, not its program, which
+  is not ours to end. It is then drained until a new life begins.
+
+There are no restarts, timeouts or failures: whoever starts the program judges it.
+Times that a frozen member may be silent are the lease's, as on every channel.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from replicas import errors
+from replicas.core.lives.lifecycle import ReplicaEvent
+from replicas.supervisor.fleet.causes import Cause, Health
+from replicas.supervisor.fleet.replica import REQUESTED, Replica
+
+__all__ = ["External"]
+
+_EVERY_GENERATION = sys.maxsize
+"""Members of programs that others start number their generations as they like."""
+
+
+class External(Replica):
+    """A replica of an external group, which the coordinator alone can see."""
+
+    _seen: frozenset[str] = frozenset()
+    """Incarnations of the members that this life has had."""
+    _over = False
+    """Whether its part in syncs is over: it was drained."""
+    _end = ""
+    """How the last member that is gone ended."""
+
+    @property
+    def _joined(self) -> frozenset[str]:
+        group, index = self._key
+        return self._host.coordinator.joined(group).get(index, frozenset())
+
+    def _is_another(self, joined: frozenset[str]) -> bool:
+        """Whether these members are none of this life."""
+        return not joined or joined.isdisjoint(self._seen)
+
+    # ------------------------------------------------------------ requests
+
+    def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
+        """:raises replicas.errors.UsageError: always: others start it."""
+        raise errors.UsageError(
+            f"replica {self.name} is started by others", hint="restart its program where it was started"
+        )
+
+    def halt(self, hurry_s: float | None = None) -> None:
+        """Let the present life, if there is one, take no part in syncs any more."""
+        super().halt(hurry_s)
+        if self.life.state == "drained":  # members of an earlier coordinator may come back to it
+            self._host.coordinator.set_draining(*self._key, self._members_generation)
+
+    def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
+        """End its part in syncs."""
+        self._host.coordinator.set_draining(*self._key, self._members_generation)
+        self._drain_by, self._busy_with, self._over = None, "", True
+        self.poke()
+
+    @property
+    def _members_generation(self) -> int:
+        return _EVERY_GENERATION
+
+    def member_lost(self, rank: int, reason: str) -> None:
+        self._end = f"rank {rank} left" if reason == "left" else f"rank {rank} is lost ({reason})"
+        self.poke()
+
+    # ------------------------------------------------------------ its lives
+
+    def check(self, now: float) -> None:
+        """Update its readiness; a life that begins or ends wakes its task."""
+        if self.life.state not in ("starting", "ready") or self._is_another(self._joined):
+            if self.life.state == "draining":
+                self._check_drain(now)
+            self.poke()
+            return
+        self._seen |= self._joined
+        view = self._health.view = self._host.coordinator.readiness(*self._key, self.life.generation, external=True)
+        if view.ready and self.life.state == "starting":
+            self._apply(ReplicaEvent.READY)
+        elif not view.ready and self.life.state == "ready":
+            self._apply(ReplicaEvent.UNREADY, reason=view.reason)
+
+    def _start_if_due(self) -> bool:
+        joined = self._joined
+        if self.life.state == "drained":
+            if self._host.coordinator.recovering:
+                self._seen |= joined  # they were drained before their coordinator ended
+            if self._host.coordinator.recovering or not self._is_another(joined):
+                return False
+            self._end_life(ReplicaEvent.RESTART, "its drained program has ended")
+        self._waits_for = "its program, which others start, to join"
+        if joined and self.life.state == "pending":
+            self._seen = joined
+            self._apply(ReplicaEvent.START)
+        return bool(joined)
+
+    async def _run_generation(self) -> None:
+        self._health, self._over, self._drain_by = Health(), False, None
+        self.check(self._now())
+        while not self._over and not self._is_another(joined := self._joined):
+            self._seen |= joined
+            await self._poked()
+        if self.ending:
+            self.last_exit = "stopped"
+            self._apply(ReplicaEvent.STOPPED, reason=self.last_exit)
+        else:
+            self.last_exit = self._end or "its program has ended"
+            self._end_life(ReplicaEvent.LEFT, self.last_exit)
+        self._rest_if_settled()
+
+    def _end_life(self, event: ReplicaEvent, reason: str) -> None:
+        self._seen, self._end = frozenset(), ""
+        self._host.coordinator.forget(*self._key)
+        self._apply(event, reason=reason)
+
+    async def stacks(self) -> dict[str, str]:
+        return {self.name: "started by others: its stacks cannot be dumped from here"}
