@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from replicas.config.file import parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -14,6 +17,7 @@ PAGES = sorted(
 """All but the changelog, which tells of what was."""
 PATH = re.compile(r"`([\w/]+\.(?:py|c|sh))`")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
+CONFIG = re.compile(r"```toml\n(schema_version.*?)```", re.DOTALL)
 STATION = re.compile(r"`([\w/]+\.py)`((?:,?\s+`(?!\w+\.py`)[\w.]+`)+)")
 
 
@@ -34,3 +38,15 @@ def test_the_map_leads_to_functions_that_exist() -> None:
         for name in re.findall(r"`([\w.]+)`", names):
             for part in name.split("."):
                 assert re.search(rf"\b(def|class) {part}\b", source), f"{path}: {name}"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if CONFIG.search(page.read_text())], ids=lambda page: page.name
+)
+def test_whole_configs_are_good(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    for text in CONFIG.findall(page.read_text()):
+        programs = re.findall(r'command = \["([\w/]+\.py)"', text)
+        for program in programs:
+            (tmp_path / program).write_text("")
+        parse(tomllib.loads(text.replace("/etc/replicas/token", str(tmp_path / "token"))), base=tmp_path)
