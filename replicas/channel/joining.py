@@ -62,8 +62,8 @@ def join(
     :param group: name of this rank's group (``REPLICAS_GROUP``).
     :param replica: index of this rank's replica in the group (``REPLICA_ID``, else 0).
         ``"auto"``: the lowest that nobody has, on all channels that this process joins
-        so; ``channel.member.replica`` tells it. For replicas of one rank that somebody
-        else starts, and counts.
+        so; ``channel.member.replica`` tells it. For rank 0 of a replica that somebody
+        else starts, and counts; other ranks join with the index that rank 0 was given.
     :param rank: this rank (``RANK``, else 0).
     :param world_size: ranks of the replica (``WORLD_SIZE``, else 1).
     :param observe: only watch commits, loads and members; no bytes. An observer needs

@@ -81,8 +81,8 @@ class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     bind: Annotated[str, forms.address] = "127.0.0.1"
-    """The store of rendezvous listens on this address, which members are told. Set it
-    when ranks run on other machines.
+    """The store of rendezvous listens on this address, or on that of this name, which
+    members are told. Set it when ranks run on other machines.
     """
     port: Annotated[int, forms.port] = 0
     """The store listens on this port; 0: one of the system's choice. Set it when a

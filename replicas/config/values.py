@@ -287,13 +287,13 @@ def path(what: str) -> Form:
 folder = path("folder")
 
 
-@form("IP address", "one address of this machine")
+@form("IP address or host name", "one address of this machine")
 def address(place: Place, value: object) -> Any:
-    """An IP address to listen on."""
+    """An IP address to listen on, or a name that has one when it is listened on."""
     found = _ip_address(value)
-    if found is None:
-        return place.problem(f'expected an IP address such as "127.0.0.1", got {show(value)}')
-    return _every_address(place, found) if found.is_unspecified else str(found)
+    if found is None and not (isinstance(value, str) and _HOST_NAME.fullmatch(value)):
+        return place.problem(f'expected an IP address such as "127.0.0.1", or a host name, got {show(value)}')
+    return _every_address(place, found) if found is not None and found.is_unspecified else str(found or value)
 
 
 @form('"host:port"', "one host; port 0 to 65535")

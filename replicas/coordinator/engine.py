@@ -214,14 +214,14 @@ class Engine:
         return channel
 
     def _free_replica(self, hello: wire.Hello, channel: ChannelState) -> int:
-        """An index for a replica of one rank, which nobody has.
+        """An index that no replica has, for rank 0, which tells its other ranks.
 
         It is the one that this process has already, on this channel (its Welcome was
         lost) or another one; else the lowest.
         """
-        if hello.world_size != 1:
-            text = f'replica="auto" is for replicas of one rank, not of {hello.world_size}'
-            raise errors.UsageError(text, channel=hello.channel, hint="give all ranks of a replica the same index")
+        if hello.rank != 0:
+            text = f'replica="auto" is for rank 0 of a replica, not for rank {hello.rank}'
+            raise errors.UsageError(text, channel=hello.channel, hint="give it the index that rank 0 was given")
         if channel.recovery.active:
             raise NotYet("members of an earlier coordinator may come back for their indices")
         for member in self._sessions:

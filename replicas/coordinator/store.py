@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 import logging
 import os
@@ -60,8 +61,10 @@ class StoreWatcher:
     async def start(self) -> None:
         """Start the process and wait until it listens.
 
-        :raises errors.WorldError: it could not listen, or was not up within 60 s.
+        :raises errors.WorldError: its name has no address here, it could not listen, or
+            was not up within 60 s.
         """
+        self._bind = await _resolved(self._bind)
         await self._spawn(self._port)
         self._spawn_task(self._watch())
         self._spawn_task(self._sweep_forever())
@@ -261,3 +264,16 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
         return await reader.readline()
     except ConnectionError:
         return b""
+
+
+async def _resolved(host: str) -> str:
+    """The first address of ``host``: members are told one, and torch resolves none."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        hint = "choose another [store] bind, such as this machine's IP address"
+        raise errors.WorldError(f"store: {host} has no address here: {error.strerror}", hint=hint) from error
+    address = str(found[0][4][0])
+    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        raise errors.WorldError(f"store: {host} means every address of this machine, and tells others none")
+    return address

@@ -171,7 +171,7 @@ class Weights(Follower):
         with self._join(world_size) as channel:
             if following.gate is None:  # a server that is older than this follower
                 self._end_open_update()
-            init_info = {"init_info": {**init, **following.identity}}
+            init_info = {"init_info": {**init, **following.identity, "replica": channel.member.replica}}
             self._post("/init_weight_transfer_engine", init_info, timeout_s=JOIN_TIMEOUT_S)
             while (update := self._next(channel)) is not None:
                 with update:

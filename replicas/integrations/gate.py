@@ -19,7 +19,8 @@ instant.
 
 While the gate is closed, requests other than for health, metrics and the like are
 answered with 503 at once. A fresh server would otherwise answer with its checkpoint,
-and one whose update has failed with a mixture of two versions.
+and one whose update has failed with a mixture of two versions. ``GET /readyz`` says
+which it is, for readiness probes: a closed gate is no reason to end the server.
 
 An engine's control routes (pause, update, reset) are not behind its API key. The gate
 answers them with 403 unless the request carries the secret, which only the follower and
@@ -36,12 +37,14 @@ import struct
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
-__all__ = ["GATE", "HEADER", "Gate", "GatePage"]
+__all__ = ["GATE", "HEADER", "READYZ", "Gate", "GatePage"]
 
 GATE = "REPLICAS_GATE"
 """Path of an inference server's gate page, as long as its follower lives."""
 HEADER = "x-replicas-gate"
 """Header that carries the secret of a control request."""
+READYZ = "/readyz"
+"""The gate's own page: 200 while it is open, else 503."""
 
 _ALWAYS = ("/health", "/ping", "/metrics", "/version", "/load", "/v1/models")
 _NBYTES = 48
@@ -139,6 +142,8 @@ class Gate:
         reads = scope.get("method") in ("GET", "HEAD")
         if is_control and not reads and not self._may_control(scope):
             await _refuse(scope, send, 403, "this route is the follower's alone: publish a version instead")
+        elif path == READYZ and self._page.is_open:
+            await _answer(send, 200, b'{"version": %d}' % self._page.version)
         elif self._page.is_open or is_control or path in _ALWAYS:
             await self._app(scope, receive, send)
         else:
@@ -154,8 +159,10 @@ async def _refuse(scope: Scope, send: Send, status: int, why: str) -> None:
         await send({"type": "websocket.close", "code": 1013 if status == 503 else 1008, "reason": why})
         return
     body = b'{"error": {"message": "replicas: %s", "code": %d}}' % (why.encode(), status)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 503:
-        headers.append((b"retry-after", b"1"))
+    await _answer(send, status, body, *([(b"retry-after", b"1")] if status == 503 else []))
+
+
+async def _answer(send: Send, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

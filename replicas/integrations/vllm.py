@@ -149,14 +149,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
     parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one; else this plus the replica's index")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one; else this, plus the index of a replica that a supervisor starts")
     return parser
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     found = environ.read()
-    index = found.replica if isinstance(found.replica, int) else 0
-    port = options.port + index if options.port else _free_port(options.host)
+    port = options.port + _index_here(found) if options.port else _free_port(options.host)
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
     gate = GatePage.create()
     stop = threading.Event()
@@ -184,6 +183,15 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
         )
         follower.run(EngineServer(url, gate.secret), following, stop, START_TIMEOUT_S)
     return 0
+
+
+def _index_here(found: environ.Environment) -> int:
+    """The replica's index among those that a supervisor starts on this host.
+
+    One that others start is expected to have a network address of its own, as in a pod.
+    """
+    started_here = environ.REPLICAS in os.environ
+    return found.replica if started_here and isinstance(found.replica, int) else 0
 
 
 def _ending(code: int) -> str:

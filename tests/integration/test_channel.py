@@ -453,8 +453,11 @@ async def test_members_that_name_no_replica_are_given_the_lowest_that_is_free() 
         assert again.member.name == "rollout/0/0"
         with await again.receive(deadline=20) as update:
             assert update.version == 1
-        with pytest.raises(errors.UsageError, match='replica="auto" is for replicas of one rank, not of 2'):
-            await world.join("rollout", "auto", world_size=2)
+        with pytest.raises(errors.UsageError, match='replica="auto" is for rank 0 of a replica, not for rank 1'):
+            await world.join("rollout", "auto", rank=1, world_size=2)
+        leader = await world.join("rollout", "auto", world_size=2)
+        other = await world.join("rollout", leader.member.replica, rank=1, world_size=2)
+        assert [one.member.name for one in (leader, other)] == ["rollout/3/0", "rollout/3/1"]
         with pytest.raises(errors.UsageError, match="join: replica must be a whole number"):
             await world.join("rollout", "any")
 

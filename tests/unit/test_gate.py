@@ -63,6 +63,12 @@ async def test_an_open_gate_lets_requests_through_and_a_shut_one_does_not(page: 
     assert (await ask(page, "/v1/completions"))[0] == 503
 
 
+async def test_a_page_says_whether_it_is_open(page: GatePage) -> None:
+    assert (await ask(page, "/readyz", "GET"))[0] == 503
+    page.open(7)
+    assert await ask(page, "/readyz", "GET") == (200, b'{"version": 7}')
+
+
 @pytest.mark.parametrize("path", ["/pause", "/pause/", "/update_weights"])
 @pytest.mark.parametrize("opened", [True, False])
 async def test_control_needs_the_secret_whether_open_or_not(page: GatePage, path: str, opened: bool) -> None:

@@ -1,0 +1,51 @@
+"""The manifests of services/kubernetes, as a cluster would read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["FOLDER", "container", "documents", "environment", "pods"]
+
+FOLDER = Path(__file__).parents[2] / "services" / "kubernetes"
+_POD_LISTS = ("containers", "initContainers")
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    """The objects of one file."""
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+def pods(one: object, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each pod template in an object, with the path to it."""
+    if isinstance(one, dict):
+        if isinstance(one.get("spec"), dict) and "containers" in one["spec"]:
+            yield path, one
+        else:
+            for key, value in one.items():
+                yield from pods(value, f"{path}.{key}")
+    elif isinstance(one, list):
+        for index, value in enumerate(one):
+            yield from pods(value, f"{path}[{index}]")
+
+
+def container(name: str) -> dict[str, Any]:
+    """The only container of the only pod of a file."""
+    ((_, pod),) = [found for document in documents(name) for found in pods(document)]
+    (one,) = pod["spec"]["containers"]
+    found: dict[str, Any] = one
+    return found
+
+
+def environment(one: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a container. ``fields``: values by the path of a pod's field."""
+    found = {}
+    for variable in one["env"]:
+        if "value" in variable:
+            found[variable["name"]] = variable["value"]
+        else:
+            found[variable["name"]] = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+    return found

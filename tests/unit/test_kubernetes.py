@@ -1,0 +1,159 @@
+"""The manifests of services/kubernetes fit Kubernetes' schemas, each other, and the
+programs that they start."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from replicas import environ
+from replicas.cli import main as cli
+from replicas.config.file import parse
+from replicas.config.structs import Config
+from replicas.integrations.gate import READYZ
+from tests.support.manifests import FOLDER, container, documents, environment, pods
+
+FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+ROLLOUTS = {"rollout-deployment.yaml": "Deployment", "rollout-leaderworkerset.yaml": "LeaderWorkerSet"}
+RELEASE = "1.34"
+FIELDS = {"status.podIP": "10.1.2.3"} | {
+    f"metadata.labels['leaderworkerset.sigs.k8s.io/{name}-index']": "1" for name in ("group", "worker")
+}
+RESOURCES: dict[str, Any] = {
+    "JobSet": {
+        "failurePolicy": {"maxRestarts"},
+        "replicatedJobs": {"name", "replicas", "template"},
+    },
+    "LeaderWorkerSet": {
+        "replicas": set(),
+        "leaderWorkerTemplate": {"size", "restartPolicy", "leaderTemplate", "workerTemplate"},
+    },
+    "PodMonitor": {
+        "selector": {"matchLabels"},
+        "podMetricsEndpoints": {"port", "path", "interval"},
+    },
+}
+"""Of resources that Kubernetes itself does not have: keys of the spec that are used,
+with those below."""
+
+
+def config() -> Config:
+    (found,) = [one["data"] for one in documents("supervisor.yaml") if one["kind"] == "ConfigMap"]
+    return parse(tomllib.loads(found["run.toml"].replace("/etc/replicas-token/token", __file__)), base=Path("/"))
+
+
+def every(kind: str) -> list[dict[str, Any]]:
+    return [one for name in FILES for one in documents(name) if one["kind"] == kind]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_object_fits_its_schema(name: str) -> None:
+    for one in documents(name):
+        if one["kind"] not in RESOURCES:
+            kubernetes_validate.validate(one, RELEASE, strict=True)
+            continue
+        known = RESOURCES[one["kind"]]
+        assert one["spec"].keys() <= known.keys()
+        for key, below in known.items():
+            value = one["spec"].get(key)
+            for item in value if isinstance(value, list) else [value] if isinstance(value, dict) else []:
+                assert item.keys() <= below
+        for job in one["spec"].get("replicatedJobs", ()):
+            head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
+            kubernetes_validate.validate({**head, **job["template"]}, RELEASE, strict=True)
+        for _, pod in pods(one):
+            head = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x", **pod["metadata"]}}
+            kubernetes_validate.validate({**head, "spec": pod["spec"]}, RELEASE, strict=True)
+
+
+def test_every_pod_is_one_of_the_run_and_may_reach_the_others() -> None:
+    (policy,) = every("NetworkPolicy")
+    (monitor,) = every("PodMonitor")
+    wanted = policy["spec"]["podSelector"]["matchLabels"]
+    assert monitor["spec"]["selector"]["matchLabels"] == wanted
+    assert policy["spec"]["ingress"][0]["from"] == [{"podSelector": {"matchLabels": wanted}}]
+    found = [pod for name in FILES for one in documents(name) for _, pod in pods(one)]
+    assert len(found) == 4
+    for pod in found:
+        assert wanted.items() <= pod["metadata"]["labels"].items()
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        claimed = {
+            claim["metadata"]["name"] for one in every("StatefulSet") for claim in one["spec"]["volumeClaimTemplates"]
+        }
+        for one in pod["spec"]["containers"]:
+            mounts = {mount["name"]: mount["mountPath"] for mount in one["volumeMounts"]}
+            assert mounts.keys() <= volumes.keys() | claimed
+            assert volumes["token"]["secret"]["secretName"] == "replicas-token"
+            assert mounts["token"] == "/etc/replicas-token"
+
+
+def test_members_find_the_supervisor_and_name_groups_of_its_config() -> None:
+    read = config()
+    (service,) = [one for one in every("Service") if one["metadata"]["name"] == "replicas"]
+    for name in (*ROLLOUTS, "trainer-jobset.yaml"):
+        variables = environment(container(name), FIELDS)
+        found = environ.read(variables)
+        assert found.endpoint == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+        assert found.run == read.run.name
+        assert found.group in read.groups
+        assert found.replica is not None
+        assert str(found.token_file) == "/etc/replicas-token/token"
+        assert not {key for key in variables if key.startswith("REPLICA")} - {
+            environ.ENDPOINT,
+            environ.TOKEN_FILE,
+            environ.RUN,
+            environ.GROUP,
+            environ.REPLICA,
+        }
+
+
+def test_sizes_are_those_of_the_config() -> None:
+    groups = config().groups
+    assert all(group.external for group in groups.values())
+    for kind in ("Deployment", "LeaderWorkerSet"):
+        (rollout,) = every(kind)
+        assert rollout["spec"]["replicas"] == groups["rollout"].replicas
+    assert every("LeaderWorkerSet")[0]["spec"]["leaderWorkerTemplate"]["size"] == groups["rollout"].world_size
+    (job,) = every("JobSet")[0]["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["completions"] == job["template"]["spec"]["parallelism"] == groups["trainer"].nnodes
+    words = container("trainer-jobset.yaml")["command"]
+    assert f"--nnodes={groups['trainer'].nnodes}" in words
+    assert f"--nproc-per-node={groups['trainer'].nproc_per_node}" in words
+
+
+def test_the_supervisor_is_told_where_it_is_and_has_time_to_drain() -> None:
+    read, one = config(), container("supervisor.yaml")
+    (stateful,) = every("StatefulSet")
+    pod = stateful["spec"]["template"]["spec"]
+    ports = {port["name"]: port["containerPort"] for port in one["ports"]}
+    assert (read.control.host, read.control.port) == (f"{stateful['metadata']['name']}-0", ports["control"])
+    assert (read.store.bind, read.store.port) == (read.control.host, ports["store"])
+    mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
+    assert read.run.state_dir.parent in {Path(path) for path in mounts}
+    program, command, path = one["command"]
+    assert (program, path) == ("replicas", "/etc/replicas/run.toml")
+    assert command in {info.name or getattr(info.callback, "__name__", "") for info in cli.app.registered_commands}
+    slowest = max(group.drain_timeout_s + group.stop_timeout_s for group in read.groups.values())
+    assert pod["terminationGracePeriodSeconds"] >= slowest + 10
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert one[probe]["httpGet"] == {"path": "/livez", "port": "control"}
+
+
+def test_a_server_is_ready_when_its_gate_is_open() -> None:
+    one = container("rollout-deployment.yaml")
+    assert one["readinessProbe"]["httpGet"]["path"] == READYZ
+    arguments = [*one["command"], *one["args"]]
+    assert arguments[:4] == ["python", "-m", "replicas.integrations.vllm", "serve"]
+    assert int(arguments[arguments.index("--port") + 1]) == one["ports"][0]["containerPort"]
+    assert environment(one, FIELDS)[environ.REPLICA] == "auto"
+
+
+def test_the_readme_names_every_file() -> None:
+    text = (FOLDER / "README.md").read_text()
+    assert set(re.findall(r"`([\w-]+\.yaml)`", text)) == set(FILES)
