@@ -2,8 +2,9 @@
 
     python bench/bench_supervisor.py [--quick] [--repetitions N] [--only PART ...]
 
-Three parts, each described in its own file: 10, 30 and 100 replicas of a trivial
-command (``scale``, ``bench/supervisor_scale.py``), kill -9 of a replica to its program
+Four parts, each described in its own file: 10, 30 and 100 replicas of a trivial
+command (``scale``, ``bench/supervisor_scale.py``), the memory of a rollout on a channel
+(``channel``, ``bench/supervisor_channel.py``), kill -9 of a replica to its program
 running again (``restart``, ``bench/supervisor_restart.py``), and the processes that
 faults leave under ours, bare torchrun, supervisord and circus (``leftovers``,
 ``bench/supervisor_leftovers.py``). The last two of these take part where they are
@@ -23,16 +24,21 @@ from typing import Any
 
 import msgspec
 
-from bench import supervisor_leftovers, supervisor_restart, supervisor_scale
+from bench import supervisor_channel, supervisor_leftovers, supervisor_restart, supervisor_scale
 from bench.peers import HOW
+from bench.supervisor_channel import ChannelSample
 from bench.supervisor_scale import ScaleSample, p99
 from bench.support import Bar, Spread, busy_ratio, in_words, machine, scratch, show, write
 
-PARTS = ("scale", "restart", "leftovers")
+PARTS = ("scale", "channel", "restart", "leftovers")
 UP_LIMIT_S = 10.0
 IDLE_LIMIT = 0.05
 STATUS_LIMIT_S = 0.1
 RESTART_LIMIT_S = 0.2
+ROLLOUT_LIMIT = 25.0
+"""MiB of a rollout that shares memory with its trainer, beyond its own program."""
+RUN_LIMIT = 250.0
+"""MiB of supervisor, store and the like."""
 LINEAR_LIMIT = 1.5
 """How many times as much each replica from 30 to 100 may take to come up as each from
 10 to 30."""
@@ -120,6 +126,30 @@ def _scale_bars(by_size: dict[int, list[ScaleSample]]) -> list[Bar]:
     ]
 
 
+# ------------------------------------------------------------ channel
+
+
+def channel(folder: Path, quick: bool, repetitions: int) -> dict[str, Any]:
+    samples: list[ChannelSample] = []
+    for repetition in range(repetitions):
+        for rollouts in supervisor_channel.SIZES:
+            samples.append(supervisor_channel.measure(folder / f"{repetition}-{rollouts}", rollouts))
+            told(samples[-1])
+    few, many = supervisor_channel.SIZES
+    spreads = {
+        size: Spread([one.memory_nbytes / 2**20 for one in samples if one.rollouts == size]) for size in (few, many)
+    }
+    each = (spreads[many].median - spreads[few].median) / (many - few)
+    rest = spreads[few].median - (few + 1) * each
+    table: list[list[str] | None] = [[str(size), f"{spread.median:.0f} MiB"] for size, spread in spreads.items()]
+    bars = [
+        Bar(f"memory of each rollout beside its program, MiB (limit {ROLLOUT_LIMIT:g})", each, each <= ROLLOUT_LIMIT),
+        Bar(f"memory of the rest, MiB (limit {RUN_LIMIT:g})", rest, rest <= RUN_LIMIT),
+    ]
+    rows = _report("A trainer and rollouts that share memory", ("rollouts", "memory"), table, bars, "")
+    return {"samples": msgspec.to_builtins(samples), "bars": rows}
+
+
 # ------------------------------------------------------------ restart
 
 
@@ -177,7 +207,7 @@ def _left(sample: supervisor_leftovers.LeftoverSample | None) -> str:
 
 
 def run(parts: Sequence[str], quick: bool, repetitions: int) -> None:
-    measures = {"scale": scale, "restart": restart, "leftovers": leftovers}
+    measures = {"scale": scale, "channel": channel, "restart": restart, "leftovers": leftovers}
     busy, load = asyncio.run(busy_ratio()), os.getloadavg()
     result: dict[str, Any] = {}
     with scratch() as folder:

@@ -76,9 +76,7 @@ def plan(config: Config) -> RenderableType:
         ("store", f"{config.store.bind}, port {config.store.port or '(any free one)'}"),
         ("in all", f"{_count(len(config.groups), 'group')}, {_count(replicas, 'replica')}, {_count(ranks, 'rank')}"),
     ]
-    on_channels = {
-        party.group for one in config.channels.values() for party in (*one.sources, *one.targets, *one.peers)
-    }
+    on_channels = frozenset[str]().union(*(one.groups for one in config.channels.values()))
     failures, timeouts = (_failure_row(group, on_channels) for group in groups), map(_timeout_row, groups)
     head = Table.grid(padding=(0, 2))
     for name, value in facts:
@@ -127,7 +125,7 @@ def _group_row(group: GroupConfig) -> tuple[str, ...]:
 _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays failed"}
 
 
-def _failure_row(group: GroupConfig, on_channels: set[str]) -> tuple[str, ...]:
+def _failure_row(group: GroupConfig, on_channels: frozenset[str]) -> tuple[str, ...]:
     ready = f"{enough(group.min_ready, group.replicas)} of {group.replicas}"
     if group.external:
         return group.name, "by others", "-", "-", ready

@@ -337,8 +337,7 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
         _check_names(depends_on, [one.group for one in group.depends_on], known)
         _check_finishing(depends_on, [one.group for one in group.depends_on if one.condition == "finished"], config)
     _check_cycles(place, config)
-    parties = (role for one in config.channels.values() for role in (*one.sources, *one.targets, *one.peers))
-    on_channels = {party.group for party in parties}
+    on_channels = frozenset[str]().union(*(one.groups for one in config.channels.values()))
     for group in groups:
         if group.external and group.name not in on_channels:
             place.at("groups", group.name).problem(

@@ -334,6 +334,11 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     is GPU memory for them and the way through the host is too slow.
     """
 
+    @property
+    def groups(self) -> frozenset[str]:
+        """The groups that have a role in it."""
+        return frozenset(role.group for role in (*self.sources, *self.targets, *self.peers))
+
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: Annotated[

@@ -38,6 +38,7 @@ __all__ = [
     "folder",
     "form",
     "in_units",
+    "is_loopback",
     "listen",
     "name",
     "names",
@@ -316,6 +317,12 @@ def _ip_address(text: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
         return ipaddress.ip_address(text) if isinstance(text, str) else None
     except ValueError:
         return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach this address, or this well-known name."""
+    found = _ip_address(host)
+    return host == "localhost" if found is None else found.is_loopback
 
 
 def _every_address(place: Place, found: object) -> Any:

@@ -149,7 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
     parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one; else this, plus the index of a replica that a supervisor starts")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        help="0: a free one; else this, plus the index of a replica that a supervisor starts",
+    )
     return parser
 
 

@@ -40,8 +40,7 @@ class Anatomy:
     """A picture of the run; ``orphans`` are processes of it that have no place in the
     picture.
 
-    :param guests: processes that are known to be there besides. :param channels:
-        whether the replicas have sidecars.
+    :param guests: processes that are known to be there besides.
     :param whole: False leaves out replicas of which something is missing.
     :raises Unfinished: some part is missing.
     """
@@ -52,7 +51,6 @@ class Anatomy:
         replicas: Mapping[str, ReplicaStatus],
         guests: Set[int],
         *,
-        channels: bool = True,
         whole: bool = True,
     ) -> None:
         lines = run.processes()
@@ -66,7 +64,7 @@ class Anatomy:
         self.bodies: dict[str, Body] = {}
         for name, one in replicas.items():
             try:
-                self.bodies[name] = _body(name, one.pid, up, below, lines, channels=channels)
+                self.bodies[name] = _body(name, one.pid, up, below, lines)
             except Unfinished:
                 if whole:
                     raise
@@ -85,8 +83,6 @@ def _body(
     up: Mapping[int, int],
     below: Mapping[int, list[int]],
     lines: Mapping[int, str],
-    *,
-    channels: bool,
 ) -> Body:
     if main is None or main not in lines:
         raise Unfinished(f"{name} has no main process")
@@ -95,8 +91,8 @@ def _body(
     pump = next((pid for pid in below.get(shim, []) if lines[pid].startswith("replicas log pump")), 0)
     launcher = main if "supervisor.shim.launcher" in lines[main] else 0
     ranks = sorted(below.get(launcher, []), key=_rank) if launcher else [main]
-    if not ranks or (channels and not server):
-        raise Unfinished(f"{name} has no {'forkserver' if ranks else 'ranks'}")
+    if not ranks:
+        raise Unfinished(f"{name} has no ranks")
     return Body(name, shim, launcher, ranks, server, pump, below.get(server, []) if server else [])
 
 

@@ -64,6 +64,8 @@ def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Vi
         bodies = [body for body in bodies if body.launcher]
     if fault.target == "sidecar" and world.shape.transport == "auto":  # nobody else has any
         bodies = [body for body in bodies if body.name in world.shape.peers]
+    if fault.target in ("sidecar", "forkserver"):  # it starts when a rank first needs it
+        bodies = [body for body in bodies if body.forkserver]
     if not bodies:
         return None
     body = bodies[int(fault.pick * len(bodies))]

@@ -101,7 +101,7 @@ def _pidfd(pid: int) -> int:
 def _sidecar(pid: int, pick: float) -> int:
     """One of a forkserver's sidecars that have a lane; 0, which no process has, when
     there is none."""
-    used = sorted(child for child in children(pid) if name_of(child) != "replica-spare")
+    used = sorted(child for child in children(pid) if name_of(child) != "replica-spare") if pid else []
     return used[int(pick * len(used))] if used else 0
 
 

@@ -101,7 +101,7 @@ class Picture(Anatomy):
         self, run: Run, replicas: dict[str, ReplicaStatus], daemons: dict[str, list[int]], *, whole: bool = True
     ) -> None:
         guests = {pid for pids in daemons.values() for pid in pids}
-        super().__init__(run, replicas, guests, channels=False, whole=whole)
+        super().__init__(run, replicas, guests, whole=whole)
         self.daemons = daemons
         self.supervisor = run.pid
         pids = {pid for name, body in self.bodies.items() for pid in (*body.pids, *daemons[name])}

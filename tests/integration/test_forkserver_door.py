@@ -89,10 +89,10 @@ async def test_a_name_is_bound_before_it_is_told_and_stays_bound_between_two_for
     env = {**os.environ, "REPLICAS_FORKSERVER": str(door)}
     with shim(tmp_path, "import signal; signal.pause()", forkserver=str(door), env=env) as run:
         run.wait_for("started")
+        known = await Forkserver.connect(str(door), timeout_s=60.0)
         first = forkserver_of(run)
         shown = arguments(first) + arguments(run.popen.pid)
         assert not any(part.encode() in shown for part in door)
-        known = await Forkserver.connect(str(door), timeout_s=60.0)
         pidfd = os.pidfd_open(first)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         assert select.select([pidfd], [], [], 30.0)[0]

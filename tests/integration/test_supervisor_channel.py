@@ -7,14 +7,22 @@ import os
 import signal
 from pathlib import Path
 
-from tests.support.programs import group
-from tests.support.runs import eventually, running
+from replicas.linux.processes import start_time
+from tests.support.programs import SERVES, SLEEPS, group
+from tests.support.runs import Run, eventually, running
 
 JOINS = """
 import time, replicas
 channel = replicas.join('c')
 print('joined', flush=True)
 time.sleep(600)
+"""
+
+PUBLISHES_ONCE = """
+import time, torch, replicas
+with replicas.join("policy") as channel:
+    channel.publish({"w": torch.zeros(1000)}).wait(60)
+    time.sleep(600)
 """
 
 LEAVES = """
@@ -43,6 +51,31 @@ def test_a_frozen_rank_is_replaced_and_one_that_left_is_not(tmp_path: Path) -> N
         status = run.status()
         assert status.groups[0].restarts == {"heartbeat_timeout": 1}
         assert status.groups[1].restarts == {}
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 0
+        run.assert_nothing_left()
+
+
+def forkservers(run: Run) -> list[int]:
+    return [pid for pid, line in run.processes().items() if "sidecar.forkserver" in line]
+
+
+def test_members_that_share_memory_have_no_forkserver_until_one_needs_it(tmp_path: Path) -> None:
+    text = group("trainer", PUBLISHES_ONCE) + group("rollout", SERVES) + group("idle", SLEEPS)
+    text += '[channels.policy]\nsources = ["trainer"]\ntargets = ["rollout"]\n'
+    text += '[channels.outer]\npeers = ["idle"]\n'
+    with running(tmp_path, text) as run:
+        run.find("sidecar.forkserver")  # peers will need one
+        eventually(lambda: run.status().groups[1].replicas[0].versions == {"policy": 1}, "a version", timeout_s=60)
+        (peers,) = forkservers(run)
+        rank = run.status().groups[1].replicas[0].pid
+        assert rank is not None
+        with run.asking_for_sidecars(rank):
+            first = run.find("sidecar.forkserver", besides=peers)
+        os.kill(first, signal.SIGKILL)  # a process that this test has started
+        eventually(lambda: start_time(first) is None, "its end")
+        with run.asking_for_sidecars(rank):
+            eventually(lambda: set(forkservers(run)) - {first, peers}, "another one")
         run.signal(signal.SIGTERM)
         assert run.wait() == 0
         run.assert_nothing_left()

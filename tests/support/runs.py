@@ -21,9 +21,11 @@ from typing import Any
 
 import msgspec
 
+from replicas import environ
 from replicas.cli.client import Client
 from replicas.linux.cgroups import find_own
 from replicas.linux.processes import start_time
+from replicas.linux.sockets import SocketAddress
 from replicas.status import RunStatus
 
 __all__ = ["MARK", "ROOT", "Run", "alive", "eventually", "processes_marked", "running", "shared_memory"]
@@ -224,6 +226,16 @@ class Run:
             return next((pid for pid, line in self.processes().items() if text in line and pid != besides), 0)
 
         return int(eventually(look, f"a process with {text!r} in its command line"))
+
+    @contextmanager
+    def asking_for_sidecars(self, rank: int) -> Iterator[None]:
+        """A connection to the forkserver of a rank, as one makes that needs a
+        sidecar."""
+        variables = Path(f"/proc/{rank}/environ").read_bytes().split(b"\0")
+        (address,) = [one.partition(b"=")[2] for one in variables if one.startswith(environ.FORKSERVER.encode())]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.connect(f"\0{SocketAddress.parse(address.decode()).name}")
+            yield
 
     def assert_nothing_left(self, *ports: int, timeout_s: float = 10.0, pid: int | None = None) -> None:
         """No process, port, socket, control group or shared memory of the run is there

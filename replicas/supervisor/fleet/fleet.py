@@ -319,8 +319,7 @@ class Fleet:
         return one.replicas[replica].progressed
 
     def on_channel(self, group: str) -> bool:
-        channels = self.config.channels.values()
-        return any(role.group == group for one in channels for role in (*one.sources, *one.targets, *one.peers))
+        return any(group in one.groups for one in self.config.channels.values())
 
     def moved(self, transition: Transition) -> None:
         group = self.groups.get(transition.group)

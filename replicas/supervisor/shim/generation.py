@@ -13,6 +13,7 @@ import msgspec
 
 from replicas import environ
 from replicas.config.structs import Config, GroupConfig, LogsConfig
+from replicas.config.values import is_loopback
 from replicas.coordinator import Coordinator
 from replicas.core.lives.lifecycle import Transition
 from replicas.linux.processes import MARK
@@ -215,6 +216,17 @@ def wants_tee(logs: LogsConfig) -> bool:
     return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
 
 
+def _needs_sidecars(config: Config, group: str) -> bool:
+    """Whether ranks of the group will probably use sidecars: not if they share memory.
+
+    Members on other machines could not reach a store that listens on loopback.
+    """
+    if not is_loopback(config.store.bind):
+        return True
+    channels = (one for one in config.channels.values() if group in one.groups)
+    return any(one.peers or one.transport != "auto" or one.staging != "host" for one in channels)
+
+
 def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:
     """The spec of node ``node``; each call gives it a new mark."""
     nonce = secrets.token_hex(16)
@@ -242,6 +254,7 @@ def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node
         stop_timeout_s=group.stop_timeout_s,
         nonce=nonce,
         forkserver=forkserver,
+        forkserver_ahead=_needs_sidecars(host.config, group.name),
         rendezvous_timeout_s=group.health.start_timeout_s,
         log_max_nbytes=host.config.logs.max_nbytes,
         log_keep=host.config.logs.keep,

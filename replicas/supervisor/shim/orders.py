@@ -83,6 +83,7 @@ class NodeSpec(NamedTuple):
     :param env: the whole environment of the replica's processes.
     :param forkserver: its :class:`replicas.linux.sockets.SocketAddress` as text; empty
         for none.
+    :param forkserver_ahead: start it with the ranks, not when one needs it.
     :param cgroup: path of the control group in which its processes start; empty for
         none.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
@@ -110,6 +111,7 @@ class NodeSpec(NamedTuple):
     stop_timeout_s: float
     nonce: str
     forkserver: str = ""
+    forkserver_ahead: bool = False
     cgroup: str = ""
     local_addr: str = "127.0.0.1"
     rendezvous_timeout_s: float = 300.0

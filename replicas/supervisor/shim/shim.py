@@ -98,7 +98,7 @@ class Shim:
         self._cgroup = Path(spec.cgroup) if spec.cgroup else None
         self._logs = PumpWatcher(spec, self._selector, tee, lambda loss: self._tell(loss.message()))
         self._starter = Starter(spec, self._logs)
-        self._forkserver = ForkserverWatcher(self._starter.forkserver, self._selector)
+        self._forkserver = ForkserverWatcher(self._starter.forkserver, self._selector, ahead=spec.forkserver_ahead)
         self._main: Child | None = None
         self._launcher: socket.socket | None = None
         self._stopped: StoppedWatch | None = None
@@ -228,7 +228,7 @@ class Shim:
         try:
             self._logs.start()
             if self.spec.forkserver:
-                self._forkserver.start()
+                self._forkserver.begin(self._starter.listener())
             if self.spec.launcher == "torchrun":
                 self._main, self._launcher = self._starter.launcher()
                 self._stopped = StoppedWatch(self._main.pid)

@@ -3,12 +3,18 @@
 :class:`Starter` starts torchrun's launcher, or the program, and the forkserver; the
 launcher has the commands of its workers from here, too.
 
-A forkserver that died, or could not be started for lack of processes, is started again,
-later each time. One that froze (SIGSTOP), or stalls while it should load torch, is
-killed and thus replaced; it counts as starting until its first byte on the *ready* pipe
-(:mod:`replicas.linux.stalls`). A hang after that shows when a rank asks it to fork: the
-rank then kills it. After ``TRIES`` starts, each within a minute of the one before, the
-replica cannot sync, and the shim ends it. Standard library only.
+A forkserver holds some 150 MB and takes seconds to load torch. Where ranks will need
+one, it is started with them, ahead of that. Where they probably never will, because all
+members share memory, the shim listens on its socket, and starts it when the first rank
+has connected; the rank waits for its answer. (systemd does so with a service's socket.)
+
+A forkserver that died, or could not be started for lack of processes, is started again
+in the same way, but later each time. One that froze (SIGSTOP), or stalls while it
+should load torch, is killed and thus replaced; it counts as starting until its first
+byte on the *ready* pipe (:mod:`replicas.linux.stalls`). A hang after that shows when a
+rank asks it to fork: the rank then kills it. After ``TRIES`` starts, each within a
+minute of the one before, the replica cannot sync, and the shim ends it. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ class Starter:
         self.scratch = ""
         self._spec = spec
         self._logs = logs
-        self._door: socket.socket | None = None
+        self._listener: socket.socket | None = None
 
     def program(self) -> Child:
         env = {**self._spec.env, GUARD: guard_orders(self._spec, direct=True)}
@@ -68,17 +74,22 @@ class Starter:
         orders.send(ours, spec.message())
         return child, ours
 
-    def forkserver(self, ready: int) -> Child:
-        """Start a forkserver on the node's socket.
+    def listener(self) -> socket.socket:
+        """The socket of the node's forkserver.
 
-        The socket is bound once, before any other process of the node starts: no other
-        process can take its name, not even between two forkservers.
+        Call it before any other process of the node starts: no other process can take
+        its name then, not even between two forkservers.
+        """
+        if self._listener is None:
+            self._listener = SocketAddress.parse(self._spec.forkserver).listen()
+        return self._listener
+
+    def forkserver(self, ready: int) -> Child:
+        """Start a forkserver on its socket.
 
         :param ready: descriptor to which it writes when it is ready.
         """
-        if self._door is None:
-            self._door = SocketAddress.parse(self._spec.forkserver).listen()
-        fds = (self._door.fileno(), ready)
+        fds = (self.listener().fileno(), ready)
         command = python_module("replicas.sidecar.forkserver", "--listener", str(fds[0]), "--ready", str(ready))
         child = self._spawn(command, own_code.findable(self._spec.env), "forkserver", fds)
         self._enclose(child)
@@ -151,11 +162,18 @@ _STEADY_S = 60.0
 
 
 class ForkserverWatcher:
-    """Keeps one forkserver running. ``spawn``: starts it, given a descriptor: ready."""
+    """Keeps one forkserver running, at once or from the first connection on.
 
-    def __init__(self, spawn: Callable[[int], Child], selector: selectors.BaseSelector) -> None:
+    :param spawn: starts it, given a descriptor: ready.
+    :param ahead: start it without waiting for a connection.
+    """
+
+    def __init__(self, spawn: Callable[[int], Child], selector: selectors.BaseSelector, *, ahead: bool = False) -> None:
         self._spawn = spawn
         self._selector = selector
+        self._ahead = ahead
+        self._listener: socket.socket | None = None
+        self._listening = False
         self._child: Child | None = None
         self._starts = 0
         self._began = 0.0
@@ -164,6 +182,8 @@ class ForkserverWatcher:
         self._ready: int | None = None
         self._watch: StallWatch | None = None
         self._over = False
+        self._problem = ""
+        """Why it is not started again, until :meth:`on_time` says so."""
 
     @property
     def pid(self) -> int:
@@ -173,8 +193,41 @@ class ForkserverWatcher:
     def wakes(self) -> list[float]:
         return [at for at in (self._start_at, self._look_at) if at is not None]
 
-    def start(self) -> None:
-        self._start_at = None
+    def begin(self, listener: socket.socket) -> None:
+        """Start it, or wait until a connection waits on ``listener``; it accepts them.
+
+        :raises OSError: it cannot be started.
+        """
+        self._listener = listener
+        if self._ahead:
+            self._start()
+        else:
+            self._listen()
+
+    def _listen(self) -> None:
+        assert self._listener is not None
+        self._selector.register(self._listener, selectors.EVENT_READ, self._asked_for)
+        self._listening = True
+
+    def _asked_for(self) -> None:
+        if self._listening:  # not stopped in this turn of the loop
+            self._deafen()
+            self._try()
+
+    def _try(self) -> None:
+        """Start it; if that fails, try it again, later."""
+        try:
+            self._start()
+        except OSError as error:
+            note(f"the forkserver cannot be started: {error}")
+            self._problem = self._again(time.monotonic(), f"cannot be started ({error}), or died,")
+
+    def _deafen(self) -> None:
+        if self._listening and self._listener is not None:
+            self._selector.unregister(self._listener)
+        self._listening = False
+
+    def _start(self) -> None:
         self._starts += 1
         self._began = time.monotonic()
         self._forget_readiness()
@@ -201,11 +254,8 @@ class ForkserverWatcher:
     def on_time(self, now: float) -> str:
         """Do what is due; return why it is not restarted, if so."""
         if self._start_at is not None and now >= self._start_at:
-            try:
-                self.start()
-            except OSError as error:
-                note(f"the forkserver cannot be started: {error}")
-                return self._again(now, f"cannot be started ({error}), or died,")
+            self._start_at = None
+            (self._try if self._ahead else self._listen)()
         if self._look_at is not None and now >= self._look_at:
             assert self._child is not None
             assert self._watch is not None
@@ -215,7 +265,8 @@ class ForkserverWatcher:
                 self._look_at = None
                 note(f"the forkserver, process {self._child.pid}, {reason}: it is killed")
                 self._child.signal(signal.SIGKILL)
-        return ""
+        problem, self._problem = self._problem, ""
+        return problem
 
     def _again(self, now: float, what: str) -> str:
         """Schedule a restart, later each time; or return why not."""
@@ -231,6 +282,7 @@ class ForkserverWatcher:
     def stop(self) -> None:
         self._over = True
         self._start_at = self._look_at = None
+        self._deafen()
 
     def kill(self) -> None:
         self.stop()
