@@ -37,7 +37,7 @@ import struct
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
-__all__ = ["GATE", "HEADER", "READYZ", "Gate", "GatePage"]
+__all__ = ["GATE", "HEADER", "READYZ", "Gate", "GatePage", "owner_of"]
 
 GATE = "REPLICAS_GATE"
 """Path of an inference server's gate page, as long as its follower lives."""
@@ -52,6 +52,11 @@ _NBYTES = 48
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def owner_of(path: str) -> int:
+    """The pid of the follower whose page is at ``path``."""
+    return int(path.split("/")[2])
 
 
 class GatePage:

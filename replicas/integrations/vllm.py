@@ -17,19 +17,22 @@ replica, and the server's workers are its other ranks
 (:mod:`replicas.integrations.vllm_engine`). So a version counts as loaded when every
 worker has it and the server answers with it again; a worker, an engine or a follower
 that dies, or is stopped, is a rank that is lost. A channel of LoRA adapters has the
-follower alone as a member.
+follower alone as a member. All processes of a server that ``serve`` has started die
+with the follower.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import getpass
 import hashlib
 import json
 import logging
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -45,7 +48,7 @@ from replicas import environ, errors
 from replicas.integrations import follower
 from replicas.integrations.engine_server import EngineServer
 from replicas.integrations.follower import Following, PauseMode
-from replicas.integrations.gate import GATE, GatePage
+from replicas.integrations.gate import GATE, GatePage, owner_of
 from replicas.linux.processes import die_with_parent
 
 __all__ = ["follow", "main", "register"]
@@ -66,6 +69,28 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "replicas.integrations.vllm_engine", "ReplicasEngine")
+    if GATE in os.environ:
+        _end_with(owner_of(os.environ[GATE]))
+
+
+@functools.cache
+def _end_with(follower: int) -> None:
+    """Let this process of vLLM's die with its follower, even one killed by SIGKILL.
+
+    vLLM's engine and its workers would stay behind otherwise, and keep their GPUs. (The
+    kernel's parent-death signal is bound to the thread that has started a process.)
+    """
+    try:
+        pidfd = os.pidfd_open(follower)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        select.select([pidfd], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="replicas-follower-watch", daemon=True).start()
 
 
 def follow(
