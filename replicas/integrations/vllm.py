@@ -83,12 +83,12 @@ def _end_with(follower: int) -> None:
     try:
         pidfd = os.pidfd_open(follower)
     except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
         return
 
     def watch() -> None:
         select.select([pidfd], [], [])
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
 
     threading.Thread(target=watch, name="replicas-follower-watch", daemon=True).start()
 
