@@ -158,6 +158,33 @@ def test_one_supervisor_of_a_state_folder(tmp_path: Path) -> None:
     second.release()
 
 
+def test_a_run_that_goes_on_keeps_its_token_through_starts_that_fail(tmp_path: Path) -> None:
+    """Programs that others have started still use it."""
+    killed = StateDir(tmp_path, "r")
+    killed.acquire()
+    killed.write(endpoint="127.0.0.1:1", token="secret")
+    killed.run_state.save(Saved(run="r"))
+    os.close(killed.lock)
+    for _ in range(3):  # such as those for which a port is in use
+        failed = StateDir(tmp_path, "r")
+        failed.acquire()
+        assert failed.token == "secret"
+        failed.release()
+    after = StateDir(tmp_path, "r")
+    after.acquire()
+    assert after.token == "secret"
+    after.write(endpoint="127.0.0.1:1", token="secret")
+    assert after.token_file.read_text() == "secret"
+    after.release(ended=True)
+    assert not after.token_file.exists()
+    fresh = StateDir(tmp_path, "r")
+    fresh.token_file.write_text("somebody's")
+    fresh.acquire()
+    assert fresh.token is None
+    assert not fresh.token_file.exists()
+    fresh.release()
+
+
 def test_starts_that_come_to_nothing_leave_the_logs_of_the_run_before(tmp_path: Path) -> None:
     for _ in range(3):
         folder = StateDir(tmp_path, "r")

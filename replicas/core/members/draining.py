@@ -55,8 +55,9 @@ class Drains:
         for (group, replica), generation in list(self._waiting.items()):
             if not self.busy(group, replica):
                 del self._waiting[group, replica]
-                if self._of(group, replica, generation):
-                    self._ground.emit(ReplicaIdle(self._ground.config.name, group, replica, generation))
+                if states := self._of(group, replica, generation):
+                    newest = max(state.hello.generation for state in states)
+                    self._ground.emit(ReplicaIdle(self._ground.config.name, group, replica, newest))
 
     def busy(self, group: str, replica: int) -> str:
         """Describe the work in progress of the replica; empty: none."""

@@ -162,7 +162,8 @@ class StateDir:
             with contextlib.suppress(FileNotFoundError):
                 token = private.read(self.token_file).decode(errors="replace")
                 self.token = token if token.isascii() and token.isprintable() and token else None
-        private.remove(self.token_file)
+        if self.token is None:
+            private.remove(self.token_file)
         if self.logs.exists() and any(self.logs.iterdir()):  # a start that failed has left none
             previous = self.path / "logs.previous"
             private.remove_tree(previous)
@@ -249,7 +250,7 @@ class StateDir:
         """Write the token (mode 0600), and the addresses of control port and socket."""
         where = {"endpoint": endpoint, "pid": os.getpid(), "run": self.run, "socket": str(socket or "")}
         try:
-            private.create(self.token_file, token.encode())
+            private.replace(self.token_file, token.encode())
             private.replace(self.endpoint_file, msgspec.json.encode(where))
         except OSError as error:
             raise errors.WorldError(
