@@ -8,14 +8,12 @@ import os
 import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 from replicas.linux.processes import die_with_parent
 from tests.engines.world import MODEL, START_S, VLLM_OPTIONS, World
-from tests.support.manifests import container, environment
+from tests.support.manifests import container, environment, status_of
 from tests.support.runs import MARK, ROOT, Run, eventually, running
 
 EXTERNAL = """
@@ -60,14 +58,7 @@ def started(run: Run, manifest: str, *command: str, **variables: str) -> Iterato
 def probe(port: int) -> int:
     """What the readiness probe of the manifest gets; 0: no answer."""
     path = container("rollout-deployment.yaml")["readinessProbe"]["httpGet"]["path"]
-    try:
-        with urllib.request.urlopen(f"http://{ADDRESS}:{port}{path}", timeout=10) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
-    except OSError:
-        return 0
+    return status_of(f"http://{ADDRESS}:{port}{path}")
 
 
 def test_a_server_that_others_start_is_ready_when_it_serves_a_version(tmp_path: Path) -> None:

@@ -8,15 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.manifests import container, documents, environment
+from tests.support.manifests import container, documents, environment, status_of
 from tests.support.networks import Machine, hosts, why_no_hosts
 from tests.support.runs import ROOT, alive, eventually
 
@@ -150,14 +148,7 @@ class Pod:
         return self.get(f":{ports[one['httpGet']['port']]}{one['httpGet']['path']}")
 
     def get(self, rest: str) -> int:
-        try:
-            with urllib.request.urlopen(f"http://{self._machine.address}{rest}", timeout=5) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code
-        except OSError:
-            return 0
+        return status_of(f"http://{self._machine.address}{rest}")
 
 
 def test_pods_of_others_join_outlive_a_supervisor_and_end_in_order(tmp_path: Path) -> None:

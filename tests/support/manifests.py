@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-__all__ = ["FOLDER", "container", "documents", "environment", "pods"]
+__all__ = ["FOLDER", "container", "documents", "environment", "pods", "status_of"]
 
 FOLDER = Path(__file__).parents[2] / "services" / "kubernetes"
 _POD_LISTS = ("containers", "initContainers")
@@ -49,3 +51,15 @@ def environment(one: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, 
         else:
             found[variable["name"]] = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
     return found
+
+
+def status_of(url: str) -> int:
+    """What a probe gets: the status of the answer; 0: there is none."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except OSError:
+        return 0
