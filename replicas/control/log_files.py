@@ -321,7 +321,9 @@ class Follower:
         known = sorted(f"{path.parent.name}/{path.name}" for group in _folders(self._logs) for path in _folders(group))
         return UsageError(
             f"there is no log of {', '.join(words)} in {self._logs}",
-            hint=f"there are logs of: {', '.join(known)}" if known else "nothing has been started yet",
+            hint=f"there are logs of: {', '.join(known)}"
+            if known
+            else "nothing has been started yet; programs that others start log elsewhere",
         )
 
 
