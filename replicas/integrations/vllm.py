@@ -90,7 +90,11 @@ def _end_with(follower: int) -> None:
         select.select([pidfd], [], [])
         signal.raise_signal(signal.SIGKILL)
 
-    threading.Thread(target=watch, name="replicas-follower-watch", daemon=True).start()
+    def begin() -> None:
+        threading.Thread(target=watch, name="replicas-follower-watch", daemon=True).start()
+
+    begin()
+    os.register_at_fork(after_in_child=begin)  # vLLM forks some, which load no plugins then
 
 
 def follow(

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,8 +23,10 @@ import replicas
 from replicas import errors
 from replicas.integrations import engine_server, follower
 from replicas.integrations.vllm import follow
+from replicas.linux.processes import start_time
 from tests.support.channels import POLICY, ChannelWorld, channel_world, wait_until
 from tests.support.engines import FakeEngine
+from tests.support.runs import eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -225,3 +230,34 @@ async def test_only_every_nth_version_is_loaded() -> None:
 def test_an_argument_that_is_wrong_is_refused_before_anything_is_asked(wrong: dict[str, Any]) -> None:
     with pytest.raises(errors.UsageError):
         follow("http://127.0.0.1:1", "policy", **wrong)
+
+
+ENGINE = """
+import os, sys, time
+from replicas.integrations.vllm import _end_with
+_end_with(int(sys.argv[1]))
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_of_an_engine_die_with_the_follower_and_so_do_forked_ones() -> None:
+    with subprocess.Popen(["sleep", "600"]) as owner:
+        engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(owner.pid)], stdout=subprocess.PIPE, text=True)
+        with engine:
+            try:
+                assert engine.stdout is not None
+                forked = int(engine.stdout.readline())
+                assert engine.poll() is None
+                assert start_time(forked) is not None
+                owner.kill()
+                assert engine.wait(20) == -signal.SIGKILL
+                eventually(lambda: start_time(forked) is None, "the end of the forked one")
+                late = [sys.executable, "-c", ENGINE, str(owner.pid)]  # one that starts when it has gone
+                owner.wait()
+                assert subprocess.run(late, timeout=60, check=False).returncode == -signal.SIGKILL
+            finally:
+                owner.kill()
+                engine.kill()
