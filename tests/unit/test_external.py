@@ -190,3 +190,18 @@ def test_what_others_start_cannot_be_restarted_from_here() -> None:
             assert "started by others" in (await made.groups["a"].replicas[0].stacks())["a/0"]
 
     virtually(story())
+
+
+def test_as_many_ready_replicas_as_expected_are_enough_whatever_their_indices() -> None:
+    async def story() -> None:
+        groups = (others_start("a", replicas=2), group_of("b", depends_on=("a",)))
+        async with external_fleet(*groups) as (made, yard):
+            yard.joins("a/0", "x")
+            await asyncio.sleep(1)
+            assert (made.groups["a"].good, yard.states()["b/0"]) == (False, "pending")
+            yard.joins("a/2", "y")
+            await asyncio.sleep(1)
+            assert yard.states() == {"a/0": "ready", "a/1": "pending", "a/2": "ready", "b/0": "ready"}
+            await made.wait_ready([made.groups["a"]])
+
+    virtually(story())

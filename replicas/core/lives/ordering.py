@@ -69,17 +69,17 @@ def is_lost(states: Sequence[ReplicaState], min_ready: int | None) -> bool:
 
 
 def unmet(
-    group: GroupConfig, groups: Mapping[str, GroupConfig], states: Mapping[str, Sequence[ReplicaState]]
+    group: GroupConfig, needed: Mapping[str, int | None], states: Mapping[str, Sequence[ReplicaState]]
 ) -> list[str]:
     """Return the dependencies, as in the config, that keep ``group`` from starting.
 
-    :param groups: every group.
+    :param needed: of every group, how many replicas must be ready or done; None: all.
     :param states: of every group's replicas.
     """
 
     def met(name: str, condition: str) -> bool:
         test = is_done if condition == "finished" else is_good
-        return test(states[name], groups[name].min_ready)
+        return test(states[name], needed[name])
 
     return [str(one) for one in group.depends_on if not met(one.group, one.condition)]
 

@@ -287,8 +287,8 @@ class Fleet:
         one = self.groups[group]
         if self._held_back(one):
             return f"the other replicas of {group}"
-        configs = {name: other.config for name, other in self.groups.items()}
-        missing = unmet(one.config, configs, {name: other.staying for name, other in self.groups.items()})
+        needed = {name: other.needed for name, other in self.groups.items()}
+        missing = unmet(one.config, needed, {name: other.staying for name, other in self.groups.items()})
         return ", ".join(missing) if missing else self._ground.resources.take(one.config, replica)
 
     def may_resume(self, group: str, replica: int) -> bool:

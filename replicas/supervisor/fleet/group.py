@@ -127,8 +127,17 @@ class Group:
         return is_over(self.staying)
 
     @property
+    def needed(self) -> int | None:
+        """How many replicas must be ready; None: all.
+
+        Of an external group as many as are expected: a program that comes again may be
+        given another index before the coordinator knows that the earlier one has ended.
+        """
+        return self.size if self.config.external and self.config.min_ready is None else self.config.min_ready
+
+    @property
     def good(self) -> bool:
-        return is_good(list(self.states.values()), self.config.min_ready)
+        return is_good(list(self.states.values()), self.needed)
 
     @property
     def failed(self) -> Replica | None:
