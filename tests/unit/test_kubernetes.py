@@ -20,7 +20,7 @@ from tests.support.manifests import FOLDER, container, documents, environment, p
 
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 ROLLOUTS = {"rollout-deployment.yaml": "Deployment", "rollout-leaderworkerset.yaml": "LeaderWorkerSet"}
-RELEASE = "1.34"
+RELEASE = "1.33"
 FIELDS = {"status.podIP": "10.1.2.3"} | {
     f"metadata.labels['leaderworkerset.sigs.k8s.io/{name}-index']": "1" for name in ("group", "worker")
 }
