@@ -32,6 +32,7 @@ PING_INTERVAL_S = 2.0
 PAUSE_S = 1.0
 """A reply timeout noticed this much late means that this process was paused."""
 _SLOW = "it loads torch: see whether that hangs (python -c 'import torch'), or the machine is overloaded"
+_RESOLVE_S = 20.0
 STRAGGLER_S = 30.0
 """Delay of a second sweep: a sidecar being killed may write after the first one."""
 
@@ -269,10 +270,12 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 async def _resolved(host: str) -> str:
     """The first address of ``host``: members are told one, and torch resolves none."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError as error:
+        async with asyncio.timeout(_RESOLVE_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:  # a TimeoutError is one, without words
+        why = error.strerror or f"no answer within {_RESOLVE_S:g} s"
         hint = "choose another [store] bind, such as this machine's IP address"
-        raise errors.WorldError(f"store: {host} has no address here: {error.strerror}", hint=hint) from error
+        raise errors.WorldError(f"store: {host} has no address here: {why}", hint=hint) from error
     address = str(found[0][4][0])
     if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         raise errors.WorldError(f"store: {host} means every address of this machine, and tells others none")

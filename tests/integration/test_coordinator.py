@@ -526,3 +526,12 @@ async def test_nobody_hears_of_a_commit_that_is_not_on_disk(
     monkeypatch.undo()
     assert (await trainer.until(wire.Commit)).version == 1
     assert (await trainer.until(wire.PublishEnd)).receipt is not None
+
+
+async def test_a_store_that_listens_by_a_name_needs_an_address_for_it() -> None:
+    channels = {"policy": {"sources": ["trainer"]}}
+    with pytest.raises(errors.WorldError, match=r"store: nowhere\.invalid has no address here: "):
+        async with Coordinator(channels, store_bind="nowhere.invalid"):
+            pass
+    async with Coordinator(channels, store_bind="localhost") as coordinator:
+        assert coordinator.store_address[0] in ("127.0.0.1", "::1")
