@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicas.common.table import InvalidStep
 from replicas.core.lives.lifecycle import ALIVE, REPLICA, SETTLED, Lifecycle, ReplicaEvent, after_exit
-from replicas.core.membership import InvalidStep
 from replicas.status import ReplicaState
 
 STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)

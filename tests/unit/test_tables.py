@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.core.membership import LANE, MEMBER, PUBLISH, ROUND, SLOT, TRANSFER, InvalidStep, Table
+from replicas.common.table import InvalidStep, Table
+from replicas.core.membership import LANE, MEMBER, PUBLISH, ROUND, SLOT, TRANSFER
 from tests.support.diagrams import PAGE, with_tables
 
 TABLES: list[Table[str, str]] = [MEMBER, PUBLISH, TRANSFER, LANE, ROUND, SLOT]  # type: ignore[list-item]  # of literals

@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from replicas.core.membership import Table
+from replicas.common.table import Table
 from replicas.status import ReplicaState
 
 __all__ = [
@@ -211,7 +211,7 @@ class Lifecycle:
         :param reason: one line for people, until the next step that has one or
             readiness.
         :param restart_reason: with ``RETRY``, the reason counted in :attr:`restarts`.
-        :raises replicas.core.membership.InvalidStep: ``event`` cannot happen now, and
+        :raises replicas.common.table.InvalidStep: ``event`` cannot happen now, and
             nothing has changed.
         """
         before = self.state
