@@ -46,6 +46,7 @@ from replicas import messages as wire
 from replicas.channel.connection import CLOSE_TIMEOUT_S, Connection, dial
 from replicas.channel.loop import SessionLoop
 from replicas.common.backoff import Backoff
+from replicas.common.patience import PauseClock
 from replicas.messages.bounds import most_nbytes, text_of
 
 __all__ = ["MALFORMED_MAX", "Session", "SessionHandler"]
@@ -362,11 +363,11 @@ class Session:
         """Raise TimeoutError when no byte has arrived for too long."""
         heard = time.monotonic()
         while True:
-            due = time.monotonic() + self.heartbeat_interval_s / 2
+            clock = PauseClock(time.monotonic() + self.heartbeat_interval_s / 2)
             await asyncio.sleep(self.heartbeat_interval_s / 2)
             now = time.monotonic()
-            if now - due > 2 * self.heartbeat_interval_s:
-                heard = now  # this process was paused: first read what arrived meanwhile
+            if clock.look(now):
+                heard = now  # first read what arrived meanwhile
             heard = max(heard, connection.heard)
             missed_s = MISSED_ACKS * self.heartbeat_interval_s + SLACK_S
             patience_s = Backoff(missed_s, max(missed_s, SILENCE_S)).after(self._in_vain)  # more each time

@@ -26,6 +26,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.common.patience import PauseClock
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
 from replicas.coordinator.decisions import DecisionLog
@@ -51,8 +52,6 @@ LAST_WORDS_S = 0.25
 """How long to read the socket of an ended process: its children may keep it open."""
 ACK_BYTES_S = 1.0
 """Interval of the acks to a member while a long message arrives in parts."""
-PAUSE_S = 1.0
-"""A tick this late means a pause of this process, which no member is blamed for."""
 SETTLE_S = 0.5
 """Time after a pause before members and deadlines are judged."""
 
@@ -456,18 +455,17 @@ class Engine:
         After a pause of this process, what arrived meanwhile is read first, and members
         that were paused with it get a moment to send.
         """
-        due = self._now() + TICK_S
+        clock = PauseClock(self._now() + TICK_S)
         while True:
-            await asyncio.sleep(max(0.0, due - self._now()))
+            await asyncio.sleep(max(0.0, clock.due - self._now()))
             now = self._now()
-            late = max(0.0, now - due)
-            self.lag_s = max(late, self.lag_s * 0.9)
-            due = now + TICK_S
-            if late > PAUSE_S:
-                log.warning("this process did not run for %.1f s: leases are extended by as much", late)
+            self.lag_s = max(now - clock.due, self.lag_s * 0.9)
+            pause_s = clock.look(now)
+            clock.due = now + (SETTLE_S if pause_s else TICK_S)
+            if pause_s:
+                log.warning("this process did not run for %.1f s: leases are extended by as much", pause_s)
                 for channel in self.channels.values():
-                    channel.roster.forgive(late, now)
-                due = now + SETTLE_S
+                    channel.roster.forgive(pause_s, now)
                 continue
             silence_s = self._silence.passed(now)
             if silence_s:

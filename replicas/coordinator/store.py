@@ -19,6 +19,7 @@ import tenacity
 from replicas import errors
 from replicas.common import own_code
 from replicas.common.decoding import MALFORMED
+from replicas.common.patience import PauseClock
 from replicas.coordinator.store_process import Reply, Request
 
 __all__ = ["StoreWatcher"]
@@ -29,8 +30,6 @@ START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 2.0
-PAUSE_S = 1.0
-"""A reply timeout noticed this much late means that this process was paused."""
 _SLOW = "it loads torch: see whether that hangs (python -c 'import torch'), or the machine is overloaded"
 _RESOLVE_S = 20.0
 STRAGGLER_S = 30.0
@@ -173,13 +172,13 @@ class StoreWatcher:
         """Whether the process answers; a timeout after our own pause proves nothing."""
         loop = asyncio.get_running_loop()
         while True:
-            began = loop.time()
+            clock = PauseClock(loop.time() + REPLY_TIMEOUT_S)
             try:
                 reply = await self.ask("stat")
             except ConnectionError:
                 return False
             except TimeoutError:
-                if loop.time() - began > REPLY_TIMEOUT_S + PAUSE_S:
+                if clock.look(loop.time()):
                     continue
                 return False
             if reply.error:

@@ -6,6 +6,7 @@ time and faults pages in all the time; one that was stopped (SIGSTOP) has the st
 
 from __future__ import annotations
 
+from replicas.common.patience import Patience
 from replicas.linux.processes import stat_fields
 
 __all__ = ["LOOK_INTERVAL_S", "STARTING_S", "STOPPED_S", "StallWatch"]
@@ -15,7 +16,6 @@ STOPPED_S = 3.0
 """Give up a process stopped for longer; a tool may stop it briefly to look at it."""
 STARTING_S = 20.0
 """Give up a starting process that used no CPU time and no memory for this long."""
-_LATE_S = 1.0
 
 
 class StallWatch:
@@ -24,26 +24,16 @@ class StallWatch:
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid
         self._seen: tuple[str, ...] = ()
-        self._stopped_since: float | None = None
-        self._idle_since = self._looked_at = now
+        self._stopped, self._idle = (Patience(now, LOOK_INTERVAL_S) for _ in range(2))
 
     def look(self, now: float, *, starting: bool) -> str:
         """Return why to give it up, or ""; ``starting``: it must not be idle."""
-        if now - self._looked_at > LOOK_INTERVAL_S + _LATE_S:  # this process was paused too
-            self._stopped_since, self._idle_since = None, now
-        self._looked_at = now
         state, *done = self._stat()
-        if tuple(done) != self._seen or not starting or state == "X":
-            self._seen, self._idle_since = tuple(done), now
-        if state != "T":
-            self._stopped_since = None
-        elif self._stopped_since is None:
-            self._stopped_since = now
-        if self._stopped_since is not None and now - self._stopped_since >= STOPPED_S:
+        seen, self._seen = self._seen, tuple(done)
+        idle_s = self._idle.lasts(now, starting and state != "X" and seen == self._seen)
+        if self._stopped.lasts(now, state == "T") >= STOPPED_S:
             return f"was stopped for {STOPPED_S:g} s"
-        if now - self._idle_since >= STARTING_S:
-            return f"did nothing for {STARTING_S:g} s"
-        return ""
+        return f"did nothing for {STARTING_S:g} s" if idle_s >= STARTING_S else ""
 
     def _stat(self) -> tuple[str, ...]:
         """State letter, minor and major faults, user and system time; X: unreadable."""

@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from replicas import errors
+from replicas.common.patience import PauseClock
 from replicas.linux.processes import send_signal
 from replicas.sidecar import wire
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
@@ -77,7 +78,7 @@ class Pulse:
 
     def __init__(self, now: float) -> None:
         self._asked_at: float | None = None
-        self._due = now
+        self._clock = PauseClock(now, LATE_S)
 
     @property
     def asked(self) -> bool:
@@ -86,7 +87,7 @@ class Pulse:
     def interval_s(self, now: float, *, busy: bool) -> float:
         """Return the delay until the next look, and note when it is due."""
         delay = INTERVAL_S if busy or self.asked else IDLE_S
-        self._due = now + delay
+        self._clock.due = now + delay
         return delay
 
     def look(self, now: float) -> Literal["ping", "wait", "frozen"]:
@@ -94,7 +95,7 @@ class Pulse:
         if self._asked_at is None:
             self._asked_at = now
             return "ping"
-        if now - self._due > LATE_S:
+        if self._clock.look(now):
             self._asked_at = now
         return "frozen" if now - self._asked_at >= SILENCE_S - _ROUNDING_S else "wait"
 

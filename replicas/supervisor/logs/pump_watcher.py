@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from replicas.common.backoff import Backoff
 from replicas.common.foreign import last_lines
+from replicas.common.patience import Patience
 from replicas.linux.processes import send_signal
 from replicas.supervisor.logs.log_file import remove_old_generations
 from replicas.supervisor.logs.pump import COMM, Log, LogSource, Pump, waiting_nbytes
@@ -39,6 +40,8 @@ __all__ = ["DRAIN_S", "PumpWatcher"]
 DRAIN_S = 2.0
 """How long the exit report waits for the last lines, in seconds."""
 STUCK_S = 3.0
+_LOOK_INTERVAL_S = 2.0
+"""Longest interval of the looks, which come with the supervisor's pings."""
 _CLOSE_S = 1.0
 _LAST_LINES = 20
 _LINE_NCHARS = 300
@@ -71,7 +74,8 @@ class PumpWatcher:
         self._closed = False
         self._words: deque[tuple[str, bytes]] = deque()
         self._speak_at: float | None = None
-        self._moved: tuple[tuple[int, ...], float] = ((), 0.0)
+        self._reads: tuple[int, ...] = ()
+        self._stuck = Patience(0.0, _LOOK_INTERVAL_S)
         self._drains = 0
         self._on_drained: Callable[[], None] | None = None
         self._drained_by: float | None = None
@@ -153,6 +157,7 @@ class PumpWatcher:
         self._start_at = None
         self._starts = self._starts + 1 if time.monotonic() - self._began < _STEADY_S else 1
         self._began = time.monotonic()
+        self._stuck = Patience(self._began, _LOOK_INTERVAL_S)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
@@ -234,13 +239,11 @@ class PumpWatcher:
             note(f"what the log pump said is no message: {error}")
 
     def look(self, now: float) -> None:
-        """Kill a pump that does not read. Called about every second."""
-        reads = tuple(source.reads for source in self._sources.values())
-        if reads != self._moved[0] or not any(waiting_nbytes(pipe) for pipe in self._readers()):
-            self._moved = (reads, now)
-        elif now - self._moved[1] >= STUCK_S and self._pidfd is not None:
+        """Kill a pump that does not read. Called every second or two."""
+        before, self._reads = self._reads, tuple(source.reads for source in self._sources.values())
+        idle = self._reads == before and any(waiting_nbytes(pipe) for pipe in self._readers())
+        if self._stuck.lasts(now, idle) >= STUCK_S and self._pidfd is not None:
             note(f"the log pump does nothing for {STUCK_S:g} s: it is killed")
-            self._moved = (reads, now)
             send_signal(self._pidfd, signal.SIGKILL)
 
     def on_time(self, now: float) -> None:
