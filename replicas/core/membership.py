@@ -54,7 +54,6 @@ __all__ = [
     "SlotState",
     "Standing",
     "TransferState",
-    "diagrams",
 ]
 
 Standing = Literal["joining", "live", "behind", "quarantined", "observing", "gone"]
@@ -162,9 +161,3 @@ SLOT: Table[SlotState, SlotEvent] = Table(
         "leaving": {"free": ("let_go",), "closed": ("close",)},
     },
 )
-
-
-def diagrams() -> str:
-    """Return all tables as Mermaid diagrams with titles, for docs/protocol.md."""
-    tables = (MEMBER, PUBLISH, TRANSFER, LANE, ROUND, SLOT)
-    return "\n\n".join(f"{table.what.capitalize()}:\n\n```mermaid\n{table.diagram()}\n```" for table in tables)

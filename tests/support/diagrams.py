@@ -4,22 +4,26 @@ writes them, a unit test compares."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from replicas.common.child import CHILD
+from replicas.common.table import Table
 from replicas.core.lives.lifecycle import REPLICA
-from replicas.core.membership import diagrams
+from replicas.core.membership import LANE, MEMBER, PUBLISH, ROUND, SLOT, TRANSFER
 
-__all__ = ["PAGE", "with_tables"]
+__all__ = ["PAGE", "TABLES", "with_tables"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 BEGIN, END = "<!-- tables -->\n", "\n<!-- end of tables -->"
+TABLES: tuple[Table[Any, Any], ...] = (REPLICA, CHILD, MEMBER, PUBLISH, TRANSFER, LANE, ROUND, SLOT)
 
 
 def with_tables(page: str) -> str:
     """The page with the tables of today."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    replica = f"A replica:\n\n```mermaid\n{REPLICA.diagram()}\n```"
-    return f"{before}{BEGIN}{replica}\n\n{diagrams()}{END}{after}"
+    drawn = "\n\n".join(f"{one.what.capitalize()}:\n\n```mermaid\n{one.diagram()}\n```" for one in TABLES)
+    return f"{before}{BEGIN}{drawn}{END}{after}"
 
 
 if __name__ == "__main__":

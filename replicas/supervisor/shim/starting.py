@@ -31,6 +31,7 @@ from pathlib import Path
 
 from replicas.common import own_code
 from replicas.common.backoff import Backoff
+from replicas.common.child import ChildLife
 from replicas.linux import cgroups, private
 from replicas.linux.processes import Child, python_module
 from replicas.linux.sockets import SocketAddress
@@ -158,7 +159,6 @@ def guard_command() -> list[str]:
 
 TRIES = 8
 AGAIN = Backoff(0.1, 6.4)
-_STEADY_S = 60.0
 
 
 class ForkserverWatcher:
@@ -175,13 +175,9 @@ class ForkserverWatcher:
         self._listener: socket.socket | None = None
         self._listening = False
         self._child: Child | None = None
-        self._starts = 0
-        self._began = 0.0
-        self._start_at: float | None = None
-        self._look_at: float | None = None
+        self._life = ChildLife(AGAIN, tries=TRIES, look_interval_s=LOOK_INTERVAL_S)
         self._ready: int | None = None
         self._watch: StallWatch | None = None
-        self._over = False
         self._problem = ""
         """Why it is not started again, until :meth:`on_time` says so."""
 
@@ -191,7 +187,7 @@ class ForkserverWatcher:
 
     @property
     def wakes(self) -> list[float]:
-        return [at for at in (self._start_at, self._look_at) if at is not None]
+        return self._life.wakes
 
     def begin(self, listener: socket.socket) -> None:
         """Start it, or wait until a connection waits on ``listener``; it accepts them.
@@ -220,7 +216,8 @@ class ForkserverWatcher:
             self._start()
         except OSError as error:
             note(f"the forkserver cannot be started: {error}")
-            self._problem = self._again(time.monotonic(), f"cannot be started ({error}), or died,")
+            if self._life.ended(time.monotonic()):
+                self._problem = f"cannot be started ({error}), or died, {TRIES} times"
 
     def _deafen(self) -> None:
         if self._listening and self._listener is not None:
@@ -228,9 +225,8 @@ class ForkserverWatcher:
         self._listening = False
 
     def _start(self) -> None:
-        self._starts += 1
-        self._began = time.monotonic()
-        self._forget_readiness()
+        self._forget_readiness()  # of the one before
+        self._life.start(time.monotonic())
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
             self._child = self._spawn(writer)
@@ -241,47 +237,38 @@ class ForkserverWatcher:
             os.close(writer)
         self._ready = reader
         self._selector.register(reader, selectors.EVENT_READ, self._forget_readiness)
-        self._watch = StallWatch(self._child.pid, self._began)
-        self._look_at = self._began + LOOK_INTERVAL_S
+        self._watch = StallWatch(self._child.pid, time.monotonic())
 
     def ended(self, code: int) -> str:
         """Note its end, after it was reaped; return why it is not restarted, if so."""
         assert self._child is not None
         self._child.ended(code)
-        self._look_at = None
-        return self._again(time.monotonic(), "died")
+        return f"died {TRIES} times" if self._life.ended(time.monotonic()) else ""
 
     def on_time(self, now: float) -> str:
         """Do what is due; return why it is not restarted, if so."""
-        if self._start_at is not None and now >= self._start_at:
-            self._start_at = None
-            (self._try if self._ahead else self._listen)()
-        if self._look_at is not None and now >= self._look_at:
-            assert self._child is not None
-            assert self._watch is not None
-            self._look_at = now + LOOK_INTERVAL_S
-            reason = self._watch.look(now, starting=self._ready is not None)
-            if reason:
-                self._look_at = None
-                note(f"the forkserver, process {self._child.pid}, {reason}: it is killed")
-                self._child.signal(signal.SIGKILL)
+        match self._life.on_time(now):
+            case "start" if self._ahead:
+                self._try()
+            case "start":
+                self._life.rest()
+                self._listen()
+            case "look":
+                self._look(now)
         problem, self._problem = self._problem, ""
         return problem
 
-    def _again(self, now: float, what: str) -> str:
-        """Schedule a restart, later each time; or return why not."""
-        if self._over:
-            return ""
-        if now - self._began > _STEADY_S:
-            self._starts = 1
-        if self._starts >= TRIES:
-            return f"{what} {self._starts} times"
-        self._start_at = now + AGAIN.after(self._starts - 1)
-        return ""
+    def _look(self, now: float) -> None:
+        assert self._child is not None
+        assert self._watch is not None
+        reason = self._watch.look(now, starting=self._life.state == "starting")
+        if reason:
+            note(f"the forkserver, process {self._child.pid}, {reason}: it is killed")
+            self._life.give_up()
+            self._child.signal(signal.SIGKILL)
 
     def stop(self) -> None:
-        self._over = True
-        self._start_at = self._look_at = None
+        self._life.stop()
         self._deafen()
 
     def kill(self) -> None:
@@ -290,7 +277,8 @@ class ForkserverWatcher:
             self._child.signal(signal.SIGKILL)
 
     def _forget_readiness(self) -> None:
-        """End the start-up watch: it has loaded torch, or is gone."""
+        """It has loaded torch, or is gone."""
+        self._life.ready()
         if self._ready is not None:
             self._selector.unregister(self._ready)
             os.close(self._ready)

@@ -1,0 +1,85 @@
+"""The life of a watched process, step by step; its table is checked with the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas.common.backoff import Backoff
+from replicas.common.child import ChildLife
+from replicas.common.table import InvalidStep
+
+AGAIN = Backoff(0.5, 4.0)
+
+
+def started(**rules: float) -> ChildLife:
+    life = ChildLife(AGAIN, steady_s=10.0, look_interval_s=1.0, tries=int(rules.get("tries", 0)))
+    life.start(100.0)
+    return life
+
+
+def test_it_is_looked_at_until_it_is_given_up() -> None:
+    life = ChildLife(AGAIN, look_interval_s=1.0)
+    assert (life.state, life.wakes, life.on_time(99.0)) == ("idle", [], "")
+    life.start(100.0)
+    assert (life.state, life.on_time(100.9), life.on_time(101.0), life.on_time(101.1)) == ("starting", "", "look", "")
+    life.ready()
+    assert (life.state, life.wakes) == ("up", [102.0])
+    life.give_up()
+    assert (life.state, life.wakes) == ("dying", [])
+    with pytest.raises(InvalidStep):
+        life.give_up()
+    assert not life.ended(103.0)
+    assert (life.state, life.on_time(103.4), life.on_time(103.5), life.wakes) == ("waiting", "", "start", [])
+    life.start(103.5)
+    assert (life.state, life.starts) == ("starting", 2)
+
+
+def test_it_is_started_later_each_time_and_soon_again_after_a_steady_life() -> None:
+    life, now, delays = started(), 100.0, []
+    for lived_s in (0.0, 1.0, 9.0, 10.0, 1.0, 11.0, 0.0):
+        now += lived_s
+        life.ended(now)
+        (due,) = life.wakes
+        delays.append(due - now)
+        assert life.on_time(due) == "start"
+        life.start(now := due)
+    assert delays == [0.5, 1.0, 2.0, 4.0, 4.0, 0.5, 1.0]
+    life.ended(now, Backoff(0.0, 0.0))
+    assert life.on_time(now) == "start"
+
+
+def test_it_is_over_after_too_many_starts_in_a_row() -> None:
+    life = started(tries=3)
+    assert not life.ended(100.0)
+    life.start(101.0)
+    assert not life.ended(112.0), "it lived"
+    life.start(113.0)
+    assert not life.ended(113.0)
+    life.start(114.0)
+    assert life.ended(114.0)
+    assert (life.state, life.starts, life.wakes) == ("over", 3, [])
+    life.stop()
+    assert life.state == "over"
+
+
+def test_one_that_is_stopped_is_not_started_again() -> None:
+    life = started()
+    life.stop()
+    assert (life.state, life.wakes) == ("leaving", [])
+    life.ready()  # too late
+    assert not life.ended(101.0)
+    assert (life.state, life.wakes) == ("over", [])
+    waits = started()
+    waits.ended(101.0)
+    waits.stop()
+    assert (waits.state, waits.on_time(1000.0)) == ("over", "")
+
+
+def test_one_that_rests_is_started_when_it_is_needed() -> None:
+    life = started()
+    life.ended(101.0)
+    assert life.on_time(101.5) == "start"
+    life.rest()
+    assert (life.state, life.wakes) == ("idle", [])
+    life.start(200.0)
+    assert life.state == "starting"
