@@ -43,6 +43,8 @@ def pump(tmp_path: Path) -> Iterator[PumpWatcher]:
     spec = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, str(tmp_path), str(tmp_path), 1.0, "nonce")
     with selectors.DefaultSelector() as selector, subprocess.Popen(["sleep", "60"]) as process:
         watcher = PumpWatcher(spec, selector, None, lambda _: None)
+        watcher._life.start(0.0)
+        watcher._life.ready()
         watcher._pidfd = os.pidfd_open(process.pid)
         os.write(watcher.streams("rank 0")[0], b"a line\n")
         yield watcher

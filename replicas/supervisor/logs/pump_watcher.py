@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from replicas.common.backoff import Backoff
+from replicas.common.child import ChildLife
 from replicas.common.foreign import last_lines
 from replicas.common.patience import Patience
 from replicas.linux.processes import send_signal
@@ -48,6 +49,7 @@ _LINE_NCHARS = 300
 _STEADY_S = 10.0
 AGAIN = Backoff(0.02, 2.0)
 KILLED = Backoff(0.02, 0.05)
+_AT_ONCE = Backoff(0.0, 0.0)
 _SPEAK_INTERVAL_S = 0.01
 
 
@@ -66,10 +68,8 @@ class PumpWatcher:
         self._pid = 0
         self._pidfd: int | None = None
         self._control: socket.socket | None = None
-        self._began = 0.0
-        self._starts = 0
+        self._life = ChildLife(AGAIN, steady_s=_STEADY_S)
         self._replaces = False
-        self._start_at: float | None = None
         self._kill_at: float | None = None
         self._closed = False
         self._words: deque[tuple[str, bytes]] = deque()
@@ -146,18 +146,20 @@ class PumpWatcher:
     @property
     def over(self) -> bool:
         """True if all output is logged, after :meth:`close`."""
-        return self._closed and self._pid == 0 and self._start_at is None
+        return self._life.state == "over"
 
     @property
     def wakes(self) -> list[float]:
-        return [at for at in (self._start_at, self._kill_at, self._drained_by, self._speak_at) if at is not None]
+        return [*self._life.wakes, *(at for at in (self._kill_at, self._drained_by, self._speak_at) if at is not None)]
 
     def start(self) -> None:
+        now = time.monotonic()
+        self._life.start(now)
+        self._stuck = Patience(now, _LOOK_INTERVAL_S)
+        self._fork()
+
+    def _fork(self) -> None:
         """Fork a pump; retry later if the system has no process left."""
-        self._start_at = None
-        self._starts = self._starts + 1 if time.monotonic() - self._began < _STEADY_S else 1
-        self._began = time.monotonic()
-        self._stuck = Patience(self._began, _LOOK_INTERVAL_S)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
@@ -166,11 +168,12 @@ class PumpWatcher:
             ours.close()
             theirs.close()
             note(f"a log pump cannot be started: {error}")
-            self._start_at = time.monotonic() + AGAIN.after(self._starts)
+            self._life.ended(time.monotonic())
             return
         if pid == 0:
             self._become_pump(theirs)
         theirs.close()
+        self._life.ready()
         self._pid, self._pidfd, self._control = pid, os.pidfd_open(pid), ours
         self._selector.register(ours, selectors.EVENT_READ, self._on_message)
         if self._on_drained is not None:
@@ -202,15 +205,17 @@ class PumpWatcher:
             while self._control is not None:  # messages that it sent before its end
                 self._on_message()
         self._forget()
-        if self._closed and (code == 0 or self._kill_at is None):
+        if self._closed and code == 0:
+            self._life.stop()
+        now = time.monotonic()
+        self._life.ended(now, _AT_ONCE if self._life.starts == 1 else KILLED if code < 0 else AGAIN)
+        if self.over:
             self._kill_at = None
             return
         note(f"the log pump ended with {code}: another one goes on")
         self._replaces = True
-        if self._starts <= 1:
+        if self._life.on_time(now):
             self.start()
-        else:
-            self._start_at = time.monotonic() + (KILLED if code < 0 else AGAIN).after(self._starts)
 
     def _forget(self) -> None:
         self._pid = 0
@@ -242,12 +247,13 @@ class PumpWatcher:
         """Kill a pump that does not read. Called every second or two."""
         before, self._reads = self._reads, tuple(source.reads for source in self._sources.values())
         idle = self._reads == before and any(waiting_nbytes(pipe) for pipe in self._readers())
-        if self._stuck.lasts(now, idle) >= STUCK_S and self._pidfd is not None:
+        if self._stuck.lasts(now, idle) >= STUCK_S and self._life.state == "up" and self._pidfd is not None:
             note(f"the log pump does nothing for {STUCK_S:g} s: it is killed")
+            self._life.give_up()
             send_signal(self._pidfd, signal.SIGKILL)
 
     def on_time(self, now: float) -> None:
-        if self._start_at is not None and now >= self._start_at:
+        if self._life.on_time(now):
             self.start()
         if self._drained_by is not None and now >= self._drained_by:
             note(f"the log pump did not come to an end within {DRAIN_S:g} s")
@@ -255,7 +261,8 @@ class PumpWatcher:
         if self._speak_at is not None and now >= self._speak_at:
             self._speak(now)
         if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = self._start_at = None
+            self._kill_at = None
+            self._life.stop()
             unread = sum(waiting_nbytes(pipe) for pipe in self._readers())
             if unread:
                 note(f"no log pump came to an end within {_CLOSE_S:g} s: {unread} bytes are in no log")
