@@ -14,10 +14,11 @@ from collections.abc import Callable, Coroutine
 
 import anyio
 import msgspec
-import tenacity
 
 from replicas import errors
 from replicas.common import own_code
+from replicas.common.backoff import Backoff
+from replicas.common.child import ChildLife
 from replicas.common.decoding import MALFORMED
 from replicas.common.patience import PauseClock
 from replicas.coordinator.store_process import Reply, Request
@@ -30,6 +31,7 @@ START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 2.0
+AGAIN = Backoff(0.1, 5.0)
 _SLOW = "it loads torch: see whether that hangs (python -c 'import torch'), or the machine is overloaded"
 _RESOLVE_S = 20.0
 STRAGGLER_S = 30.0
@@ -44,8 +46,8 @@ class StoreWatcher:
         self._port = port
         self._on_change = on_change
         self.address: tuple[str, int] = (bind, port)
-        self.up = False
         self.keys = 0
+        self._life = ChildLife(AGAIN)
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._replies: dict[int, asyncio.Future[Reply]] = {}
@@ -53,6 +55,10 @@ class StoreWatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeps: list[str] = []
         self._sweep_due = asyncio.Event()
+
+    @property
+    def up(self) -> bool:
+        return self._life.state == "up"
 
     @property
     def pid(self) -> int | None:
@@ -75,6 +81,7 @@ class StoreWatcher:
         task.add_done_callback(self._tasks.discard)
 
     async def _spawn(self, port: int) -> None:
+        self._life.start(asyncio.get_running_loop().time())
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "replicas.coordinator.store_process"]
         command += ["--bind", self._bind, "--port", f"{port}"]
@@ -106,7 +113,7 @@ class StoreWatcher:
             await self._kill()
             raise errors.WorldError(f"store: {hello.error}", hint=hello.hint or None)
         self.address = (self._bind, hello.port)
-        self.up = True
+        self._life.ready()
         self._spawn_task(self._read(reader))
         self._on_change(True)
 
@@ -163,7 +170,7 @@ class StoreWatcher:
                 if await self._answers():
                     continue
                 log.warning("the store does not serve: it is replaced")
-            self.up = False
+            self._life.give_up()
             self._on_change(False)
             await self._kill()
             await self._respawn()
@@ -187,14 +194,14 @@ class StoreWatcher:
 
     async def _respawn(self) -> None:
         """Start a store until one is up: on a new port, as clients know the old one."""
-        retrying = tenacity.AsyncRetrying(
-            wait=tenacity.wait_random_exponential(multiplier=0.1, max=5.0),
-            retry=tenacity.retry_if_exception_type((errors.WorldError, OSError)),
-            before_sleep=tenacity.before_sleep_log(log, logging.WARNING),
-        )
-        async for attempt in retrying:
-            with attempt:
+        now = asyncio.get_running_loop().time
+        while not self.up:
+            self._life.ended(now())
+            await asyncio.sleep(self._life.wakes[0] - now())
+            try:
                 await self._spawn(0)
+            except (errors.WorldError, OSError) as error:
+                log.warning("%s; it is tried again", error)
 
     def replace(self, address: tuple[str, int]) -> None:
         """Kill the process if it still listens at ``address``: it will be replaced."""
@@ -243,7 +250,7 @@ class StoreWatcher:
 
     async def aclose(self) -> None:
         """End the process, and its keys with it."""
-        self.up = False
+        self._life.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
