@@ -1,10 +1,10 @@
 """The life of a child process that is watched: started, given up, and started again.
 
-*Idle*: not needed yet. *Starting* until it says that it is ready, then *up*; looked at
-at intervals in both. One that stalls, in the eyes of its owner, is *dying*: it was
-sent SIGKILL. After its end, or a start that failed, it is *waiting* for the next start,
-later each time, unless it had lived for a while. *Over* when that has been too often in
-a row. A child that is not to be started again is *leaving* until it ends.
+*Waiting* for its start, at a set time or until it is needed. *Starting* until it says
+that it is ready, then *up*; its owner looks at it in both. One that stalls is *dying*:
+it was sent SIGKILL. After its end, or a start that failed, the next start waits longer
+each time, unless the process had lived for a while; too many in a row, and it is
+*over*. One that is not to be started again is *leaving* until it ends.
 
 Pure: :class:`ChildLife` gets the time as an argument and does nothing itself. The owner
 starts, asks and kills the process, tells what has happened, and does what
@@ -20,24 +20,17 @@ from replicas.common.table import Table
 
 __all__ = ["CHILD", "ChildLife", "ChildState"]
 
-ChildState = Literal["idle", "starting", "up", "dying", "waiting", "leaving", "over"]
-ChildEvent = Literal["start", "ready", "give_up", "ended", "rest", "too_often", "stop"]
+ChildState = Literal["waiting", "starting", "up", "dying", "leaving", "over"]
+ChildEvent = Literal["start", "ready", "give_up", "ended", "too_often", "stop"]
 
 CHILD: Table[ChildState, ChildEvent] = Table(
     "a watched process",
-    ("idle",),
+    ("waiting",),
     {
-        "idle": {"starting": ("start",), "over": ("stop",)},
-        "starting": {
-            "up": ("ready",),
-            "dying": ("give_up",),
-            "waiting": ("ended",),
-            "over": ("too_often",),
-            "leaving": ("stop",),
-        },
-        "up": {"dying": ("give_up",), "waiting": ("ended",), "over": ("too_often",), "leaving": ("stop",)},
-        "dying": {"waiting": ("ended",), "over": ("too_often",), "leaving": ("stop",)},
-        "waiting": {"starting": ("start",), "idle": ("rest",), "over": ("stop",)},
+        "waiting": {"starting": ("start",), "over": ("too_often", "stop")},
+        "starting": {"up": ("ready",), "dying": ("give_up",), "waiting": ("ended",), "leaving": ("stop",)},
+        "up": {"dying": ("give_up",), "waiting": ("ended",), "leaving": ("stop",)},
+        "dying": {"waiting": ("ended",), "leaving": ("stop",)},
         "leaving": {"over": ("ended",)},
     },
 )
@@ -55,7 +48,7 @@ class ChildLife:
     def __init__(
         self, again: Backoff, *, steady_s: float = 60.0, tries: int = 0, look_interval_s: float | None = None
     ) -> None:
-        self.state: ChildState = "idle"
+        self.state: ChildState = "waiting"
         self.starts = 0
         self._again, self._steady_s, self._tries = again, steady_s, tries
         self._look_interval_s = look_interval_s
@@ -71,8 +64,8 @@ class ChildLife:
         """Return what is due."""
         if self._due is None or now < self._due:
             return ""
+        self._due = None
         if self.state == "waiting":
-            self._due = None
             return "start"
         self._look_again(now)
         return "look"
@@ -81,7 +74,7 @@ class ChildLife:
         """Note that it is being started; a start that fails is an end."""
         self._step("start")
         self.starts += 1
-        self._began = now
+        self._began, self._due = now, None
         self._look_again(now)
 
     def ready(self) -> None:
@@ -102,17 +95,13 @@ class ChildLife:
         self._due = None
         if now - self._began > self._steady_s:
             self.starts = 1
-        if self.state != "leaving" and self.starts == self._tries:
+        self._step("ended")
+        if self.state == "waiting" and self.starts == self._tries:
             self._step("too_often")
             return True
-        self._step("ended")
         if self.state == "waiting":
             self._due = now + (again or self._again).after(self.starts - 1)
         return False
-
-    def rest(self) -> None:
-        """Wait until it is needed instead of starting it."""
-        self._step("rest")
 
     def stop(self) -> None:
         """Never start it again; it may still run."""
@@ -121,7 +110,8 @@ class ChildLife:
             self._step("stop")
 
     def _look_again(self, now: float) -> None:
-        self._due = None if self._look_interval_s is None else now + self._look_interval_s
+        if self._look_interval_s is not None:
+            self._due = now + self._look_interval_s
 
     def _step(self, event: ChildEvent) -> None:
         self.state = CHILD.next(self.state, event)

@@ -1,15 +1,14 @@
 """State machines as transition tables.
 
 A :class:`Table` is data: for each state the next ones, and the events that lead there.
-It computes the next state, refuses any other event (always a bug of the caller), and
-draws itself, so that the diagram in the documentation cannot differ from the code.
-Standard library only.
+It computes the next state, and refuses any other event, which is always a bug of the
+caller. The diagrams in docs/protocol.md are drawn from it. Standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from replicas.errors import InternalError
 
@@ -62,15 +61,3 @@ class Table(Generic[S, E]):
     def final(self, state: S) -> bool:
         """Return whether ``state`` has no successor."""
         return all(before != state for before, _ in self.rows)
-
-    def diagram(self) -> str:
-        """Return the table as a Mermaid state diagram."""
-        lines = ["stateDiagram-v2", *(f"    [*] --> {state}" for state in self.start)]
-        edges: dict[tuple[S, S], list[E]] = {}
-        for (before, event), after in self.rows.items():
-            edges.setdefault((before, after), []).append(event)
-        for (before, after), events in edges.items():
-            names = ", ".join(cast("list[str]", events)).replace("_", " ")
-            lines.append(f"    {before} --> {after}: {names}")
-        lines += [f"    {state} --> [*]" for state in self.states if self.final(state)]
-        return "\n".join(lines)

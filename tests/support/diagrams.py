@@ -22,8 +22,20 @@ def with_tables(page: str) -> str:
     """The page with the tables of today."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    drawn = "\n\n".join(f"{one.what.capitalize()}:\n\n```mermaid\n{one.diagram()}\n```" for one in TABLES)
+    drawn = "\n\n".join(f"{one.what.capitalize()}:\n\n```mermaid\n{_diagram(one)}\n```" for one in TABLES)
     return f"{before}{BEGIN}{drawn}{END}{after}"
+
+
+def _diagram(table: Table[str, str]) -> str:
+    """The table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", *(f"    [*] --> {state}" for state in table.start)]
+    edges: dict[tuple[str, str], list[str]] = {}
+    for (before, event), after in table.rows.items():
+        edges.setdefault((before, after), []).append(event)
+    for (before, after), events in edges.items():
+        lines.append(f"    {before} --> {after}: {', '.join(events).replace('_', ' ')}")
+    lines += [f"    {state} --> [*]" for state in table.states if table.final(state)]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def started(**rules: float) -> ChildLife:
 
 def test_it_is_looked_at_until_it_is_given_up() -> None:
     life = ChildLife(AGAIN, look_interval_s=1.0)
-    assert (life.state, life.wakes, life.on_time(99.0)) == ("idle", [], "")
+    assert (life.state, life.wakes, life.on_time(99.0)) == ("waiting", [], "")
     life.start(100.0)
     assert (life.state, life.on_time(100.9), life.on_time(101.0), life.on_time(101.1)) == ("starting", "", "look", "")
     life.ready()
@@ -75,11 +75,10 @@ def test_one_that_is_stopped_is_not_started_again() -> None:
     assert (waits.state, waits.on_time(1000.0)) == ("over", "")
 
 
-def test_one_that_rests_is_started_when_it_is_needed() -> None:
+def test_one_that_is_due_may_be_started_when_it_is_needed() -> None:
     life = started()
     life.ended(101.0)
     assert life.on_time(101.5) == "start"
-    life.rest()
-    assert (life.state, life.wakes) == ("idle", [])
+    assert (life.wakes, life.on_time(150.0)) == ([], "")
     life.start(200.0)
     assert life.state == "starting"

@@ -248,11 +248,8 @@ class ForkserverWatcher:
     def on_time(self, now: float) -> str:
         """Do what is due; return why it is not restarted, if so."""
         match self._life.on_time(now):
-            case "start" if self._ahead:
-                self._try()
             case "start":
-                self._life.rest()
-                self._listen()
+                (self._try if self._ahead else self._listen)()
             case "look":
                 self._look(now)
         problem, self._problem = self._problem, ""
