@@ -4,28 +4,18 @@ The supervisor execs ``python -m replicas.supervisor.shim.shim --control FD --pa
 PID`` for each replica and node; orders come over the socketpair ``FD``
 (:mod:`replicas.supervisor.shim.orders`), the first of which says what to start. The
 shim is a subreaper, so every process that a rank forks, double-forks or puts into a
-session of its own stays below it. One thread, one loop over a selector, in three
-phases::
+session of its own stays below it. One thread, one loop over a selector, in the phases
+of :mod:`replicas.supervisor.shim.phases`:
 
-    running ──stop, or supervisor gone──► stopping
-       │                                      │
-       └───────── main process gone ──────────┤
-                                              ▼
-                 exit ◄──no child left── sweeping
-
-* *running*: the forkserver (restarted when it dies or freezes) and the main process:
-  torchrun's launcher, or the program itself. A torchrun that is stopped (SIGSTOP) when
-  a rank dies would never report it, and is killed.
+* *running*: the forkserver is restarted when it dies or freezes. A torchrun that is
+  stopped (SIGSTOP) when a rank dies would never report it, and is killed.
 * *stopping*: if the ranks are reported stuck, their stacks are saved first. Then
   SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
-* *sweeping*: the exit report is sent, once the log pump has read all output of the main
-  process; SIGTERM to the remaining processes. The whole tree has the time that the main
-  process was given when it was told to stop, else ``SWEEP_GRACE_S``; then SIGKILL,
-  again and again until this process has no child, and the control group is empty.
-  Processes that take long to die are named (``remains``). Python's resource trackers
-  are killed last, as they unlink the files that the others have left in /dev/shm. At
-  the end the log pump is the only child, gets no more input, and ends; then ``gone`` is
-  sent.
+* *sweeping*: the exit report is sent; SIGTERM to the remaining processes, then SIGKILL,
+  again and again until this process has no child but the log pump, and the control
+  group is empty. Processes that take long to die are named (``remains``). Python's
+  resource trackers are killed last, as they unlink the files that the others have left
+  in /dev/shm. When the pump has ended as well, ``gone`` is sent.
 
 Where possible, all processes that the shim starts are in a control group
 (:mod:`replicas.linux.cgroups`), without the shim itself: SIGKILL to the tree is then
@@ -47,6 +37,7 @@ argparse) are imported here: every restart waits for a shim.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import selectors
@@ -67,20 +58,13 @@ from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.deaths import DeathWatch, StoppedWatch, exit_report
 from replicas.supervisor.shim.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains, note
+from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
 from replicas.supervisor.shim.starting import ForkserverWatcher, Starter
 
-__all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main"]
+__all__ = ["ORPHAN_GRACE_S", "Shim", "main"]
 
 ORPHAN_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""
-SWEEP_GRACE_S = 1.0
-"""Time from SIGTERM to SIGKILL for remains of a replica that ended by itself."""
-_SWEEP_INTERVAL_S = 0.05
-_SWEEP_STEADY_S = 3.0
-_LATE_SWEEP_INTERVAL_S = 0.5
-"""Interval of SIGKILLs to processes that take long to die of it, in seconds.
-
-The end of a child wakes the shim in any case."""
 
 
 class Shim:
@@ -107,13 +91,10 @@ class Shim:
         self._stock = Stocktaking(self._own, time.monotonic())
         self._stacks = Stacks(Path(spec.log_dir), self._save_stacks)
         self._deaths = DeathWatch(self._selector, self._own, self._helpers, time.monotonic)
-        self._stopping = False
-        self._sweeping = False
+        self._phases = Phases()
         self._childless = False
-        self._kill_at: float | None = None
         self._grace = Grace()
         self._killing_since = 0.0
-        self._tell_remains_at = 0.0
         self._wake = _wakeup_fd()
         self._selector.register(control, selectors.EVENT_READ, self._on_control)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
@@ -121,13 +102,15 @@ class Shim:
 
     def run(self) -> int:
         self._start()
-        while not (self._empty() and self._logs.over):
+        while self._phases.now != "over":
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
             self._reap()
             self._on_time(time.monotonic())
-            if self._empty():
-                self._logs.close()
+            if self._phases.now == "sweeping" and self._empty():
+                self._take("empty")
+            if self._phases.now == "closing" and self._logs.over and self._empty():
+                self._take("logs_read")
         if self._starter.scratch:
             private.remove_tree(Path(self._starter.scratch))
         if self._cgroup is not None:
@@ -161,7 +144,7 @@ class Shim:
                 orders.send(self._launcher, message)
         elif message["type"] == "ping":
             self._tell({"type": "pong"})
-            if not self._stopping:
+            if self._phases.now == "running":
                 self._deaths.look()
             self._logs.look(time.monotonic())
         else:
@@ -237,7 +220,7 @@ class Shim:
                 self._main = self._starter.program()
         except OSError as error:
             self._tell(_not_started(error))
-            self._begin_sweep()
+            self._take("not_started")
         else:
             self._tell({"type": "started", "pid": self._main.pid, "release": __version__})
 
@@ -264,7 +247,7 @@ class Shim:
                 self._main.ended(code)
                 self._hear_launcher_out()
                 self._stacks.finish(time.monotonic())
-                self._logs.drain(then=self._report_end)
+                self._take("main_ended")
             elif pid == self._forkserver.pid:
                 self._without_forkserver(self._forkserver.ended(code))
             elif pid == self._logs.pid:
@@ -279,21 +262,34 @@ class Shim:
     # ------------------------------------------------------------ ending
 
     def _stop(self, timeout_s: float, *, stacks: bool = False) -> None:
-        if stacks and not self._stopping and not self._sweeping and self._main is not None:
+        if stacks and self._phases.now == "running":
             self._show_stacks(then=lambda: self._stop(timeout_s))
             return
         self._stacks.finish(time.monotonic())
-        first = not self._stopping
-        if first:
-            self._tell_stock(self._stock.last_time(time.monotonic()))
-        self._stopping = True
-        self._forkserver.stop()
-        deadline = time.monotonic() + timeout_s
-        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
-        if first and self._main is not None:
-            self._main.signal(signal.SIGTERM)
+        self._take("stop", timeout_s)
 
-    def _report_end(self) -> None:
+    def _take(self, event: Input, timeout_s: float = SWEEP_GRACE_S) -> None:
+        """Enter the next phase, and act."""
+        for action in self._phases.take(event, time.monotonic(), timeout_s):
+            match action:
+                case "take_inventory":
+                    self._tell_stock(self._stock.last_time(time.monotonic()))
+                case "retire_forkserver":
+                    self._forkserver.stop()
+                case "end_main" if self._main is not None:
+                    self._main.signal(signal.SIGTERM)
+                case "read_output":
+                    self._logs.drain(then=lambda: self._take("output_read"))
+                case "report" | "report_stop":
+                    self._report_end(stopping=action == "report_stop")
+                case "end_all":
+                    signal_own(signal.SIGTERM, but=frozenset({self._logs.pid}))  # before a peer's death makes them fail
+                    self._tell_stock(self._stock.last_time(time.monotonic()))
+                    self._forkserver.kill()
+                case "close_logs":
+                    self._logs.close()
+
+    def _report_end(self, *, stopping: bool) -> None:
         """Report how the main process ended, once its last lines are in the log."""
         assert self._main is not None
         report = exit_report(
@@ -301,7 +297,7 @@ class Shim:
             self._main,
             self._report,
             self._logs.last_lines,
-            stopping=self._stopping,
+            stopping=stopping,
             first_death=self._deaths.first,
         )
         if self._broken:
@@ -312,7 +308,6 @@ class Shim:
         except OSError as error:  # the supervisor still gets the message
             note(f"{path} cannot be written: {error.strerror}")
         self._tell(report.message())
-        self._begin_sweep()
 
     def _show_stacks(self, then: Callable[[], None] | None = None) -> None:
         """Save the stacks of all ranks to their logs, and send them upwards."""
@@ -331,60 +326,47 @@ class Shim:
         if found is not None:
             self._tell(found.message())
 
-    def _begin_sweep(self) -> None:
-        self._sweeping = True
-        signal_own(signal.SIGTERM, but=frozenset({self._logs.pid}))  # before a peer's death makes them fail
-        self._tell_stock(self._stock.last_time(time.monotonic()))
-        self._forkserver.kill()
-        if self._kill_at is None:
-            self._kill_at = time.monotonic() + SWEEP_GRACE_S
-
     def _on_time(self, now: float) -> None:
         self._without_forkserver(self._forkserver.on_time(now))
-        if self._stopped is not None and self._main is not None and not self._sweeping and self._stopped.blind(now):
+        if self._stopped is not None and self._main is not None and self._main_runs and self._stopped.blind(now):
             self._stopped = None
             self._broken = f"torchrun of node {self.spec.node} was stopped when a rank died, and did not see it"
             self._main.signal(signal.SIGKILL)
         self._logs.on_time(now)
         self._stacks.on_time(now)
-        if not self._stopping and not self._sweeping:
+        if self._phases.now == "running":
             self._tell_stock(self._stock.on_time(now))
-        if self._kill_at is not None and now >= self._kill_at:
+        if now >= self._phases.kill_at:
             if self._stacks.last_words():
-                self._kill_at = now + LAST_WORDS_S
-                return
-            self._kill(now)
-            steady = time.time() - self._killing_since < _SWEEP_STEADY_S
-            self._kill_at = now + (_SWEEP_INTERVAL_S if steady else _LATE_SWEEP_INTERVAL_S)
+                self._phases.kill_at = now + LAST_WORDS_S
+            else:
+                self._kill(now)
 
     def _kill(self, now: float) -> None:
         """SIGKILL every process, and report those that do not die of it."""
+        self._killing_since = self._killing_since or time.time()
         spared = frozenset({self._logs.pid}) | self._grace.spared(self._own(), now)
         if self._cgroup is not None:
             kill_group(self._cgroup, cgroups.members(self._cgroup), spared)
         left = signal_own(signal.SIGKILL, but=spared)
-        if not self._killing_since:
-            self._killing_since, self._tell_remains_at = time.time(), now + orders.REMAINS_INTERVAL_S
-        elif left and now >= self._tell_remains_at:
-            self._tell_remains_at = now + orders.REMAINS_INTERVAL_S
+        if self._phases.killed(now) and left:
             processes = tuple((pid, command_line(pid)) for pid in left)
             self._tell(Remains(since=self._killing_since, processes=processes).message())
 
     def _empty(self) -> bool:
-        """True if no process of the replica runs any more, and none will start."""
-        if not (self._sweeping or (self._stopping and self._main is None)):
-            return False
+        """True if no process of the replica runs any more. In a sweep, none starts."""
         childless = self._childless or set(own_children()) <= {self._logs.pid}
         return childless and (self._cgroup is None or not cgroups.members(self._cgroup))
 
+    @property
+    def _main_runs(self) -> bool:
+        return self._phases.now in ("running", "stopping")
+
     def _timeout(self) -> float | None:
-        times = [*self._forkserver.wakes, *self._logs.wakes, *self._stacks.wakes]
-        times += [] if self._kill_at is None else [self._kill_at]
-        times += [] if self._stopped is None or self._sweeping else self._stopped.wakes
-        times += [] if self._stopping or self._sweeping else self._stock.wakes
-        if self._stopping and not times:
-            return _SWEEP_INTERVAL_S
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        times = [self._phases.kill_at, *self._forkserver.wakes, *self._logs.wakes, *self._stacks.wakes]
+        times += self._stopped.wakes if self._stopped is not None and self._main_runs else []
+        times += self._stock.wakes if self._phases.now == "running" else []
+        return max(0.0, min(times) - time.monotonic()) if min(times) < math.inf else None
 
 
 def _wakeup_fd() -> int:

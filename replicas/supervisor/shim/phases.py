@@ -1,0 +1,94 @@
+"""The phases of a shim, as a table of inputs and actions.
+
+*Running*: the forkserver and the main process (torchrun's launcher, or the program
+itself). *Stopping*: the end of the main process was requested, by an order, a signal or
+the supervisor's death. *Ended* (by itself) or *stopped*: the log pump still reads its
+last output, for the exit report. *Sweeping*: the report is sent, and the remaining
+processes are being ended. *Closing*: only the log pump is left; it gets no more input,
+and ends.
+
+:attr:`Phases.kill_at` is the time of SIGKILL to the whole tree, at intervals from then
+on. The first stop sets it, and another one may only advance it: what remains after the
+main process has the time that was given to that one, or else ``SWEEP_GRACE_S``. Pure:
+times are arguments, of any steady clock. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from replicas.common.table import Table
+from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S
+
+__all__ = ["ACTIONS", "PHASES", "SWEEP_GRACE_S", "Action", "Input", "Phase", "Phases"]
+
+SWEEP_GRACE_S = 1.0
+"""Time from SIGTERM to SIGKILL for remains of a replica that ended by itself."""
+_INTERVAL_S = 0.05
+_STEADY_S = 3.0
+_LATE_INTERVAL_S = 0.5
+"""Interval of SIGKILLs to processes that take long to die of it, in seconds.
+
+The end of a child wakes the shim in any case."""
+
+Phase = Literal["running", "stopping", "ended", "stopped", "sweeping", "closing", "over"]
+Input = Literal["stop", "main_ended", "output_read", "not_started", "empty", "logs_read"]
+Action = Literal[
+    "take_inventory", "retire_forkserver", "end_main", "read_output", "report", "report_stop", "end_all", "close_logs"
+]
+
+PHASES: Table[Phase, Input] = Table(
+    "a shim",
+    ("running",),
+    {
+        "running": {"stopping": ("stop",), "ended": ("main_ended",), "sweeping": ("not_started",)},
+        "stopping": {"stopping": ("stop",), "stopped": ("main_ended",)},
+        "ended": {"stopped": ("stop",), "sweeping": ("output_read",)},
+        "stopped": {"stopped": ("stop",), "sweeping": ("output_read",)},
+        "sweeping": {"sweeping": ("stop",), "closing": ("empty",)},
+        "closing": {"closing": ("stop",), "over": ("logs_read",)},
+    },
+)
+ACTIONS: Mapping[tuple[Phase, Input], tuple[Action, ...]] = {
+    ("running", "stop"): ("take_inventory", "retire_forkserver", "end_main"),
+    ("running", "main_ended"): ("read_output",),
+    ("running", "not_started"): ("end_all",),
+    ("stopping", "main_ended"): ("read_output",),
+    ("ended", "stop"): ("take_inventory", "retire_forkserver"),
+    ("ended", "output_read"): ("report", "end_all"),
+    ("stopped", "output_read"): ("report_stop", "end_all"),
+    ("sweeping", "empty"): ("close_logs",),
+}
+
+
+class Phases:
+    """The phase of one shim, ``now``, and the time of its next SIGKILL."""
+
+    def __init__(self) -> None:
+        self.now: Phase = "running"
+        self.kill_at = math.inf
+        self._killing_since: float | None = None
+        self._name_at = 0.0
+
+    def take(self, event: Input, at: float, timeout_s: float = SWEEP_GRACE_S) -> tuple[Action, ...]:
+        """Enter the next phase; return what to do, in this order.
+
+        :param timeout_s: from SIGTERM to SIGKILL.
+        """
+        before, self.now = self.now, PHASES.next(self.now, event)
+        if event == "stop" or (self.now == "sweeping" and self.kill_at == math.inf):
+            self.kill_at = min(self.kill_at, at + timeout_s)
+        return ACTIONS.get((before, event), ())
+
+    def killed(self, at: float) -> bool:
+        """Note SIGKILL to all; return whether to name those that do not die of it."""
+        if self._killing_since is None:
+            self._killing_since, self._name_at = at, at + REMAINS_INTERVAL_S
+        steady = at - self._killing_since < _STEADY_S
+        self.kill_at = at + (_INTERVAL_S if steady else _LATE_INTERVAL_S)
+        if at < self._name_at:
+            return False
+        self._name_at = at + REMAINS_INTERVAL_S
+        return True
