@@ -41,6 +41,7 @@ from typing import Any
 import tenacity
 
 from replicas.common import own_code
+from replicas.common.patience import PauseClock
 from replicas.linux.processes import send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
@@ -214,7 +215,7 @@ class Forkserver:
             raise SidecarDied(self._closed)
         now = self._loop.time()
         self._unanswered_since = self._unanswered_since or now
-        deadline = self._unanswered_since + timeout_s
+        due = max(now + 0.1, self._unanswered_since + timeout_s)
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
         future: asyncio.Future[tuple[int, int]] = self._loop.create_future()
@@ -222,7 +223,9 @@ class Forkserver:
         try:
             with theirs:
                 wire.write_packet(self._sock, wire.Fork(number), [theirs.fileno()])
-            await asyncio.wait((future,), timeout=max(0.1, deadline - now))
+            await asyncio.wait((future,), timeout=due - now)
+            if not future.done() and PauseClock(due).look(self._loop.time()):
+                await asyncio.wait((future,), timeout=timeout_s)  # the forkserver was perhaps paused, too
             if not future.done():
                 if not kill:
                     raise SidecarDied(f"the forkserver did not answer within {timeout_s:g} s")

@@ -3,10 +3,12 @@ throughout."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +17,11 @@ import torch
 
 from replicas import errors
 from replicas.channel.hub import as_wire_error
+from replicas.common.patience import PAUSE_S
 from replicas.linux.stalls import LOOK_INTERVAL_S, STARTING_S, STOPPED_S, StallWatch
 from replicas.sidecar import building, wire
 from replicas.sidecar.meeting import blame
-from replicas.sidecar.rank_side.client import SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed
 from replicas.sidecar.rank_side.handle import IDLE_S, INTERVAL_S, SILENCE_S, Pulse
 from tests.support.runs import eventually
 
@@ -72,6 +75,23 @@ def test_nobody_is_judged_after_our_own_pause() -> None:
         pass
     assert verdict == "frozen"
     assert rank.now - woke >= SILENCE_S - 0.01
+
+
+def test_a_forkserver_is_not_killed_for_a_pause_of_the_rank() -> None:
+    async def fork() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        loop, forkserver = asyncio.get_running_loop(), Forkserver(ours)
+
+        def pause() -> None:
+            time.sleep(PAUSE_S + 0.5)  # blocks the loop beyond the timeout
+            loop.call_later(0.05, wire.write_packet, theirs, wire.ForkFailed(1, "no process is left"))
+
+        loop.call_soon(pause)
+        with theirs, pytest.raises(SidecarFailed, match="no process is left"):
+            await forkserver.fork(timeout_s=0.2)
+        await forkserver.aclose()
+
+    asyncio.run(fork())
 
 
 # ----------------------------------------------------------- stopped and idle processes
