@@ -201,7 +201,7 @@ class StoreWatcher:
             try:
                 await self._spawn(0)
             except (errors.WorldError, OSError) as error:
-                log.warning("%s; it is tried again", error)
+                log.warning("the store is not up yet: %s", error)
 
     def replace(self, address: tuple[str, int]) -> None:
         """Kill the process if it still listens at ``address``: it will be replaced."""
