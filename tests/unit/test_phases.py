@@ -38,6 +38,7 @@ END: tuple[Action, ...] = ("end_all", "close_logs")
             ["read_output", "take_inventory", "retire_forkserver", "report_stop"],
         ),
         (("not_started",), []),
+        (("not_started", "main_ended", "stop"), []),  # it was started, but could not be watched
     ],
 )
 def test_each_way_to_the_end(events: tuple[Input, ...], actions: list[Action]) -> None:

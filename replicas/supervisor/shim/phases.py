@@ -47,8 +47,8 @@ PHASES: Table[Phase, Input] = Table(
         "stopping": {"stopping": ("stop",), "stopped": ("main_ended",)},
         "ended": {"stopped": ("stop",), "sweeping": ("output_read",)},
         "stopped": {"stopped": ("stop",), "sweeping": ("output_read",)},
-        "sweeping": {"sweeping": ("stop",), "closing": ("empty",)},
-        "closing": {"closing": ("stop",), "over": ("logs_read",)},
+        "sweeping": {"sweeping": ("stop", "main_ended"), "closing": ("empty",)},
+        "closing": {"closing": ("stop", "main_ended"), "over": ("logs_read",)},
     },
 )
 ACTIONS: Mapping[tuple[Phase, Input], tuple[Action, ...]] = {
