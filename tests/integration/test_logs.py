@@ -127,6 +127,21 @@ def test_a_pump_that_hangs_is_replaced_and_logs_go_on(tmp_path: Path) -> None:
         assert one.gone() == 0
 
 
+def test_a_stop_that_comes_while_the_last_output_is_read_is_obeyed(tmp_path: Path) -> None:
+    """Also one that asks for stacks: nobody is left to show any."""
+    os.mkfifo(tmp_path / "go")
+    with shim(tmp_path, "import sys; open('go').read(); sys.exit(3)") as one:
+        main = int(one.wait_for("started")["pid"])
+        pump = one.pump()
+        eventually((one.folder / "rank-0.log").exists, "the pump at work")
+        kill(pump, signal.SIGSTOP)  # it reads no last output
+        (tmp_path / "go").write_text("go on\n")
+        eventually(lambda: not Path(f"/proc/{main}").exists(), "the end of the program")
+        one.send({"type": "stop", "timeout_s": 5.0, "stacks": True})
+        assert one.report().outcome == "stopped"
+        assert one.gone() == 0
+
+
 def test_a_full_disk_holds_nobody_up_and_the_last_lines_are_known(tmp_path: Path) -> None:
     code = "import pathlib, sys\nprint('first')\nsys.stdin = open(sys.argv[1])\ninput()\n"
     code += "for n in range(20_000): print('line', n)\nprint('all written')\npathlib.Path(sys.argv[3]).touch()\n"
