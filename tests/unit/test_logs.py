@@ -284,9 +284,10 @@ def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
 
     def start(keeper: PumpWatcher) -> None:
         started.append(1)
+        keeper._life.start(0.0)
         keeper._pid = 4000001
 
-    monkeypatch.setattr(PumpWatcher, "_fork", start)
+    monkeypatch.setattr(PumpWatcher, "start", start)
     os.write(keeper.streams("rank 0")[0], b"last words\n")
     keeper.close()
     assert not keeper.over

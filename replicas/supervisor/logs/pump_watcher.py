@@ -153,13 +153,10 @@ class PumpWatcher:
         return [*self._life.wakes, *(at for at in (self._kill_at, self._drained_by, self._speak_at) if at is not None)]
 
     def start(self) -> None:
+        """Fork a pump; retry later if the system has no process left."""
         now = time.monotonic()
         self._life.start(now)
         self._stuck = Patience(now, _LOOK_INTERVAL_S)
-        self._fork()
-
-    def _fork(self) -> None:
-        """Fork a pump; retry later if the system has no process left."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
@@ -168,7 +165,7 @@ class PumpWatcher:
             ours.close()
             theirs.close()
             note(f"a log pump cannot be started: {error}")
-            self._life.ended(time.monotonic())
+            self._life.ended(now)
             return
         if pid == 0:
             self._become_pump(theirs)
