@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ from replicas import errors
 
 __all__ = [
     "ACCELERATOR",
+    "CA_FILE",
     "ENDPOINT",
     "FORKSERVER",
     "GENERATION",
@@ -33,6 +34,7 @@ __all__ = [
     "read",
     "read_token",
     "token_owners",
+    "token_reader",
     "without_torchrun",
 ]
 
@@ -40,6 +42,12 @@ ENDPOINT = "REPLICAS_ENDPOINT"
 """``host:port`` of the coordinator's control port."""
 TOKEN_FILE = "REPLICAS_TOKEN_FILE"
 """Path of the file that holds the run's token."""
+CA_FILE = "REPLICAS_CA_FILE"
+"""Path of the certificates (PEM) of a CA that signs the control port's certificate.
+
+It counts where the token names no key; the port's certificate must then be of the
+host in the endpoint.
+"""
 RUN = "REPLICAS_RUN"
 """Name of the run."""
 STATE_ID = "REPLICAS_STATE_ID"
@@ -131,6 +139,24 @@ def read_token(environment: Environment) -> str:
     if not token:
         raise errors.UsageError(f"the token file {path} is empty", hint=hint)
     return token
+
+
+def token_reader(environment: Environment) -> Callable[[], str]:
+    """Return what reads the token anew: it may be replaced while the run lives.
+
+    A file that cannot be read any more, as the run is over or begins, is as before.
+
+    :raises replicas.errors.UsageError: as :func:`read_token`.
+    """
+    known = read_token(environment)
+
+    def read_again() -> str:
+        nonlocal known
+        with contextlib.suppress(errors.UsageError):
+            known = read_token(environment)
+        return known
+
+    return read_again
 
 
 def token_owners(environment: Environment) -> frozenset[int]:

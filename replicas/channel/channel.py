@@ -52,7 +52,13 @@ class Channel(Collectives):
     """
 
     def __init__(
-        self, hub: Hub, endpoint: str, token: str, hello: Hello, *, token_owners: frozenset[int] | None = None
+        self,
+        hub: Hub,
+        endpoint: str,
+        token: str | Callable[[], str],
+        hello: Hello,
+        *,
+        token_owners: frozenset[int] | None = None,
     ) -> None:
         self._hub = hub
         self._hello = hello

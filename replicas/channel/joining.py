@@ -57,7 +57,9 @@ def join(
     event loop.
 
     :param endpoint: ``host:port`` of the control port (``REPLICAS_ENDPOINT``).
-    :param token: the run's token (the content of ``REPLICAS_TOKEN_FILE``).
+    :param token: the run's join token (the content of ``REPLICAS_TOKEN_FILE``, which is
+        read again at each reconnect). Off loopback it names the key of the control
+        port; without, ``REPLICAS_CA_FILE`` must name a CA.
     :param run: name of the run (``REPLICAS_RUN``); not checked if neither is given.
     :param group: name of this rank's group (``REPLICAS_GROUP``).
     :param replica: index of this rank's replica in the group (``REPLICA_ID``, else 0).
@@ -72,7 +74,8 @@ def join(
         "http://..."}``.
     :param timeout: seconds until there must be a session; default 30.
     :raises replicas.errors.UsageError: an argument is missing or wrong (also: the token
-        is not accepted), or a coordinator runs on this thread's event loop.
+        is not accepted, or the port has another key than it names), or a coordinator
+        runs on this thread's event loop.
     :raises replicas.errors.UnknownChannel: no such channel, or the group has no part in
         it.
     :raises replicas.errors.Preflight: this process is not compatible with the present
@@ -90,7 +93,7 @@ def join(
         text = f"join: where is the coordinator? {environ.ENDPOINT} is not set"
         raise errors.UsageError(text, hint="start this program with `replicas run`, or pass endpoint=...")
     address = arguments.endpoint("join: endpoint", address)
-    secret = arguments.token("join: token", token) if token is not None else environ.read_token(found)
+    secret = arguments.token("join: token", token) if token is not None else environ.token_reader(found)
     texts = arguments.texts("join: info", {} if info is None else info)
     own_group = group if group is not None else found.group or ("observer" if observe else None)
     if own_group is None:

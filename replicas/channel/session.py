@@ -47,7 +47,7 @@ from replicas.channel.connection import CLOSE_TIMEOUT_S, Connection, dial
 from replicas.channel.loop import SessionLoop
 from replicas.common.backoff import Backoff
 from replicas.common.patience import PauseClock
-from replicas.messages.bounds import most_nbytes, text_of
+from replicas.messages.bounds import clean, most_nbytes, text_of
 
 __all__ = ["MALFORMED_MAX", "Session", "SessionHandler"]
 
@@ -108,13 +108,17 @@ class _Fruitless(Exception):
 
 
 class Session:
-    """See the module's header. ``token_owners``: users here who may see the token."""
+    """See the module's header.
+
+    :param token: the join token, or what reads it: anew for each connection, as it may
+        have been replaced. :param token_owners: users here who may see it.
+    """
 
     def __init__(
         self,
         loop: SessionLoop,
         endpoint: str,
-        token: str,
+        token: str | Callable[[], str],
         hello: wire.Hello,
         handler: SessionHandler,
         *,
@@ -122,7 +126,7 @@ class Session:
     ) -> None:
         self._loop = loop
         self.endpoint = endpoint
-        self._token = token
+        self._token = token if callable(token) else lambda: token
         self._token_owners = token_owners
         self._hello = hello
         self._handler = handler
@@ -258,10 +262,15 @@ class Session:
                 limit.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
 
             try:
-                connection = await dial(self.endpoint, self._token, reached, self._token_owners)
+                connection = await dial(self.endpoint, self._token(), reached, self._token_owners)
             except InvalidStatus as error:
                 self._judge_status(error)
                 raise
+            except errors.UsageError as error:
+                if self.term:  # somebody else may have the port for a moment
+                    raise ConnectionRefusedError(str(error)) from error
+                error.channel = self._hello.channel
+                raise _Over(error) from error
             self._loop.fds.add(connection.fd)
             try:
                 await self._shake_hands(connection)
@@ -273,7 +282,7 @@ class Session:
     def _judge_status(self, error: InvalidStatus) -> None:
         status = error.response.status_code
         if status in (401, 403):
-            text = f"the coordinator at {self.endpoint} does not accept the token"
+            text = f"the coordinator at {self.endpoint} does not accept the token{_reason(error)}"
             hint = "use the token of the run that listens there (REPLICAS_TOKEN_FILE, or token=...)"
         elif 400 <= status < 500:
             text = f"{self.endpoint} answers HTTP {status} to a session: it is not a coordinator"
@@ -399,6 +408,15 @@ def _pause(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome is not None else None
     wait = _fruitless if isinstance(error, _Fruitless) else _unreached
     return float(wait(state))
+
+
+def _reason(error: InvalidStatus) -> str:
+    """Why a coordinator has refused, as it says itself."""
+    try:
+        body = msgspec.json.decode(error.response.body or b"", type=dict[str, str])
+    except msgspec.MsgspecError:
+        return ""
+    return f" ({clean(body.get('error', ''))[:100]})"
 
 
 def _text(error: BaseException) -> str:

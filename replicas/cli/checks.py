@@ -32,6 +32,7 @@ from replicas.supervisor.cleanup.still_held import held
 from replicas.supervisor.fleet.resources import Machine, look, notes, problems
 from replicas.supervisor.state.run_state import RunState
 from replicas.supervisor.state.state import identity_of
+from replicas.trust.tokens import OPERATOR_FILE
 
 __all__ = ["Finding", "examine"]
 
@@ -92,7 +93,7 @@ def _supervisor(state_dir: Path) -> int | None:
 def _run(state_dir: Path, supervisor: int | None) -> Finding:
     if supervisor is not None:
         return Finding("run", "ok", f"supervised by process {supervisor}, state in {state_dir}")
-    stale = [name for name in (ENDPOINT_FILE, "token", SOCKET_FILE) if (state_dir / name).exists()]
+    stale = [name for name in (ENDPOINT_FILE, "token", OPERATOR_FILE, SOCKET_FILE) if (state_dir / name).exists()]
     if not stale:
         return Finding("run", "ok", f"not running, state in {state_dir}")
     text = f"its supervisor was killed; it left {', '.join(stale)} in {state_dir}"

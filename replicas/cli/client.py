@@ -26,6 +26,7 @@ from replicas.errors import Disconnected, ReplicasError, UsageError
 from replicas.linux.processes import is_stopped, start_time
 from replicas.linux.sockets import listener_uids, peer_uid, reachable, whose
 from replicas.status import RunStatus
+from replicas.trust.way import Way, way_to
 
 __all__ = ["Client"]
 
@@ -41,14 +42,16 @@ class Client:
 
     :param where: ``host:port`` of the control port, or ``unix:PATH`` of the run's
         socket.
-    :param token: the run's token, for orders and logs over TCP.
+    :param token: a join token of the run, for orders and logs (an operator's) over TCP,
+        and to know the right control port where it is not on loopback.
     :param pid: the supervisor's, if known: used to explain why it does not answer.
     :param run: the expected run's name, if known: another run then refuses orders.
     :param owners: users allowed to own a supervisor on this machine; None: any.
     :param token_owners: users on this machine to whom the token may be shown; None:
         any.
     :param timeout_s: deadline of each read, in seconds; default 5.
-    :raises UsageError: ``where`` has neither form.
+    :raises UsageError: ``where`` has neither form, or is not on loopback and the token
+        does not say how to know the right port.
     """
 
     def __init__(
@@ -63,14 +66,14 @@ class Client:
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
         self.where = where
+        self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
         self._pid = pid
         self._run = run
-        self._token = token
+        self._way: Way | None = way_to(where, token) if self._host else None
         self._owners = owners
         self._token_owners = token_owners
         self._withheld: UsageError | None = None
         self._timeout_s = timeout_s
-        self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
 
     def status(self) -> RunStatus:
         """``GET /status``; proxies of the environment are not used.
@@ -135,6 +138,7 @@ class Client:
                 with reachable(Path(self.where.removeprefix("unix:"))) as name:
                     connection.sock.connect(name)
             headers |= self._credentials(connection.sock)
+            self._secure(connection)
             if self._withheld is not None and method == "POST":
                 raise self._withheld
             with contextlib.suppress(BrokenPipeError):  # refused before the body was sent: the answer says why
@@ -144,11 +148,18 @@ class Client:
                     connection.sock.settimeout(silence_s)
                 yield response
         except (OSError, http.client.HTTPException) as error:
+            if self._way is not None and (refusal := self._way.refusal(error)):
+                raise refusal from error
             raise Disconnected(
                 f"nobody answers at {self.where}: {error or type(error).__name__}", hint=self._why_silent()
             ) from error
         finally:
             connection.close()
+
+    def _secure(self, connection: http.client.HTTPConnection) -> None:
+        """Speak TLS from here on, where the token or the CA asks for it."""
+        if self._way is not None and self._way.context is not None:
+            connection.sock = self._way.context.wrap_socket(connection.sock, server_hostname=self._way.host)
 
     def _credentials(self, connection: socket.socket) -> dict[str, str]:
         """The Authorization header, if the peer may have the token and needs it: at a
@@ -160,13 +171,13 @@ class Client:
         uids = frozenset({peer_uid(connection)}) if local else listener_uids(connection)
         if uids is not None and self._owners is not None and not (uids and uids <= self._owners):
             raise Disconnected(f"{self.where} {whose(uids)}: nothing was sent to it", hint=self._why_silent())
-        if local or not self._token:
+        if self._way is None or not self._way.headers:
             return {}
         if uids is not None and self._token_owners is not None and not (uids and uids <= self._token_owners):
             text = f"{self.where} {whose(uids)}: the token, which is another user's, was not shown to it"
             self._withheld = UsageError(text, hint="name the token with --token-file if it may be shown there")
             return {}
-        return {"Authorization": f"Bearer {self._token}"}
+        return self._way.headers
 
     def _why_silent(self) -> str:
         if not self._pid:

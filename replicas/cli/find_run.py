@@ -32,6 +32,7 @@ from replicas.linux import private
 from replicas.linux.processes import start_time
 from replicas.messages.bounds import clean
 from replicas.status import RunStatus
+from replicas.trust.tokens import OPERATOR_FILE
 
 __all__ = [
     "ENDPOINT_FILE",
@@ -337,7 +338,7 @@ class RunAddress:
             return self._token
         try:
             if self.endpoint is None and self._token_file is None:
-                self._token = private.read(self.state_dir / "token").decode("ascii").strip(), None
+                self._token = private.read(self.state_dir / OPERATOR_FILE).decode("ascii").strip(), None
             elif path := self._token_file or environ.read().token_file:
                 with path.open("rb") as file:
                     self._token = file.read().decode("ascii").strip(), os.fstat(file.fileno()).st_uid

@@ -21,6 +21,7 @@ from replicas.cli import render
 from replicas.cli.base import Json, Screen, app, command, complain, json_text
 from replicas.cli.look import doctor, events, logs, status
 from replicas.cli.orders import drain, reload, reset_failed, restart, scale, stacks, wait
+from replicas.cli.tokens import token
 from replicas.common.foreign import lines
 from replicas.config.file import load
 from replicas.control.exit_codes import BUG, DONE, FAILED
@@ -79,7 +80,7 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (run, check),
     "Look": (status, logs, events, stacks, wait, doctor),
-    "Change": (scale, restart, drain, reset_failed, reload),
+    "Change": (scale, restart, drain, reset_failed, reload, token),
 }
 """In the order of ``--help``."""
 

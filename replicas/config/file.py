@@ -166,8 +166,14 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
         place.at("socket").problem(
             f"{control.socket} is longer than the {_LONGEST_SOCKET_PATH} bytes of a socket's path"
         )
-    if control.token_file is not None and not os.path.isfile(control.token_file):  # noqa: PTH113  # as for groups.cwd
-        place.at("token_file").problem(f'"{control.token_file}" does not exist')
+    for name in ("certificate", "key", "token_file", "operator_token_file"):
+        path = getattr(control, name)
+        if path is not None and not os.path.isfile(path):  # noqa: PTH113  # as for groups.cwd
+            place.at(name).problem(f'"{path}" does not exist')
+    if control.certificate is not None and control.tls == "off":
+        place.at("certificate").problem('has no effect with tls = "off"; remove one of the two')
+    if control.key is not None and control.certificate is None:
+        place.at("key").problem("is of no use without certificate; name that, too")
     return control
 
 

@@ -98,14 +98,39 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     host: str = "127.0.0.1"
     port: int = 9477
+    tls: Literal["auto", "on", "off"] = "auto"
+    """The control port speaks TLS; "auto": unless it is on loopback. Set "off" when the
+    network encrypts and authenticates by itself, such as a mesh.
+    """
+    certificate: Annotated[_File | None, AsKey(default="none: each state folder has one of its own")] = None
+    """The certificate of the control port for TLS, in PEM, with those between it and
+    its CA. Set it when members should know the port by a CA, not by its key.
+    """
+    key: Annotated[_File | None, AsKey(default="none: it is in the file of certificate")] = None
+    """The key of certificate, in PEM, without a password."""
     token_file: Annotated[_File | None, AsKey(default="none: each run makes a token of its own")] = None
-    """The run's token is read from this file. Set it when programs that others start
-    need the token before the supervisor has started, such as from a Kubernetes Secret.
+    """The member token is read from this file. Set it when programs that others start
+    need the token before the supervisor has started, such as from a Kubernetes Secret
+    (`replicas token --make`).
+    """
+    operator_token_file: Annotated[_File | None, AsKey(default="none: each run makes a token of its own")] = None
+    """The operator token is read from this file. Set it when others than the run's user
+    give orders over TCP, and need the token before the supervisor has started.
     """
     socket: Annotated[_File | None, AsKey(default='"control.sock" in the state folder')] = None
     """The Unix socket on which the commands of the same user reach the run, of at most
     107 bytes.
     """
+
+    @property
+    def token_files(self) -> dict[Literal["member", "operator"], Path]:
+        """The files of tokens, by role."""
+        found: dict[Literal["member", "operator"], Path] = {}
+        if self.token_file is not None:
+            found["member"] = self.token_file
+        if self.operator_token_file is not None:
+            found["operator"] = self.operator_token_file
+        return found
 
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):

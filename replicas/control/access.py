@@ -1,6 +1,6 @@
 """Who may give orders and read output, and what all others are shown.
 
-The own user may on the Unix socket, the run's token over TCP. A program may print a
+The own user may on the Unix socket, an operator's token over TCP. A program may print a
 secret, and its last line becomes part of the reason why its replica failed, which is
 copied into states, events and members' texts. So no field is trusted: every text is cut
 after the exit code or the signal (:func:`without_output`). The store's address is
@@ -9,7 +9,6 @@ hidden because the store knows no token.
 
 from __future__ import annotations
 
-import hmac
 import re
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from starlette.requests import Request
 from replicas.coordinator.connection_guard import welcome
 from replicas.status import RunStatus
 from replicas.telemetry.events import Event, Record, ReloadRefused, ReplicaExited
+from replicas.trust.tokens import Tokens
 
 __all__ = ["Access", "ByToken", "Cached", "everyone", "hiding_store", "public", "public_record", "without_output"]
 
@@ -42,21 +42,25 @@ def everyone(_: Request) -> str:
 
 
 class ByToken:
-    """``Authorization: Bearer TOKEN``; ``refused``: called at each wrong one."""
+    """``Authorization: Bearer TOKEN``; ``refused``: called at each wrong one.
 
-    def __init__(self, token: Callable[[], str], refused: Callable[[str], None]) -> None:
-        self._token = token
+    A member's token is known, and gives no right to order or to read output.
+    """
+
+    def __init__(self, tokens: Callable[[], Tokens], refused: Callable[[str], None]) -> None:
+        self._tokens = tokens
         self._refused = refused
 
     def __call__(self, request: Request) -> str:
-        given = request.headers.get("authorization")
-        if given is None:
-            return "this needs the run's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
-        if hmac.compare_digest(given.encode(), f"Bearer {self._token()}".encode()):
-            welcome(request.scope)
-            return ""
-        self._refused("token")
-        return "wrong token"
+        if request.headers.get("authorization") is None:
+            return "this needs an operator's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
+        tokens = self._tokens()
+        role = tokens.role_of(request.headers)
+        if role is None:
+            self._refused("token")
+            return tokens.refusal(request.headers)
+        welcome(request.scope)
+        return "" if role == "operator" else "a member's token gives no right to this: show an operator's token"
 
 
 def without_output(text: str) -> str:

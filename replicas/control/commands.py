@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from replicas import errors
 from replicas.messages.bounds import REPLICAS_MAX
+from replicas.trust.tokens import Role
 
 __all__ = [
     "ORDERS",
@@ -24,6 +25,7 @@ __all__ = [
     "Restart",
     "Scale",
     "StacksOrder",
+    "TokensOrder",
     "carry_out",
 ]
 
@@ -44,6 +46,9 @@ class Commands(Protocol):
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]: ...
     async def reload(self) -> object: ...
     async def stacks(self, target: str | None = None) -> Mapping[str, str]: ...
+    async def tokens(
+        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False
+    ) -> Mapping[str, Any]: ...
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +86,15 @@ class StacksOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     target: Target | None = None
 
 
-Order = Scale | Restart | Drain | ResetFailed | Reload | StacksOrder
+class TokensOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``role`` None: both. ``rotate``: make a new one. ``revoke_old``: end others."""
+
+    role: Role | None = None
+    rotate: bool = False
+    revoke_old: bool = False
+
+
+Order = Scale | Restart | Drain | ResetFailed | Reload | StacksOrder | TokensOrder
 
 ORDERS: dict[str, type[Order]] = {
     "/scale": Scale,
@@ -90,6 +103,7 @@ ORDERS: dict[str, type[Order]] = {
     "/reset-failed": ResetFailed,
     "/reload": Reload,
     "/stacks": StacksOrder,
+    "/tokens": TokensOrder,
 }
 """The type of the body of each ``POST``."""
 
@@ -139,3 +153,5 @@ def carry_out(commands: Commands, order: Order) -> Coroutine[Any, Any, object]:
             return commands.reload()
         case StacksOrder(target=target):
             return commands.stacks(target)
+        case TokensOrder(role=role, rotate=rotate, revoke_old=revoke_old):
+            return commands.tokens(role, rotate=rotate, revoke_old=revoke_old)

@@ -267,6 +267,10 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         else:
             self.conn.data_to_send()  # discards the pong: the peer does not read
 
+    def cut(self) -> None:
+        """End the connection at once; its member may come back."""
+        self.transport.abort()
+
     # ------------------------------------------------------------ outgoing
 
     def takes_more(self) -> bool:

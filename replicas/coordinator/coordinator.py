@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import anyio
 from anyio.from_thread import start_blocking_portal
@@ -19,7 +18,7 @@ from replicas import errors
 from replicas.common import own_loop
 from replicas.config.file import channels_from
 from replicas.config.structs import ChannelConfig
-from replicas.config.values import Form, Place, address, folder, listen
+from replicas.config.values import Form, Place, address, folder, is_loopback, listen, path
 from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.door import Door
@@ -34,6 +33,8 @@ from replicas.core.members.roster import GroupShape
 from replicas.messages import arguments
 from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown
 from replicas.status import ChannelStatus, MemberStatus, StoreStatus
+from replicas.trust.certificate import PortKey, make_pem
+from replicas.trust.tokens import PLAIN, JoinToken, Tokens, another_key
 
 __all__ = ["Coordinator"]
 
@@ -61,7 +62,13 @@ class Coordinator:
     :param store_bind: the only address on which the master TCPStore listens; :param
         store_port: as ``port``.
     :param token: the token that members must show; default: a new random one.
-    :param state_dir: folder for the decision log; None keeps it in memory only.
+    :param tls: ``"auto"``: the control port speaks TLS unless ``host`` is on loopback.
+        ``"off"``: for a network that protects it by itself; :attr:`token` then says so.
+    :param certificate: PEM file of the certificate for TLS; default: one that this
+        class makes, whose key :attr:`token` names. :param key: PEM file of its key;
+        default: it is in the same file.
+    :param state_dir: folder for the decision log, and the key that is made for TLS;
+        None keeps both in memory only.
     :param epochs: newest epoch of each channel under an earlier coordinator of the run;
         epoch numbers continue from there.
     :param routes: further Starlette routes to serve.
@@ -81,7 +88,10 @@ class Coordinator:
         port: int = 0,
         store_bind: str = "127.0.0.1",
         store_port: int = 0,
-        token: str | None = None,
+        token: str | Tokens | None = None,
+        tls: Literal["auto", "on", "off"] = "auto",
+        certificate: Path | None = None,
+        key: Path | None = None,
         state_dir: Path | None = None,
         epochs: Mapping[str, int] | None = None,
         routes: Sequence[BaseRoute] = (),
@@ -92,8 +102,6 @@ class Coordinator:
             for name, one in _mapping("groups", groups).items()
         }
         configs = channels_from(channels, {name: shape.replicas for name, shape in self._shapes.items()})
-        self.token: str = arguments.token("token", token) if token is not None else secrets.token_urlsafe(24)
-        """The token that members must show: for ``join(token=...)``."""
         brackets = "[{}]:0" if isinstance(host, str) and ":" in host else "{}:0"
         listens = _read("host", listen, brackets.format(host) if isinstance(host, str) else host)
         self._host, self._port = listens[0], _port("port", port)
@@ -103,13 +111,16 @@ class Coordinator:
         if live is not None and not callable(live):
             raise errors.UsageError(f"live must be a function without arguments, not {shown(live)}")
         self._live = live
-        path = None if state_dir is None else _read("state_dir", folder, state_dir) / "decisions.jsonl"
+        home = None if state_dir is None else _read("state_dir", folder, state_dir)
+        self._port_key = _port_key(self._host, tls, certificate, key, home)
+        self.tokens: Tokens = _tokens(token, self._port_key, self._host)
+        """The valid tokens by role; routes of the caller may ask it."""
         run = arguments.text("run", run)
         newest = {
             name: arguments.integer(f"epochs[{shown(name)}]", one, least=0)
             for name, one in _mapping("epochs", epochs).items()
         }
-        self._decisions = DecisionLog(path)
+        self._decisions = DecisionLog(None if home is None else home / "decisions.jsonl")
         self.engine: Engine = Engine(
             configs, self._shapes, run=run, decisions=self._decisions, store=self._store, epochs=newest
         )
@@ -134,9 +145,16 @@ class Coordinator:
             raise
         try:
             await self._store.start()
-            routes = [session_route(self.engine, self.token), *self._routes]
+            routes = [session_route(self.engine, self.tokens), *self._routes]
             hosts = AllowedHosts(self._host, listener.getsockname()[0])
-            door = Door(listener, self.engine.refused, token=lambda: self.token, hosts=hosts, live=self._live)
+            door = Door(
+                listener,
+                self.engine.refused,
+                knows=lambda given: self.tokens.role(given) is not None,
+                hosts=hosts,
+                live=self._live,
+                tls=None if self._port_key is None else self._port_key.context,
+            )
             self._server = Server(listener, routes, self.engine.refused, door=door)
             await self._server.start()
         except BaseException:
@@ -182,6 +200,19 @@ class Coordinator:
         """
         with start_blocking_portal("asyncio") as portal, portal.wrap_async_context_manager(self):
             yield self
+
+    @property
+    def token(self) -> str:
+        """The join token of members: for ``join(token=...)``.
+
+        Off loopback it names the key of the control port, which members then demand.
+        """
+        return self.tokens.text("member")
+
+    @property
+    def tls(self) -> bool:
+        """Whether the control port speaks TLS."""
+        return self._port_key is not None
 
     # ------------------------------------------------------------ for the supervisor
 
@@ -324,6 +355,39 @@ def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         operations=dict(channel.operations.totals),
         last_sync=told.last,
     )
+
+
+# ------------------------------------------------------------ trust
+
+
+def _port_key(host: str, tls: object, certificate: object, key: object, home: Path | None) -> PortKey | None:
+    """The key of the control port; None: it does not speak TLS."""
+    if tls not in ("auto", "on", "off"):
+        raise errors.UsageError(f'tls must be "auto", "on" or "off", not {shown(tls)}')
+    if tls == "off" or (tls == "auto" and certificate is None and is_loopback(host)):
+        return None
+    if certificate is not None:
+        return PortKey.configured(_file("certificate", certificate), None if key is None else _file("key", key))
+    return PortKey.of_folder(home) if home is not None else PortKey.of_pem(make_pem())
+
+
+def _file(what: str, value: object) -> Path:
+    found: Path = _read(what, path("file"), value)
+    return found
+
+
+def _tokens(given: object, port_key: PortKey | None, host: str) -> Tokens:
+    """The tokens, which name the key of the port; UsageError: they name another."""
+    key = port_key.hash if port_key is not None else "" if is_loopback(host) else PLAIN
+    if isinstance(given, Tokens):
+        found = given
+    else:
+        token = JoinToken.parse(arguments.token("token", given)) if given is not None else None
+        if token is not None and token.key not in ("", key):
+            raise another_key("token")
+        found = Tokens(None if token is None else token.secret)
+    found.key = key
+    return found
 
 
 # ------------------------------------------------- arguments, as in a config file

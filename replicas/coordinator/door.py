@@ -13,6 +13,8 @@ has arrived and its turn has come:
   grants nothing: the handler of the request checks the token again.
 * ``GET /livez`` is answered here: if a probe had to wait, the supervisor would be
   restarted.
+* On a port with TLS the same holds for the decrypted head; before it, the handshakes of
+  all have their own queue and share (:mod:`replicas.coordinator.greeting`).
 * All other strangers queue by source and share a part of the loop's time
   (:mod:`replicas.coordinator.limits`). When there are too many, the source that has
   most loses its oldest. All users of this machine count as one source: to ask the
@@ -25,10 +27,11 @@ import _socket
 import asyncio
 import contextlib
 import functools
-import hmac
+import itertools
 import resource
 import select
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,14 +39,16 @@ from typing import Any
 
 from replicas import errors
 from replicas.coordinator.addresses import AllowedHosts, source_of
+from replicas.coordinator.greeting import GREET_S, HANDSHAKES_SHARE, SHAKING, TOO_LONG, Greeting, first_bytes
 from replicas.coordinator.limits import STRANGERS_SHARE, Crowd, RateLimit
 
 __all__ = ["Admit", "Door", "authorization_of", "head_of"]
 
-Admit = Callable[[socket.socket, bytes | None], None]
+Admit = Callable[[socket.socket, bytes | None, Greeting | None], None]
 """Passes on a connection whose request can be read from it, with a stranger's source.
 
-None for the source: the connection has shown the token.
+None for the source: the connection has shown a token. On a port with TLS the request
+has been read already, into the greeting.
 """
 
 REQUEST_TIMEOUT_S = 5.0
@@ -77,6 +82,8 @@ _USUAL_NBYTES = 2048
 _WATCHED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
 _ENDS = (b"\r\n\r\n", b"\n\n", b"\n\r\n")
 _LIVEZ = b"GET /livez HTTP/1."
+_TLS_HANDSHAKE = 0x16
+_SPEAKS_TLS = "this port speaks TLS 1.3: ask it by https://, with the token that `replicas token` shows"
 
 
 def authorization_of(head: bytes) -> bytes:
@@ -106,13 +113,16 @@ class _Waiting:
     sock: _socket.socket
     source: bytes
     until: float
+    greeting: Greeting | None = None
 
 
 class Door:
     """Accepts and queues the connections of one listener.
 
     :param refused: called with the reason for each connection that is turned away.
+    :param knows: whether the value of an Authorization header shows a valid token.
     :param live: result of ``GET /livez``; None: no such page.
+    :param tls: what the port speaks; None: plain HTTP.
     """
 
     def __init__(
@@ -120,19 +130,23 @@ class Door:
         listener: socket.socket,
         refused: Callable[[str], None],
         *,
-        token: Callable[[], str],
+        knows: Callable[[bytes], bool],
         hosts: AllowedHosts,
         live: Callable[[], bool] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listener = listener
         self._family = int(listener.family)
         self._accept_fd: Callable[[], tuple[int, Any]] = listener._accept  # type: ignore[attr-defined]  # typeshed leaves it out
         self._refused = refused
-        self._token = token
+        self._knows = knows
+        self._tls = tls
         self.hosts = hosts
         self._live = live
         self._lobby_max = min(LOBBY, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._lobby: Crowd[_Waiting] = Crowd()
+        self._hellos: Crowd[_Waiting] = Crowd()
+        self._shaking: Crowd[_Waiting] = Crowd()
         self._queue: Crowd[_Waiting] = Crowd()
         self._by_fd: dict[int, _Waiting] = {}
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
@@ -140,12 +154,17 @@ class Door:
     @property
     def waiting(self) -> int:
         """Connections that have not been let in."""
-        return len(self._lobby) + len(self._queue)
+        return sum(map(len, self._crowds))
+
+    @property
+    def _crowds(self) -> tuple[Crowd[_Waiting], ...]:
+        return self._lobby, self._hellos, self._shaking, self._queue
 
     def open(self, admit: Admit) -> None:
         """Start to accept."""
         self._loop = asyncio.get_running_loop()
         self.pace = RateLimit(self._loop.time(), STRANGERS_SHARE)
+        self._greeting_pace = RateLimit(self._loop.time(), HANDSHAKES_SHARE)
         self._admit = admit
         self._poll = select.epoll()
         self._loop.add_reader(self._poll.fileno(), self._on_readable)
@@ -159,7 +178,7 @@ class Door:
             self._loop.remove_reader(self._listener.fileno())
             self._loop.remove_reader(self._poll.fileno())
             self._poll.close()
-        for one in (*self._lobby, *self._queue):
+        for one in itertools.chain(*self._crowds):
             self._drop(one)
 
     # ------------------------------------------------------------ the lobby
@@ -192,10 +211,11 @@ class Door:
         self._loop.add_reader(self._listener.fileno(), self._on_connections)
 
     def _wait(self, one: _Waiting) -> None:
-        if len(self._lobby) >= self._lobby_max:
+        crowd, most = (self._lobby, self._lobby_max) if one.greeting is None else (self._shaking, SHAKING)
+        if len(crowd) >= most:
             self._refused("too_many")
-            self._drop(self._lobby.pop_excess())
-        self._lobby.add(one, one.source)
+            self._drop(crowd.pop_excess())
+        crowd.add(one, one.source)
         self._by_fd[one.sock.fileno()] = one
         self._poll.register(one.sock.fileno(), _WATCHED)
         self._later(SWEEP_S, self._sweep)
@@ -207,14 +227,15 @@ class Door:
                 one = self._by_fd.get(fd)
                 if one is not None and self._handle(one, ended=bool(events & ~select.EPOLLIN)):
                     self._lobby.discard(one)
+                    self._shaking.discard(one)
 
     def _sweep(self) -> None:
         """Close connections that have waited past their deadline."""
         now = self._loop.time()
-        for crowd in (self._lobby, self._queue):
+        for crowd in self._crowds:
             for one in [one for one in crowd if one.until <= now]:
                 crowd.discard(one)
-                self._refused("timeout" if crowd is self._lobby else "too_many")
+                self._refused("timeout" if crowd in (self._lobby, self._shaking) else "too_many")
                 self._drop(one)
         if self.waiting:
             self._later(SWEEP_S, self._sweep)
@@ -224,9 +245,7 @@ class Door:
     def _handle(self, one: _Waiting, *, ended: bool) -> bool:
         """Handle what has arrived; False: more of the request must come first."""
         try:
-            data = one.sock.recv(_USUAL_NBYTES, _LOOK)
-            if len(data) == _USUAL_NBYTES:
-                data = one.sock.recv(HEAD_NBYTES, _LOOK)
+            data = self._peeked(one) if one.greeting is None else self._decrypted(one, one.greeting)
         except BlockingIOError:
             return False
         except OSError:
@@ -234,8 +253,12 @@ class Door:
         if not data:
             self._drop(one)
             return True
+        if self._tls is not None and one.greeting is None:
+            return self._judge_hello(one, data, ended=ended)
         if data[:1].isalpha() and (head := head_of(data)) is not None:
             self._heard(one, head)
+        elif data[0] == _TLS_HANDSHAKE and one.greeting is None:
+            self._turn_away(one, "tls", "400 Bad Request", "this port does not speak TLS")
         elif not data[:1].isalpha():
             self._turn_away(one, "malformed", "400 Bad Request", "this is not a request of HTTP")
         elif len(data) >= HEAD_NBYTES:
@@ -247,6 +270,10 @@ class Door:
             return False
         return True
 
+    def _peeked(self, one: _Waiting) -> bytes:
+        data = one.sock.recv(_USUAL_NBYTES, _LOOK)
+        return one.sock.recv(HEAD_NBYTES, _LOOK) if len(data) == _USUAL_NBYTES else data
+
     def _heard(self, one: _Waiting, data: bytes) -> None:
         if self._live is not None and data.startswith(_LIVEZ):
             status, text = "503 Service Unavailable", "the supervisor's event loop or store is stuck"
@@ -257,7 +284,7 @@ class Door:
                 text = error.message
             self._answer(one, _answer(status, text))
             return
-        if hmac.compare_digest(authorization_of(data), b"Bearer " + self._token().encode()):
+        if self._knows(authorization_of(data)):
             self._let_in(one, None)
             return
         self._forget(one)
@@ -280,6 +307,11 @@ class Door:
             for _ in range(_DRAINED):  # unread bytes at the close would reset the connection and lose the answer
                 if len(one.sock.recv(HEAD_NBYTES, _NOW)) < HEAD_NBYTES:
                     break
+            if one.greeting is not None:
+                tls = one.greeting.tls
+                tls.write(data)
+                tls.end()
+                data = tls.outgoing()
             one.sock.send(data, _NOW)
         self._drop(one)
 
@@ -294,7 +326,81 @@ class Door:
 
     def _let_in(self, one: _Waiting, source: bytes | None) -> None:
         self._forget(one)
-        self._admit(socket.socket(fileno=one.sock.detach()), source)
+        self._admit(socket.socket(fileno=one.sock.detach()), source, one.greeting)
+
+    # ------------------------------------------------------------ TLS
+
+    def _judge_hello(self, one: _Waiting, data: bytes, *, ended: bool) -> bool:
+        """Queue a connection whose ClientHello is there; as :meth:`_handle`."""
+        match first_bytes(data):
+            case "more" if not ended:
+                return False
+            case "hello":
+                self._forget(one)
+                if len(self._hellos) >= QUEUED:
+                    self._refused("too_many")
+                    self._drop(self._hellos.pop_excess())
+                self._hellos.add(one, one.source)
+                self._later(0.0, self._greet)
+                self._later(SWEEP_S, self._sweep)
+            case "plain":
+                self._turn_away(one, "tls", "400 Bad Request", _SPEAKS_TLS)
+            case "oversized":
+                self._refused("oversized")
+                self._send(one, TOO_LONG)
+                self._drop(one)
+            case "malformed":
+                self._refused("malformed")
+                self._drop(one)
+            case _:
+                self._drop(one)
+        return True
+
+    def _greet(self) -> None:
+        """Answer the next hello: one per loop iteration, as their share allows."""
+        if not len(self._hellos):
+            return
+        began = time.perf_counter()
+        if rest_s := self._greeting_pace.charge(0.0, self._loop.time()):
+            self._later(rest_s, self._greet)
+            return
+        one = self._hellos.pop_next()
+        assert self._tls is not None
+        one.greeting = Greeting(self._tls)
+        if not self._handle(one, ended=False):
+            self._wait(one)
+        self._greeting_pace.charge(time.perf_counter() - began + GREET_S, self._loop.time())
+        self._later(0.0, self._greet)
+
+    def _decrypted(self, one: _Waiting, greeting: Greeting) -> bytes:
+        """The request as far as it has come; BlockingIOError: nothing of it yet.
+
+        :raises OSError: the peer is gone, or does not speak our TLS.
+        """
+        while len(greeting.content) < HEAD_NBYTES:
+            try:
+                data = one.sock.recv(HEAD_NBYTES, _NOW)
+            except BlockingIOError:
+                break
+            if not data:
+                return b""
+            try:
+                answer = greeting.take(data)
+            except ssl.SSLError:
+                self._refused("tls")
+                self._send(one, greeting.tls.outgoing())
+                return b""
+            except EOFError:
+                return b""
+            self._send(one, answer)
+        if not greeting.content:
+            raise BlockingIOError
+        return greeting.content
+
+    def _send(self, one: _Waiting, data: bytes) -> None:
+        if data:
+            with contextlib.suppress(BlockingIOError):  # it does not read: its deadline will end it
+                one.sock.send(data, _NOW)
 
     # ------------------------------------------------------------ the queue
 

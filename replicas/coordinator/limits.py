@@ -33,6 +33,7 @@ __all__ = ["REASONS", "STRANGERS_SHARE", "Crowd", "RateLimit", "hello_problem", 
 
 REASONS = (
     "token",  # a wrong token, or none
+    "tls",  # TLS and plain HTTP mixed up, or a handshake that fails
     "peer",  # another user's process on the Unix socket
     "timeout",  # no request or no Hello in time, or an answer that is not read
     "too_many",  # more strangers than can be served; the source that has most loses one

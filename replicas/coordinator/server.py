@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import logging
 import socket
@@ -42,10 +41,13 @@ from replicas.coordinator.connection_guard import (
 )
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine, NotYet
+from replicas.coordinator.greeting import Greeting
 from replicas.coordinator.limits import hello_problem, message_problem, size_problem
 from replicas.coordinator.sessions import MemberSession
 from replicas.messages import Hello, MemberFrame, Refused, ServerFrame, WireError, decode_member_frame, encode
 from replicas.messages.bounds import FRAME_NBYTES
+from replicas.trust.tls import SecureConnection
+from replicas.trust.tokens import Tokens
 
 __all__ = ["Server", "bind_listener", "session_route"]
 
@@ -75,18 +77,19 @@ class _Refusal(Exception):
         self.reason, self.text, self.code, self.final = reason, text, code, final
 
 
-def session_route(engine: Engine, token: str) -> WebSocketRoute:
-    """``/session``: members only, by bearer token."""
+def session_route(engine: Engine, tokens: Tokens) -> WebSocketRoute:
+    """``/session``: for members and operators, by bearer token."""
 
     async def endpoint(websocket: WebSocket) -> None:
-        given = websocket.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        headers = websocket.headers
+        if tokens.role_of(headers) is None:
             engine.refused("token")
-            await websocket.send_denial_response(JSONResponse({"error": "wrong or missing token"}, status_code=401))
+            await websocket.send_denial_response(JSONResponse({"error": tokens.refusal(headers)}, status_code=401))
             return
         await websocket.accept()
         try:
-            await _serve(engine, websocket)
+            with tokens.watched(headers, session_of(websocket.scope).cut):
+                await _serve(engine, websocket)
         except WebSocketDisconnect:
             return
         finally:
@@ -352,21 +355,23 @@ class Server:
         if self._door is not None:
             self._door.open(self._admit)
 
-    def _admit(self, sock: socket.socket, source: bytes | None) -> None:
-        task = asyncio.create_task(self._connect(sock, source))
+    def _admit(self, sock: socket.socket, source: bytes | None, greeting: Greeting | None) -> None:
+        task = asyncio.create_task(self._connect(sock, source, greeting))
         self._admitting.add(task)
         task.add_done_callback(self._admitting.discard)
 
-    async def _connect(self, sock: socket.socket, source: bytes | None) -> None:
+    async def _connect(self, sock: socket.socket, source: bytes | None, greeting: Greeting | None) -> None:
         """Start the protocol on an accepted socket, as asyncio's own server does."""
         loop, state = asyncio.get_running_loop(), self._server.server_state
         protocol = self._config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn makes it
             config=self._config, server_state=state, app_state=self._server.lifespan.state, _loop=loop
         )
-        cast("HttpProtocol", protocol).source = source
+        http = cast("HttpProtocol", protocol)
+        http.source = source
+        lowest = http if greeting is None else SecureConnection(http, greeting.tls, greeting.content)
         sock.setblocking(False)
         try:
-            await loop.connect_accepted_socket(lambda: protocol, sock)
+            await loop.connect_accepted_socket(lambda: lowest, sock)
         except OSError:  # the peer is gone
             sock.close()
 

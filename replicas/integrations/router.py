@@ -13,8 +13,9 @@ so for a router that somebody else started. A worker is a replica whose rank 0 s
 stays in the list: its requests in flight are frozen and continued, not cut. One that is
 lost is removed, and a router that was restarted gets the whole list again.
 
-The supervisor's status is read twice a second, without the token: it is not needed to
-read. (An embedded coordinator has no such page.)
+The supervisor's status is read twice a second. A token is not needed to read it, but
+off loopback to know the right control port (``REPLICAS_TOKEN_FILE``). (An embedded
+coordinator has no such page.)
 """
 
 from __future__ import annotations
@@ -127,13 +128,17 @@ def keep(
     :param router_url: ``http://HOST:PORT`` of the router.
     :param endpoint: ``host:port`` of the run's control port (``REPLICAS_ENDPOINT``).
     :param is_gone: returns why there is no more to do, or an empty text.
-    :raises replicas.errors.UsageError: no endpoint is known.
+    :raises replicas.errors.UsageError: no endpoint is known, or it is not on loopback
+        and ``REPLICAS_TOKEN_FILE`` does not say how to know it.
     :raises replicas.errors.UnknownChannel: the run has no such channel.
     """
-    where = endpoint or environ.read().endpoint
+    found = environ.read()
+    where = endpoint or found.endpoint
     if not where:
         raise errors.UsageError("no endpoint", hint="pass endpoint=..., or set REPLICAS_ENDPOINT")
-    client, workers = Client(where, timeout_s=TIMEOUT_S), WorkerList(router_url)
+    token = environ.read_token(found) if found.token_file is not None else ""
+    client = Client(where, token=token, token_owners=environ.token_owners(found), timeout_s=TIMEOUT_S)
+    workers = WorkerList(router_url)
     ending = threading.Event() if stop is None else stop
     trouble = ""
     while not ending.wait(POLL_S):

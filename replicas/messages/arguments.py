@@ -18,7 +18,7 @@ import numbers
 import operator
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ __all__ = [
     "integers",
     "meta",
     "name",
+    "one_of",
     "patience",
     "seconds",
     "text",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 _TOKEN_LENGTH = 4096
+Word = TypeVar("Word", bound=str)
 
 
 def _refuse(text: str, hint: str = "", cause: BaseException | None = None) -> NoReturn:
@@ -150,6 +152,14 @@ def name(what: str, value: object) -> str:
     if not isinstance(value, str) or not is_name(value):
         _refuse(f"{what} must be a name of at most 128 visible characters without a slash, not {shown(value)}")
     return plain(value)
+
+
+def one_of(what: str, value: object, known: Sequence[Word]) -> Word:
+    """Check that the value is one of some words."""
+    for word in known:
+        if isinstance(value, str) and value == word:
+            return word
+    _refuse(f"{what} must be one of {', '.join(known)}, not {shown(value)}")
 
 
 def token(what: str, value: object) -> str:

@@ -98,7 +98,9 @@ async def _supervise(config: Config, console: Console) -> int:
                 if not await operator.entered(stack):
                     say(f"run {config.run.name}: not started")
                     return PREEMPTED if operator.preempted else DONE
-                say(f"run {config.run.name}: control at http://{supervisor.endpoint}, state in {config.run.state_dir}")
+                scheme = "https" if supervisor.coordinator.tls else "http"
+                where = f"{scheme}://{supervisor.endpoint}, state in {config.run.state_dir}"
+                say(f"run {config.run.name}: control at {where}")
                 for line in _invitations(supervisor):
                     say(line)
                 operator.started.set()

@@ -56,6 +56,7 @@ from replicas.telemetry.event_log import EventLog
 from replicas.telemetry.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
 from replicas.telemetry.metrics import Metrics
 from replicas.telemetry.tally import CounterDeltas
+from replicas.trust.tokens import ROLES, Role
 
 __all__ = ["Supervisor"]
 
@@ -148,11 +149,14 @@ class Supervisor:
 
     def _make_coordinator(self) -> Coordinator:
         config = self.config
-        access = ByToken(lambda: self.coordinator.token, self._refused)
+        access = ByToken(lambda: self.coordinator.tokens, self._refused)
         return Coordinator(
             config.channels,
             run=config.run.name,
-            token=self._token(),
+            token=self.state.tokens.open(self.state.token, config.control.token_files),
+            tls=config.control.tls,
+            certificate=config.control.certificate,
+            key=config.control.key,
             host=config.control.host,
             port=config.control.port,
             store_bind=config.store.bind,
@@ -162,16 +166,6 @@ class Supervisor:
             routes=control_routes(self, commands=self, streams=self, access=access),
             live=self.live,
         )
-
-    def _token(self) -> str | None:
-        """The token that members have already; None: any new one will do."""
-        path = self.config.control.token_file
-        if path is None:
-            return self.state.token
-        try:
-            return arguments.token(f"control.token_file {path}: the token", path.read_text("ascii").strip())
-        except (OSError, UnicodeDecodeError) as error:
-            raise errors.UsageError(f"control.token_file {path} cannot be read: {error}") from error
 
     # ------------------------------------------------------------ from start to end
 
@@ -199,6 +193,7 @@ class Supervisor:
             containment = await stack.enter_async_context(self._make_containment())
             self._containment = containment
             coordinator = self._coordinator = self._make_coordinator()  # opens the decision log, so not before the lock
+            self.state.tokens.check(coordinator.tokens.key)
             await stack.enter_async_context(coordinator)
             coordinator.subscribe(self._on_channel_event)
             routes = control_routes(self, commands=self, streams=self)
@@ -212,7 +207,7 @@ class Supervisor:
             self._fleet = Fleet(config, self, saved=groups, wall=time.time(), start_shim=containment.start)
             self._fleet.start()
             self._events.on_rotate = self.save
-            self.state.write(endpoint=coordinator.endpoint, token=coordinator.token, socket=self._door)
+            self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._door)
             self._stack = stack.pop_all()
         return self
 
@@ -368,6 +363,32 @@ class Supervisor:
         for one in await asyncio.gather(*(replica.stacks() for replica in self.fleet.targets(target))):
             found |= one
         return found
+
+    async def tokens(
+        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False
+    ) -> dict[str, dict[str, Any]]:
+        """The run's present join tokens, by role; make a new one, or end the old.
+
+        :param role: ``"member"`` (may join channels) or ``"operator"`` (may also give
+            orders and read output); default: both.
+        :param rotate: replace it. The one before stays valid until the next time, and
+            members read the new one from their file as they reconnect.
+        :param revoke_old: only the present one stays valid. Connections that showed the
+            other end.
+        :return: ``{"member": {"token": "...", "old_is_valid": False}, ...}``.
+        :raises replicas.errors.UsageError: no such role; or the config names a file for
+            it, which has no new token.
+        """
+        chosen = (arguments.one_of("tokens: role", role, ROLES),) if role is not None else ROLES
+        found = self.coordinator.tokens
+        for one in chosen:
+            if arguments.flag("tokens: rotate", rotate):
+                self.state.tokens.rotate(found, one)
+            if arguments.flag("tokens: revoke_old", revoke_old):
+                found.revoke_old(one)
+        if rotate or revoke_old:
+            self.state.write_tokens(found)
+        return {one: {"token": found.text(one), "old_is_valid": found.both_valid(one)} for one in chosen}
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
         """Follow all events until the run is over.

@@ -93,9 +93,9 @@ class FakeRun:
         self._joined: list[Channel] = []
         self._targets: list[VirtualTarget] = []
 
-    def _new_coordinator(self) -> Coordinator:
+    def _new_coordinator(self, token: str | None = None) -> Coordinator:
         """A coordinator that is never entered: it has no port, no store, no file."""
-        return Coordinator(self._channels, groups=self._groups)
+        return Coordinator(self._channels, groups=self._groups, token=token)
 
     @property
     def endpoint(self) -> str:
@@ -272,8 +272,7 @@ class FakeRun:
         known = {state.member for one in self._coordinator.engine.channels.values() for state in one.roster}
         self._stop()
         old = self._coordinator
-        self._coordinator = self._new_coordinator()
-        self._coordinator.token = old.token
+        self._coordinator = self._new_coordinator(old.token)
         decisions, last = self._coordinator.engine.decisions, old.engine.decisions
         decisions.term = max(decisions.term, last.term + 1)
         self._start_ticks()

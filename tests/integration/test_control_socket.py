@@ -27,7 +27,7 @@ from replicas.coordinator.door import Door
 from replicas.coordinator.server import Server, bind_listener
 from replicas.linux.sockets import peer_uid
 from replicas.supervisor.cleanup import janitor
-from tests.unit.test_control_orders import Run
+from tests.unit.test_control_orders import TOKENS, Run
 
 pytestmark = pytest.mark.anyio
 
@@ -112,9 +112,11 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path, monkeypatc
     (run.logs / "a" / "0" / "gen-1" / "rank-0.log").write_text("one\n")
     listener = bind_listener("127.0.0.1", 0)
     address = listener.getsockname()
-    access = ByToken(lambda: "secret", run.refused.append)
+    access = ByToken(lambda: TOKENS, run.refused.append)
     hosts = AllowedHosts("127.0.0.1", "127.0.0.1")
-    door = Door(listener, run.refused.append, token=lambda: "secret", hosts=hosts, live=run.live)
+    door = Door(
+        listener, run.refused.append, knows=lambda given: TOKENS.role(given) is not None, hosts=hosts, live=run.live
+    )
     asked: asyncio.Queue[None] = asyncio.Queue()
 
     async def hang(_: Request) -> Response:

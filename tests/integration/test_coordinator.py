@@ -52,7 +52,7 @@ async def test_a_wrong_token_is_turned_away_before_anything_is_read(coordinator:
     with pytest.raises(InvalidStatus) as caught:
         await Client(coordinator).open(token="wrong")
     assert caught.value.response.status_code == 401
-    assert caught.value.response.body == b'{"error":"wrong or missing token"}'
+    assert caught.value.response.body == b'{"error":"wrong token"}'
     assert coordinator.engine.refusals == {"token": 1}
 
 

@@ -136,7 +136,7 @@ async def test_a_request_that_comes_byte_by_byte_is_closed(
     ("request_", "status", "reason"),
     [
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 3_000, b"431", "oversized"),
-        (b"\x16\x03\x01\x02\x00", b"400", "malformed"),  # TLS
+        (b"\x16\x03\x01\x02\x00", b"400", "tls"),
         (b"NO SUCH THING\r\n\r\n", b"400", "malformed"),
         (b"GET /nothing HTTP/1.1\r\nHost: x.example.com\r\n\r\n", b"403", "host"),
         (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nOrigin: http://x.example\r\n\r\n", b"403", "host"),

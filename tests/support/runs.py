@@ -211,7 +211,7 @@ class Run:
         return str(msgspec.json.decode(path.read_bytes())["endpoint"])
 
     def status(self) -> RunStatus:
-        token = self.state_dir / "token"
+        token = self.state_dir / "operator-token"
         return Client(self.endpoint(), token=token.read_text().strip() if token.exists() else "").status()
 
     def processes(self) -> dict[int, str]:

@@ -110,9 +110,9 @@ def test_an_endpoint_file_and_a_token_of_somebody_else_are_not_trusted(
     assert f"it is no file of this user, but of user {ATTACKER}" in capsys.readouterr().err
     os.chown(state / find.ENDPOINT_FILE, 0, 0)
     (folder / "secret").write_text(TOKEN)
-    (state / "token").symlink_to(folder / "secret")
+    (state / "operator-token").symlink_to(folder / "secret")
     assert cli.main(["status"]) == 2
-    assert f"is not trusted: it is a symbolic link: {state / 'token'}" in capsys.readouterr().err
+    assert f"is not trusted: it is a symbolic link: {state / 'operator-token'}" in capsys.readouterr().err
     assert heard(pipe, endpoint) == []
 
 
@@ -133,7 +133,7 @@ def test_nothing_is_sent_to_whoever_has_the_port_of_a_dead_supervisor(
     folder: Path, capsys: pytest.CaptureFixture[str], theirs: tuple[Connection, str], command: list[str]
 ) -> None:
     pipe, endpoint = theirs
-    (write_state(folder, endpoint) / "token").write_text(TOKEN)
+    (write_state(folder, endpoint) / "operator-token").write_text(TOKEN)
     assert cli.main(command) == 69
     assert f"{endpoint} is of user {ATTACKER}: nothing was sent to it" in capsys.readouterr().err
     assert heard(pipe, endpoint) == [b""]
@@ -201,7 +201,9 @@ def test_a_token_is_read_once_as_its_file_goes_with_the_run(folder: Path) -> Non
     place = find.RunAddress(endpoint="127.0.0.1:1", token_file=folder / "mine")
     first = place.client()
     (folder / "mine").unlink()
-    assert place.client()._token == first._token == TOKEN
+    assert place.client()._way == first._way
+    assert first._way is not None
+    assert first._way.headers == {"Authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,13 @@ from replicas.control.app import control_routes
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Problem
 from replicas.telemetry.events import RankEnd, Reloaded, ReloadRefused, ReplicaExited, Scaled, decode
 from replicas.telemetry.events import Record as EventRecord
+from replicas.trust.tokens import Tokens
 from tests.unit.test_control_app import Fake
 
 pytestmark = pytest.mark.anyio
 
 TOKEN = {"Authorization": "Bearer secret"}
+TOKENS = Tokens("member", "secret")
 
 
 @pytest.fixture
@@ -73,6 +75,12 @@ class Run(Fake):
         await self._take("stacks", target)
         return {"a/0/0": "Thread 0x1"}
 
+    async def tokens(
+        self, role: str | None = None, *, rotate: bool = False, revoke_old: bool = False
+    ) -> dict[str, dict[str, Any]]:
+        await self._take("tokens", role, rotate, revoke_old)
+        return {"member": {"token": "other", "old_is_valid": False}}
+
     last_event = 3
 
     async def events(self, after: int | None = None) -> AsyncIterator[EventRecord]:
@@ -80,7 +88,7 @@ class Run(Fake):
             yield EventRecord(seq, 100.0 + seq, Scaled(group="a", before=seq, after=seq + 1))
 
     def app(self) -> Starlette:
-        access = ByToken(lambda: "secret", self.refused.append)
+        access = ByToken(lambda: TOKENS, self.refused.append)
         return Starlette(routes=control_routes(self, commands=self, streams=self, access=access))
 
 
@@ -113,6 +121,12 @@ def answer(response: httpx.Response) -> Answer:
         ("/reset-failed", {"target": "a"}, ("reset-failed", "a"), ["a/1", "a/2"]),
         ("/reload", {}, ("reload",), {"type": "Reloaded", "changed": ["a"], "added": [], "removed": []}),
         ("/stacks", {"target": "a/0"}, ("stacks", "a/0"), {"a/0/0": "Thread 0x1"}),
+        (
+            "/tokens",
+            {"role": "member", "rotate": True},
+            ("tokens", "member", True, False),
+            {"member": {"token": "other", "old_is_valid": False}},
+        ),
     ],
 )
 async def test_each_order_is_carried_out(path: str, body: object, order: tuple[Any, ...], result: object) -> None:
@@ -126,9 +140,14 @@ async def test_each_order_is_carried_out(path: str, body: object, order: tuple[A
 
 @pytest.mark.parametrize("path", ORDERS)
 @pytest.mark.parametrize(
-    ("headers", "words"), [({}, "this needs the run's token"), ({"Authorization": "Bearer secre"}, "wrong token")]
+    ("headers", "words", "refused"),
+    [
+        ({}, "this needs an operator's token", []),
+        ({"Authorization": "Bearer secre"}, "wrong token", ["token"]),
+        ({"Authorization": "Bearer member"}, "a member's token gives no right to this", []),
+    ],
 )
-async def test_no_order_without_the_token(path: str, headers: dict[str, str], words: str) -> None:
+async def test_no_order_without_the_token(path: str, headers: dict[str, str], words: str, refused: list[str]) -> None:
     run = Run()
     response = await ask(run, path, b"not even JSON", headers=headers)
     assert response.status_code == 401
@@ -137,7 +156,7 @@ async def test_no_order_without_the_token(path: str, headers: dict[str, str], wo
     assert problem is not None
     assert words in problem.message
     assert run.asked == []
-    assert run.refused == (["token"] if headers else [])
+    assert run.refused == refused
 
 
 @pytest.mark.parametrize("path", ORDERS)

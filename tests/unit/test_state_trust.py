@@ -25,6 +25,7 @@ from replicas.supervisor.state import state
 from replicas.supervisor.state.run_state import ProcessRecord, Saved, ShimRecord, machine
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.telemetry.events import RunEnded
+from replicas.trust.tokens import Tokens
 from tests.support.users import ATTACKER, needs_users
 
 THESIS = b"my thesis"
@@ -96,7 +97,7 @@ def test_the_token_and_the_endpoint_are_new_files(tmp_path: Path, precious: Path
     folder.acquire()
     for name in ("token", "endpoint.json", "endpoint.json.new", "endpoint.new"):
         (folder.path / name).symlink_to(precious)
-    folder.write(endpoint="127.0.0.1:1", token="secret")
+    folder.write(endpoint="127.0.0.1:1", tokens=Tokens("secret"))
     assert precious.read_bytes() == THESIS
     assert folder.token_file.read_text() == "secret"
     assert {modes(folder.path)[name] for name in ("token", "endpoint.json")} == {0o600}
@@ -144,7 +145,7 @@ def test_what_a_run_writes_is_for_its_user_alone_in_a_folder_that_others_may_loo
         events = folder.open_events(100)
         events.emit(RunEnded(exit_code=0))
         events.close()
-        folder.write(endpoint="127.0.0.1:1", token="secret")
+        folder.write(endpoint="127.0.0.1:1", tokens=Tokens("secret"))
         log = RotatedFile(folder.log_dir("a", 0, 1) / "rank-0.log", 10, 1, times=True)
         log.append(b"password=hunter2\n")
         log.rotate()

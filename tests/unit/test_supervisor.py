@@ -23,6 +23,7 @@ from replicas.supervisor.shim.starting import resolve_command
 from replicas.supervisor.state.run_state import Saved
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.telemetry.events import RunEnded, RunStarted
+from replicas.trust.tokens import Tokens
 
 OK = ExitReport("ok")
 
@@ -140,7 +141,7 @@ def test_one_supervisor_of_a_state_folder(tmp_path: Path) -> None:
     first.acquire()
     with pytest.raises(AlreadySupervised, match=f'run "r" is already supervised by process {os.getpid()}'):
         second.acquire()
-    first.write(endpoint="127.0.0.1:1", token="secret")
+    first.write(endpoint="127.0.0.1:1", tokens=Tokens("secret"))
     assert first.token_file.stat().st_mode & 0o777 == 0o600
     assert json.loads(first.endpoint_file.read_text()) == {
         "endpoint": "127.0.0.1:1",
@@ -162,7 +163,7 @@ def test_a_run_that_goes_on_keeps_its_token_through_starts_that_fail(tmp_path: P
     """Programs that others have started still use it."""
     killed = StateDir(tmp_path, "r")
     killed.acquire()
-    killed.write(endpoint="127.0.0.1:1", token="secret")
+    killed.write(endpoint="127.0.0.1:1", tokens=Tokens("secret"))
     killed.run_state.save(Saved(run="r"))
     os.close(killed.lock)
     for _ in range(3):  # such as those for which a port is in use
@@ -173,7 +174,7 @@ def test_a_run_that_goes_on_keeps_its_token_through_starts_that_fail(tmp_path: P
     after = StateDir(tmp_path, "r")
     after.acquire()
     assert after.token == "secret"
-    after.write(endpoint="127.0.0.1:1", token="secret")
+    after.write(endpoint="127.0.0.1:1", tokens=Tokens("secret"))
     assert after.token_file.read_text() == "secret"
     after.release(ended=True)
     assert not after.token_file.exists()
@@ -205,7 +206,7 @@ def test_a_start_that_fails_lets_the_run_go(tmp_path: Path) -> None:
     folder.acquire()
     (tmp_path / "endpoint.json.new").mkdir()
     with pytest.raises(errors.WorldError, match=r"cannot write to the state folder .*: Is a directory"):
-        folder.write(endpoint="x", token="y")
+        folder.write(endpoint="x", tokens=Tokens("y"))
     folder.release()
 
 

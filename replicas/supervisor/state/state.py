@@ -7,7 +7,9 @@
     <state_dir>/state.json       what a kill leaves (run_state.py); removed at the end
     <state_dir>/events.jsonl     all events, of earlier runs too; and events.jsonl.1
     <state_dir>/decisions.jsonl  the decision log; removed at the end
+    <state_dir>/key.pem          key and certificate of the control port; stays
     <state_dir>/token            mode 0600; removed at the end, a resumed run keeps it
+                                 (and the others of token_files.py)
     <state_dir>/endpoint.json    address of the control port; removed at the end
     <state_dir>/logs/<group>/<replica>/gen-<g>/rank-<r>.log
     <state_dir>/logs.previous/   the logs of the run before
@@ -34,7 +36,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,8 +49,10 @@ from replicas.linux import private
 from replicas.linux.processes import start_time
 from replicas.supervisor.cleanup import leftovers
 from replicas.supervisor.state.run_state import RunState, Saved, machine
+from replicas.supervisor.state.token_files import TokenFiles
 from replicas.telemetry.event_log import EventLog, read
 from replicas.telemetry.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
+from replicas.trust.tokens import Tokens
 
 __all__ = ["AlreadySupervised", "StateDir", "give_identity", "identity_of"]
 
@@ -91,6 +95,7 @@ class StateDir:
         self.run = run
         self.logs = path / "logs"
         self.token_file = path / "token"
+        self.tokens = TokenFiles(path)
         self.endpoint_file = path / "endpoint.json"
         self.events_file = path / "events.jsonl"
         self.decisions_file = path / "decisions.jsonl"
@@ -164,6 +169,7 @@ class StateDir:
                 self.token = token if token.isascii() and token.isprintable() and token else None
         if self.token is None:
             private.remove(self.token_file)
+            self.tokens.remove()
         if self.logs.exists() and any(self.logs.iterdir()):  # a start that failed has left none
             previous = self.path / "logs.previous"
             private.remove_tree(previous)
@@ -246,12 +252,23 @@ class StateDir:
             events.emit(leftover)
         return events
 
-    def write(self, *, endpoint: str, token: str, socket: Path | None = None) -> None:
-        """Write the token (mode 0600), and the addresses of control port and socket."""
+    def write(self, *, endpoint: str, tokens: Tokens, socket: Path | None = None) -> None:
+        """Write the tokens, and the addresses of control port and socket."""
         where = {"endpoint": endpoint, "pid": os.getpid(), "run": self.run, "socket": str(socket or "")}
-        try:
-            private.replace(self.token_file, token.encode())
+        self.write_tokens(tokens)
+        with self._writing():
             private.replace(self.endpoint_file, msgspec.json.encode(where))
+
+    def write_tokens(self, tokens: Tokens) -> None:
+        """Write the tokens (mode 0600): first what a restart needs."""
+        with self._writing():
+            self.tokens.write(tokens)
+            private.replace(self.token_file, tokens.text("member").encode())
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise errors.WorldError(
                 f"cannot write to the state folder {self.path}: {error.strerror or error}",
@@ -272,6 +289,7 @@ class StateDir:
                 self.run_state.remove()
             if self.run_state.peek() is None:  # nobody will resume it
                 private.remove(self.token_file)
+                self.tokens.remove()
             private.remove(self.endpoint_file)
             os.ftruncate(lock, 0)
         finally:

@@ -1,0 +1,87 @@
+"""The command ``token``: show and replace a run's tokens, or make a new run's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replicas.cli.base import Json, ThisRun, command, json_text
+from replicas.cli.find_run import RunAddress
+from replicas.control.commands import TokensOrder
+from replicas.errors import UsageError
+from replicas.linux import private
+from replicas.trust.certificate import KEY_FILE, PortKey
+from replicas.trust.tokens import OPERATOR_FILE, ROLES, Role, Tokens
+
+__all__ = ["make", "token"]
+
+
+@command()
+def token(
+    *,
+    place: ThisRun,
+    role: Annotated[str | None, typer.Option(metavar="ROLE", help="Only that of a member, or of an operator.")] = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Replace it; the one before stays valid until the next time.")
+    ] = False,
+    revoke_old: Annotated[
+        bool, typer.Option("--revoke-old", help="End the one before, and the connections that showed it.")
+    ] = False,
+    make_in: Annotated[
+        Path | None,
+        typer.Option("--make", metavar="FOLDER", help="Make key and tokens of a run to come, as files in FOLDER."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print the tokens by which others join the run (member) or command it (operator).
+
+    A token names the key of the control port, where that speaks TLS. It is a secret.
+    """
+    if role is not None and role not in ROLES:
+        raise UsageError(f'"{role}" is no role', hint=f"name {' or '.join(ROLES)}")
+    if make_in is not None:
+        print("\n".join(make(make_in)))
+        return
+    chosen: Role | None = role
+    if rotate and chosen is None:
+        raise UsageError("which token is to be replaced?", hint="add --role member or --role operator")
+    found = _asked(place, TokensOrder(role=chosen, rotate=rotate, revoke_old=revoke_old))
+    if as_json:
+        print(json_text(found))
+    elif chosen is not None:
+        print(found[chosen]["token"])
+    else:
+        for name, one in found.items():
+            print(f"{name:10}{one['token']}{'  (the one before is valid, too)' if one['old_is_valid'] else ''}")
+
+
+def _asked(place: RunAddress, order: TokensOrder) -> dict[Role, dict[str, str]]:
+    return place.client().order(order).result or {}
+
+
+def make(folder: Path) -> list[str]:
+    """Make a key and tokens in a folder of their own; lines for a config.
+
+    :raises UsageError: there is a key already, or the folder cannot be used.
+    """
+    where = folder.absolute()
+    try:
+        if (where / KEY_FILE).exists():
+            raise UsageError(f"there is a key in {where} already", hint="name another folder, or remove that one")
+        private.make_folder(where)
+        tokens = Tokens()
+        tokens.key = PortKey.of_folder(where).hash
+        private.create(where / "token", f"{tokens.text('member')}\n".encode())
+        private.create(where / OPERATOR_FILE, f"{tokens.text('operator')}\n".encode())
+    except OSError as error:
+        raise UsageError(
+            f"{where} cannot be used: {error.strerror or error}", hint=getattr(error, "hint", "")
+        ) from error
+    return [
+        "[control]",
+        f'certificate = "{where / KEY_FILE}"',
+        f'token_file = "{where / "token"}"',
+        f'operator_token_file = "{where / OPERATOR_FILE}"',
+    ]

@@ -1,0 +1,104 @@
+"""The files of a run's tokens: for members, for commands, and for the next start.
+
+::
+
+    <state_dir>/token            the present join token of members, which they read
+    <state_dir>/operator-token   that of operators, for the commands of this user
+    <state_dir>/tokens.json      the secrets of both roles, with those before them
+
+All have the mode 0600 and are replaced atomically: whoever reads one has a token that
+is valid. They are removed with the run; one that is resumed goes on with them. Where
+the config names a file for a role, its secret comes from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from replicas import errors
+from replicas.common.decoding import MALFORMED
+from replicas.linux import private
+from replicas.messages import arguments
+from replicas.trust.tokens import OPERATOR_FILE, JoinToken, Role, SavedTokens, Tokens, another_key
+
+__all__ = ["TokenFiles", "read_given"]
+
+
+class TokenFiles:
+    """The tokens of one state folder. Hold the run's lock.
+
+    :param folder: the state folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "tokens.json"
+        self.operator_file = folder / OPERATOR_FILE
+        self._given: dict[Role, tuple[Path, JoinToken]] = {}
+
+    def open(self, known: str | None, given: Mapping[Role, Path]) -> Tokens:
+        """The valid tokens of a run.
+
+        :param known: the member's token of a run that is resumed; None: it begins.
+        :param given: files of the config, by role.
+        :raises replicas.errors.UsageError: a file cannot be read, or holds no token.
+        """
+        tokens = (self._restored() if known is not None else None) or Tokens(known and JoinToken.parse(known).secret)
+        self._given = {role: (path, read_given(role, path)) for role, path in given.items()}
+        for role, (_, token) in self._given.items():
+            if token.secret != tokens.secret(role):
+                tokens.rotate(role, token.secret)
+                if known is None:
+                    tokens.revoke_old(role)  # nobody has the random one
+        return tokens
+
+    def _restored(self) -> Tokens | None:
+        try:
+            return Tokens.restored(msgspec.json.decode(private.read(self._path), type=SavedTokens))
+        except (FileNotFoundError, *MALFORMED):  # an earlier release wrote none
+            return None
+
+    def check(self, key: str) -> None:
+        """UsageError: a file of the config names another key than the port's."""
+        for path, token in self._given.values():
+            if token.key not in ("", key):
+                raise another_key(f"the token in {path}")
+
+    def rotate(self, tokens: Tokens, role: Role) -> None:
+        """Make a new token of the role: random, or what the config's file has now.
+
+        :raises replicas.errors.UsageError: the file has the present one.
+        """
+        if role not in self._given:
+            tokens.rotate(role)
+            return
+        path = self._given[role][0]
+        token = read_given(role, path)
+        if token.secret == tokens.secret(role):
+            raise errors.UsageError(
+                f"the {role} token is that in {path}, which is in use", hint="replace the file first, then rotate"
+            )
+        if token.key not in ("", tokens.key):
+            raise another_key(f"the token in {path}")
+        tokens.rotate(role, token.secret)
+
+    def write(self, tokens: Tokens) -> None:
+        """Write all but the member's token file. OSError: it cannot be written."""
+        private.replace(self._path, msgspec.json.encode(tokens.saved()))
+        private.replace(self.operator_file, tokens.text("operator").encode())
+
+    def remove(self) -> None:
+        private.remove(self._path)
+        private.remove(self.operator_file)
+
+
+def read_given(role: Role, path: Path) -> JoinToken:
+    """The token in a file of the config; UsageError: there is none."""
+    name = "token_file" if role == "member" else f"{role}_token_file"
+    try:
+        text = arguments.token(f"control.{name} {path}: the token", path.read_text("ascii").strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise errors.UsageError(f"control.{name} {path} cannot be read: {error}") from error
+    return JoinToken.parse(text)

@@ -1,0 +1,149 @@
+"""The key and certificate of a control port, and the TLS that it speaks.
+
+A configured certificate is used as it is. Otherwise the port signs one for itself,
+which proves nothing but that the port has the key: clients know the key by its hash in
+the join token. The key is an elliptic one (P-256), for which a handshake takes a
+quarter of a millisecond.
+
+TLS is 1.3 only: it has no renegotiation, and no older version to fall back to. No
+session is resumed, so there is no early data that could be replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicas import errors
+from replicas.linux import private
+
+__all__ = ["KEY_FILE", "PortKey", "key_hash", "make_pem"]
+
+KEY_FILE = "key.pem"
+"""The port's own key and certificate, in a run's state folder."""
+_NO_END = datetime.datetime(9999, 12, 31, 23, 59, 59)
+_BEGIN = datetime.datetime(2020, 1, 1)
+_NAME = "replicas control port"
+
+
+def key_hash(certificate: bytes) -> str:
+    """The hash by which join tokens name the key of a certificate (in DER)."""
+    from cryptography import x509  # takes 50 ms, which a run on loopback need not spend
+    from cryptography.hazmat.primitives import serialization
+
+    key = x509.load_der_x509_certificate(certificate).public_key()
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
+
+
+def make_pem() -> bytes:
+    """A new key and a certificate that it has signed for itself, as PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_BEGIN)
+        .not_valid_after(_NO_END)
+        .sign(key, hashes.SHA256())
+    )
+    form, no_password = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    pem = serialization.Encoding.PEM
+    return key.private_bytes(pem, form, no_password) + certificate.public_bytes(pem)
+
+
+class PortKey:
+    """The key of one control port. ``hash``: by which join tokens name it.
+
+    ``context``: for its side of TLS.
+    """
+
+    def __init__(self, context: ssl.SSLContext, hash_: str) -> None:
+        self.context = context
+        self.hash = hash_
+
+    @classmethod
+    def configured(cls, certificate: Path, key: Path | None = None) -> PortKey:
+        """From PEM files. ``key``: default: it is in the certificate's file.
+
+        :raises replicas.errors.UsageError: they cannot be read, or do not fit.
+        """
+        try:
+            pem = certificate.read_text("ascii")
+            return cls(_context(certificate, key), key_hash(ssl.PEM_cert_to_DER_cert(_first(pem))))
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            both = f"{certificate} and the key {key}" if key is not None else f"{certificate}, with its key in it,"
+            raise errors.UsageError(
+                f"control.certificate {both} cannot be used: {getattr(error, 'reason', None) or error}",
+                hint="name PEM files: the certificate with those between it and its CA, and its key without a password",
+            ) from error
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> PortKey:
+        """The folder's own, made if there is none. Hold the folder's lock.
+
+        :raises replicas.errors.UsageError: it cannot be made or used.
+        """
+        path = folder / KEY_FILE
+        try:
+            try:
+                pem = private.read(path)
+            except FileNotFoundError:
+                private.make_folder(folder)
+                pem = make_pem()
+                private.replace(path, pem)
+            return cls.of_pem(pem)
+        except (OSError, ValueError) as error:
+            hint = getattr(error, "hint", "") or f"remove {path}: tokens then name another key"
+            raise errors.UsageError(f"the control port's key in {path} cannot be used: {error}", hint=hint) from error
+
+    @classmethod
+    def of_pem(cls, pem: bytes) -> PortKey:
+        """From a key and its certificate in memory."""
+        with _as_file(pem) as path:
+            return cls(_context(path), key_hash(ssl.PEM_cert_to_DER_cert(_first(pem.decode("ascii")))))
+
+
+def _context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0
+    context.load_cert_chain(certificate, key, password=_no_password)
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
+
+
+def _first(pem: str) -> str:
+    """The first certificate, which is the port's own."""
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    _, found, rest = pem.partition(begin)
+    body, ended, _ = rest.partition(end)
+    if not found or not ended:
+        raise ValueError("it has no certificate")
+    return begin + body + end
+
+
+@contextlib.contextmanager
+def _as_file(data: bytes) -> Iterator[Path]:
+    """A path of the bytes: OpenSSL reads files; this one is on no disk."""
+    descriptor = os.memfd_create("replicas-key")
+    try:
+        os.write(descriptor, data)
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,215 @@
+"""The secrets of a run: join tokens as text, their roles, and their rotation. Pure.
+
+A *join token* is one text that a process needs to take part. It names the key of the
+control port, so that joining needs no other set-up and no trust in the network:
+
+================== ==============================================================
+``R1HASH.SECRET``  the port speaks TLS, and ``HASH`` is that of its public key
+``R1plain.SECRET`` the operator has switched TLS off, in words (``tls = "off"``)
+``SECRET``         on loopback, or with a certificate that a CA has signed
+================== ==============================================================
+
+``HASH`` is the SHA-256, in hexadecimal, of the key's SubjectPublicKeyInfo, so a
+certificate that is renewed with the same key leaves tokens valid. Only ``SECRET`` goes
+over the wire.
+
+A *member's* secret admits to sessions, and gives no right to order or to read output;
+an *operator's* admits to all. Of each role two secrets are valid at a time, the present
+one and the one before, so that a rotation cuts nobody off. Digests of the secrets that
+were valid earlier are kept, to say "replaced" in place of "wrong".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from replicas import errors
+
+__all__ = ["OPERATOR_FILE", "PLAIN", "ROLES", "JoinToken", "Role", "SavedTokens", "Tokens", "another_key", "new_secret"]
+
+Role = Literal["member", "operator"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+PLAIN = "plain"
+"""In place of the hash: the control port does not speak TLS."""
+OPERATOR_FILE = "operator-token"
+"""The operators' token in a state folder; that of members is ``token``."""
+_HASH = re.compile(r"[0-9a-f]{64}")
+_MARK = "R1"
+_SECRET_NBYTES = 24
+_RETIRED = 16
+
+
+def new_secret() -> str:
+    return secrets.token_urlsafe(_SECRET_NBYTES)
+
+
+class JoinToken(NamedTuple):
+    """A join token in parts.
+
+    :ivar key: the hash of the control port's key, :data:`PLAIN`, or empty.
+    """
+
+    key: str
+    secret: str
+
+    @classmethod
+    def parse(cls, text: str) -> JoinToken:
+        """The parts of a token; any text that does not begin as one is a bare secret.
+
+        :raises replicas.errors.UsageError: it begins as one, and has no hash. The
+            message does not show it.
+        """
+        key, dot, secret = text.partition(".")
+        if not dot or not key.startswith(_MARK):
+            return cls("", text)
+        key = key.removeprefix(_MARK)
+        if key != PLAIN and not _HASH.fullmatch(key):
+            raise errors.UsageError(
+                f'the token begins with "{_MARK}", as a join token does, but names no key',
+                hint="copy all of it: replicas token shows it",
+            )
+        return cls(key, secret)
+
+    def __str__(self) -> str:
+        return f"{_MARK}{self.key}.{self.secret}" if self.key else self.secret
+
+
+def another_key(what: str) -> errors.UsageError:
+    """The error for a token that the control port's own key contradicts."""
+    return errors.UsageError(
+        f"{what} names another key than that of the control port",
+        hint="give the certificate and key that it was made with, or only the part behind its dot",
+    )
+
+
+class SavedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The secrets of a run as its state folder keeps them, the present one first."""
+
+    member: tuple[str, ...]
+    operator: tuple[str, ...]
+    retired: tuple[str, ...] = ()
+
+
+class Tokens:
+    """The valid secrets of a run, by role.
+
+    :param member: the member's secret; default: a new one. :param operator: likewise.
+    """
+
+    def __init__(self, member: str | None = None, operator: str | None = None) -> None:
+        self._secrets: dict[Role, list[str]] = {
+            "member": [member if member is not None else new_secret()],
+            "operator": [operator if operator is not None else new_secret()],
+        }
+        self._retired: list[str] = []
+        self._watched: dict[object, tuple[str, Callable[[], None]]] = {}
+        self.key = ""
+        """What join tokens name: a hash, :data:`PLAIN`, or nothing on loopback."""
+
+    @classmethod
+    def restored(cls, saved: SavedTokens) -> Tokens:
+        made = cls(saved.member[0], saved.operator[0])
+        made._secrets = {"member": [*saved.member[:2]], "operator": [*saved.operator[:2]]}
+        made._retired = [*saved.retired]
+        return made
+
+    def saved(self) -> SavedTokens:
+        return SavedTokens(
+            member=tuple(self._secrets["member"]),
+            operator=tuple(self._secrets["operator"]),
+            retired=tuple(self._retired),
+        )
+
+    def text(self, role: Role) -> str:
+        """The present join token of a role."""
+        return str(JoinToken(self.key, self._secrets[role][0]))
+
+    def secret(self, role: Role) -> str:
+        return self._secrets[role][0]
+
+    def both_valid(self, role: Role) -> bool:
+        """Whether the token before the present one is valid, too."""
+        return len(self._secrets[role]) > 1
+
+    # ------------------------------------------------------------ who asks
+
+    def role_of(self, headers: Mapping[str, str]) -> Role | None:
+        """The role that a request's or WebSocket's headers show; None: neither."""
+        return self.role(headers.get("authorization", "").encode())
+
+    def role(self, authorization: bytes) -> Role | None:
+        """The role by the value of an Authorization header."""
+        given = _secret_of(authorization)
+        found: Role | None = None
+        for role in ROLES:
+            for secret in self._secrets[role]:
+                if hmac.compare_digest(given, secret.encode()):
+                    found = role  # an operator's counts where both have the same
+        return found
+
+    def refusal(self, headers: Mapping[str, str]) -> str:
+        """Why these headers are refused, for their sender."""
+        authorization = headers.get("authorization", "")
+        if not authorization:
+            return "missing token"
+        if _digest(_secret_of(authorization.encode())) in self._retired:
+            return "old token: it was replaced by a newer one"
+        return "wrong token"
+
+    # ------------------------------------------------------------ rotation
+
+    def rotate(self, role: Role, secret: str | None = None) -> None:
+        """Make a new token of a role valid, beside the present one.
+
+        :param secret: the new one; default: a random one.
+        """
+        present = self._secrets[role]
+        secret = new_secret() if secret is None else secret
+        if secret in present:
+            raise errors.UsageError(f"this {role} token is in use already", hint="make another one")
+        self._secrets[role] = [secret, present[0]]
+        self._retire(present[1:])
+
+    def revoke_old(self, role: Role) -> None:
+        """Let only the present token of a role be valid; end what uses the other."""
+        old = self._secrets[role][1:]
+        del self._secrets[role][1:]
+        self._retire(old)
+
+    def _retire(self, old: list[str]) -> None:
+        self._retired = [*self._retired, *(_digest(one.encode()) for one in old)][-_RETIRED:]
+        for secret, end in [*self._watched.values()]:
+            if secret in old:
+                end()
+
+    @contextmanager
+    def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> Iterator[None]:
+        """Call ``end`` when the token in these headers is retired within the block."""
+        key = object()
+        self._watched[key] = _secret_of(headers.get("authorization", "").encode()).decode("latin-1"), end
+        try:
+            yield
+        finally:
+            del self._watched[key]
+
+
+def _secret_of(authorization: bytes) -> bytes:
+    kind, _, given = authorization.partition(b" ")
+    if kind.lower() != b"bearer":
+        return b""
+    given = given.strip()
+    mark, dot, secret = given.partition(b".")
+    return secret if dot and mark.startswith(_MARK.encode()) else given  # people paste all of it
+
+
+def _digest(secret: bytes) -> str:
+    return hashlib.sha256(secret).hexdigest()

@@ -1,0 +1,166 @@
+"""How a client reaches a control port: the TLS that it demands, and what it shows.
+
+:func:`way_to` decides it from the endpoint, the token and the environment, before
+anything is sent:
+
+=============================== ================= ====================================
+the token names                 ``CA_FILE`` set   the way
+=============================== ================= ====================================
+a key's hash                    either            TLS 1.3 with that very key
+nothing                         yes               TLS 1.3, by the CA and the host's name
+``plain``                       either            plain: the operator has said so
+nothing, endpoint on loopback   no                plain: only this machine can listen
+nothing, endpoint elsewhere     no                none; UsageError says what to do
+=============================== ================= ====================================
+
+A key is checked *within* the handshake, by the context itself
+(:class:`ssl.SSLContext` calls ``do_handshake`` of its own classes). So no library that
+is given the context can send a request, and with it the token, to another key, and none
+can fall back to a plain connection.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import ssl
+from collections.abc import Mapping
+from ipaddress import ip_address
+from typing import Any, NamedTuple
+
+from replicas import environ, errors
+from replicas.trust.certificate import key_hash
+from replicas.trust.tokens import PLAIN, JoinToken
+
+__all__ = ["Way", "WrongKey", "is_local", "split", "way_to"]
+
+_HINT = "take the token that `replicas token` shows on the run's machine; it names the key"
+
+
+class WrongKey(ssl.SSLCertVerificationError):
+    """The control port has another key than the token names."""
+
+
+class Way(NamedTuple):
+    """How to reach one control port.
+
+    :ivar context: for TLS; None: the connection is plain. A library may take it as its
+        ``ssl`` argument.
+    :ivar host: the name for TLS to check, and to send.
+    :ivar headers: those that show the token.
+    """
+
+    endpoint: str
+    context: ssl.SSLContext | None
+    host: str
+    headers: dict[str, str]
+
+    def url(self, path: str, scheme: str = "ws") -> str:
+        return f"{scheme}{'s' if self.context is not None else ''}://{self.endpoint}{path}"
+
+    def refusal(self, error: BaseException) -> errors.UsageError | None:
+        """The error to raise in place of one of TLS; None: another try may succeed."""
+        if isinstance(error, WrongKey):
+            return errors.UsageError(str(error.strerror), hint=_HINT)
+        if isinstance(error, ssl.SSLCertVerificationError):
+            why = getattr(error, "verify_message", "") or error
+            return errors.UsageError(
+                f"the certificate of the control port at {self.endpoint} is not good: {why}",
+                hint=f"{environ.CA_FILE} must name the CA that has signed it, and the endpoint the host in it",
+            )
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            return errors.UsageError(
+                f"{self.endpoint} does not speak TLS 1.3 ({error.reason or error}): the token was not sent to it",
+                hint=f"is it the control port of the run, and nobody between? {_HINT}",
+            )
+        return None
+
+
+def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = None) -> Way:
+    """How to reach the control port at ``endpoint`` with this join token.
+
+    :param token: empty: pages that anybody may read.
+    :raises replicas.errors.UsageError: the token or the environment do not say how to
+        know the right port, which is not on loopback; or the CA's file is of no use.
+    """
+    source = os.environ if environment is None else environment
+    host = split(endpoint)[0]
+    key, secret = JoinToken.parse(token)
+    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    authority = source.get(environ.CA_FILE)
+    if key == PLAIN:
+        return Way(endpoint, None, host, headers)
+    if key:
+        return Way(endpoint, _pinned(endpoint, key), host, headers)
+    if authority:
+        return Way(endpoint, _by_authority(authority), host, headers)
+    if is_local(host):
+        return Way(endpoint, None, host, headers)
+    what = "the token names no key" if token else "without a token there is no key to expect"
+    raise errors.UsageError(
+        f"{what}, so the control port at {endpoint} could be anybody's, or be listened to: nothing was sent",
+        hint=f"{_HINT}; or name its CA in {environ.CA_FILE}; or begin the token with R1{PLAIN}. where the network "
+        'itself protects it and the run has tls = "off"',
+    )
+
+
+def split(endpoint: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[ipv6]:port``."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_local(host: str) -> bool:
+    """Whether a host, as it is written, is of this machine alone."""
+    try:
+        return ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
+    context = _client_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+
+    def check(certificate: bytes | None) -> None:
+        found = key_hash(certificate) if certificate else ""
+        if not hmac.compare_digest(found, key):
+            text = (
+                f"the control port at {endpoint} has another key than the token names "
+                f"({found[:16] or 'none'}..., not {key[:16]}...): the token was not sent to it"
+            )
+            raise WrongKey(1, text)
+
+    class PinnedObject(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            super().do_handshake()
+            check(self.getpeercert(binary_form=True))
+
+    class PinnedSocket(ssl.SSLSocket):
+        def do_handshake(self, block: bool = False) -> None:
+            super().do_handshake(block)
+            check(self.getpeercert(binary_form=True))
+
+    context.sslobject_class = PinnedObject
+    context.sslsocket_class = PinnedSocket
+    return context
+
+
+def _by_authority(path: str) -> ssl.SSLContext:
+    context = _client_context()
+    try:
+        context.load_verify_locations(path)
+    except OSError as error:
+        why = getattr(error, "reason", None) or error.strerror or error
+        raise errors.UsageError(
+            f"{environ.CA_FILE}={path} cannot be used: {why}", hint="it must name certificates in PEM"
+        ) from error
+    return context
+
+
+def _client_context() -> ssl.SSLContext:
+    context: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    found: ssl.SSLContext = context
+    return found
