@@ -112,15 +112,19 @@ class Coordinator:
             raise errors.UsageError(f"live must be a function without arguments, not {shown(live)}")
         self._live = live
         home = None if state_dir is None else _read("state_dir", folder, state_dir)
-        self._port_key = _port_key(self._host, tls, certificate, key, home)
-        self.tokens: Tokens = _tokens(token, self._port_key, self._host)
-        """The valid tokens by role; routes of the caller may ask it."""
         run = arguments.text("run", run)
         newest = {
             name: arguments.integer(f"epochs[{shown(name)}]", one, least=0)
             for name, one in _mapping("epochs", epochs).items()
         }
         self._decisions = DecisionLog(None if home is None else home / "decisions.jsonl")
+        try:
+            self._port_key = _port_key(self._host, tls, certificate, key, home)
+            self.tokens: Tokens = _tokens(token, self._port_key, self._host)
+            """The valid tokens by role; routes of the caller may ask it."""
+        except BaseException:
+            self._decisions.close()
+            raise
         self.engine: Engine = Engine(
             configs, self._shapes, run=run, decisions=self._decisions, store=self._store, epochs=newest
         )

@@ -303,15 +303,16 @@ class Door:
         self._answer(one, _answer(status, text))
 
     def _answer(self, one: _Waiting, data: bytes) -> None:
+        if one.greeting is not None:
+            tls = one.greeting.tls
+            tls.write(data)
+            tls.end()
+            data = tls.outgoing()
         with contextlib.suppress(OSError):
             for _ in range(_DRAINED):  # unread bytes at the close would reset the connection and lose the answer
                 if len(one.sock.recv(HEAD_NBYTES, _NOW)) < HEAD_NBYTES:
                     break
-            if one.greeting is not None:
-                tls = one.greeting.tls
-                tls.write(data)
-                tls.end()
-                data = tls.outgoing()
+        with contextlib.suppress(OSError):
             one.sock.send(data, _NOW)
         self._drop(one)
 
@@ -347,8 +348,7 @@ class Door:
                 self._turn_away(one, "tls", "400 Bad Request", _SPEAKS_TLS)
             case "oversized":
                 self._refused("oversized")
-                self._send(one, TOO_LONG)
-                self._drop(one)
+                self._answer(one, TOO_LONG)
             case "malformed":
                 self._refused("malformed")
                 self._drop(one)
@@ -382,15 +382,11 @@ class Door:
                 data = one.sock.recv(HEAD_NBYTES, _NOW)
             except BlockingIOError:
                 break
-            if not data:
-                return b""
             try:
                 answer = greeting.take(data)
-            except ssl.SSLError:
+            except (ssl.SSLError, EOFError):  # also: it expected another key, and leaves without a request
                 self._refused("tls")
                 self._send(one, greeting.tls.outgoing())
-                return b""
-            except EOFError:
                 return b""
             self._send(one, answer)
         if not greeting.content:
@@ -399,7 +395,7 @@ class Door:
 
     def _send(self, one: _Waiting, data: bytes) -> None:
         if data:
-            with contextlib.suppress(BlockingIOError):  # it does not read: its deadline will end it
+            with contextlib.suppress(OSError):  # it does not read, or is gone: its deadline will end it
                 one.sock.send(data, _NOW)
 
     # ------------------------------------------------------------ the queue

@@ -71,12 +71,14 @@ class Greeting:
             TLS; :meth:`Tls.outgoing` has an alert for it.
         """
         tls = self.tls
+        if not data:
+            raise EOFError("the peer has ended the connection")
         tls.feed(data)
         if not tls.done:
-            self._fed_nbytes += len(data)
-            if self._fed_nbytes > 2 * HELLO_NBYTES:
-                raise ssl.SSLError("a handshake of too many bytes")
             tls.handshake()
+            self._fed_nbytes += len(data)
+            if not tls.done and self._fed_nbytes > 2 * HELLO_NBYTES:
+                raise ssl.SSLError("a handshake of too many bytes")
         if tls.done:
             while part := tls.read():
                 self.content += part
