@@ -169,14 +169,14 @@ HELPFUL = [
 
 def test_over_tcp_orders_need_the_token_and_errors_help(run: Run, replicas: Cli, tmp_path: Path) -> None:
     endpoint = run.endpoint()
-    token = str(run.state_dir / "token")
+    token = str(run.state_dir / "operator-token")
     for arguments, words in HELPFUL:
         replicas(*arguments, code=exit_codes.USAGE)
         assert words in replicas.err
 
     assert Client(endpoint).status().run == "test"
     replicas("scale", "a", "1", "--endpoint", endpoint, code=exit_codes.USAGE)
-    assert "takes no orders from here: this needs the run's token" in replicas.err
+    assert "takes no orders from here: this needs an operator's token" in replicas.err
     assert "give --token-file" in replicas.err
     with pytest.raises(UsageError, match="wrong token"):
         Client(endpoint, token="wrong").order(Scale(group="a", replicas=1))
