@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from replicas.cli.tokens import make
 from tests.support.manifests import container, documents, environment, status_of
 from tests.support.networks import Machine, hosts, why_no_hosts
 from tests.support.runs import ROOT, alive, eventually
 
-TOKEN = "a secret of the cluster's"
 LABELS = "metadata.labels['leaderworkerset.sigs.k8s.io/{}-index']"
 
 TRAINS = """
@@ -60,7 +60,7 @@ class Cluster:
         }
         for place in self._places.values():
             place.mkdir()
-        (folder / "token" / "token").write_text(f"{TOKEN}\n")
+        make(folder / "token")
         (config,) = [one for one in documents("supervisor.yaml") if one["kind"] == "ConfigMap"]
         for name, text in config["data"].items():
             (folder / "config" / name).write_text(self._placed(text))
@@ -145,10 +145,10 @@ class Pod:
     def probe(self, one: dict[str, Any]) -> int:
         """The status that a probe gets, or 0."""
         ports = {port["name"]: port["containerPort"] for port in container("supervisor.yaml")["ports"]}
-        return self.get(f":{ports[one['httpGet']['port']]}{one['httpGet']['path']}")
+        return self.get(f":{ports[one['httpGet']['port']]}{one['httpGet']['path']}", one["httpGet"]["scheme"])
 
-    def get(self, rest: str) -> int:
-        return status_of(f"http://{self._machine.address}{rest}")
+    def get(self, rest: str, scheme: str = "HTTPS") -> int:
+        return status_of(f"{scheme.lower()}://{self._machine.address}{rest}")
 
 
 def test_pods_of_others_join_outlive_a_supervisor_and_end_in_order(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_pods_of_others_join_outlive_a_supervisor_and_end_in_order(tmp_path: Pat
             assert (first.says(), second.says()) == ("1 1.5", "1 1.5")
             eventually(lambda: supervisor.get(":9477/readyz") == 200, "min_ready replicas")
             (monitor,) = documents("podmonitor.yaml")
-            path = monitor["spec"]["podMetricsEndpoints"][0]["path"]
-            assert supervisor.get(f":9477{path}") == 200
+            scraped = monitor["spec"]["podMetricsEndpoints"][0]
+            assert supervisor.get(f":9477{scraped['path']}", scraped["scheme"]) == 200
             os.kill(supervisor.first(), signal.SIGKILL)  # a process that this test has started
             assert supervisor.wait(10) != 0
         # The StatefulSet starts its pod on another node, at another address.

@@ -115,11 +115,11 @@ class Scene(NamedTuple):
 
     def secrets(self) -> set[str]:
         """What only the victim may know."""
-        found = {(self.run.state_dir / "token").read_text().strip()}
+        found = {(self.run.state_dir / name).read_text().strip() for name in ("token", "operator-token")}
         for process in self.processes:
             if "REPLICAS_FORKSERVER" in process.environment:
                 found.add(SocketAddress.parse(process.environment["REPLICAS_FORKSERVER"]).secret)
-        assert len(found) > 2
+        assert len(found) > 3
         assert all(len(secret) >= 16 for secret in found)
         return found
 

@@ -44,9 +44,10 @@ def test_the_map_leads_to_functions_that_exist() -> None:
     "page", [page for page in PAGES if CONFIG.search(page.read_text())], ids=lambda page: page.name
 )
 def test_whole_configs_are_good(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("secret")
+    for name in ("token", "key.pem"):
+        (tmp_path / name).write_text("secret")
     for text in CONFIG.findall(page.read_text()):
         programs = re.findall(r'command = \["([\w/]+\.py)"', text)
         for program in programs:
             (tmp_path / program).write_text("")
-        parse(tomllib.loads(text.replace("/etc/replicas/token", str(tmp_path / "token"))), base=tmp_path)
+        parse(tomllib.loads(text.replace("/etc/replicas/", f"{tmp_path}/")), base=tmp_path)

@@ -35,7 +35,7 @@ RESOURCES: dict[str, Any] = {
     },
     "PodMonitor": {
         "selector": {"matchLabels"},
-        "podMetricsEndpoints": {"port", "path", "interval"},
+        "podMetricsEndpoints": {"port", "path", "interval", "scheme", "tlsConfig"},
     },
 }
 """Of resources that Kubernetes itself does not have: keys of the spec that are used,
@@ -44,7 +44,8 @@ with those below."""
 
 def config() -> Config:
     (found,) = [one["data"] for one in documents("supervisor.yaml") if one["kind"] == "ConfigMap"]
-    return parse(tomllib.loads(found["run.toml"].replace("/etc/replicas-token/token", __file__)), base=Path("/"))
+    text = re.sub(r'"/etc/replicas-token/[^"]*"', f'"{__file__}"', found["run.toml"])
+    return parse(tomllib.loads(text), base=Path("/"))
 
 
 def every(kind: str) -> list[dict[str, Any]]:
@@ -89,7 +90,10 @@ def test_every_pod_is_one_of_the_run_and_may_reach_the_others() -> None:
         for one in pod["spec"]["containers"]:
             mounts = {mount["name"]: mount["mountPath"] for mount in one["volumeMounts"]}
             assert mounts.keys() <= volumes.keys() | claimed
-            assert volumes["token"]["secret"]["secretName"] == "replicas-token"
+            secret = volumes["token"]["secret"]
+            assert secret["secretName"] == "replicas-token"
+            assert ("items" in secret) == (one["name"] != "supervisor"), "members get the member token alone"
+            assert secret.get("items", [{"key": "token", "path": "token"}]) == [{"key": "token", "path": "token"}]
             assert mounts["token"] == "/etc/replicas-token"
 
 
@@ -142,7 +146,7 @@ def test_the_supervisor_is_told_where_it_is_and_has_time_to_drain() -> None:
     slowest = max(group.drain_timeout_s + group.stop_timeout_s for group in read.groups.values())
     assert pod["terminationGracePeriodSeconds"] >= slowest + 10
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert one[probe]["httpGet"] == {"path": "/livez", "port": "control"}
+        assert one[probe]["httpGet"] == {"path": "/livez", "port": "control", "scheme": "HTTPS"}
 
 
 def test_a_server_is_ready_when_its_gate_is_open() -> None:
