@@ -33,7 +33,7 @@ class Tls:
     :param host: that a client means; None: this is the server's side.
     """
 
-    __slots__ = ("_incoming", "_object", "_outgoing", "done")
+    __slots__ = ("_incoming", "_object", "_outgoing", "done", "feed", "outgoing")
 
     def __init__(self, context: ssl.SSLContext, host: str | None = None) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -42,10 +42,10 @@ class Tls:
         )
         self.done = False
         """Whether the handshake is over, and so the peer's key is the right one."""
-
-    def feed(self, data: bytes) -> None:
-        """Take bytes that have come; :meth:`handshake` or :meth:`read` uses them."""
-        self._incoming.write(data)
+        self.feed = self._incoming.write
+        """Takes bytes that have come; :meth:`handshake` or :meth:`read` uses them."""
+        self.outgoing = self._outgoing.read
+        """Returns the bytes to send to the peer."""
 
     def handshake(self) -> None:
         """Go on with the handshake. ssl.SSLError: it has failed; tell the peer."""
@@ -59,8 +59,6 @@ class Tls:
         :raises EOFError: the peer has ended in good order. :raises ssl.SSLError: what
             came is not what the peer sent.
         """
-        if not self._incoming.pending and not self._object.pending():
-            return b""
         try:
             found = self._object.read(most)
         except ssl.SSLWantReadError:
@@ -79,9 +77,10 @@ class Tls:
             while rest:
                 rest = rest[self._object.write(rest) :]
 
-    def outgoing(self) -> bytes:
-        """Bytes to send to the peer."""
-        return self._outgoing.read()
+    @property
+    def has_more(self) -> bool:
+        """Whether there are bytes to read, which may hold content."""
+        return bool(self._incoming.pending or self._object.pending())
 
     @property
     def has_outgoing(self) -> bool:
@@ -235,7 +234,7 @@ class SecureConnection(asyncio.Protocol):
         """Pass on what has come, until the protocol pauses."""
         tls = self._tls
         try:
-            while not self._paused and (content := tls.read()):
+            while not self._paused and tls.has_more and (content := tls.read()):
                 self._empty_nbytes = 0
                 self.protocol.data_received(content)
         except EOFError:

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from replicas.cli import main as cli
 from replicas.cli.client import Client
-from replicas.control.commands import ORDERS, Restart, Scale
+from replicas.control.commands import ORDERS, Restart, Scale, TokensOrder
 from replicas.errors import UsageError
 from replicas.trust.certificate import PortKey
 from replicas.trust.tokens import JoinToken
@@ -47,8 +48,8 @@ def test_what_each_role_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert operator.status().store.port
         assert not member.status().store.port  # as everybody sees it
         for kind in ORDERS.values():
-            needed = {Scale: {"group": "a", "replicas": 1}, Restart: {"target": "a"}}.get(kind, {})
-            order = msgspec.convert(needed, kind)
+            needed: dict[type, dict[str, Any]] = {Scale: {"group": "a", "replicas": 1}, Restart: {"target": "a"}}
+            order = msgspec.convert(needed.get(kind, {}), kind)
             with pytest.raises(UsageError, match="a member's token gives no right to this: show an operator's token"):
                 member.order(order)
         with pytest.raises(UsageError, match="a member's token gives no right to this"):
@@ -136,7 +137,7 @@ def test_tokens_that_are_made_before_their_run(tmp_path: Path, capsys: pytest.Ca
         for role, name in (("member", "token"), ("operator", "operator-token")):
             assert token_of(run, role) == (folder / name).read_text().strip()
         with pytest.raises(UsageError, match="replace the file first, then rotate"):
-            Client(f"unix:{run.state_dir / 'control.sock'}").order(ORDERS["/tokens"](role="member", rotate=True))
+            Client(f"unix:{run.state_dir / 'control.sock'}").order(TokensOrder(role="member", rotate=True))
         stop(run)
     (folder / "key.pem").unlink()
     head = head.replace(f'certificate = "{folder / "key.pem"}"\n', "")
