@@ -33,7 +33,7 @@ class Tls:
     :param host: that a client means; None: this is the server's side.
     """
 
-    __slots__ = ("_incoming", "_object", "_outgoing", "done", "feed", "outgoing")
+    __slots__ = ("_incoming", "_left", "_object", "_outgoing", "_read", "_write", "done", "feed", "outgoing")
 
     def __init__(self, context: ssl.SSLContext, host: str | None = None) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -46,6 +46,8 @@ class Tls:
         """Takes bytes that have come; :meth:`handshake` or :meth:`read` uses them."""
         self.outgoing = self._outgoing.read
         """Returns the bytes to send to the peer."""
+        self._read, self._write = self._object.read, self._object.write
+        self._left = False
 
     def handshake(self) -> None:
         """Go on with the handshake. ssl.SSLError: it has failed; tell the peer."""
@@ -53,15 +55,20 @@ class Tls:
             self._object.do_handshake()
             self.done = True
 
-    def read(self, most: int = _RECORD_NBYTES) -> bytes:
+    def read(self) -> bytes:
         """Content that has come; empty: none yet.
 
         :raises EOFError: the peer has ended in good order. :raises ssl.SSLError: what
             came is not what the peer sent.
         """
+        most = self._incoming.pending if not self._left else _RECORD_NBYTES
+        if not most:
+            return b""
         try:
-            found = self._object.read(most)
+            found = self._read(most)  # a buffer of that size is made first; a record's content is shorter than itself
+            self._left = len(found) == most
         except ssl.SSLWantReadError:
+            self._left = False
             return b""
         except ssl.SSLZeroReturnError as error:
             raise EOFError("the peer has ended the connection") from error
@@ -71,16 +78,11 @@ class Tls:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Encrypt content, for :meth:`outgoing`."""
-        sent = self._object.write(data)
+        sent = self._write(data)
         if sent < len(data):
             rest = memoryview(data)[sent:]
             while rest:
-                rest = rest[self._object.write(rest) :]
-
-    @property
-    def has_more(self) -> bool:
-        """Whether there are bytes to read, which may hold content."""
-        return bool(self._incoming.pending or self._object.pending())
+                rest = rest[self._write(rest) :]
 
     @property
     def has_outgoing(self) -> bool:
@@ -100,12 +102,12 @@ class SecureTransport(asyncio.Transport):
         self._connection = connection
         self._below = below
         self._tls = tls
+        self._ended = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not data or self._below.is_closing():
-            return
-        self._tls.write(data)
-        self._below.write(self._tls.outgoing())
+        if data and not self._ended:
+            self._tls.write(data)
+            self._below.write(self._tls.outgoing())
 
     def writelines(self, list_of_data: Any) -> None:
         self.write(b"".join(list_of_data))
@@ -117,12 +119,14 @@ class SecureTransport(asyncio.Transport):
         return False
 
     def close(self) -> None:
+        self._ended = True
         if not self._below.is_closing():
             self._tls.end()
             self._below.write(self._tls.outgoing())
             self._below.close()
 
     def abort(self) -> None:
+        self._ended = True
         self._below.abort()
 
     def is_closing(self) -> bool:
@@ -234,7 +238,7 @@ class SecureConnection(asyncio.Protocol):
         """Pass on what has come, until the protocol pauses."""
         tls = self._tls
         try:
-            while not self._paused and tls.has_more and (content := tls.read()):
+            while not self._paused and (content := tls.read()):
                 self._empty_nbytes = 0
                 self.protocol.data_received(content)
         except EOFError:
@@ -259,6 +263,7 @@ class SecureConnection(asyncio.Protocol):
             self.protocol.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.transport._ended = True
         self._not_shaken(exc or ConnectionResetError("the peer has gone during the TLS handshake"))
         if self.shaken.exception() is None or self._quiet:
             self.protocol.connection_lost(exc)

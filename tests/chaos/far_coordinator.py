@@ -20,7 +20,7 @@ import msgspec
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.core.effects import Event
 
-__all__ = ["PORT", "TOKEN"]
+__all__ = ["PORT"]
 
 PORT = 7077
 TOKEN = "secret"
@@ -61,6 +61,7 @@ async def _serve(given: dict[str, Any]) -> None:
 
         coordinator.subscribe(note)
         async with coordinator:
+            (out / "token").write_text(coordinator.token)  # it names the port's key, the same at each start
             print("serves", flush=True)
             while await asyncio.to_thread(sys.stdin.readline):
                 print(json.dumps(_status(coordinator)), flush=True)

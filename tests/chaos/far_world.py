@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from replicas import environ
-from tests.chaos.far_coordinator import PORT, TOKEN
+from tests.chaos.far_coordinator import PORT
 from tests.chaos.rig import Tail
 from tests.chaos.written import Line
 from tests.support.networks import Machine
@@ -164,8 +164,6 @@ class FarWorld:
     def start(self) -> None:
         endpoint = f"{self.switch.hosts[A].address}:{PORT}"
         (self.out / "proxies.json").write_text(json.dumps(dict.fromkeys(self.scene.places, endpoint)))
-        (self.out / "token").write_text(TOKEN)
-        (self.out / "token").chmod(0o600)
         self.start_coordinator()
         for member in self.members.values():
             member.start()
