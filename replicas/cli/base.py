@@ -51,7 +51,8 @@ app = typer.Typer(
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Groups and replicas of the run named so far; no completions on any error."""
     try:
-        place = RunAddress(context.params.get("config"), context.params.get("endpoint"))
+        given = (context.params.get(name) for name in ("config", "endpoint", "token_file"))
+        place = RunAddress(*given)
         try:
             groups = place.status(timeout_s=2.0).groups
             found = [(group.name, f"group of {len(group.replicas)}") for group in groups]
