@@ -1,0 +1,67 @@
+"""How long the two ends of a lease wait for each other. Pure.
+
+An agent sends a *beat* each second, and the supervisor says that it heard it. From then
+on two clocks run, each on its own machine, so that no clock has to be right, only as
+fast as another:
+
+* the agent may go on until ``lease_s`` after it *sent* the last beat that was heard;
+  then it ends everything of the run, which takes at most :data:`END_S`;
+* the supervisor takes the node for lost, and may start its replicas elsewhere, no
+  earlier than ``lease_s + END_S + MARGIN_S`` after it *received* that beat.
+
+The beat was received after it was sent, so the agent has always ended first.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BEAT_S", "END_S", "MARGIN_S", "Tenancy", "lost_after_s"]
+
+BEAT_S = 1.0
+"""Interval of an agent's beats, in seconds."""
+END_S = 4.0
+"""Longest time that an agent, or a shim, takes to end the processes of a run."""
+MARGIN_S = 1.0
+"""Allowance for clocks of different speed and for processes that are slow to die."""
+
+
+def lost_after_s(lease_s: float) -> float:
+    """How long after a beat the supervisor may start a node's replicas elsewhere."""
+    return lease_s + END_S + MARGIN_S
+
+
+class Tenancy:
+    """The agent's end of a lease. Times are seconds of any one monotonic clock."""
+
+    def __init__(self) -> None:
+        self.until: float | None = None
+        """When everything must begin to end; None: there is no such time."""
+        self._lease_s = 0.0
+        self._sent: dict[int, float] = {}
+        self._number = 0
+
+    def granted(self, lease_s: float, asked_at: float) -> None:
+        """A supervisor has taken the agent, which had asked at ``asked_at``."""
+        self._lease_s = lease_s
+        self._sent.clear()
+        self.until = asked_at + lease_s if lease_s else None
+
+    def beat(self, now: float) -> int:
+        """The number of a beat that is sent now."""
+        self._number += 1
+        self._sent[self._number] = now
+        return self._number
+
+    def heard(self, number: int) -> None:
+        """The supervisor has heard this beat."""
+        sent_at = self._sent.pop(number, None)
+        if sent_at is not None and self._lease_s:
+            self.until = max(self.until or 0.0, sent_at + self._lease_s)
+        self._sent = {other: at for other, at in self._sent.items() if other > number}
+
+    def alone(self, now: float, patience_s: float) -> None:
+        """The supervisor is gone: go on for so long, and no longer than the lease."""
+        left = now + patience_s
+        self.until = left if self.until is None else min(self.until, left)
+
+    def over(self, now: float) -> bool:
+        return self.until is not None and now >= self.until
