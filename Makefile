@@ -38,7 +38,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-tree scene coverage gpu gpu-wheels test-engines demo-llm check format bench \
+.PHONY: help demo demo-cluster test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-nodes chaos-tree scene coverage gpu gpu-wheels test-engines demo-llm check format bench \
 	bench-engines bench-peers diagrams docs-reference clean
 
 help: ## show this list
@@ -67,6 +67,9 @@ $(BIN)/promtool: | $(BIN)/python
 
 demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas, one of them killed on the way
 	@$(BIN)/python examples/grpo/demo.py $(ARGS)
+
+demo-cluster: $(VENV)/.demo ## three machines (namespaces, as root), a killed supervisor, a machine that is switched off: a minute
+	@$(BIN)/python examples/cluster/cluster_demo.py $(ARGS)
 
 test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and a minute of chaos: some 7 minutes
 	@$(UNIT_TESTS)
@@ -113,6 +116,10 @@ chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=
 
 chaos-links: $(VENV)/.dev ## every broken, slow and lossy link between hosts, one after the other (needs root): make chaos-links ONLY="host A"
 	@CHAOS_LINKS="$(or $(ONLY),all)" $(PYTEST) -s tests/chaos/test_links.py
+
+chaos-nodes: $(VENV)/.dev ## agents, nodes, links and the supervisor of a run over four hosts (needs root): make chaos-nodes ROUNDS=200 SEED=3
+	@CHAOS_ROUNDS=$(or $(ROUNDS),30) CHAOS_SEED=$(or $(SEED),1) CHAOS_NODE_ONLY="$(ONLY)" \
+	  $(PYTEST) -s --timeout 0 tests/chaos/test_nodes.py
 
 chaos-tree: $(VENV)/.dev ## the same for the supervisor alone: make chaos-tree ROUNDS=300 SEED=3
 	@CHAOS_ROUNDS=$(or $(ROUNDS),100) CHAOS_SEED=$(or $(SEED),1) CHAOS_AT_ONCE=$(or $(AT_ONCE),3) \

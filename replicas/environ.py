@@ -24,11 +24,13 @@ __all__ = [
     "FORKSERVER",
     "GENERATION",
     "GROUP",
+    "JOIN",
     "LOG_DIR",
     "REPLICA",
     "REPLICAS",
     "RUN",
     "STATE_ID",
+    "TOKEN",
     "TOKEN_FILE",
     "Environment",
     "read",
@@ -48,6 +50,12 @@ CA_FILE = "REPLICAS_CA_FILE"
 It counts where the token names no key; the port's certificate must then be of the
 host in the endpoint.
 """
+TOKEN = "REPLICAS_TOKEN"
+"""The run's token itself, where ``REPLICAS_TOKEN_FILE`` is not set.
+
+For programs on machines without such a file, such as Ray actors. A file shows it to
+fewer people.
+"""
 RUN = "REPLICAS_RUN"
 """Name of the run."""
 STATE_ID = "REPLICAS_STATE_ID"
@@ -55,6 +63,8 @@ STATE_ID = "REPLICAS_STATE_ID"
 
 A later supervisor of that folder finds by it what an earlier one left behind.
 """
+JOIN = "REPLICAS_JOIN"
+"""Of an agent: where to join a run, and with what, as ``TOKEN@HOST:PORT``."""
 GROUP = "REPLICAS_GROUP"
 """Name of this rank's group."""
 REPLICA = "REPLICA_ID"
@@ -86,6 +96,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: str | None = None
     token_file: Path | None = None
+    token: str | None = None
     run: str | None = None
     group: str | None = None
     replica: int | Literal["auto"] | None = None
@@ -108,6 +119,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
     return Environment(
         endpoint=source.get(ENDPOINT) or None,
         token_file=Path(token_file) if token_file else None,
+        token=source.get(TOKEN) or None,
         run=source.get(RUN) or None,
         group=source.get(GROUP) or None,
         replica="auto" if source.get(REPLICA) == "auto" else _integer(source, REPLICA),
@@ -121,12 +133,15 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
 
 
 def read_token(environment: Environment) -> str:
-    """Return the token in the file that ``REPLICAS_TOKEN_FILE`` names.
+    """Return the token in the file that ``REPLICAS_TOKEN_FILE`` names, or else that of
+    ``REPLICAS_TOKEN``.
 
-    :raises replicas.errors.UsageError: the variable is not set, or the file is missing,
+    :raises replicas.errors.UsageError: neither variable is set, or the file is missing,
         unreadable or empty.
     """
     path, hint = environment.token_file, f"{TOKEN_FILE} must name the run's own token file"
+    if path is None and environment.token:
+        return environment.token
     if path is None:
         raise errors.UsageError(
             f"no token: {TOKEN_FILE} is not set",

@@ -6,6 +6,7 @@ Fields are only ever added.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -14,6 +15,7 @@ __all__ = [
     "ChannelStatus",
     "GroupStatus",
     "MemberStatus",
+    "NodeStatus",
     "OnFailure",
     "ReplicaState",
     "ReplicaStatus",
@@ -38,7 +40,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``reason``: why it is not ready, or how it last ended. ``versions``: the loaded
     version by channel (targets only). ``cycles``: failed generations in a row that
-    reached no new step or version.
+    reached no new step or version. ``nodes``: the node of each of its parts.
     """
 
     name: str
@@ -54,6 +56,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, int] = {}
     last_exit: str = ""
     cycles: int = 0
+    nodes: tuple[str, ...] = ()
 
 
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +149,29 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     keys: int = 0
 
 
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine, or a share of one, on which replicas run.
+
+    ``state``: ``up``; ``draining``, up but for no new replicas; ``away``, its agent is
+    not connected; ``lost``, its replicas start elsewhere. ``local``: the supervisor's
+    own. ``replicas``: names of those that have a place there. ``heard_age_s``: since
+    its agent was last heard.
+    """
+
+    name: str
+    state: Literal["up", "draining", "away", "lost"]
+    local: bool = False
+    address: str = ""
+    labels: Mapping[str, str] = {}
+    gpus: int = 0
+    gpus_free: int = 0
+    cpus: int = 0
+    memory_nbytes: int = 0
+    replicas: tuple[str, ...] = ()
+    heard_age_s: float = 0.0
+    release: str = ""
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The whole run.
 
@@ -162,6 +188,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreStatus
     groups: tuple[GroupStatus, ...] = ()
     channels: tuple[ChannelStatus, ...] = ()
+    nodes: tuple[NodeStatus, ...] = ()
     event_loop_lag_s: float = 0.0
     sidecar_replacements: dict[str, int] = {}
     refused: dict[str, int] = {}

@@ -109,13 +109,21 @@ def logs(
         lines=10 if follow and lines is None and since is None else lines,
         since=None if since is None else moment(since, now=time.time()),
     )
-    if place.endpoint is None:
+    if place.endpoint is None and (previous or not _has_other_nodes(place)):
         found = _from_files(place, selection, follow, previous)
     elif previous:
         raise UsageError("--previous reads files: it does not go with --endpoint")
     else:
         found = _from_port(place, selection, follow)
     _print_lines(found, as_json=as_json)
+
+
+def _has_other_nodes(place: RunAddress) -> bool:
+    """Whether it runs on other machines, too, whose logs its supervisor reads."""
+    from replicas.supervisor.state.run_state import RunState  # slow to import: by this command only
+
+    saved = RunState(place.state_dir / "state.json").peek()
+    return saved is not None and any(not agent.local for agent in saved.agents) and lives(place.state_dir)
 
 
 def _from_port(place: RunAddress, selection: Selection, follow: bool) -> Iterator[tuple[LogLine, bool]]:

@@ -18,6 +18,7 @@ import typer
 
 import replicas
 from replicas.cli import render
+from replicas.cli.agent import agent
 from replicas.cli.base import Json, Screen, app, command, complain, json_text
 from replicas.cli.look import doctor, events, logs, status
 from replicas.cli.orders import drain, reload, reset_failed, restart, scale, stacks, wait
@@ -78,7 +79,7 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
 
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Run": (run, check),
+    "Run": (run, check, agent),
     "Look": (status, logs, events, stacks, wait, doctor),
     "Change": (scale, restart, drain, reset_failed, reload, token),
 }

@@ -84,6 +84,10 @@ def drain(
     hurry: Annotated[
         bool, typer.Option("--hurry", help="Kill at once; also hurries a drain that is under way.")
     ] = False,
+    node: Annotated[
+        str, typer.Option(metavar="NODE", help="Move the replicas of this node elsewhere, in place of TARGET.")
+    ] = "",
+    undo: Annotated[bool, typer.Option("--undo", help="With --node: let the node take replicas again.")] = False,
     no_wait: NoWait = False,
     as_json: Json = False,
 ) -> None:
@@ -92,7 +96,13 @@ def drain(
     Each replica may finish its sync (drain_timeout), then gets SIGTERM, then
     (stop_timeout) SIGKILL.
     """
-    order = Drain(target=target, hurry=hurry)
+    if (node and (target is not None or hurry)) or (undo and not node):
+        raise UsageError("--node goes without TARGET and --hurry, and --undo with --node")
+    order = Drain(target=target, hurry=hurry, node=node or None, undo=undo)
+    if node:
+        answer = _hand_in(place, order, f"draining node {node}", wait=not no_wait)
+        _tell(answer, f"node {node} {'takes replicas again' if undo else 'is drained'}", as_json=as_json)
+        return
     if target is not None:
         answer = _hand_in(place, order, f"draining {target}", wait=not no_wait)
     else:

@@ -17,7 +17,7 @@ from replicas.common.foreign import one_line
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.core import effects
 from replicas.core.lives.ordering import enough
-from replicas.status import ChannelStatus, GroupStatus, ReplicaStatus, RunStatus
+from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaStatus, RunStatus
 from replicas.telemetry import events as happened
 
 __all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "plan", "run_status", "size_text"]
@@ -38,6 +38,7 @@ _CHANNEL = ("channel", "members", "backend", "transport", "deadline", "on lost",
 _GROUP_STATE = ("group", "ready", "others", "restarts", "budget left", "no progress", "then ends")
 _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
 _CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "moved")
+_NODE_STATE = ("node", "state", "heard", "GPUs free", "labels", "replicas")
 
 
 def duration_text(seconds: float) -> str:
@@ -205,6 +206,8 @@ def run_status(status: RunStatus) -> RenderableType:
         _table("Groups", _GROUP_STATE, map(_group_state_row, status.groups)),
         _table("Replicas", _REPLICA_STATE, map(_replica_row, replicas)),
     ]
+    if len(status.nodes) > 1 or any(not node.local for node in status.nodes):
+        parts.append(_table("Nodes", _NODE_STATE, map(_node_row, status.nodes)))
     if status.channels:
         parts.append(_table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
     return Group(*parts)
@@ -239,6 +242,17 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
         "-" if replica.heartbeat_age_s is None else duration_text(replica.heartbeat_age_s),
         loaded or "-",
         replica.reason or replica.last_exit,
+    )
+
+
+def _node_row(node: NodeStatus) -> tuple[str | Text, ...]:
+    return (
+        node.name + (" (this machine)" if node.local else ""),
+        Text(node.state, style={"up": "green", "lost": "red"}.get(node.state, "yellow")),
+        "-" if node.local else duration_text(node.heard_age_s),
+        f"{node.gpus_free} of {node.gpus}" if node.gpus else "-",
+        ", ".join(f"{name}={value}" for name, value in sorted(node.labels.items())) or "-",
+        ", ".join(node.replicas) or "-",
     )
 
 
@@ -321,6 +335,12 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
         case happened.LeftoverFound():
             fate = "killed" if event.swept else "NOT killed"
             return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "yellow"
+        case happened.NodeChanged():
+            return (
+                f"node {event.node}",
+                f"{event.after}{_because(event.reason)}",
+                "" if event.after == "up" else "yellow",
+            )
     return _channel_words(who, event)
 
 

@@ -29,6 +29,9 @@ def token(
     revoke_old: Annotated[
         bool, typer.Option("--revoke-old", help="End the one before, and the connections that showed it.")
     ] = False,
+    join: Annotated[
+        bool, typer.Option("--join", help="With the address, as an agent on another machine needs it.")
+    ] = False,
     make_in: Annotated[
         Path | None,
         typer.Option("--make", metavar="FOLDER", help="Make key and tokens of a run to come, as files in FOLDER."),
@@ -44,11 +47,15 @@ def token(
     if make_in is not None:
         print("\n".join(make(make_in)))
         return
-    chosen: Role | None = role
+    if join and (role is not None or rotate or revoke_old or as_json):
+        raise UsageError("--join shows the operator's token, and goes with no other option")
+    chosen: Role | None = "operator" if join else role
     if rotate and chosen is None:
         raise UsageError("which token is to be replaced?", hint="add --role member or --role operator")
     found = _asked(place, TokensOrder(role=chosen, rotate=rotate, revoke_old=revoke_old))
-    if as_json:
+    if join:
+        print(f"{found['operator']['token']}@{place.status().endpoint}")
+    elif as_json:
         print(json_text(found))
     elif chosen is not None:
         print(found[chosen]["token"])

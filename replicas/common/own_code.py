@@ -12,7 +12,7 @@ import site
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-__all__ = ["findable", "without"]
+__all__ = ["findable", "undo", "without"]
 
 _HOME = str(Path(__file__).parents[2])
 _PATH = "PYTHONPATH"
@@ -26,6 +26,15 @@ def findable(environment: Mapping[str, str]) -> dict[str, str]:
     if _HOME in (*site.getsitepackages(), site.getusersitepackages()):  # first, it would shadow the standard library
         return dict(environment)
     return {**environment, _PATH: os.pathsep.join(filter(None, (_HOME, environment.get(_PATH))))}
+
+
+def undo(environment: MutableMapping[str, str]) -> None:
+    """Undo :func:`findable` in the environment of a process that got it."""
+    if _HOME in (*site.getsitepackages(), site.getusersitepackages()):
+        return
+    first, _, rest = environment.get(_PATH, "").partition(os.pathsep)
+    if first == _HOME:
+        without(environment, {_PATH: rest} if rest else {})
 
 
 def without(environment: MutableMapping[str, str], meant: Mapping[str, str]) -> None:

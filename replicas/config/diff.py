@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -9,9 +10,9 @@ import msgspec
 
 from replicas.config.structs import Config, GroupConfig
 
-__all__ = ["ConfigDiff", "diff"]
+__all__ = ["ConfigDiff", "diff", "digest_of_start"]
 
-_RESTARTING = ("nproc_per_node", "nnodes", "command", "launcher", "resources", "env", "cwd")
+_RESTARTING = ("nproc_per_node", "nnodes", "command", "launcher", "resources", "placement", "env", "cwd")
 """Fields of a group that its processes start with: a change restarts those we start."""
 _WITHOUT_EFFECT = ("name", "replicas", "env_file")
 _started_with = attrgetter(*_RESTARTING)
@@ -19,8 +20,26 @@ _others = attrgetter(
     *(field for field in GroupConfig.__struct_fields__ if field not in (*_RESTARTING, *_WITHOUT_EFFECT))
 )
 _REMEDY = "end the run and start it again"
-_FIXED = ("schema_version", "run.name", "run.state_dir", "run.events_max_nbytes", "store", "control", "channels")
-"""All settings of the run but ``run.stop_when`` and ``logs``, which apply at once."""
+_FIXED = (
+    "schema_version",
+    "run.name",
+    "run.state_dir",
+    "run.events_max_nbytes",
+    "run.adopt_s",
+    "store",
+    "control",
+    "cluster.local",
+    "cluster.min_nodes",
+    "cluster.lease_s",
+    "channels",
+)
+"""All settings of the run but ``run.stop_when``, ``logs`` and ``cluster.labels``, which
+apply at once, and ``slurm``, which is for the start only."""
+
+
+def digest_of_start(group: GroupConfig) -> str:
+    """A digest of what the group's processes start with, to see whether it changed."""
+    return hashlib.sha256(msgspec.json.encode(_started_with(group), enc_hook=str)).hexdigest()[:32]
 
 
 class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):

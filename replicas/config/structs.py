@@ -26,15 +26,18 @@ from replicas.status import OnFailure
 __all__ = [
     "ChannelConfig",
     "ChannelRole",
+    "ClusterConfig",
     "Config",
     "ControlConfig",
     "Dependency",
     "GroupConfig",
     "HealthConfig",
     "LogsConfig",
+    "PlacementConfig",
     "ResourcesConfig",
     "RestartConfig",
     "RunConfig",
+    "SlurmConfig",
     "StoreConfig",
 ]
 
@@ -62,6 +65,30 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     events_max_nbytes: Annotated[_LogSize, AsKey(name="events_max_size")] = 64 << 20
     """The file of events is rotated at this size."""
+    adopt_s: _DurationOr0 = 0.0
+    """Time for which the replicas go on when the supervisor is gone, until another one
+    of the run takes them over; 0: they end with it. Set it to upgrade or replace the
+    supervisor while the run goes on.
+    """
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    local: Annotated[bool, forms.flag] = True
+    """The supervisor's own machine is a node on which replicas run. Set false where
+    agents are started on each machine, this one included, or on others only.
+    """
+    labels: Annotated[dict[str, str], forms.labels] = {}
+    """Labels of the supervisor's own machine as a node, for groups.NAME.placement."""
+    min_nodes: _Natural = 0
+    """Number of nodes, this machine among them, that must have joined before the first
+    replicas start. Set it when several agents are started with the run, so that the
+    first one does not get all replicas.
+    """
+    lease_s: Annotated[float, AsKey(name="lease"), forms.duration(2.0)] = 10.0
+    """A node of which nothing is heard for this time is lost: its agent ends the
+    replicas there, and then they start elsewhere. Raise it when the network between the
+    machines may be away for longer.
+    """
 
 
 class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +160,31 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
+class SlurmConfig(msgspec.Struct, frozen=True, kw_only=True):
+    partition: Annotated[_Name | None, AsKey(default="Slurm's own")] = None
+    """The partition of the job."""
+    nodes: _Count = 1
+    """Number of nodes of the job."""
+    gpus_per_node: Annotated[_Natural | None, AsKey(default="none are asked for")] = None
+    """Number of GPUs of the job on each of its nodes."""
+    cpus_per_node: Annotated[_Count | None, AsKey(default="whole nodes, for this job alone")] = None
+    """Number of CPUs of the job on each of its nodes. Set it when nodes are shared with
+    other jobs.
+    """
+    time_s: Annotated[float | None, forms.duration(60.0), AsKey(default="the partition's")] = None
+    """Longest time of the job until it is queued again. Set it when the partition
+    allows more than the queue favours.
+    """
+    grace_s: Annotated[
+        float | None, forms.duration(1.0), AsKey(default="30 s more than the longest drain of a group takes")
+    ] = None
+    """Time before its end at which the job is told, and drains. Raise it when a
+    checkpoint that is saved then takes longer.
+    """
+    options: Annotated[tuple[str, ...], forms.options] = ()
+    """Further options of sbatch, such as "--account=grpo" or "--constraint=a100"."""
+
+
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: Literal["always", "on-failure", "never"] = "on-failure"
     """A replica that ends is started again always, after a failure, or never; "always"
@@ -197,6 +249,21 @@ class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number of processes and threads of a replica, limited by a control group."""
 
 
+class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which nodes the replicas of a group run on."""
+
+    labels: Annotated[dict[str, str], forms.labels] = {}
+    """Replicas run only on nodes that have all these labels."""
+    spread: Annotated[bool, forms.flag] = False
+    """Replicas are spread over the nodes, so that the loss of one costs few of them;
+    else they are packed, so that large replicas find room.
+    """
+    per_node: Annotated[_Count | None, AsKey(default="any number")] = None
+    """Number of the group's replicas, or of their nodes with nnodes, on one machine at
+    most. Set it when each needs a whole machine, and no number of GPUs says so.
+    """
+
+
 class Dependency(msgspec.Struct, frozen=True):
     """A group to wait for: each replica ready or finished, or each one finished."""
 
@@ -258,6 +325,8 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """When a replica that lives is taken for stuck."""
     resources: ResourcesConfig = ResourcesConfig()
     """What the processes of the group get."""
+    placement: PlacementConfig = PlacementConfig()
+    """Which nodes its replicas run on, where agents offer several."""
     env: Annotated[dict[str, str], forms.environment] = {}
     """Environment variables of the group's processes, over those of env_file."""
     env_file: _File | None = None
@@ -380,6 +449,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Where the run is reached."""
     logs: LogsConfig = LogsConfig()
     """The logs of ranks."""
+    slurm: SlurmConfig = SlurmConfig()
+    """The job that "replicas slurm" makes of the run; used by that command only."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The machines on which replicas run."""
     groups: dict[str, GroupConfig]
     """The groups, by name."""
     channels: dict[str, ChannelConfig] = {}

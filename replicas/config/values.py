@@ -35,15 +35,18 @@ __all__ = [
     "command",
     "duration",
     "environment",
+    "flag",
     "folder",
     "form",
     "in_units",
     "is_loopback",
+    "labels",
     "listen",
     "name",
     "names",
     "nearest",
     "one_of",
+    "options",
     "path",
     "port",
     "schema_version",
@@ -214,6 +217,16 @@ def command(place: Place, value: object) -> Any:
     return words
 
 
+@form("list of options", 'each as one string, such as "--account=grpo"')
+def options(place: Place, value: object) -> Any:
+    """Options for another program's script: none can end a line, or the options."""
+    words = _strings(place, value, 'options such as ["--account=grpo"]')
+    for word in () if words is UNSET else words:
+        if not word.startswith("-") or not word.isprintable():
+            place.problem(f'expected options such as "--account=grpo", got {show(word)}')
+    return words
+
+
 @form("table of strings")
 def environment(place: Place, value: object) -> Any:
     """Environment variables. Values may be secrets: no problem quotes one."""
@@ -223,6 +236,22 @@ def environment(place: Place, value: object) -> Any:
         if not isinstance(text, str):
             place.at(str(variable)).problem("expected a string; put its value in quotes")
     return {str(variable): text for variable, text in value.items() if isinstance(text, str)}
+
+
+@form("table of labels", "names of at most 63 letters, digits, '-', '_' and '.', also as values")
+def labels(place: Place, value: object) -> Any:
+    """Labels of a node, such as ``{ pool = "rollout" }``."""
+    if not isinstance(value, Mapping):
+        return place.problem(f'expected a table such as {{ pool = "rollout" }}, got {show(value)}')
+    read = {str(key): name.read(place.at(str(key)), text) for key, text in value.items()}
+    for key in read:
+        name.read(place.at(key), key)
+    return {key: text for key, text in read.items() if text is not UNSET}
+
+
+@form("true or false")
+def flag(place: Place, value: object) -> Any:
+    return value if isinstance(value, bool) else place.problem(f"expected true or false, got {show(value)}")
 
 
 def in_units(text: object, units: Mapping[str, float]) -> float | None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Protocol
 
+import anyio
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -23,7 +23,7 @@ from starlette.routing import Route
 from replicas import errors
 from replicas.control.access import Access, Cached, everyone, hiding_store, public, public_record
 from replicas.control.commands import ORDERS, Commands
-from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
+from replicas.control.log_files import POLL_S, LogLine, LogReader, Selection, prefixed
 from replicas.control.orders_api import NO_STORE, json_bytes, json_response, order_routes, refusal
 from replicas.core.lives.ordering import GOOD, enough
 from replicas.status import RunStatus
@@ -64,8 +64,7 @@ class StreamSource(Protocol):
     @property
     def last_event(self) -> int: ...
 
-    @property
-    def logs(self) -> Path: ...
+    def read_logs(self, selection: Selection) -> LogReader: ...
 
 
 def control_routes(
@@ -190,16 +189,17 @@ def _stream_routes(source: StreamSource, access: Access) -> list[Route]:
             as_json = _flag(request.query_params, "json")
         except errors.UsageError as error:
             return refusal(str(error), 400)
-        follower = Follower(source.logs, selection)
+        reader = source.read_logs(selection)
         try:
-            first = await asyncio.to_thread(follower.poll)
+            first = await reader.poll()
         except errors.UsageError as error:
+            await reader.aclose()
             return refusal(error.message, 404, hint=error.hint)
         kind = "application/x-ndjson" if as_json else "text/plain; charset=utf-8"
         if request.method == "HEAD":
-            follower.close()
+            await reader.aclose()
             return Response(media_type=kind, headers=NO_STORE)
-        lines = _logs(follower, first, follow=follow, as_json=as_json)
+        lines = _logs(reader, first, follow=follow, as_json=as_json)
         return StreamingResponse(lines, media_type=kind, headers=NO_STORE)
 
     return [Route("/events", events, methods=["GET"]), Route("/logs", logs, methods=["GET"])]
@@ -265,12 +265,12 @@ async def _next(records: AsyncIterator[Record]) -> Record:
     return await anext(records)
 
 
-async def _logs(follower: Follower, lines: list[LogLine], *, follow: bool, as_json: bool) -> AsyncIterator[bytes]:
+async def _logs(reader: LogReader, lines: list[LogLine], *, follow: bool, as_json: bool) -> AsyncIterator[bytes]:
     try:
         quiet_since = time.monotonic()
         while True:
             if lines:
-                yield await asyncio.to_thread(_encode, lines, as_json=as_json, many=follower.many)
+                yield await asyncio.to_thread(_encode, lines, as_json=as_json, many=reader.many)
                 quiet_since = time.monotonic()
             elif not follow:
                 break
@@ -279,11 +279,13 @@ async def _logs(follower: Follower, lines: list[LogLine], *, follow: bool, as_js
                 quiet_since = time.monotonic()
             else:
                 await asyncio.sleep(POLL_S)
-            lines = await asyncio.to_thread(follower.poll)
-        if rest := follower.rest():
-            yield _encode(rest, as_json=as_json, many=follower.many)
+            lines = await reader.poll()
+        many = reader.many
+        if rest := await reader.aclose():
+            yield _encode(rest, as_json=as_json, many=many)
     finally:
-        follower.close()
+        with anyio.CancelScope(shield=True):
+            await reader.aclose()
 
 
 def _encode(lines: list[LogLine], *, as_json: bool, many: bool) -> bytes:

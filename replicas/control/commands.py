@@ -43,6 +43,7 @@ class Commands(Protocol):
     async def scale(self, group: str, replicas: int) -> None: ...
     async def restart(self, target: str, *, rolling: bool = False) -> None: ...
     async def drain(self, target: str | None = None, *, hurry: bool = False) -> None: ...
+    async def drain_node(self, node: str, *, undo: bool = False) -> None: ...
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]: ...
     async def reload(self) -> object: ...
     async def stacks(self, target: str | None = None) -> Mapping[str, str]: ...
@@ -64,10 +65,16 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``target`` None: the whole run, which then ends. ``hurry``: SIGKILL at once."""
+    """``target`` None: the whole run, which then ends. ``hurry``: SIGKILL at once.
+
+    With ``node``: the replicas of that node, which start elsewhere; ``undo``: let it
+    take replicas again.
+    """
 
     target: Target | None = None
     hurry: bool = False
+    node: Name | None = None
+    undo: bool = False
 
 
 class ResetFailed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,6 +152,8 @@ def carry_out(commands: Commands, order: Order) -> Coroutine[Any, Any, object]:
             return commands.scale(group, replicas)
         case Restart(target=target, rolling=rolling):
             return commands.restart(target, rolling=rolling)
+        case Drain(node=str(node), undo=undo):
+            return commands.drain_node(node, undo=undo)
         case Drain(target=target, hurry=hurry):
             return commands.drain(target, hurry=hurry)
         case ResetFailed(target=target):

@@ -22,13 +22,25 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
+import anyio.to_thread
 import msgspec
 
 from replicas.errors import UsageError
 
-__all__ = ["BATCH_NBYTES", "POLL_S", "Follower", "LogLine", "Selection", "offset_since", "prefixed", "tail_offset"]
+__all__ = [
+    "BATCH_NBYTES",
+    "POLL_S",
+    "FolderReader",
+    "Follower",
+    "LogLine",
+    "LogReader",
+    "Selection",
+    "offset_since",
+    "prefixed",
+    "tail_offset",
+]
 
 POLL_S = 0.2
 BATCH_NBYTES = 256 * 1024
@@ -239,6 +251,42 @@ def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], 
         if lines <= 0:
             break
     return taken or parts[-1:], max(offset, least) if taken and taken[0] == parts[0] else offset
+
+
+class LogReader(Protocol):
+    """The selected logs, wherever they are, read in batches. For an event loop."""
+
+    @property
+    def many(self) -> bool:
+        """Whether they are of several ranks."""
+        ...
+
+    async def poll(self) -> list[LogLine]:
+        """The new lines; empty: none for now. UsageError: there are no such logs."""
+        ...
+
+    async def aclose(self) -> list[LogLine]:
+        """Close the files; the last lines without a newline."""
+        ...
+
+
+class FolderReader:
+    """A :class:`LogReader` of one folder ``logs``; files are read in a thread."""
+
+    def __init__(self, logs: Path, selection: Selection) -> None:
+        self._follower = Follower(logs, selection)
+
+    @property
+    def many(self) -> bool:
+        return self._follower.many
+
+    async def poll(self) -> list[LogLine]:
+        return await anyio.to_thread.run_sync(self._follower.poll)
+
+    async def aclose(self) -> list[LogLine]:
+        rest = self._follower.rest()
+        self._follower.close()
+        return rest
 
 
 class Follower:

@@ -79,7 +79,7 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
             task = asyncio.create_task(_work(commands, order))
             running.add(task)
             task.add_done_callback(running.discard)
-            ends_all = isinstance(order, Drain) and order.target is None
+            ends_all = isinstance(order, Drain) and order.target is None and order.node is None
             return await _answer(task, wait=request.query_params.get("wait", "1") != "0" and not ends_all)
 
         return Route(path, endpoint, methods=["POST"])

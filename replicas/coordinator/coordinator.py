@@ -131,6 +131,10 @@ class Coordinator:
         self._book = ReadinessBook()
         self.keep_decisions = False
         """Keep the decision log at an orderly end, for a coordinator to continue."""
+        self.wait_for_store = True
+        """Open the control port only when the store is up; else members that come back
+        need not wait for that, and :meth:`store_started` is to be awaited."""
+        self._starting: asyncio.Task[None] | None = None
         self._server: Server | None = None
         self._tick: asyncio.Task[None] | None = None
         self.endpoint: str = ""
@@ -148,7 +152,6 @@ class Coordinator:
             self._decisions.close()
             raise
         try:
-            await self._store.start()
             routes = [session_route(self.engine, self.tokens), *self._routes]
             hosts = AllowedHosts(self._host, listener.getsockname()[0])
             door = Door(
@@ -160,18 +163,34 @@ class Coordinator:
                 tls=None if self._port_key is None else self._port_key.context,
             )
             self._server = Server(listener, routes, self.engine.refused, door=door)
+            self.engine.without_store()
+            await self._store.resolve()  # before members come, who may be on other machines
+            self._starting = asyncio.create_task(self._store.start())
+            if self.wait_for_store:
+                await self.store_started()
             await self._server.start()
         except BaseException:
             listener.close()
             self._decisions.close()
             with anyio.CancelScope(shield=True):
-                await self._store.aclose()
+                await self._end_store()
             raise
         host, port = listener.getsockname()[:2]
         self.endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._tick = asyncio.create_task(self.engine.tick_forever())
         own_loop.begin(self)
         return self
+
+    async def store_started(self) -> None:
+        """Wait for the store. WorldError: it did not start."""
+        assert self._starting is not None
+        await asyncio.shield(self._starting)
+
+    async def _end_store(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._store.aclose()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -183,7 +202,7 @@ class Coordinator:
         if self._server is not None:
             await self._server.aclose()
         self.engine.close()
-        await self._store.aclose()
+        await self._end_store()
         self._decisions.close(remove=error is None and not self.keep_decisions)
 
     @contextlib.contextmanager

@@ -288,6 +288,11 @@ class Engine:
         session.send(wire.Refused(wire.WireError.of(error)))
         self.lose(session.member, reason)
 
+    def without_store(self) -> None:
+        """Form no process group before the first store is up."""
+        for channel in self.channels.values():
+            channel.lanes.store_lost()
+
     def store_changed(self, up: bool) -> None:
         """The store has ended, or a new one listens at another address."""
         for name in self.channels:

@@ -64,13 +64,21 @@ class StoreWatcher:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
+    async def resolve(self) -> None:
+        """Find the address of its name: members are judged by it, and told it.
+
+        :raises errors.WorldError: there is none here.
+        """
+        self._bind = await _resolved(self._bind)
+        self.address = (self._bind, self._port)
+
     async def start(self) -> None:
         """Start the process and wait until it listens.
 
         :raises errors.WorldError: its name has no address here, it could not listen, or
             was not up within 60 s.
         """
-        self._bind = await _resolved(self._bind)
+        await self.resolve()
         await self._spawn(self._port)
         self._spawn_task(self._watch())
         self._spawn_task(self._sweep_forever())

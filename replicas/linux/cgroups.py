@@ -6,14 +6,14 @@ groups below its own, the supervisor creates one for the run and in it one for e
 of each generation::
 
     <mount><group of the supervisor>
-        /replicas-<run>-<pid>-<start time>
+        /replicas-<run>-<pid>-<start time>-<pid namespace>
             /<group>.<replica>.<generation>
                 /<node>
 
 Only the shim's children enter a node's group (the program's guard enters by itself
 before it execs the program), never the shim. So the shim's own last sweep is
 ``cgroup.kill``: one write, which no fork bomb outruns. When the shim is dead, the
-supervisor or the janitor writes it. An empty group is removed by the process that sees
+agent writes it. An empty group is removed by the process that sees
 its end; if all were killed at once, by the next supervisor, as the group's name tells
 whether its supervisor is alive.
 
@@ -33,7 +33,7 @@ import os
 import signal
 from pathlib import Path
 
-from replicas.linux.processes import signal_each, start_time
+from replicas.linux.processes import namespace, signal_each, start_time
 
 __all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "members", "own_group", "remove"]
 
@@ -145,12 +145,13 @@ class RunCgroups:
         """Create the group of a run below ``own``; ``limited``: limits are wanted."""
         own = _left.get(own, own)
         limits = _hand_on(own) if limited else frozenset()
-        for other in own.glob("replicas-*-*-*"):  # of dead supervisors
-            pid, start = other.name.split("-")[-2:]
+        here = str(namespace("pid"))  # containers may share the groups, and their pids mean nothing to each other
+        for other in own.glob(f"replicas-*-*-*-{here}"):  # of dead supervisors
+            pid, start = other.name.split("-")[-3:-1]
             if pid.isdigit() and start.isdigit() and start_time(int(pid)) != int(start):
                 with contextlib.suppress(OSError):  # another user's
                     remove(other)
-        path = own / f"replicas-{run}-{os.getpid()}-{start_time(os.getpid())}"
+        path = own / f"replicas-{run}-{os.getpid()}-{start_time(os.getpid())}-{here}"
         path.mkdir(exist_ok=True)  # an embedder may end a run and start it again
         if limits:
             _write(path / "cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(limits)))
@@ -185,6 +186,19 @@ class RunCgroups:
     def close(self) -> bool:
         """Remove the run's group; False when processes are still in it."""
         return remove(self.path)
+
+
+def prepare(*, limited: bool) -> Path:
+    """The group below which those of a run can be made; call it before any child.
+
+    With ``limited`` it may move this process to a group of its own below it, as a group
+    that hands on controllers may hold none. OSError: there are no control groups.
+    """
+    own = find_own()
+    own = _left.get(own, own)
+    if limited:
+        _hand_on(own)
+    return own
 
 
 def _hand_on(own: Path) -> frozenset[str]:

@@ -43,6 +43,7 @@ from replicas.status import RunStatus
 from replicas.supervisor.console import Console
 from replicas.supervisor.state.state import AlreadySupervised
 from replicas.supervisor.supervisor import Supervisor
+from replicas.supervisor.surroundings import Surroundings
 from replicas.telemetry.events import Reloaded
 
 __all__ = ["Notifier", "Watcher", "status_line", "supervise"]
@@ -59,7 +60,7 @@ _LINE_CHARACTERS = 900
 """Limit of each value: systemd ignores a datagram above 4096 bytes."""
 
 
-def supervise(config: Config) -> int:
+def supervise(config: Config, surroundings: Surroundings = Surroundings()) -> int:
     """Run ``config`` to its end in this process, with human-readable lines on stderr.
 
     :return: one of :mod:`replicas.control.exit_codes`: ``DONE``, ``FAILED``, ``USAGE``,
@@ -75,7 +76,7 @@ def supervise(config: Config) -> int:
     console = Console()
     try:
         with console.logging():
-            return anyio.run(_supervise, config, console)
+            return anyio.run(_supervise, config, console, surroundings)
     except AlreadySupervised as error:
         console.say(str(error))
         return SUPERVISED
@@ -86,12 +87,13 @@ def supervise(config: Config) -> int:
         console.flush(_LAST_WORDS_S)
 
 
-async def _supervise(config: Config, console: Console) -> int:
+async def _supervise(config: Config, console: Console, surroundings: Surroundings) -> int:
     say = console.say
     notifier = Notifier.take(os.environ)
-    supervisor = Supervisor(config, report=say)
+    supervisor = Supervisor(surroundings.adapt(config), report=say)
+    supervisor.reloading.adapt = surroundings.adapt
     watcher = Watcher(notifier, supervisor)
-    operator = _Operator(supervisor, notifier, watcher, console)
+    operator = _Operator(supervisor, notifier, watcher, console, surroundings.preempting)
     try:
         with operator.listening():
             async with AsyncExitStack() as stack:
@@ -103,6 +105,7 @@ async def _supervise(config: Config, console: Console) -> int:
                 say(f"run {config.run.name}: control at {where}")
                 for line in _invitations(supervisor):
                     say(line)
+                surroundings.started(supervisor)
                 operator.started.set()
                 telling = operator.spawn(watcher.run())
                 code = await supervisor.run_until_done()
@@ -152,11 +155,19 @@ class _Terminal:
 
 
 class _Operator:
-    def __init__(self, supervisor: Supervisor, notifier: Notifier, watcher: Watcher, console: Console) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        notifier: Notifier,
+        watcher: Watcher,
+        console: Console,
+        preempting: frozenset[signal.Signals] = frozenset(),
+    ) -> None:
         self.started = asyncio.Event()
         self.preempted = False
         self._supervisor, self._notifier, self._watcher = supervisor, notifier, watcher
         self._console, self._say = console, console.say
+        self._preempting = preempting
         self._terminal = _Terminal()
         self._ending = False
         self._starting: asyncio.Task[object] | None = None
@@ -172,8 +183,8 @@ class _Operator:
         signals = {
             signal.SIGTERM: self._drain,
             signal.SIGINT: self._drain,
-            signal.SIGUSR1: self._preempt,
             signal.SIGHUP: self._hang_up,
+            **dict.fromkeys((signal.SIGUSR1, *self._preempting), self._preempt),
         }
 
         def arrived(number: int, frame: object) -> None:

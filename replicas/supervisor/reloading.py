@@ -14,7 +14,7 @@ that began those raises an error. A group that is added again waits for its own 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ class Site(Protocol):
     def resources(self) -> Resources: ...
     async def check_plan(self, config: Config) -> Machine: ...
     def emit(self, event: Event) -> None: ...
+    def say(self, text: str) -> None: ...
 
 
 class Reloading:
@@ -55,6 +56,8 @@ class Reloading:
         self._removals: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
         """New sizes of groups that have not been scaled to them yet."""
+        self.adapt: Callable[[Config], Config] = lambda config: config
+        """Makes of each config that is read the one that is used."""
 
     async def reload(
         self,
@@ -70,7 +73,7 @@ class Reloading:
                 if config is None and (config := site.config.source) is None:
                     raise errors.UsageError("this run was not started from a config file", hint="pass the new config")
                 if not isinstance(config, Config):
-                    config = await anyio.to_thread.run_sync(config_file.read, config)
+                    config = self.adapt(await anyio.to_thread.run_sync(config_file.read, config))
                 found = diff(site.config, config)
                 if found.refused:
                     raise errors.BadConfig(found.refused, source=str(config.source or "config"))
@@ -93,6 +96,14 @@ class Reloading:
             accepted(reloaded)
         await self._carry_out(found)
         return reloaded
+
+    async def catch_up(self, names: Iterable[str]) -> None:
+        """Restart groups whose config has changed while no supervisor was there."""
+        for name in names:
+            try:
+                await self._roll(self._site.fleet.groups[name])
+            except errors.ReplicasError as error:
+                self._site.say(f"group {name}, whose config has changed: {error}")
 
     def _begin(self, new: Config, found: ConfigDiff) -> Reloaded:
         """Put the config in use and take the steps that need no waiting."""

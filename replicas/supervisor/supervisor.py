@@ -7,8 +7,8 @@ from an embedding program, the control port, the socket or a signal.
 
 Every event goes through :meth:`Supervisor.emit`. State that must survive a kill is
 written (:meth:`Supervisor.save`) before it takes effect. At the end the replicas end
-first, then the events close, and the coordinator and its port close last, so that ranks
-can leave in order. torch is never imported in this process.
+first, then the events close, then the agents end, and the coordinator and its port
+close last, so that ranks can leave in order. torch is never imported in this process.
 """
 
 from __future__ import annotations
@@ -30,24 +30,33 @@ from anyio.abc import TaskGroup
 import replicas
 from replicas import environ, errors
 from replicas.config import file as config_file
+from replicas.config.diff import digest_of_start
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.exit_codes import DONE, PREEMPTED
+from replicas.control.log_files import LogReader, Selection
 from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.effects import MemberLost, ReplicaIdle
 from replicas.core.lives.ordering import start_levels
 from replicas.linux import inherited
-from replicas.linux.cgroups import LIMITS
 from replicas.messages import arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
-from replicas.supervisor.cleanup.containment import Containment
 from replicas.supervisor.fleet.causes import FailureReports, line
 from replicas.supervisor.fleet.fleet import Fleet
-from replicas.supervisor.fleet.resources import Machine, Resources, fitting, machine_for, refuse_unfit, with_sizes
+from replicas.supervisor.fleet.nodes import Nodes
+from replicas.supervisor.fleet.resources import (
+    Machine,
+    Resources,
+    fitting,
+    machine_for,
+    node_name,
+    refuse_unfit,
+    with_sizes,
+)
 from replicas.supervisor.reloading import Reloading
 from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_record, this_process
 from replicas.supervisor.state.run_state import machine as this_machine
@@ -124,9 +133,9 @@ class Supervisor:
         self.metrics: Metrics = Metrics(self.status, lambda: self._events.tally)
         self._report = report or log.info
         self._coordinator: Coordinator | None = None
-        self._containment: Containment | None = None
         self._fleet: Fleet | None = None
-        self.resources: Resources = Resources()
+        self.resources: Resources = Resources(node_name())
+        self._nodes = Nodes(self)
         self.reloading: Reloading = Reloading(self)
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
@@ -135,17 +144,6 @@ class Supervisor:
         self._helpers: dict[int, ProcessRecord] = {}
         self._machine, self._process = this_machine(), this_process()
         self._door = self.config.control.socket or self.state.path / SOCKET_FILE
-
-    def _make_containment(self) -> Containment:
-        limits = [group.resources for group in self.config.groups.values()]
-        needed = {name for name, field in LIMITS.items() for one in limits if getattr(one, field) is not None}
-        return Containment(
-            self.config.run.name,
-            lambda group: self.fleet.groups[group].config.resources,
-            lock=self.state.lock,
-            limits=frozenset(needed),
-            door=self._door,
-        )
 
     def _make_coordinator(self) -> Coordinator:
         config = self.config
@@ -158,12 +156,15 @@ class Supervisor:
             certificate=config.control.certificate,
             key=config.control.key,
             host=config.control.host,
-            port=config.control.port,
+            port=config.control.port or self._nodes.port_before,
             store_bind=config.store.bind,
             store_port=config.store.port,
             state_dir=config.run.state_dir,
             epochs=self._events.tally.epochs,
-            routes=control_routes(self, commands=self, streams=self, access=access),
+            routes=[
+                self._nodes.route(access, self._refused),
+                *control_routes(self, commands=self, streams=self, access=access),
+            ],
             live=self.live,
         )
 
@@ -188,28 +189,51 @@ class Supervisor:
             stack.callback(self._release)
             self._events = self.state.open_events(config.run.events_max_nbytes)
             stack.callback(self._events.close)
-            # Before any other process is started: it may have to move this one, alone,
-            # to another control group.
-            containment = await stack.enter_async_context(self._make_containment())
-            self._containment = containment
+            await stack.enter_async_context(self._nodes)  # before any other process is started
             coordinator = self._coordinator = self._make_coordinator()  # opens the decision log, so not before the lock
             self.state.tokens.check(coordinator.tokens.key)
+            coordinator.wait_for_store = False  # those that come back to a new supervisor may not have so much time
             await stack.enter_async_context(coordinator)
             coordinator.subscribe(self._on_channel_event)
-            routes = control_routes(self, commands=self, streams=self)
+            routes = [self._nodes.route(None, self._refused), *control_routes(self, commands=self, streams=self)]
             await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
-            helpers = [pid for pid in (coordinator.store_pid, containment.janitor_pid) if pid is not None]
-            for leftover in await _finish_in_thread(lambda: self.state.sweep(helpers)):
+            stack.push_async_callback(self._nodes.finish)  # while it still has agents
+            await self._nodes.joined()
+            await coordinator.store_started()
+            helpers = [pid for pid in (coordinator.store_pid, self._nodes.agent_pid) if pid is not None]
+            for leftover in await _finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
                 self._events.emit(leftover)
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
             saved = self.state.saved
             groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
-            self._fleet = Fleet(config, self, saved=groups, wall=time.time(), start_shim=containment.start)
+            self._fleet = Fleet(
+                config,
+                self,
+                saved=groups,
+                wall=time.time(),
+                start_shim=self._nodes.cluster.start,
+                adopted=self._nodes.adopted(config),
+            )
             self._fleet.start()
             self._events.on_rotate = self.save
             self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._door)
+            self.spawn(self._nodes.tend)
+            if saved is not None and self._nodes.adopting:
+                self._resume(saved)
+            self.save()
             self._stack = stack.pop_all()
         return self
+
+    def _resume(self, saved: Saved) -> None:
+        """Go on with what an earlier supervisor had begun; apply a changed config."""
+        if saved.draining:
+            self.spawn(self.preempt if saved.draining == "preempted" else self.drain)
+            return
+        before = {name: one.start for name, one in saved.groups.items()}
+        groups = self.config.groups.items()
+        changed = [name for name, one in groups if before.get(name, "") not in ("", digest_of_start(one))]
+        if changed:
+            self.spawn(lambda: self.reloading.catch_up(changed))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -333,6 +357,18 @@ class Supervisor:
             self._preempted = True
             await self.fleet.drain(reason="preempted")
 
+    async def drain_node(self, node: str, *, undo: bool = False) -> None:
+        """Move a node's replicas elsewhere, after their sync, and let none start there.
+
+        Spends no budget. Waits until nothing of them is left on the node; its agent
+        then ends, but for that of the supervisor's own machine. Replicas that fit
+        nowhere else wait.
+
+        :param undo: let replicas start there again; its replicas stay where they are.
+        :raises replicas.errors.UsageError: no such node.
+        """
+        await self._nodes.drain(arguments.text("drain: node", node), undo=arguments.flag("drain: undo", undo))
+
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
         """Start replicas that failed or are in backoff at once, with a full budget.
 
@@ -384,8 +420,9 @@ class Supervisor:
         for one in chosen:
             if arguments.flag("tokens: rotate", rotate):
                 self.state.tokens.rotate(found, one)
-            if arguments.flag("tokens: revoke_old", revoke_old):
-                found.revoke_old(one)
+        self._nodes.cluster.tell_tokens(found.text("member"), found.text("operator"))
+        for one in chosen if arguments.flag("tokens: revoke_old", revoke_old) else ():
+            found.revoke_old(one)
         if rotate or revoke_old:
             self.state.write_tokens(found)
         return {one: {"token": found.text(one), "old_is_valid": found.both_valid(one)} for one in chosen}
@@ -410,6 +447,10 @@ class Supervisor:
     def logs(self) -> Path:
         """The folder of the run's logs."""
         return self.state.logs
+
+    def read_logs(self, selection: Selection) -> LogReader:
+        """Read logs of ranks, on whichever node they are."""
+        return self._nodes.read_logs(self.state.logs, selection)
 
     @property
     def endpoint(self) -> str:
@@ -446,6 +487,7 @@ class Supervisor:
             store=store,
             groups=tuple(group.status(asyncio.get_running_loop().time()) for group in fleet.groups.values()),
             channels=coordinator.channel_statuses(),
+            nodes=self._nodes.cluster.status(),
             event_loop_lag_s=coordinator.loop_lag_s,
             sidecar_replacements=coordinator.sidecar_replacements(),
             refused=coordinator.refused(),
@@ -500,7 +542,10 @@ class Supervisor:
 
     def save(self) -> None:
         """Write the state that must survive when this process is killed."""
+        if self._fleet is None:
+            return
         fleet, wall = self.fleet, time.time()
+        ended = "preempted" if self._preempted else "requested" if fleet.draining else ""
         self.state.run_state.save(
             Saved(
                 run=self.config.run.name,
@@ -512,14 +557,16 @@ class Supervisor:
                 groups=fleet.saved(wall),
                 shims=fleet.shims(),
                 helpers=self._helper_records(),
+                agents=self._nodes.cluster.records(),
+                port=int(self.endpoint.rpartition(":")[2]),
+                draining="" if fleet.over.is_set() else ended,
             )
         )
 
     def _helper_records(self) -> tuple[ProcessRecord, ...]:
-        """Records of the store and the janitor; looks up new processes only."""
-        janitor = self._containment.janitor_pid if self._containment is not None else None
+        """Records of the store and the agent; looks up new processes only."""
         known, self._helpers = self._helpers, {}
-        for pid in filter(None, (self.coordinator.store_pid, janitor)):
+        for pid in filter(None, (self.coordinator.store_pid, self._nodes.agent_pid)):
             try:
                 found = known.get(pid) or process_record(pid)
             except OSError as error:  # e.g. this process has no descriptor left

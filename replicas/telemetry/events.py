@@ -29,6 +29,7 @@ __all__ = [
     "How",
     "LeftoverFound",
     "LogLinesDropped",
+    "NodeChanged",
     "RankEnd",
     "Record",
     "ReloadRefused",
@@ -68,14 +69,14 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
-DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"]
+DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "restart", "node"]
 
 
 class Draining(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A drain has begun.
 
-    ``target``: a group, a replica (``group/index``), or empty for the whole run.
-    ``hurry``: its processes are killed at once.
+    ``target``: a group, a replica (``group/index``), ``node NAME``, or empty for the
+    whole run. ``hurry``: its processes are killed at once.
     """
 
     target: str
@@ -235,6 +236,19 @@ class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     swept: bool = True
 
 
+class NodeChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A node of the run has joined, is away, or is lost.
+
+    ``before``, ``after``: states of a node, as in its status.
+    """
+
+    node: str
+    before: str
+    after: str
+    reason: str = ""
+    address: str = ""
+
+
 class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A state file could not be read and was moved to ``path``.
 
@@ -282,6 +296,7 @@ Event = (
     | StacksSaved
     | LogLinesDropped
     | LeftoverFound
+    | NodeChanged
     | StateSetAside
     | ConnectionsRefused
     | EventsLost

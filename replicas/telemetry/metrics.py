@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 import replicas
-from replicas.status import MemberStatus, ReplicaState, ReplicaStatus, RunStatus
+from replicas.status import MemberStatus, NodeStatus, ReplicaState, ReplicaStatus, RunStatus
 from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Histogram, Tally
 
 __all__ = ["Metrics"]
@@ -32,6 +32,7 @@ __all__ = ["Metrics"]
 Series = Iterable[tuple[tuple[str, ...], float]]
 
 _STATES: tuple[str, ...] = get_args(ReplicaState)
+_NODE_STATES = ("up", "draining", "away", "lost")
 _MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
 
 
@@ -95,7 +96,9 @@ def _histogram(
     return family
 
 
-def _by_state(things: Iterable[ReplicaStatus | MemberStatus], states: Iterable[str]) -> list[tuple[str, int]]:
+def _by_state(
+    things: Iterable[ReplicaStatus | MemberStatus | NodeStatus], states: Iterable[str]
+) -> list[tuple[str, int]]:
     found = Counter[str](one.state for one in things)
     return [(state, found[state]) for state in states]
 
@@ -116,6 +119,8 @@ def _run_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     yield _counter("sidecar_replacements_total", text, ("reason",), _by_key((), status.sidecar_replacements))
     text = "Connections and messages that the control port refused."
     yield _counter("refused_total", text, ("reason",), _by_key((), status.refused))
+    series = [((state,), number) for state, number in _by_state(status.nodes, _NODE_STATES)]
+    yield _gauge("nodes", "Nodes of the run by state.", ("state",), series)
     yield _counter("events_lost_total", "Events that could not be written to disk.", (), [((), tally.events_lost)])
 
 

@@ -166,7 +166,8 @@ class SecureTransport(asyncio.Transport):
 
     @max_size.setter
     def max_size(self, nbytes: int) -> None:
-        self._below.max_size = nbytes  # type: ignore[attr-defined]  # of asyncio's selector transports
+        if hasattr(self._below, "max_size"):  # not uvloop's
+            self._below.max_size = nbytes
 
 
 class SecureConnection(asyncio.Protocol):

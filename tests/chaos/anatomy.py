@@ -60,7 +60,7 @@ class Anatomy:
             below.setdefault(up.get(pid, 0), []).append(pid)
         own = below.get(run.pid, [])
         self.store = next((pid for pid in own if "store_process" in lines[pid]), 0)
-        self.janitor = next((pid for pid in own if "supervisor.cleanup.janitor" in lines[pid]), 0)
+        self.agent = next((pid for pid in own if "supervisor.agent.local" in lines[pid]), 0)
         self.bodies: dict[str, Body] = {}
         for name, one in replicas.items():
             try:
@@ -68,11 +68,11 @@ class Anatomy:
             except Unfinished:
                 if whole:
                     raise
-        known = {run.pid, self.store, self.janitor, *guests}
+        known = {run.pid, self.store, self.agent, *guests}
         for body in self.bodies.values():
             known |= body.pids
         self.orphans = {pid: line for pid, line in lines.items() if pid not in known}
-        for name, pid in (("store", self.store), ("janitor", self.janitor)):
+        for name, pid in (("store", self.store), ("agent", self.agent)):
             if not pid:
                 raise Unfinished(f"no {name}")
 

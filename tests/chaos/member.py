@@ -24,12 +24,13 @@ import torch.distributed as dist
 import replicas
 from tests.chaos.signals import EXIT, RAISE, REJOIN, REJOIN_OUTER
 
-__all__ = ["NAME", "OUT", "RANK", "REJOINS", "Log", "Ordered", "Orders", "agreed", "endpoint", "joined", "wait"]
+__all__ = ["NAME", "OUT", "RANK", "REJOINS", "Log", "Ordered", "Orders", "agreed", "endpoint", "joined", "now", "wait"]
 
 OUT = Path(os.environ.get("CHAOS_OUT", "."))
 """Where the programs write."""
 
 RANK = int(os.environ.get("RANK", "0"))
+NODE = os.environ.get("CHAOS_NODE", "")
 NAME = f"{os.environ.get('REPLICAS_GROUP', 'none')}-{os.environ.get('REPLICA_ID', '0')}"
 
 REJOINS = "CHAOS_REJOINS" in os.environ
@@ -78,21 +79,28 @@ class Orders:
         return True
 
 
+def now() -> float:
+    """The time by a clock that all processes of the machine share: on a node of a run
+    ``CLOCK_MONOTONIC`` is the node's own."""
+    return time.clock_gettime(time.CLOCK_REALTIME) if NODE else time.monotonic()
+
+
 class Log:
-    """JSON lines with the time of ``CLOCK_MONOTONIC``, which all processes of the
-    machine share."""
+    """JSON lines with the time of a clock that all processes share."""
 
     def __init__(self, suffix: str = "") -> None:
         self._file = (OUT / f"{NAME}.{RANK}{suffix}.jsonl").open("a", buffering=1)
-        self._head = {"pid": os.getpid(), "generation": int(os.environ.get("REPLICAS_GENERATION", "1"))}
+        pid = f"{NODE}.{os.getpid()}" if NODE else os.getpid()
+        self._head = {"pid": pid, "generation": int(os.environ.get("REPLICAS_GENERATION", "1"))}
 
     def tell(self, **what: Any) -> None:
-        self._file.write(json.dumps({**self._head, "at": time.monotonic(), **what}) + "\n")
+        self._file.write(json.dumps({**self._head, "at": now(), **what}) + "\n")
 
 
-def endpoint() -> str:
-    """The proxy through which this replica's sessions pass."""
-    return str(json.loads((OUT / "proxies.json").read_text())[NAME])
+def endpoint() -> str | None:
+    """The proxy through which this replica's sessions pass; None: there is none."""
+    path = OUT / "proxies.json"
+    return str(json.loads(path.read_text())[NAME]) if path.exists() else None
 
 
 def joined(work: Callable[[replicas.Channel], None], log: Log) -> NoReturn:

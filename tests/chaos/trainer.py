@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 import replicas
-from tests.chaos.member import RANK, REJOINS, Log, Orders, agreed, joined, wait
+from tests.chaos.member import RANK, REJOINS, Log, Orders, agreed, joined, now, wait
 from tests.chaos.peer import start_peer
 
 NBYTES = int(os.environ.get("CHAOS_NBYTES", str(4 * 2**20)))
 ALL_RANKS = os.environ.get("CHAOS_SOURCE_RANKS") == "all"
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+PAUSE_S = float(os.environ.get("CHAOS_PAUSE_S", "0.05"))
 
 
 def weights(stamp: int, orders: Orders) -> Iterator[tuple[str, object]]:
@@ -41,7 +42,7 @@ def weights(stamp: int, orders: Orders) -> Iterator[tuple[str, object]]:
 
 def publish_for_ever(channel: replicas.Channel, log: Log, orders: Orders) -> None:
     while True:
-        stamp = agreed(time.monotonic_ns() // 1000)
+        stamp = agreed(int(now() * 1e6))
         log.tell(began=stamp)
         try:
             pending = channel.publish(weights(stamp, orders), meta={"stamp": stamp})
@@ -55,7 +56,7 @@ def publish_for_ever(channel: replicas.Channel, log: Log, orders: Orders) -> Non
                 raise
         log.tell(own=stamp, works=agreed(stamp) == stamp)
         orders.obey()
-        time.sleep(0.05 + stamp % 50 / 1000)
+        time.sleep(PAUSE_S + stamp % 50 / 1000)
 
 
 def main() -> None:

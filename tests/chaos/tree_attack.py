@@ -85,7 +85,7 @@ class Attack:
             due, _, step = heapq.heappop(self._steps)
             time.sleep(max(0.0, due - time.monotonic()))  # the line of time itself, not a wait for anything
             step()
-        if self.ends is not None and any(fault.pair == ("kill", "janitor") for fault in self.faults):
+        if self.ends is not None and any(fault.pair == ("kill", "agent") for fault in self.faults):
             self.frozen |= self._unwatched
 
     def __str__(self) -> str:
@@ -137,6 +137,10 @@ class Attack:
             self._plan(self.at + fault.pause_s, lambda: _send(identity, signal.SIGCONT))
         elif fault.kind == "freeze":
             self._undo.callback(_send, identity, signal.SIGCONT)
+        if fault.pair == ("kill", "agent"):  # the shims end with it
+            self.hit |= set(picture.bodies)
+            for each in picture.bodies:
+                self._costs(each, picture, certain=fault.at_s == 0.0)
         if not name:
             return
         self.hit.add(name)
@@ -160,8 +164,8 @@ class Attack:
     def _victim(self, fault: Fault, picture: Picture) -> tuple[str, int]:
         """Name of the replica, empty for what is the run's, and pid; 0: there is
         none."""
-        if fault.target in ("store", "janitor"):
-            return "", picture.store if fault.target == "store" else picture.janitor
+        if fault.target in ("store", "agent"):
+            return "", picture.store if fault.target == "store" else picture.agent
         names = sorted(picture.bodies)
         if fault.kind == "flood":
             names = [name for name in names if name.startswith("loud")]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 __all__ = ["ENDS_RUN", "PAIRS", "Fault", "deck"]
 
-PROCESSES = ("supervisor", "store", "janitor", "shim", "pump", "torchrun", "rank", "daemon")
+PROCESSES = ("supervisor", "store", "agent", "shim", "pump", "torchrun", "rank", "daemon")
 
 PAIRS: tuple[tuple[str, str], ...] = (
     *(("kill", target) for target in PROCESSES),
@@ -123,7 +123,7 @@ def deck(rng: random.Random, *, at_once: int, torchrun: bool, disk: bool, only: 
 
 
 def _get_along(one: Fault, other: Fault) -> bool:
-    if one.pair == other.pair and one.target in ("supervisor", "store", "janitor", "disk", "clock"):
+    if one.pair == other.pair and one.target in ("supervisor", "store", "agent", "disk", "clock"):
         return False
     ends = one.ends_run + other.ends_run
     paused = any(fault.pair == ("pause", "supervisor") for fault in (one, other))

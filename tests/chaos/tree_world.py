@@ -105,7 +105,7 @@ class Picture(Anatomy):
         self.daemons = daemons
         self.supervisor = run.pid
         pids = {pid for name, body in self.bodies.items() for pid in (*body.pids, *daemons[name])}
-        self.identities = {pid: start_time(pid) for pid in (run.pid, self.store, self.janitor, *pids)}
+        self.identities = {pid: start_time(pid) for pid in (run.pid, self.store, self.agent, *pids)}
 
     def all_of(self, name: str) -> set[Process]:
         """Every process of a replica, to be known again."""

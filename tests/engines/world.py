@@ -122,7 +122,7 @@ class World:
     def processes(self) -> dict[str, int]:
         """The living processes of the engine, by role: follower, api, core, and one
         worker for each rank of the model, worker0 and so on."""
-        (follower,) = _children(self.run.pid, "replicas.integrations.vllm", depth=2)
+        (follower,) = _children(self.run.pid, "replicas.integrations.vllm", depth=3)  # below the agent and the shim
         (api,) = _children(follower, "vllm.entrypoints.cli.main")
         (core,) = _children(api, "spawn_main")
         workers = {f"worker{number}": pid for number, pid in enumerate(_children(core, "spawn_main"))}

@@ -26,7 +26,7 @@ from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.door import Door
 from replicas.coordinator.server import Server, bind_listener
 from replicas.linux.sockets import peer_uid
-from replicas.supervisor.cleanup import janitor
+from replicas.supervisor.agent import orphans
 from tests.unit.test_control_orders import TOKENS, Run
 
 pytestmark = pytest.mark.anyio
@@ -86,20 +86,20 @@ async def test_what_a_killed_supervisor_left_is_replaced_and_nothing_else(tmp_pa
 
 
 async def test_the_socket_of_a_living_run_is_not_taken(tmp_path: Path) -> None:
-    """Two configs name the same one. Neither another supervisor nor the janitor of a
+    """Two configs name the same one. Neither another supervisor nor the agent of a
     dead one removes it."""
     path = tmp_path / "control.sock"
     async with serving(path, Run()):
         with pytest.raises(errors.WorldError, match=r"another process listens on it \(name another place"):
             async with serving(path, Run()):
                 pass
-        await asyncio.to_thread(janitor.remove_socket, path)
+        await asyncio.to_thread(orphans.remove_socket, path)
         assert (await asyncio.to_thread(Client(f"unix:{path}").status)).run == "grpo"
         with pytest.raises(errors.Disconnected, match='run "dead" is gone: run "grpo" is at its address now'):
             await asyncio.to_thread(Client(f"unix:{path}", run="dead").order, Scale(group="a", replicas=0))
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
-    janitor.remove_socket(path)
+    orphans.remove_socket(path)
     assert not path.exists()
 
 

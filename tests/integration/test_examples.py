@@ -126,6 +126,18 @@ except model.TornWeights as error:
     assert second.endswith("(the weights say step 8)")
 
 
+@pytest.mark.timeout(200)
+def test_the_cluster_outlives_its_supervisor_and_a_machine(tmp_path: Path) -> None:
+    demo = str(EXAMPLES / "cluster" / "cluster_demo.py")
+    mark, before = secrets.token_hex(8), shared_memory()
+    done = _run(demo, "--adopt", "24s", "--out", str(tmp_path / "out"), cwd=tmp_path, limit_s=190, mark=mark)
+    logs = "\n".join(path.read_text() for path in (tmp_path / "out").glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert re.search(r"rollout/[01] runs on (left|right) .* generation 2, with version \d+", done.stdout), done.stdout
+    eventually(lambda: not processes_marked(mark), "the end of its processes", timeout_s=10)
+    assert shared_memory() <= before
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.timeout(180)
 def test_demo_learns_survives_its_kill_and_leaves_nothing(tmp_path: Path) -> None:

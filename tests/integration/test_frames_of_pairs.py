@@ -1,5 +1,4 @@
-"""Mutated messages on the socketpairs between supervisor, janitor, shim, launcher and
-log pump.
+"""Mutated messages on the socketpairs between agent, shim, launcher and log pump.
 
 Both ends are processes of one run, so that a message can only be broken by a bug or by
 other code under a running supervisor. No reader may end with a traceback or harm a
@@ -12,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import selectors
 import socket
 import subprocess
@@ -23,14 +21,14 @@ from pathlib import Path
 
 import pytest
 
-from replicas.linux.processes import MARK, start_time
+from replicas.linux.processes import MARK
 from replicas.supervisor.logs.pump import Log, LogSource, Pump
 from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import launcher, orders
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit
 from tests.support.frames import MANY, mutants
 from tests.support.programs import SLEEPS
-from tests.support.runs import alive, eventually
+from tests.support.runs import alive
 from tests.support.shims import shim
 
 MESSAGES = max(300, MANY)
@@ -63,54 +61,6 @@ def bystander(mark: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-# ------------------------------------------------------------ supervisor to janitor
-
-
-def test_what_the_janitor_is_told() -> None:
-    """In the end it sweeps what it was rightly told of, and nothing else."""
-    ours, theirs = orders.pair()
-    mark, other = secrets.token_hex(8), secrets.token_hex(8)
-    with bystander(mark) as left, bystander(other) as stranger, ours:
-        watch: orders.Message = {"type": "watch", "nonce": mark, "pid": 4_000_001, "start": None, "cgroup": ""}
-        watch_other = watch | {"nonce": "f" * 16, "pid": stranger.pid, "start": start_time(stranger.pid)}
-        real: list[orders.Message] = [watch_other, {"type": "forget", "nonce": "f" * 16}]
-        real.append({"type": "run", "cgroup": "/sys/fs/cgroup/none"})
-        command = [sys.executable, "-m", "replicas.supervisor.cleanup.janitor", "--control", str(theirs.fileno())]
-        with subprocess.Popen(
-            [*command, "--parent", str(os.getpid())], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True
-        ) as janitor:
-            theirs.close()
-            said: list[str] = []
-            assert janitor.stderr is not None
-            reader = threading.Thread(target=said.extend, args=(janitor.stderr,))
-            reader.start()
-            try:
-                for data in mutants([orders.encode(message) for message in real], seed=11, many=MESSAGES):
-                    if kind_of(data) not in ("done", "watch"):  # a shim that is watched is to be ended
-                        send(ours, data)
-                    elif kind_of(data) == "watch":
-                        send(ours, orders.encode(orders.decode(data) | {"pid": broken_pid(data)}))
-                send(ours, orders.encode(watch))
-                ours.close()
-                janitor.wait(30)
-            finally:
-                janitor.kill()
-                reader.join(30)
-        text = "".join(said)
-        assert "Traceback" not in text, text
-        assert "is no message" in text
-        assert janitor.returncode == 0
-        eventually(lambda: not alive(left.pid), "the end of what the dead shim has left")
-        assert alive(stranger.pid)
-
-
-def broken_pid(data: bytes) -> object:
-    """What it has in place of a pid: not one of a living process, which it would
-    rightly end."""
-    pid = orders.decode(data).get("pid")
-    return pid if not isinstance(pid, int | float) or pid < 1 or pid > 1 << 22 else 4_000_001
 
 
 # ------------------------------------------------------------ shim and log pump

@@ -125,7 +125,7 @@ def test_a_terminal_that_is_closed_ends_a_run_that_writes_into_a_pipe(tmp_path: 
         pid = supervisor_of(run)
         os.close(ours)
         eventually(lambda: not alive(pid), "the end of the supervisor")
-        run.assert_nothing_left(pid=pid)
+        run.assert_nothing_left()
 
 
 def test_nohup_keeps_a_run_when_its_terminal_is_closed(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_nohup_keeps_a_run_when_its_terminal_is_closed(tmp_path: Path) -> None:
         assert not run.status().draining
         os.kill(pid, signal.SIGTERM)
         eventually(lambda: not alive(pid), "the end of the supervisor")
-        run.assert_nothing_left(pid=pid)
+        run.assert_nothing_left()
 
 
 # ------------------------------------------------------------ namespaces

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from replicas.cli.client import Client
 from replicas.cli.tokens import make
-from tests.support.manifests import container, documents, environment, status_of
+from replicas.status import ReplicaStatus, RunStatus
+from replicas.trust.tokens import OPERATOR_FILE
+from tests.support.manifests import container, documents, environment, expanded, status_of
 from tests.support.networks import Machine, hosts, why_no_hosts
 from tests.support.runs import ROOT, alive, eventually
 
@@ -51,8 +54,14 @@ class Cluster:
     """A folder in place of the cluster's volumes, and one table of names for all
     pods."""
 
-    def __init__(self, folder: Path, machines: tuple[Machine, ...]) -> None:
+    def __init__(
+        self, folder: Path, machines: tuple[Machine, ...], manifest: str = "supervisor.yaml", **other: str
+    ) -> None:
+        """``manifest``: that of the config; ``other``: what stands in it for another
+        text."""
         self._names = folder / "hosts"
+        self.programs = folder
+        """In place of what images have: a folder of Python modules."""
         self._places = {
             "/etc/replicas-token": folder / "token",
             "/etc/replicas": folder / "config",
@@ -61,8 +70,11 @@ class Cluster:
         for place in self._places.values():
             place.mkdir()
         make(folder / "token")
-        (config,) = [one for one in documents("supervisor.yaml") if one["kind"] == "ConfigMap"]
+        self.operator_token = (folder / "token" / OPERATOR_FILE).read_text().strip()
+        (config,) = [one for one in documents(manifest) if one["kind"] == "ConfigMap"]
         for name, text in config["data"].items():
+            for old, new in other.items():
+                text = text.replace(old, new)
             (folder / "config" / name).write_text(self._placed(text))
         self.place_supervisor(machines[0])
         for machine in machines:
@@ -95,24 +107,38 @@ class Cluster:
             yield pod
 
     @contextlib.contextmanager
+    def agent(self, machine: Machine, name: str, gpus: str) -> Iterator[Pod]:
+        """A pod of the agents' StatefulSet: its name is the host's."""
+        one = container("agents.yaml")
+        fields = {"status.podIP": machine.address, "replicas-token/operator-token": self.operator_token}
+        variables = environment(one, fields) | {"CUDA_VISIBLE_DEVICES": gpus}
+        words = [self._placed(expanded(word, variables)) for word in [*one["command"][1:], *one["args"]]]
+        words[words.index("--state-dir") + 1] += f"-{name}"  # each pod has a volume of its own
+        named = ["unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "sh"]
+        program = str(Path(sys.executable).parent / one["command"][0])
+        with self._started(machine, [*named, program, *words], variables) as pod:
+            yield pod
+
+    @contextlib.contextmanager
     def _started(self, machine: Machine, command: list[str], variables: dict[str, str]) -> Iterator[Pod]:
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LANG") if name in os.environ}
         with subprocess.Popen(
             machine.command(*command),
-            env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+            env={**kept, "PYTHONPATH": f"{ROOT}:{self.programs}", "OMP_NUM_THREADS": "1", **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         ) as process:
             try:
-                yield Pod(machine, process)
+                yield Pod(machine, process, self.operator_token)
             finally:
                 process.kill()
 
 
 class Pod:
-    def __init__(self, machine: Machine, process: subprocess.Popen[str]) -> None:
+    def __init__(self, machine: Machine, process: subprocess.Popen[str], token: str) -> None:
         self._machine = machine
+        self._token = token
         self._process = process
 
     def first(self) -> int:
@@ -124,6 +150,10 @@ class Pod:
             return 0
 
         return int(eventually(find, "process 1"))
+
+    def process(self) -> int:
+        """The pid, as seen from here, of a program that has the pids of its machine."""
+        return int(eventually(lambda: Machine.pid_of(self._process.pid), "its process"))
 
     def says(self) -> str:
         assert self._process.stdout is not None
@@ -146,6 +176,12 @@ class Pod:
         """The status that a probe gets, or 0."""
         ports = {port["name"]: port["containerPort"] for port in container("supervisor.yaml")["ports"]}
         return self.get(f":{ports[one['httpGet']['port']]}{one['httpGet']['path']}", one["httpGet"]["scheme"])
+
+    def status(self) -> RunStatus:
+        return Client(f"{self._machine.address}:9477", token=self._token).status()
+
+    def replicas(self) -> dict[str, ReplicaStatus]:
+        return {one.name: one for group in self.status().groups for one in group.replicas}
 
     def get(self, rest: str, scheme: str = "HTTPS") -> int:
         return status_of(f"{scheme.lower()}://{self._machine.address}{rest}")
@@ -186,3 +222,71 @@ def test_pods_of_others_join_outlive_a_supervisor_and_end_in_order(tmp_path: Pat
             assert supervisor.wait(60) == 0, "within terminationGracePeriodSeconds"
             assert not alive(one)
             assert all(pod.is_running for pod in (trainer, first, second)), "they are not the supervisor's to end"
+
+
+AGENT_TRAINS = """
+import time, torch, replicas
+step = 0
+with replicas.join("policy") as channel:
+    while True:
+        step += 1
+        channel.publish({"w": torch.full((1000,), float(step))}, deadline=100).wait()
+        time.sleep(0.2)
+"""
+
+AGENT_SERVES = """
+import replicas
+with replicas.join("policy") as channel:
+    while True:
+        with channel.receive().wait():
+            pass
+"""
+
+
+@pytest.mark.timeout(300)
+def test_pods_are_nodes_whose_replicas_outlive_the_supervisors_pod(tmp_path: Path) -> None:
+    (tmp_path / "programs").mkdir()
+    for name, text in (("trainer", AGENT_TRAINS), ("rollout", AGENT_SERVES)):
+        (tmp_path / "programs" / f"{name}.py").write_text(text)
+    small = {"min_ready = 1": "min_ready = 2"}
+    small |= {"nproc_per_node = 8": "nproc_per_node = 1", "nnodes = 2": "nnodes = 1", "replicas = 4": "replicas = 2"}
+    with hosts(5) as net, contextlib.ExitStack() as stack:
+        before, after, spare, *nodes = net.machines
+        cluster = Cluster(tmp_path, net.machines, "agents.yaml", **small)
+        cluster.programs = tmp_path / "programs"
+        with cluster.supervisor(before) as supervisor:
+            eventually(lambda: supervisor.get(":9477/livez") == 200, "the startup probe", timeout_s=60)
+            agents = [stack.enter_context(cluster.agent(node, f"agent-{i}", "0,1")) for i, node in enumerate(nodes)]
+            eventually(lambda: supervisor.get(":9477/readyz") == 200, "all replicas are ready", timeout_s=90)
+            first, replicas = supervisor.status(), supervisor.replicas()
+            assert {one.nodes for name, one in replicas.items() if "rollout" in name} == {("agent-0",), ("agent-1",)}
+            assert {(one.state, one.generation) for one in replicas.values()} == {("ready", 1)}
+            os.kill(supervisor.first(), signal.SIGKILL)  # a process that this test has started
+            assert supervisor.wait(10) != 0
+        # The next pod is elsewhere, at another address: within adopt, it takes over.
+        cluster.place_supervisor(after)
+        with cluster.supervisor(after) as supervisor:
+            eventually(lambda: supervisor.get(":9477/readyz") == 200, "the replicas are taken over", timeout_s=90)
+            eventually(lambda: all(one.pid for one in supervisor.replicas().values()), "the agents are back")
+            taken = supervisor.replicas()
+            assert {name: (one.pid, one.generation) for name, one in taken.items()} == {
+                name: (one.pid, one.generation) for name, one in replicas.items()
+            }
+            version = first.channels[0].committed_version
+            eventually(lambda: supervisor.status().channels[0].committed_version > version + 2, "commits", timeout_s=60)
+            agents.append(stack.enter_context(cluster.agent(spare, "agent-2", "0,1")))
+            eventually(lambda: [node.state for node in supervisor.status().nodes] == ["up"] * 3, "one more node")
+            # Its pod is deleted: SIGTERM, and terminationGracePeriodSeconds.
+            leaves = next(index for index, _ in enumerate(nodes) if taken["trainer/0"].nodes != (f"agent-{index}",))
+            os.kill(agents[leaves].process(), signal.SIGTERM)
+            assert agents[leaves].wait(90) == 0
+            eventually(
+                lambda: (
+                    {one.nodes for one in supervisor.replicas().values()} == {(f"agent-{1 - leaves}",), ("agent-2",)}
+                ),
+                "the rollout has moved",
+                timeout_s=60,
+            )
+            os.kill(supervisor.first(), signal.SIGTERM)
+            assert supervisor.wait(60) == 0
+            assert [agents[index].wait(30) for index in (1 - leaves, 2)] == [0, 0], "the run is over"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import MARK, marked
-from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.agent.node import Node
 from replicas.supervisor.shim.orders import NodeSpec
 
 DEAF = "echo; exec sleep 600 >&2"

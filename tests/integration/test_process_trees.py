@@ -16,6 +16,7 @@ import pytest
 
 from replicas.linux.cgroups import find_own
 from replicas.linux.processes import start_time
+from replicas.supervisor.fleet.local_agent import AGENT
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
 
@@ -136,7 +137,7 @@ EXEC = group("a", HIDES, f"ENV{RESTART}")
 
 
 @needs_cgroups
-@pytest.mark.parametrize("victims", [("supervisor", "shim"), ("supervisor", "rank"), ("supervisor", "janitor")])
+@pytest.mark.parametrize("victims", [("supervisor", "shim"), ("supervisor", "rank"), ("supervisor", "agent")])
 def test_a_run_that_loses_its_supervisor_and_another_one_leaves_nothing(
     tmp_path: Path, victims: tuple[str, str]
 ) -> None:
@@ -147,7 +148,7 @@ def test_a_run_that_loses_its_supervisor_and_another_one_leaves_nothing(
             "supervisor": run.pid,
             "shim": parent(rank),
             "rank": rank,
-            "janitor": run.find("supervisor.cleanup.janitor"),
+            "agent": run.find(AGENT),
         }
         groups = list(find_own().glob(f"replicas-{run.name}-*"))
         assert groups
@@ -178,16 +179,32 @@ def test_a_replica_that_loses_two_of_its_processes_leaves_nothing_and_starts_aga
         run.assert_nothing_left()
 
 
-def test_a_killed_janitor_is_replaced_and_nothing_else_happens(tmp_path: Path) -> None:
+def test_a_killed_agent_is_replaced_and_its_replicas_start_again(tmp_path: Path) -> None:
+    """Nothing is left of the earlier one when they do, and it spends no budget."""
     with running(tmp_path, group("a", SLEEPS)) as run:
         rank = main_pid(run)
-        first = run.find("supervisor.cleanup.janitor")
+        first = run.find(AGENT)
         kill(first)
-        second = run.find("supervisor.cleanup.janitor", besides=first)
-        assert main_pid(run) == rank
-        kill(run.pid, parent(rank))  # the second one knows of the shim, too
+        second = run.find(AGENT, besides=first)
+        again = main_pid(run, besides=rank)
+        assert not alive(rank)
+        eventually(lambda: run.status().groups[0].replicas[0].state == "ready", "a replica that is ready again")
+        assert run.status().groups[0].restarts == {"node": 1}
+        kill(run.pid, parent(again))  # the second one ends what the shim has left
         run.assert_nothing_left(timeout_s=BOUND_S)
-        eventually(lambda: not alive(second), "the end of the janitor")  # its environment is gone a moment before it is
+        eventually(lambda: not alive(second), "the end of the agent")  # its environment is gone a moment before it is
+
+
+def test_a_frozen_agent_is_replaced(tmp_path: Path) -> None:
+    with running(tmp_path, group("a", SLEEPS)) as run:
+        rank = main_pid(run)
+        first = run.find(AGENT)
+        os.kill(first, signal.SIGSTOP)
+        run.find(AGENT, besides=first, timeout_s=60)
+        assert main_pid(run, besides=rank) != rank
+        run.signal(signal.SIGTERM)
+        run.wait()
+        run.assert_nothing_left(timeout_s=BOUND_S)
 
 
 @needs_root

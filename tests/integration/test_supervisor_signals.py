@@ -108,7 +108,7 @@ def test_a_terminal_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
             eventually(lambda: run.status().pid == daemon.pid, "its status")
             daemon.send_signal(signal.SIGTERM)
             assert daemon.wait(30) == 0
-            run.assert_nothing_left(pid=daemon.pid)
+            run.assert_nothing_left()
         finally:
             daemon.kill()
             os.close(ours)
@@ -150,7 +150,7 @@ def test_a_terminal_that_goes_away_drains(tmp_path: Path) -> None:
             os.close(ours)
             daemon.send_signal(signal.SIGHUP)
             assert daemon.wait(30) == 0
-            run.assert_nothing_left(pid=daemon.pid)
+            run.assert_nothing_left()
         finally:
             daemon.kill()
             run.clean_up()

@@ -47,8 +47,8 @@ LISTENERS: dict[tuple[str, str], str] = {
 ARGUMENTS: dict[str, str] = {
     "supervisor": r"-m replicas\.supervisor \S+/run\.toml",
     "store": r"-P -m replicas\.coordinator\.store_process --bind 127\.0\.0\.1 --port \d+ --control \d+ --parent \d+",
-    "janitor": r"-P -m replicas\.supervisor\.cleanup\.janitor --control \d+ --parent \d+ --lock \d+"
-    r" --socket \S+/control\.sock",
+    "agent": r"-P -m replicas\.supervisor\.agent\.local --parent \d+ --run \S+ --node \S+"
+    r" --socket \S+/control\.sock --state-dir \S+ --lock \d+( --limited)?( --cgroup \S+)?",
     "shim": r"-P -m replicas\.supervisor\.shim\.shim --control \d+ --parent \d+ --lock \d+( --tee \d+)?",
     "launcher": r"-P -m replicas\.supervisor\.shim\.launcher --control \d+ --parent \d+",
     "forkserver": r"-P -m replicas\.sidecar\.forkserver --listener \d+ --ready \d+",

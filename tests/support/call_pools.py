@@ -17,6 +17,7 @@ import torch
 
 import replicas
 from replicas import errors
+from replicas.control.log_files import Selection
 from replicas.coordinator import GroupShape
 
 __all__ = ["JUNK", "POOLS", "SLOW", "Drawn", "unknown"]
@@ -263,6 +264,8 @@ POOLS: dict[str, dict[str, Pool]] = {
     "Supervisor.scale": {"group": ["idle"], "replicas": [1, 2]},
     "Supervisor.restart": {"target": ["idle/0", "idle/7", "idle/" + "9" * 5000], "rolling": [True]},
     "Supervisor.drain": {"target": ["idle/7", "idle/x"], "hurry": [True]},
+    "Supervisor.drain_node": {"node": ["nowhere", "x" * 5000], "undo": [True]},
+    "Supervisor.read_logs": {"selection": [Selection(), Selection(target="idle/7")]},
     "Supervisor.reset_failed": {"target": ["idle", "idle/0"]},
     "Supervisor.stacks": {"target": ["idle/7"]},
     "Supervisor.tokens": {"role": ["member", "nobody"], "rotate": [True], "revoke_old": [True]},
@@ -316,6 +319,7 @@ NOT_CALLED = {
                 "set_draining",
                 "set_group",
                 "sidecar_replacements",
+                "store_started",
                 "store_status",
                 "subscribe",
             )

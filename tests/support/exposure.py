@@ -18,7 +18,7 @@ _KINDS = (
     ("pump", r"^replicas log pump of "),
     ("supervisor", r"-m replicas\.supervisor( |$)"),
     ("store", r"-m replicas\.coordinator\.store_process "),
-    ("janitor", r"-m replicas\.supervisor\.cleanup\.janitor "),
+    ("agent", r"-m replicas\.supervisor\.agent\.local "),
     ("shim", r"-m replicas\.supervisor\.shim\.shim "),
     ("launcher", r"-m replicas\.supervisor\.shim\.launcher "),
     ("forkserver", r"-m replicas\.sidecar\.forkserver "),

@@ -20,7 +20,7 @@ from replicas.config.structs import Config, Dependency, GroupConfig, RestartConf
 from replicas.coordinator import Coordinator, GroupShape, Readiness
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet.fleet import Fleet
-from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.supervisor.state.run_state import SavedGroup
@@ -54,6 +54,7 @@ class SimShim:
     """A shim whose processes live as planned."""
 
     last_stacks: Mapping[str, str] = {}
+    node, local, cgroup, start_time, stopping = "local", True, "", 0, False
 
     def __init__(self, yard: Yard, spec: NodeSpec, changed: Callable[[], None], life: Life) -> None:
         self.spec, self.life = spec, life
@@ -111,6 +112,9 @@ class SimShim:
         self.end(ExitReport("lost", text="the shim was killed"))
 
     def silent_s(self, now: float) -> float:
+        return 0.0
+
+    def unheard_s(self) -> float:
         return 0.0
 
     def abandon(self) -> None: ...
@@ -211,14 +215,14 @@ class Yard:
     def log_dir(self, group: str, replica: int, generation: int) -> Path:
         return Path("/nowhere")
 
-    def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int) -> Node:
+    def start(self, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
         name = f"{spec.group}/{spec.replica}"
         plan = self.lives.get(name) or self.lives.get(spec.group) or [Life()]
         born = self.shims[name]
         assert all(shim.gone.is_set() for shim in born), "two generations of one replica at once"
         shim = SimShim(self, spec, changed, plan[min(len(born), len(plan) - 1)])
         born.append(shim)
-        return cast("Node", shim)
+        return cast("ShimHandle", shim)
 
     async def end(self) -> None:
         for task in self._tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -11,7 +12,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["FOLDER", "container", "documents", "environment", "pods", "status_of"]
+__all__ = ["FOLDER", "container", "documents", "environment", "expanded", "pods", "status_of"]
 
 FOLDER = Path(__file__).parents[2] / "services" / "kubernetes"
 _UNVERIFIED = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -46,14 +47,25 @@ def container(name: str) -> dict[str, Any]:
 
 
 def environment(one: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a container. ``fields``: values by the path of a pod's field."""
-    found = {}
+    """The variables of a container.
+
+    ``fields``: values by the path of a pod's field, or the name and key of a secret.
+    """
+    found: dict[str, str] = {}
     for variable in one["env"]:
         if "value" in variable:
-            found[variable["name"]] = variable["value"]
+            found[variable["name"]] = expanded(variable["value"], found)
+        elif "secretKeyRef" in variable["valueFrom"]:
+            secret = variable["valueFrom"]["secretKeyRef"]
+            found[variable["name"]] = fields[f"{secret['name']}/{secret['key']}"]
         else:
             found[variable["name"]] = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
     return found
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """What Kubernetes makes of ``$(NAME)`` in a command, an argument or a variable."""
+    return re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], text)
 
 
 def status_of(url: str) -> int:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from replicas.linux.cgroups import find_own
 from replicas.linux.processes import start_time
 from replicas.linux.sockets import SocketAddress
 from replicas.status import RunStatus
+from replicas.supervisor.state.run_state import decode
 
 __all__ = ["MARK", "ROOT", "Run", "alive", "eventually", "processes_marked", "running", "shared_memory"]
 
@@ -95,10 +96,10 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if ours(path.name)}
 
 
-def control_groups(supervisor: int) -> list[Path]:
-    """Those that the supervisor with this pid has made."""
+def control_groups(agents: Iterable[int]) -> list[Path]:
+    """Those that the agents with these pids have made."""
     try:
-        return list(find_own().glob(f"replicas-*-{supervisor}-*"))
+        return [path for pid in agents for path in find_own().glob(f"replicas-*-{pid}-*")]
     except OSError:
         return []
 
@@ -134,6 +135,8 @@ class Run:
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._popen: subprocess.Popen[str] | None = None
         self._before = shared_memory()
+        self._agents: set[int] = set()
+        """Pids of the run's own agents, as far as its state was looked at."""
         self.scratch = folder / "scratch"
         self.scratch.mkdir(exist_ok=True)
 
@@ -151,16 +154,30 @@ class Run:
             text=True,
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read, args=(self._popen,), daemon=True)
+        self._queue = queue.Queue()  # what a killed one has left open may still write to the earlier one
+        self._reader = threading.Thread(target=self._read, args=(self._popen, self._queue), daemon=True)
         self._reader.start()
         return self
 
-    def _read(self, popen: subprocess.Popen[str]) -> None:
+    @staticmethod
+    def _read(popen: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
         assert popen.stderr is not None
-        with popen.stderr as lines:
-            for line in lines:
-                self._queue.put(line.rstrip("\n"))
-        self._queue.put(None)
+        with popen.stderr as stream:
+            for line in stream:
+                lines.put(line.rstrip("\n"))
+        lines.put(None)
+
+    def _note_agents(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it has not begun, or is over
+            saved = decode((self.state_dir / "state.json").read_bytes())
+            self._agents |= {one.process.pid for one in saved.agents if one.process is not None}
+
+    def kill(self) -> None:
+        """Kill the supervisor alone; what it has started may go on, and write."""
+        assert self._popen is not None
+        self._note_agents()
+        self._popen.kill()
+        self._popen.wait(30)
 
     @property
     def pid(self) -> int:
@@ -202,12 +219,14 @@ class Run:
 
     def signal(self, signum: int) -> None:
         assert self._popen is not None
+        self._note_agents()
         self._popen.send_signal(signum)
 
     def endpoint(self) -> str:
         """``host:port`` of its control port, once it is there."""
         path = self.state_dir / "endpoint.json"
         eventually(path.exists, "the endpoint file")
+        self._note_agents()
         return str(msgspec.json.decode(path.read_bytes())["endpoint"])
 
     def status(self) -> RunStatus:
@@ -218,14 +237,14 @@ class Run:
         """Every living process of the run but the supervisor."""
         return {pid: line for pid, line in processes_marked(self.mark).items() if pid != self.pid}
 
-    def find(self, text: str, *, besides: int = 0) -> int:
+    def find(self, text: str, *, besides: int = 0, timeout_s: float = 30.0) -> int:
         """Pid of a process of the run (but ``besides``) with ``text`` in its command
         line, once there is one."""
 
         def look() -> int:
             return next((pid for pid, line in self.processes().items() if text in line and pid != besides), 0)
 
-        return int(eventually(look, f"a process with {text!r} in its command line"))
+        return int(eventually(look, f"a process with {text!r} in its command line", timeout_s=timeout_s))
 
     @contextmanager
     def asking_for_sidecars(self, rank: int) -> Iterator[None]:
@@ -237,20 +256,16 @@ class Run:
             client.connect(f"\0{SocketAddress.parse(address.decode()).name}")
             yield
 
-    def assert_nothing_left(self, *ports: int, timeout_s: float = 10.0, pid: int | None = None) -> None:
+    def assert_nothing_left(self, *ports: int, timeout_s: float = 10.0) -> None:
         """No process, port, socket, control group or shared memory of the run is there
-        after at most 10 s.
-
-        :param pid: of its supervisor, where the test has started that by itself.
-        """
-        supervisor = self.pid if pid is None else pid
+        after at most 10 s."""
         deadline = time.monotonic() + timeout_s
         eventually(
             lambda: not processes_marked(self.mark), f"the end of {processes_marked(self.mark)}", timeout_s=timeout_s
         )
         remaining_s = max(0.5, deadline - time.monotonic())
         eventually(lambda: shared_memory() <= self._before, "no new entry in /dev/shm", timeout_s=remaining_s)
-        eventually(lambda: not control_groups(supervisor), "no control group of the run", timeout_s=remaining_s)
+        eventually(lambda: not control_groups(self._agents), "no control group of the run", timeout_s=remaining_s)
         # torch's own cache is every run's, and stays
         assert not [path for path in self.scratch.iterdir() if not path.name.startswith("torchinductor_")]
         assert str(self.folder) not in Path("/proc/net/unix").read_text()

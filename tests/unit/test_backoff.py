@@ -11,7 +11,8 @@ from replicas.core.members import links, roster
 from replicas.core.moving import pacing
 from replicas.core.versions import catch_up
 from replicas.sidecar import building
-from replicas.supervisor.cleanup import containment
+from replicas.supervisor.agent import agent
+from replicas.supervisor.fleet import local_agent
 from replicas.supervisor.logs import pump_watcher as logkeeper
 from replicas.supervisor.shim import starting as keeper
 
@@ -27,7 +28,8 @@ from replicas.supervisor.shim import starting as keeper
         (links.DOUBT, [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
         (building.STORE_CONNECT, [0.5, 1, 2, 4, 4]),
         (keeper.AGAIN, [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4]),
-        (containment.AGAIN, [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5]),
+        (local_agent.AGAIN, [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5]),
+        (agent.AGAIN, [0.05, 0.1, 0.2, 0.4, 0.8, 1, 1]),
         (logkeeper.AGAIN, [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2, 2]),
         (logkeeper.KILLED, [0.02, 0.04, 0.05, 0.05]),
     ],

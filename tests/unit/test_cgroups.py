@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
-import anyio
 import pytest
 
-from replicas import errors
-from replicas.config.structs import ResourcesConfig
 from replicas.linux import cgroups
 from replicas.linux.cgroups import RunCgroups, find_own
-from replicas.linux.processes import start_time
-from replicas.supervisor.cleanup.containment import Containment
+from replicas.linux.processes import namespace, start_time
+from replicas.supervisor.agent.containment import Containment
+from replicas.supervisor.shim.orders import NodeSpec
 
 
 def process(folder: Path, *, cgroup: str, mounts: str) -> Path:
@@ -65,10 +64,13 @@ def test_a_run_hands_its_controllers_on_and_limits_a_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = group(tmp_path / "own", handed_on="memory pids")
-    for dead in ("replicas-x-4000001-5", "replicas-grpo-4000001-6/a.0.1/0"):
+    here = namespace("pid")
+    for dead in (f"replicas-x-4000001-5-{here}", f"replicas-grpo-4000001-6-{here}/a.0.1/0"):
         (own / dead).mkdir(parents=True)
-    alive = own / f"replicas-y-{os.getpid()}-{start_time(os.getpid())}"
-    alive.mkdir()
+    alive = own / f"replicas-y-{os.getpid()}-{start_time(os.getpid())}-{here}"
+    other = own / f"replicas-y-4000001-5-{here + 1}"  # of a container with pids of its own
+    for path in (alive, other):
+        path.mkdir()
     made: list[str] = []
     real = cgroups._write
 
@@ -82,7 +84,7 @@ def test_a_run_hands_its_controllers_on_and_limits_a_generation(
     name = run.path.name
     assert run.limits == {"memory", "pids"}
     assert name.startswith(f"replicas-grpo-{os.getpid()}-")
-    assert sorted(own.glob("replicas-*")) == sorted([alive, run.path])
+    assert sorted(own.glob("replicas-*")) == sorted([alive, other, run.path])
     path = run.add("a.0.1", 3, memory_nbytes=1000, max_processes=7)
     assert path == run.path / "a.0.1" / "3"
     assert made == [
@@ -129,15 +131,15 @@ def test_a_limit_without_its_controller_is_refused(tmp_path: Path) -> None:
     assert run.limits == frozenset()
 
 
-def test_limits_that_cannot_be_set_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_that_cannot_be_set_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere() -> Path:
         raise OSError("this kernel has no cgroup v2")
 
-    monkeypatch.setattr("replicas.supervisor.cleanup.containment.find_own", nowhere)
+    monkeypatch.setattr("replicas.supervisor.agent.containment.find_own", nowhere)
+    contained = Containment("r", limited=True)
+    assert contained.refused == "this kernel has no cgroup v2"
+    with pytest.raises(OSError, match="need control groups: this kernel has no cgroup v2"):
+        contained.start(NodeSpec(*SPEC), lambda: None, memory_nbytes=1 << 20)
 
-    async def main() -> None:
-        contained = Containment("r", lambda _: ResourcesConfig(), lock=None, limits=frozenset({"memory"}))
-        with pytest.raises(errors.WorldError, match="limits of memory and processes cannot be set: this kernel has no"):
-            await contained.__aenter__()
 
-    anyio.run(main)
+SPEC: tuple[Any, ...] = ("r", "g", 0, 1, 0, 1, 1, "exec", ("x",), {}, "/", "/l", 1.0, "n")

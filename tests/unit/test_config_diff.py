@@ -122,9 +122,9 @@ def test_gpus_are_given_out_from_the_start_on() -> None:
 def test_every_field_is_accounted_for() -> None:
     """A new field of a group is a policy until somebody decides otherwise; one of the
     run must be decided on."""
-    known = {"schema_version", "run", "store", "control", "logs", "groups", "channels", "source"}
+    known = {"schema_version", "run", "store", "control", "logs", "cluster", "slurm", "groups", "channels", "source"}
     assert set(Config.__struct_fields__) == known
-    assert set(config().run.__struct_fields__) == {"name", "stop_when", "state_dir", "events_max_nbytes"}
+    assert set(config().run.__struct_fields__) == {"name", "stop_when", "state_dir", "events_max_nbytes", "adopt_s"}
 
 
 def external(launcher: str = "external", **keys: Any) -> Config:

@@ -19,6 +19,7 @@ from replicas.control import orders_api as desk
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Problem
+from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.telemetry.events import RankEnd, Reloaded, ReloadRefused, ReplicaExited, Scaled, decode
 from replicas.telemetry.events import Record as EventRecord
 from replicas.trust.tokens import Tokens
@@ -48,6 +49,9 @@ class Run(Fake):
         self.logs = logs
         self.refused: list[str] = []
 
+    def read_logs(self, selection: Selection) -> LogReader:
+        return FolderReader(self.logs, selection)
+
     async def _take(self, *order: Any) -> None:
         self.asked.append(order)
         await self.gate.wait()
@@ -62,6 +66,9 @@ class Run(Fake):
 
     async def drain(self, target: str | None = None, *, hurry: bool = False) -> None:
         await self._take("drain", target, hurry)
+
+    async def drain_node(self, node: str, *, undo: bool = False) -> None:
+        await self._take("drain_node", node, undo)
 
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
         await self._take("reset-failed", target)

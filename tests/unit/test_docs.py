@@ -44,7 +44,7 @@ def test_the_map_leads_to_functions_that_exist() -> None:
     "page", [page for page in PAGES if CONFIG.search(page.read_text())], ids=lambda page: page.name
 )
 def test_whole_configs_are_good(page: Path, tmp_path: Path) -> None:
-    for name in ("token", "key.pem"):
+    for name in ("token", "operator-token", "key.pem"):
         (tmp_path / name).write_text("secret")
     for text in CONFIG.findall(page.read_text()):
         programs = re.findall(r'command = \["([\w/]+\.py)"', text)

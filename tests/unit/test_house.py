@@ -43,9 +43,9 @@ WAYS = {
     "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor"},
     "testing": {"messages", "config", "channel", "coordinator"},
     "sources": set(),
-    "integrations": {"linux", "cli", "sources"},
+    "integrations": {"common", "linux", "trust", "config", "telemetry", "supervisor", "cli", "sources"},
 }
-LOOSE = {"__init__", "environ", "errors", "status"}
+LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
 
 

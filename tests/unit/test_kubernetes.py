@@ -12,11 +12,14 @@ import kubernetes_validate
 import pytest
 
 from replicas import environ
+from replicas.cli import agent as cli_agent
 from replicas.cli import main as cli
 from replicas.config.file import parse
 from replicas.config.structs import Config
+from replicas.environ import JOIN
 from replicas.integrations.gate import READYZ
-from tests.support.manifests import FOLDER, container, documents, environment, pods
+from replicas.supervisor.agent.remote import Invitation
+from tests.support.manifests import FOLDER, container, documents, environment, expanded, pods
 
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 ROLLOUTS = {"rollout-deployment.yaml": "Deployment", "rollout-leaderworkerset.yaml": "LeaderWorkerSet"}
@@ -24,6 +27,7 @@ RELEASE = "1.33"
 FIELDS = {"status.podIP": "10.1.2.3"} | {
     f"metadata.labels['leaderworkerset.sigs.k8s.io/{name}-index']": "1" for name in ("group", "worker")
 }
+SECRETS = {"replicas-token/operator-token": "a secret of the cluster's"}
 RESOURCES: dict[str, Any] = {
     "JobSet": {
         "failurePolicy": {"maxRestarts"},
@@ -42,8 +46,8 @@ RESOURCES: dict[str, Any] = {
 with those below."""
 
 
-def config() -> Config:
-    (found,) = [one["data"] for one in documents("supervisor.yaml") if one["kind"] == "ConfigMap"]
+def config(name: str = "supervisor.yaml") -> Config:
+    (found,) = [one["data"] for one in documents(name) if one["kind"] == "ConfigMap"]
     text = re.sub(r'"/etc/replicas-token/[^"]*"', f'"{__file__}"', found["run.toml"])
     return parse(tomllib.loads(text), base=Path("/"))
 
@@ -79,17 +83,21 @@ def test_every_pod_is_one_of_the_run_and_may_reach_the_others() -> None:
     assert monitor["spec"]["selector"]["matchLabels"] == wanted
     assert policy["spec"]["ingress"][0]["from"] == [{"podSelector": {"matchLabels": wanted}}]
     found = [pod for name in FILES for one in documents(name) for _, pod in pods(one)]
-    assert len(found) == 4
+    assert len(found) == 5
     for pod in found:
         assert wanted.items() <= pod["metadata"]["labels"].items()
         assert pod["spec"]["automountServiceAccountToken"] is False
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         claimed = {
-            claim["metadata"]["name"] for one in every("StatefulSet") for claim in one["spec"]["volumeClaimTemplates"]
+            claim["metadata"]["name"]
+            for one in every("StatefulSet")
+            for claim in one["spec"].get("volumeClaimTemplates", ())
         }
         for one in pod["spec"]["containers"]:
             mounts = {mount["name"]: mount["mountPath"] for mount in one["volumeMounts"]}
             assert mounts.keys() <= volumes.keys() | claimed
+            if "agent" in one["command"]:
+                continue  # which gets the operators' token as a variable, and a member's for its replicas
             secret = volumes["token"]["secret"]
             assert secret["secretName"] == "replicas-token"
             assert ("items" in secret) == (one["name"] != "supervisor"), "members get the member token alone"
@@ -133,7 +141,7 @@ def test_sizes_are_those_of_the_config() -> None:
 
 def test_the_supervisor_is_told_where_it_is_and_has_time_to_drain() -> None:
     read, one = config(), container("supervisor.yaml")
-    (stateful,) = every("StatefulSet")
+    (stateful,) = [one for one in every("StatefulSet") if one["metadata"]["name"] == "replicas"]
     pod = stateful["spec"]["template"]["spec"]
     ports = {port["name"]: port["containerPort"] for port in one["ports"]}
     assert (read.control.host, read.control.port) == (f"{stateful['metadata']['name']}-0", ports["control"])
@@ -147,6 +155,34 @@ def test_the_supervisor_is_told_where_it_is_and_has_time_to_drain() -> None:
     assert pod["terminationGracePeriodSeconds"] >= slowest + 10
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert one[probe]["httpGet"] == {"path": "/livez", "port": "control", "scheme": "HTTPS"}
+
+
+def test_agents_join_the_run_have_what_its_groups_need_and_time_to_drain() -> None:
+    read, one = config("agents.yaml"), container("agents.yaml")
+    (stateful,) = [found for found in every("StatefulSet") if found["metadata"]["name"] == "agent"]
+    variables = environment(one, FIELDS | SECRETS)
+    (service,) = [found for found in every("Service") if found["metadata"]["name"] == "replicas"]
+    joined = Invitation(variables[JOIN])
+    assert joined.endpoint == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert joined.token == SECRETS["replicas-token/operator-token"]
+    assert all(name.startswith("REPLICAS_") for name, value in variables.items() if joined.token in value)
+    program, command = one["command"]
+    assert (program, command) == ("replicas", cli_agent.agent.__name__)
+    options = dict(zip(one["args"][::2], one["args"][1::2], strict=True))
+    assert expanded(options["--address"], variables) == FIELDS["status.podIP"]
+    same = config()
+    assert (read.run.state_dir, read.control, read.store) == (same.run.state_dir, same.control, same.store)
+    assert not read.cluster.local, "no other node of the run would have GPUs"
+    for group in read.groups.values():
+        assert {f"{name}={value}" for name, value in group.placement.labels.items()} == {options["--label"]}
+    gpus = sum(group.replicas * group.world_size * (group.resources.gpus or 0) for group in read.groups.values())
+    assert gpus <= stateful["spec"]["replicas"] * int(one["resources"]["limits"]["nvidia.com/gpu"])
+    slowest = max(group.drain_timeout_s + group.stop_timeout_s for group in read.groups.values())
+    pod = stateful["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= slowest + 10
+    mounts = {mount["name"]: Path(mount["mountPath"]) for mount in one["volumeMounts"]}
+    assert Path(options["--state-dir"]).parent == mounts["state"]
+    assert mounts["config"] == Path("/etc/replicas"), "the working folder of groups that name none"
 
 
 def test_a_server_is_ready_when_its_gate_is_open() -> None:

@@ -82,7 +82,7 @@ def test_an_impossible_event_raises_and_changes_nothing() -> None:
         life.apply(ReplicaEvent.READY, now=1.0)
     assert (
         caught.value.message
-        == "a replica that is pending cannot take ready; possible: start, stop, group_failed, restart"
+        == "a replica that is pending cannot take ready; possible: start, adopt, stop, group_failed, restart"
     )
     assert (life.state, life.since) == ("pending", 0.0)
 

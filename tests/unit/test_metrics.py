@@ -47,6 +47,7 @@ CONTRACT = {
     "log_lines_dropped_total",
     "store_up",
     "store_keys",
+    "nodes",
     "event_loop_lag_seconds",
     "config_last_reload_successful",
 }
@@ -190,6 +191,7 @@ def test_every_metric_of_the_contract_and_no_other_is_there_with_bounded_labels(
         ("log_lines_dropped_total", {"group": "rollout"}, 6),
         ("store_up", {}, 1),
         ("store_keys", {}, 11),
+        ("nodes", {"state": "up"}, 0),
         ("event_loop_lag_seconds", {}, 0.002),
         ("config_last_reload_successful", {}, 0),
     ],

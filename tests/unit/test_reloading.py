@@ -31,7 +31,7 @@ class Site:
     def __init__(self, made: Fleet, yard: Yard) -> None:
         self.fleet, self.resources = made, yard.resources
         self.config = yard.config
-        self.emit = yard.emit
+        self.emit, self.say = yard.emit, yard.say
 
     async def check_plan(self, config: Config) -> Machine:
         refuse_unfit(config, EIGHT)

@@ -15,9 +15,10 @@ from replicas import errors
 from replicas.config.structs import Config, GroupConfig, HealthConfig, LogsConfig, RestartConfig, RunConfig
 from replicas.coordinator import Coordinator, GroupShape, Readiness
 from replicas.core.lives.lifecycle import Transition
+from replicas.core.lives.placement import Share
 from replicas.core.lives.restarts import Restarts
 from replicas.supervisor.cleanup.inventory import Belongings
-from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.supervisor.state.state import StateDir
@@ -34,7 +35,9 @@ def config(tmp_path: Path, **changes: object) -> GroupConfig:
 class FakeShim:
     """A shim that does what the test says."""
 
-    def __init__(self, spec: NodeSpec, changed: Callable[[], None], lock: int) -> None:
+    node, local, cgroup, start_time, stopping = "here", True, "", 0, False
+
+    def __init__(self, spec: NodeSpec, changed: Callable[[], None]) -> None:
         self.spec = spec
         self.pid = 0
         self.main_pid: int | None = None
@@ -97,6 +100,7 @@ class FakeWorld:
         self.fallen: list[str] = []
         self.exits: list[ReplicaExited] = []
         self.held_up: list[HeldUp] = []
+        self.parts = 1
         self._channel = on_channel
 
     @property
@@ -118,11 +122,14 @@ class FakeWorld:
     def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
         return {"CUDA_VISIBLE_DEVICES": str(node)}
 
+    def shares(self, group: str, replica: int) -> tuple[Share, ...]:
+        return tuple(Share(group=group, node="here") for _ in range(self.parts))
+
     def waits_for(self, group: str, replica: int) -> str:
         return "" if self.open else "b, 2 GPUs (0 free)"
 
-    def may_resume(self, group: str, replica: int) -> bool:
-        return True
+    def may_resume(self, group: str, replica: int) -> str:
+        return ""
 
     def fell(self, group: str, replica: int, text: str) -> None:
         self.fallen.append(text)
@@ -157,9 +164,9 @@ class FakeWorld:
         if transition.after == "failed":
             self.failed.set()
 
-    def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int) -> Node:
-        self.shims.append(FakeShim(spec, changed, lock))
-        return cast("Node", self.shims[-1])
+    def start(self, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+        self.shims.append(FakeShim(spec, changed))
+        return cast("ShimHandle", self.shims[-1])
 
 
 @asynccontextmanager
@@ -169,6 +176,7 @@ async def living(
     world = FakeWorld(tmp_path, on_channel=on_channel)
     world.state.acquire()
     group = config(tmp_path, restart=RestartConfig(max_restarts=1, initial_delay_s=0.0), **changes)
+    world.parts = group.nnodes
     replica = Replica(group, 0, world, Restarts(group.restart), start_shim=world.start)
     task = asyncio.create_task(replica.run())
     try:

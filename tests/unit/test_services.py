@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from replicas.cli import agent
 from replicas.cli import main as cli
 from replicas.control import exit_codes
+from replicas.environ import JOIN
 from replicas.status import ChannelStatus, GroupStatus, RunStatus, StoreStatus
 from replicas.telemetry.metrics import Metrics
 
@@ -49,6 +52,19 @@ def test_the_tests_of_the_rules_name_rules_that_exist() -> None:
     assert tested <= rules
 
 
+def test_the_unit_of_an_agent_runs_a_command_with_options_that_exist() -> None:
+    unit = (SERVICE.parent / "agent" / "replicas-agent@.service").read_text()
+    command = re.search(r"^ExecStart=\S+/replicas (\w+) (--[\w-]+)", unit, re.MULTILINE)
+    assert command is not None
+    (found,) = [info.callback for info in cli.app.registered_commands if info.callback is agent.agent]
+    assert found.__name__ == command[1]
+    assert command[2].removeprefix("--").replace("-", "_") in inspect.signature(found).parameters
+    assert JOIN in unit
+    prevented = re.search(r"^RestartPreventExitStatus=(.*)$", unit, re.MULTILINE)
+    assert prevented is not None
+    assert int(prevented[1]) == exit_codes.USAGE
+
+
 def test_the_unit_runs_a_command_that_exists() -> None:
     unit = (SERVICE / "replicas@.service").read_text()
     command = re.search(r"^ExecStart=\S+/replicas (\w+) ", unit, re.MULTILINE)
@@ -73,9 +89,11 @@ def test_the_unit_runs_a_command_that_exists() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_the_unit_is_understood_by_the_systemd_that_is_here(tmp_path: Path) -> None:
-    unit = tmp_path / "replicas@x.service"
-    unit.write_text((SERVICE / "replicas@.service").read_text().replace("/opt/replicas/bin/replicas", sys.executable))
+@pytest.mark.parametrize("name", ["supervisor/replicas@", "agent/replicas-agent@"])
+def test_the_unit_is_understood_by_the_systemd_that_is_here(tmp_path: Path, name: str) -> None:
+    unit = tmp_path / f"{Path(name).name}x.service"
+    text = (SERVICE.parent / f"{name}.service").read_text()
+    unit.write_text(text.replace("/opt/replicas/bin/replicas", sys.executable))
     verify = ["systemd-analyze", "verify", "--man=no", str(unit)]
     done = subprocess.run(verify, capture_output=True, text=True, timeout=60, check=False)
-    assert not [line for line in done.stderr.splitlines() if "replicas@" in line]
+    assert not [line for line in done.stderr.splitlines() if unit.name in line or f"{Path(name).name}.service" in line]

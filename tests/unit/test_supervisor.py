@@ -15,9 +15,10 @@ from replicas import errors
 from replicas.config.structs import Dependency, GroupConfig
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, Transition
 from replicas.core.lives.ordering import start_levels
+from replicas.supervisor.agent.node import base_environment
 from replicas.supervisor.fleet.causes import Cause, line, verdict
-from replicas.supervisor.fleet.node import rank_environment
 from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.generation import rank_environment
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.shim.starting import resolve_command
 from replicas.supervisor.state.run_state import Saved
@@ -96,7 +97,8 @@ def test_a_rank_gets_its_own_identity_and_no_other(tmp_path: Path, monkeypatch: 
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "REPLICAS_RUN", "REPLICA_ID"):
         monkeypatch.setenv(name, "outer")
     monkeypatch.setenv("KEPT", "yes")
-    env = rank_environment(config(tmp_path, env={"MINE": "1"}), 2, 3, replicas=4, shared={"REPLICAS_RUN": "inner"})
+    shared = {"REPLICAS_RUN": "inner"}
+    env = base_environment() | rank_environment(config(tmp_path, env={"MINE": "1"}), 2, 3, replicas=4, shared=shared)
     assert "RANK" not in env
     assert "MASTER_ADDR" not in env
     assert "TORCHELASTIC_RUN_ID" not in env

@@ -44,6 +44,7 @@ class ReplicaEvent(enum.StrEnum):
     """An event of a replica."""
 
     START = "start"  # its processes are being started for the first time
+    ADOPT = "adopt"  # its processes were started by an earlier supervisor, and go on
     READY = "ready"
     UNREADY = "unready"  # it runs, but is not ready any more
     START_TIMEOUT = "start_timeout"
@@ -74,14 +75,16 @@ RestartReason = Literal[
     "requested",
     "group",
     "reload",
+    "node",
 ]
 """Why a generation was replaced: the label ``reason`` of ``replicas_restarts_total``.
 
 ``lost``: its shim died. ``group``: another replica of its group failed, which restarts
-as a whole. ``reload``: its config changed.
+as a whole. ``reload``: its config changed. ``node``: its node was lost, its agent died,
+or the node is drained.
 """
 
-FREE_REASONS: frozenset[RestartReason] = frozenset({"requested", "group", "reload"})
+FREE_REASONS: frozenset[RestartReason] = frozenset({"requested", "group", "reload", "node"})
 """Restarts that no policy or budget refuses, and that spend none of the budget."""
 
 ALIVE: frozenset[ReplicaState] = frozenset({"starting", "ready", "draining"})
@@ -104,7 +107,7 @@ REPLICA: Table[ReplicaState, ReplicaEvent] = Table(
     ("pending",),
     {
         "pending": {
-            "starting": (_E.START,),
+            "starting": (_E.START, _E.ADOPT),
             "drained": (_E.STOP,),
             "failed": (_E.GROUP_FAILED,),
             "pending": (_E.RESTART,),
@@ -195,6 +198,10 @@ class Lifecycle:
     def starting_s(self, now: float) -> float:
         return max(0.0, now - self._started_at)
 
+    def restore(self, state: Literal["finished", "failed"], reason: str) -> None:
+        """Rest in a settled state in which an earlier supervisor has left it."""
+        self.state, self.reason = state, reason
+
     def launched(self, now: float) -> None:
         """Start the clock of this start: its processes are started only now."""
         self._started_at = now
@@ -223,6 +230,8 @@ class Lifecycle:
             self.generation += 1
             self._started_at = now
             self._first_ready = True
+        elif event is ReplicaEvent.ADOPT:
+            self._started_at, self._first_ready = now, False
         elif event is ReplicaEvent.READY:
             if self._first_ready:
                 start_s = max(0.0, now - self._started_at)

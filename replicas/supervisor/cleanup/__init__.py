@@ -1,1 +1,1 @@
-"""Clean up after the processes of a run: control groups, the janitor, leftovers."""
+"""Clean up after the processes of a run: what they have, and what is left of them."""

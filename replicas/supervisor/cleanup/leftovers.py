@@ -51,20 +51,31 @@ from replicas.telemetry.events import How, LeftoverFound
 __all__ = ["find", "lock_holders", "sweep"]
 
 
-def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> list[LeftoverFound]:
+def find(
+    saved: Saved | None, identity: str, *, spare: Collection[int] = (), kept: Collection[str] = ()
+) -> list[LeftoverFound]:
     """The living processes of a dead supervisor's run, each with ``swept`` False.
 
     :param saved: the state that it left, if there is one.
     :param identity: the id of its state folder; empty: it has none.
     :param spare: processes that this one has started: they inherit its environment.
+    :param kept: marks of shims that go on, with all that was started under them.
     """
     spared = {os.getpid(), *parents(os.getpid()), *spare}
+    if kept and saved is not None:
+        saved = msgspec.structs.replace(
+            saved,
+            shims=tuple(one for one in saved.shims if one.nonce not in kept),
+            helpers=tuple(one for one in saved.helpers if one.pid not in spare),
+        )
     records = saved.shims if saved is not None else ()
     by_nonce = {record.nonce: record for record in records}
     if saved is not None and saved.supervisor is not None and saved.of_this_machine() and saved.supervisor.alive():
-        candidates = _by_environment({}, identity, but=by_nonce.keys())
+        candidates = _by_environment({}, identity, but={*by_nonce, *kept})
     else:
-        candidates = itertools.chain(_by_record(saved), _by_group(records), _by_environment(by_nonce, identity))
+        candidates = itertools.chain(
+            _by_record(saved), _by_group(records), _by_environment(by_nonce, identity, but=kept)
+        )
     found: dict[int, LeftoverFound] = {}
     for pid, how, record in candidates:
         started = start_time(pid)
@@ -84,14 +95,19 @@ def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> 
 
 
 def sweep(
-    saved: Saved | None, identity: str, timeout_s: float = 5.0, *, spare: Collection[int] = ()
+    saved: Saved | None,
+    identity: str,
+    timeout_s: float = 5.0,
+    *,
+    spare: Collection[int] = (),
+    kept: Collection[str] = (),
 ) -> list[LeftoverFound]:
     """Kill what :func:`find` finds, to the end; ``swept``: it is gone. Blocks."""
     seen: dict[tuple[int, int], LeftoverFound] = {}
     grace = Grace()
 
     def look() -> set[int]:
-        found = find(saved, identity, spare=spare)
+        found = find(saved, identity, spare=spare, kept=kept)
         there = {one.pid for one in found}
         spared = grace.spared(there, time.monotonic())
         for one in found:
@@ -103,7 +119,7 @@ def sweep(
     if look():  # usually there is nothing, and one look is enough
         until_quiet(look, timeout_s)
     for record in saved.shims if saved is not None else ():
-        if record.cgroup:
+        if record.cgroup and record.nonce not in kept:
             cgroups.leave(Path(record.cgroup), run=True)
     return [
         msgspec.structs.replace(one, swept=start_time(one.pid) != one.start_time)

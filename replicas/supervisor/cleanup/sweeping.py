@@ -1,11 +1,11 @@
 """SIGKILL the processes of dead shims until none is left. Standard library only.
 
-A shim ends its own tree. If it was killed, the supervisor sweeps what it leaves; if
-both were, the janitor does. Processes of a shim are found in three ways: by its control
-group, by the mark in their environment, and by pid and start time as the shim last
-reported them. Only the last way finds a process that is dying: the kernel frees its
-memory, and the environment with it, before it closes the devices and notifies the
-parent.
+A shim ends its own tree. If it was killed, its agent sweeps what it leaves; if both
+were, the next agent or supervisor does. Processes of a shim are found in three ways: by
+its control group, by the mark in their environment, and by pid and start time as the
+shim last reported them. Only the last way finds a process that is dying: the kernel
+frees its memory, and the environment with it, before it closes the devices and notifies
+the parent.
 
 Two kinds of helpers outlive the other processes for a moment, as they clean up after
 them:

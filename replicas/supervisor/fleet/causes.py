@@ -78,6 +78,9 @@ def verdict(reports: list[ExitReport]) -> Cause | None:
     if ranks:
         first = min(ranks, key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
         return Cause("signal" if first.code < 0 else "exit", _words(first))
+    lost = [report for report in reports if report.outcome == "node"]
+    if lost and not failed:
+        return Cause("node", lost[0].text)
     other = failed or [report for report in reports if report.outcome == "lost"]
     text = next((report.text for report in other if report.text), "it ended")
     return Cause("exit" if failed else "lost", text)
@@ -93,7 +96,7 @@ def _words(rank: RankExit) -> str:
 def exited(group: str, replica: int, generation: int, reports: list[ExitReport], *, reason: str) -> ReplicaExited:
     """The event for the end of the programs, with log lines of the first rank only."""
     outcomes: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost", "stopped")
-    found = {report.outcome for report in reports}
+    found = {"lost" if report.outcome == "node" else report.outcome for report in reports}
     ranks = sorted((rank for report in reports for rank in report.ranks), key=lambda rank: (rank.at, rank.rank))
     ends = [RankEnd(rank=one.rank, code=one.code, pid=one.pid, text=one.text) for one in ranks]
     if ends:
@@ -124,6 +127,8 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
     match transition.event:
         case ReplicaEvent.START | ReplicaEvent.BACKOFF_ELAPSED:
             return f"{name}: starting{again}"
+        case ReplicaEvent.ADOPT:
+            return f"{name}: goes on{again}"
         case ReplicaEvent.READY if transition.start_s is not None:
             return f"{name}: ready after {transition.start_s:.1f} s{again}"
         case ReplicaEvent.READY:

@@ -44,25 +44,30 @@ from replicas.control.exit_codes import DONE, FAILED
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.core.lives.ordering import is_good, start_levels, unmet, within
+from replicas.core.lives.placement import Share
 from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.external import External
 from replicas.supervisor.fleet.group import Group
-from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica, new_turns
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.shim.generation import Ground, ShimStarter
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
 from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled, Transition
 
-__all__ = ["Fleet"]
+__all__ = ["Adopted", "Fleet"]
 
 TICK_S = 0.25
 _PAUSE_S = 1.0
 """A monitor that comes this late was paused with its process: no replica's fault."""
 _SETTLE_S = 0.75
 _DIGITS = 7
+
+
+Adopted = Mapping[tuple[str, int], tuple[int, list[ShimRecord], list[ShimHandle]]]
+"""Generations of an earlier supervisor by group and index: number, records, shims."""
 
 
 class FleetEnvironment(Ground, Protocol):
@@ -77,6 +82,7 @@ class Fleet:
 
     :param saved: a dead supervisor's state of its groups.
     :param wall: the time of day, in seconds.
+    :param adopted: generations that go on; None: nothing of an earlier supervisor does.
     """
 
     def __init__(
@@ -86,9 +92,11 @@ class Fleet:
         *,
         saved: Mapping[str, SavedGroup] | None = None,
         wall: float = 0.0,
-        start_shim: ShimStarter = Node,
+        start_shim: ShimStarter,
         rng: random.Random | None = None,
+        adopted: Adopted | None = None,
     ) -> None:
+        self._adopted = None if adopted is None else dict(adopted)
         self.config = config
         self._ground = ground
         self.state, self.coordinator = ground.state, ground.coordinator
@@ -127,6 +135,9 @@ class Fleet:
         for name, group in self.groups.items():
             self.resize(name)
             self._fill(group)
+            for index in [index for index in group.replicas if index >= group.size and not group.config.external]:
+                self._leave(group, [group.replicas[index]], "scaled")
+        self._adopted = None
         self._ground.spawn(self._monitor)
 
     def adopt(self, config: GroupConfig) -> None:
@@ -137,7 +148,9 @@ class Fleet:
     def _fill(self, group: Group) -> None:
         joined = self.coordinator.joined(group.config.name) if group.config.external else ()
         kind = External if group.config.external else Replica
-        for index in (*range(group.size), *joined):
+        name, adopted = group.config.name, self._adopted or {}
+        beyond = [index for other, index in adopted if other == name and index >= group.size]
+        for index in (*range(group.size), *beyond, *joined):
             if index not in group.replicas:
                 replica = kind(
                     group.config,
@@ -148,8 +161,17 @@ class Fleet:
                     turns=self._turns,
                     start_shim=self._start_shim,
                 )
-                group.enter(replica)
+                if (name, index) in adopted:
+                    self._go_on(replica, *adopted[name, index])
+                group.enter(replica, settled=self._adopted is not None)
                 self._ground.spawn(replica.run)
+
+    def _go_on(self, replica: Replica, number: int, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
+        """Take over a replica's generation of an earlier supervisor."""
+        group, index = replica.group.name, replica.index
+        shares = (Share(group=group, node=one.agent, gpus=one.gpus, memory_nbytes=one.memory_nbytes) for one in records)
+        self._ground.resources.keep(replica.group, index, tuple(shares))
+        replica.adopt(number, records, nodes)
 
     def resize(self, name: str) -> None:
         """Report the group's shape to the coordinator."""
@@ -280,6 +302,9 @@ class Fleet:
     def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
         return self._ground.resources.environment(self.groups[group].config, replica, node)
 
+    def shares(self, group: str, replica: int) -> tuple[Share, ...]:
+        return self._ground.resources.shares(group, replica)
+
     def size(self, group: str) -> int:
         return self.groups[group].size
 
@@ -291,9 +316,11 @@ class Fleet:
         missing = unmet(one.config, needed, {name: other.staying for name, other in self.groups.items()})
         return ", ".join(missing) if missing else self._ground.resources.take(one.config, replica)
 
-    def may_resume(self, group: str, replica: int) -> bool:
+    def may_resume(self, group: str, replica: int) -> str:
         one = self.groups[group]
-        return not self._held_back(one) and not self._ground.resources.take(one.config, replica)
+        if self._held_back(one):
+            return f"the other replicas of {group}"
+        return self._ground.resources.take(one.config, replica)
 
     def _held_back(self, group: Group) -> bool:
         """Whether the group restarts as a whole, and it is not yet time."""
@@ -357,6 +384,10 @@ class Fleet:
         ours = not group.config.external or reason == "reloaded"
         leaving = [replica for index, replica in group.replicas.items() if index >= replicas and ours]
         self.save()
+        await self._leave(group, leaving, reason).wait()
+
+    def _leave(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
+        """Stop replicas for good; the result is set when nothing of them is left."""
         for replica in leaving:
             replica.stop()
         ended = asyncio.Event()
@@ -368,7 +399,7 @@ class Fleet:
                 ended.set()
 
         self._ground.spawn(finish)
-        await ended.wait()
+        return ended
 
     async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
         """Wait for the end of replicas that were stopped for good."""
@@ -389,6 +420,17 @@ class Fleet:
             elif not self.draining:
                 self._fill(group)  # it may have been scaled up again meanwhile
         self.look()
+
+    async def drain_node(self, node: str, is_empty: Callable[[], bool]) -> None:
+        """Restart the replicas of a closed node, and wait until it is empty."""
+        cause, began = Cause("node", f"node {node} is being drained"), self._loop.time()
+        self.emit(Draining(target=f"node {node}", reason="node"))
+        chosen = [self.replica(*key) for key in self._ground.resources.on(node)]
+        for replica in chosen:
+            if replica is not None and replica.ending != "leave" and replica.life.alive:
+                replica.restart(cause)
+        await self.until(lambda: is_empty() or self.over.is_set())
+        self.emit(Drained(target=f"node {node}", seconds=self._loop.time() - began))
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """End the replicas, and wait for the start of their next generation, or a stop.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Container
+from typing import Literal
 
 import msgspec
 
+from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ordering import enough, is_done, is_good, is_lost, is_over
 from replicas.core.lives.restarts import Restarts
@@ -41,6 +43,7 @@ class Group:
         A reload sets both only after its rolling restart.
         """
         self.replicas: dict[int, Replica] = {}
+        self._start = digest_of_start(config)
         self.rules = Restarts(config.restart, rng=rng)
         self._retired: dict[int, SavedReplica] = {}
         """State of replicas that are not there (any more), for a later one by index."""
@@ -58,19 +61,28 @@ class Group:
         known = self._retired | {index: _kept(replica) for index, replica in self.replicas.items()}
         known |= {index: SavedReplica() for index in cycles.keys() - known.keys()}
         halted = {index for index, replica in self.replicas.items() if replica.halted}
+        rest: dict[int, Literal["finished", "failed"]] = {
+            index: state
+            for index, replica in self.replicas.items()
+            if (state := replica.life.state) == "finished" or state == "failed"
+        }
         return SavedGroup(
             size=self.size,
             configured=self.configured,
             replicas={
-                index: msgspec.structs.replace(one, cycles=cycles.get(index, 0), halted=index in halted)
+                index: msgspec.structs.replace(
+                    one, cycles=cycles.get(index, 0), halted=index in halted, settled=rest.get(index, "")
+                )
                 for index, one in sorted(known.items())
             },
             spent=tuple(Spent(wall - age, replica) for age, replica in self.rules.ages(now)),
+            start=self._start,
         )
 
     def use(self, config: GroupConfig) -> None:
         """Take a reloaded config; running replicas keep their processes."""
         self.config = config
+        self._start = digest_of_start(config)
         self.rules.use(config.restart)
         for replica in self.replicas.values():
             replica.group = config
@@ -79,14 +91,19 @@ class Group:
         """Number of generations that earlier replicas of this index have used."""
         return self._retired[index].generation if index in self._retired else 0
 
-    def enter(self, replica: Replica) -> None:
-        """Add a replica, which continues where an earlier one of its index stopped."""
+    def enter(self, replica: Replica, *, settled: bool = False) -> None:
+        """Add a replica, which continues where an earlier one of its index stopped.
+
+        :param settled: one that had finished or failed rests.
+        """
         self.replicas[replica.index] = replica
         before = self._retired.pop(replica.index, None)
         if before is not None:
             replica.life.restarts = dict(before.restarts)
             replica.last_exit = before.last_exit
-            if before.halted:
+            if settled and before.settled:
+                replica.life.restore(before.settled, before.last_exit)
+            elif before.halted:
                 replica.halt()
 
     def retire(self, replica: Replica) -> None:

@@ -5,8 +5,8 @@
 resources, runs one *generation* through ``starting``, ``ready`` and ``draining``, waits
 in ``backoff``, and rests in ``finished`` or ``failed`` until a request.
 
-A generation is one shim for each node (:mod:`replicas.supervisor.fleet.node`). It ends
-in this order:
+A generation is one shim for each node (:mod:`replicas.supervisor.fleet.handle`). It
+ends in this order:
 
 1. There is a *cause*: a main process ended, a timeout, a request.
 2. If it was requested, the replica is *draining*: it finishes its sync, within
@@ -31,12 +31,13 @@ from typing import Literal
 
 from replicas import errors
 from replicas.config.structs import GroupConfig
+from replicas.core.lives.leases import BEAT_S
 from replicas.core.lives.lifecycle import FREE_REASONS, Lifecycle, ReplicaEvent, RestartReason, after_exit
 from replicas.core.lives.restarts import Restarts, RestartVerdict
 from replicas.status import ReplicaStatus
 from replicas.supervisor.cleanup.still_held import HoldUps
 from replicas.supervisor.fleet.causes import Cause, Health, dropped, exited, verdict
-from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.shim.generation import STUCK_S, Generation, Host, ShimStarter
 from replicas.supervisor.shim.orders import ExitReport
 from replicas.supervisor.state.run_state import ShimRecord
@@ -45,6 +46,8 @@ from replicas.telemetry.events import StacksSaved
 __all__ = ["REQUESTED", "Replica", "new_turns"]
 
 REQUESTED = Cause("requested", "restart requested")
+UNHEARD_S = 2 * BEAT_S
+"""A silent node, so that the silence of its ranks is not theirs."""
 TURN_S = 2.0
 _TURNS_FOR_EACH_CORE = 2
 
@@ -80,7 +83,7 @@ class Replica:
         *,
         generation: int = 0,
         turns: asyncio.Semaphore | None = None,
-        start_shim: ShimStarter = Node,
+        start_shim: ShimStarter,
     ) -> None:
         self.group = group
         self.index = index
@@ -109,6 +112,7 @@ class Replica:
         self._resume_at = 0.0
         self._waits_for = ""
         self._run_over = False
+        self._adopted = False
         self._ran_s = 0.0
         self._begin()
 
@@ -156,6 +160,14 @@ class Replica:
         return self.life.settled and not self.ending
 
     # ------------------------------------------------------------ requests
+
+    def adopt(self, number: int, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
+        """Go on with a generation that an earlier supervisor has started."""
+        self.life.generation = number
+        self._begin()
+        self._generation.adopt(records, nodes)
+        self._adopted = True
+        self._apply(ReplicaEvent.ADOPT)
 
     def stop(self, hurry_s: float | None = None, *, run_over: bool = False) -> None:
         """Stop the replica for good.
@@ -273,15 +285,23 @@ class Replica:
     def member_lost(self, rank: int, reason: str) -> None:
         """Handle the loss of a member: ``lease``, ``overflow``, ``left`` and others.
 
-        One that is silent, or does not read, is frozen. Any other end will be seen in
-        its process.
+        One that is silent, or does not read, is frozen, or cut off with its node. Any
+        other end will be seen in its process.
         """
         if reason == "left":
             self._health.left = True
         elif self.life.state in ("starting", "ready") and reason in ("lease", "overflow"):
             silent = f"sent no heartbeat for {self.group.health.heartbeat_timeout_s:g} s"
             text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
-            self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
+            self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, self._cut_off(rank) or Cause("heartbeat_timeout", text))
+
+    def _cut_off(self, rank: int) -> Cause | None:
+        """The cause, if nothing is heard of the rank's whole node."""
+        part = rank // self.group.nproc_per_node
+        for node in self._generation.nodes[part : part + 1]:
+            if node.unheard_s() > UNHEARD_S:
+                return Cause("node", f"nothing is heard of node {node.node}")
+        return None
 
     @property
     def progressed(self) -> bool | None:
@@ -354,7 +374,8 @@ class Replica:
             due = not self._waits_for
         else:
             waited = self.life.state == "backoff" and self._now() >= self._resume_at
-            due = waited and self._host.may_resume(*self._key)
+            self._waits_for = self._host.may_resume(*self._key) if waited else ""
+            due = waited and not self._waits_for
         if due:
             self._restarts.resumed()
             self._apply(event)
@@ -372,20 +393,15 @@ class Replica:
         self._cause = self._drain_by = None
         self._health = Health()
         self._mark = self._host.coordinator.progress(*self._key)
-        self.last_exit = ""
-        old = [node.belongings for node in self._generation.nodes]
-        self._begin()
+        adopted, self._adopted = self._adopted, False
+        if not adopted:
+            self.last_exit = ""
+            old = [node.belongings for node in self._generation.nodes if node.local]
+            self._begin()
+            await self._hold_ups.until_clear(old, self._pause)
+        turn_over = await self._launch()
         generation = self._generation
-        await self._hold_ups.until_clear(old, self._pause)
-        turn_over = await _turn(self._turns)
-        self.life.launched(self._now())
         try:
-            if self._wanted:
-                try:
-                    generation.start(self.group, self.index, self.life.generation)
-                except OSError as error:
-                    self._cause = Cause("lost", f"a shim cannot be started: {error}")
-                    self._host.fell(*self._key, self._cause.text)
             while not generation.gone and not (self._run_over and generation.late_s >= STUCK_S):
                 await self._poked(generation.look_at)
                 self._follow()
@@ -398,6 +414,21 @@ class Replica:
             turn_over()
         self._follow()
         self._generation_ended()
+
+    async def _launch(self) -> Callable[[], None]:
+        """Start the processes, unless they run already; the result ends the turn."""
+        if self._generation.nodes:
+            self.life.launched(self._now())
+            return lambda: None
+        turn_over = await _turn(self._turns)
+        self.life.launched(self._now())
+        try:
+            if self._wanted:
+                self._generation.start(self.group, self.index, self.life.generation)
+        except OSError as error:
+            self._cause = Cause("lost", f"a shim cannot be started: {error}")
+            self._host.fell(*self._key, self._cause.text)
+        return turn_over
 
     @property
     def _wanted(self) -> bool:
@@ -440,6 +471,8 @@ class Replica:
 
     def _note_exit(self, reports: list[ExitReport]) -> None:
         own = verdict(reports)
+        if self._generation.stopped_before and all(report.outcome in ("ok", "stopped") for report in reports):
+            own = Cause("requested", "it was being ended")  # by an earlier supervisor
         if self._wanted:
             self._cause = own
             if own is not None:
@@ -465,10 +498,10 @@ class Replica:
             self._hold_ups.remain(generation.remains, gave_up=True)
             self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
         elif self.ending:
-            generation.records = []
+            generation.settled()
             self._apply(ReplicaEvent.GIVE_UP if self.ending == "fail" else ReplicaEvent.STOPPED, reason=self.last_exit)
         else:
-            generation.records = []
+            generation.settled()
             found = self._judge_end(cause)
             free = cause is not None and cause.reason in FREE_REASONS
             granted = found.delay_s is not None
@@ -503,6 +536,8 @@ class Replica:
         reason = view.reason if view is not None else life.reason
         if life.state == "pending" and self._waits_for:
             reason = f"waits for {self._waits_for}"
+        elif life.state == "backoff" and self._waits_for:
+            reason = f"{reason}; waits for {self._waits_for}"
         elif self._hold_ups.text and life.alive:
             reason = self._with_hold_ups()
         elif self._busy_with:
@@ -521,4 +556,5 @@ class Replica:
             versions=dict(view.versions) if view is not None else {},
             last_exit=self.last_exit,
             cycles=self._restarts.cycles_of(self.index),
+            nodes=tuple(share.node for share in self._host.shares(*self._key)),
         )

@@ -9,12 +9,14 @@ directly or through others), so the greatest sum over such groups counts. A plan
 that does not fit is refused by ``replicas check``, at the start, and by a reload; a
 scale by the supervisor.
 
-:class:`Resources` is the ledger of the GPUs. A replica takes all its GPUs before it
-starts, or waits in ``pending``; it keeps them across restarts, and releases them when
-it has settled (finished, failed, or scaled away) and no process of it is left. In a run
-in which any group asks for GPUs, a group that does not ask sees none: so no GPU has two
-owners. Every rank of a node sees all GPUs of its node, in order: rank ``LOCAL_RANK``
-has those from ``LOCAL_RANK * gpus`` on.
+:class:`Resources` is the ledger of the nodes that agents offer, this machine among them
+(:mod:`replicas.core.lives.placement` chooses). A replica takes a place, with GPUs, for
+each of its parts before it starts, or waits in ``pending``; it keeps them across
+restarts while their nodes are there, and releases them when it has settled (finished,
+failed, or scaled away) and no process of it is left. In a run in which any group asks
+for GPUs, a group that does not ask sees none: so no GPU has two owners. Every rank of a
+part sees all GPUs of the part, in order: rank ``LOCAL_RANK`` has those from
+``LOCAL_RANK * gpus`` on.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections import deque
@@ -32,6 +36,8 @@ import msgspec
 
 from replicas import errors
 from replicas.config.structs import Config, GroupConfig
+from replicas.config.values import is_loopback
+from replicas.core.lives.placement import Need, Offer, Share, place
 from replicas.linux import smi
 from replicas.linux.cgroups import LIMITS, find_own, own_group
 from replicas.supervisor.state.run_state import SavedGroup
@@ -42,6 +48,8 @@ __all__ = [
     "fitting",
     "look",
     "machine_for",
+    "may_grow",
+    "node_name",
     "notes",
     "nvml_count",
     "problems",
@@ -52,6 +60,7 @@ __all__ = [
 
 _REMEDY = "start it as root or under systemd with Delegate=yes, or remove the limit"
 _NVML_S = 20.0
+NAME_MAX = 63
 _NO_GPUS = ("", "-1", "NoDevFiles")
 _GIB = 1 << 30
 _Moment = tuple[Literal["start", "end"], str]
@@ -108,6 +117,12 @@ def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Mach
     )
 
 
+def node_name() -> str:
+    """This machine's name as a node, of letters, digits, ``-``, ``_`` and ``.``."""
+    found = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:NAME_MAX].strip(".-_")
+    return found or "local"
+
+
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """The GPUs in ``CUDA_VISIBLE_DEVICES`` (indices or UUIDs); None: it is not set."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
@@ -150,9 +165,9 @@ def _cgroup_texts(name: str) -> Iterator[str]:
         own = own_group()
     except OSError:
         return
-    for place in (own, *own.parents):
+    for folder in (own, *own.parents):
         with contextlib.suppress(OSError):  # the root has no limits, and a controller that is off has no file
-            yield (place / name).read_text().strip()
+            yield (folder / name).read_text().strip()
 
 
 def machine_for(config: Config) -> Machine:
@@ -161,10 +176,18 @@ def machine_for(config: Config) -> Machine:
 
 
 def refuse_unfit(config: Config, machine: Machine) -> None:
-    """:raises replicas.errors.BadConfig: the plan does not fit this machine."""
-    found = problems(config, machine)
+    """:raises replicas.errors.BadConfig: the plan does not fit this machine.
+
+    Where other machines may join, what does not fit waits for them.
+    """
+    found = [] if may_grow(config) else problems(config, machine)
     if found:
         raise errors.BadConfig(found, source=str(config.source or "config"))
+
+
+def may_grow(config: Config) -> bool:
+    """Whether agents on other machines can join the run."""
+    return not config.cluster.local or not is_loopback(config.control.host)
 
 
 def problems(config: Config, machine: Machine) -> list[str]:
@@ -192,6 +215,8 @@ def problems(config: Config, machine: Machine) -> list[str]:
 
 
 def notes(config: Config, machine: Machine) -> list[str]:
+    if may_grow(config):
+        return [f"{problem}; it waits for agents on other machines" for problem in problems(config, machine)]
     threads = {
         group.name: group.replicas * group.world_size * (group.resources.cpu_threads or 0)
         for group in config.groups.values()
@@ -229,7 +254,7 @@ def fitting(
         for name, group in config.groups.items()
         if name in saved and saved[name].configured == group.replicas
     }
-    found = problems(with_sizes(config, sizes), machine)
+    found = [] if may_grow(config) else problems(with_sizes(config, sizes), machine)
     if not found:
         return dict(saved)
     say(f"the groups were scaled to what does not fit here; they have their sizes of the config: {'; '.join(found)}")
@@ -298,51 +323,151 @@ def _reached(rest: Mapping[_Node, Mapping[_Node, int]]) -> dict[_Node, _Node]:
 
 
 class Resources:
-    """The ledger of a run's GPUs, and the environment of each replica's share."""
+    """The ledger of a run's nodes and GPUs, and the environment of each part's share.
 
-    def __init__(self) -> None:
+    :param local: name of the node of this machine, which is always offered unless the
+        config says otherwise.
+    """
+
+    def __init__(self, local: str = "local") -> None:
+        self.local = local
         self.machine = Machine()
-        self._held: dict[tuple[str, int], tuple[str, ...]] = {}
+        """This machine."""
+        self._machines: dict[str, Machine] = {local: self.machine}
+        self._offers: dict[str, Offer] = {local: Offer(node=local)}
+        self._held: dict[tuple[str, int], tuple[Share, ...]] = {}
         self._managed = False
+        self._min_nodes = 0
+        """How many nodes must be there before a share is taken; 0: they were."""
 
     def plan(self, config: Config, machine: Machine) -> None:
         """Take a config that fits; replicas keep what they hold until its release."""
         self.machine = machine
         self._managed = any(group.resources.gpus for group in config.groups.values())
+        self._min_nodes = config.cluster.min_nodes
+        if config.cluster.local:
+            there = self._offers.get(self.local)
+            self.offer(self.local, machine, config.cluster.labels, open=there is None or there.open)
+        else:
+            self.withdraw(self.local)
+
+    # ------------------------------------------------------------ nodes
+
+    def offer(self, node: str, machine: Machine, labels: Mapping[str, str], *, open: bool = True) -> None:
+        """Add a node, or change what it offers; ``open``: it takes new replicas."""
+        self._machines[node] = machine
+        self._offers[node] = Offer(
+            node=node, gpus=machine.gpus, memory_nbytes=machine.memory_nbytes, labels=labels, open=open
+        )
+
+    def open(self, node: str, is_open: bool) -> None:
+        """Let a node that is offered take new replicas, or none."""
+        if (there := self._offers.get(node)) is not None:
+            self._offers[node] = msgspec.structs.replace(there, open=is_open)
+
+    def labels(self, node: str) -> Mapping[str, str]:
+        """The labels of a node; none: it is not offered."""
+        there = self._offers.get(node)
+        return there.labels if there is not None else {}
+
+    def withdraw(self, node: str) -> None:
+        """Remove a node; replicas keep what they hold of it until its release."""
+        self._offers.pop(node, None)
+        self._machines.pop(node, None)
+
+    def node(self, group: str, index: int, part: int) -> str:
+        """The node of this part of a replica; KeyError: it holds none."""
+        return self._held[group, index][part].node
+
+    def on(self, node: str) -> list[tuple[str, int]]:
+        """Group and index of the replicas with a part on the node."""
+        return sorted(key for key, shares in self._held.items() if any(share.node == node for share in shares))
+
+    # ------------------------------------------------------------ shares
 
     @property
     def free(self) -> tuple[str, ...]:
-        taken = {gpu for gpus in self._held.values() for gpu in gpus}
-        return tuple(gpu for gpu in self.machine.gpus if gpu not in taken)
+        """GPUs of this machine that no replica holds."""
+        return self.free_on(self.local)
+
+    def free_on(self, node: str) -> tuple[str, ...]:
+        """GPUs of a node that no replica holds."""
+        shares = [share for held in self._held.values() for share in held if share.node == node]
+        taken = {gpu for share in shares for gpu in share.gpus}
+        machine = self._machines.get(node)
+        return tuple(gpu for gpu in machine.gpus if gpu not in taken) if machine is not None else ()
 
     def held(self, group: str, index: int) -> tuple[str, ...]:
-        return self._held.get((group, index), ())
+        return tuple(gpu for share in self._held.get((group, index), ()) for gpu in share.gpus)
+
+    def nodes_of(self, group: str, index: int) -> tuple[str, ...]:
+        """The node of each part of a replica; none: it holds no share."""
+        return tuple(share.node for share in self._held.get((group, index), ()))
 
     def take(self, group: GroupConfig, index: int) -> str:
-        """Give the replica its GPUs, all or none; return what it lacks, in words."""
-        need = _gpus_of(group)
-        if len(self.held(group.name, index)) == need:
+        """Give the replica a place for each part; return what it lacks, in words.
+
+        It keeps its places while their nodes are there, open and as it needs them.
+        """
+        if group.external:
             return ""
-        self.release(group.name, index)
-        free = self.free
-        if need > len(free):
-            return f"{need} GPU{'s' if need != 1 else ''} ({len(free)} free)"
-        self._held[group.name, index] = free[:need]
+        if len(self._offers) < self._min_nodes:
+            return f"{self._min_nodes} nodes ({len(self._offers)} there)"
+        self._min_nodes = 0
+        need, key = _need(group), (group.name, index)
+        held = self._held.pop(key, ())
+        if held and self._still_good(need, held):
+            self._held[key] = held
+            return ""
+        taken = [share for shares in self._held.values() for share in shares]
+        found = place(need, list(self._offers.values()), taken)
+        if isinstance(found, str):
+            return found
+        self._held[key] = found
         return ""
 
+    def keep(self, group: GroupConfig, index: int, shares: tuple[Share, ...]) -> None:
+        """Note what a replica holds that an earlier supervisor has started."""
+        self._min_nodes = 0
+        self._held[group.name, index] = shares
+
+    def shares(self, group: str, index: int) -> tuple[Share, ...]:
+        return self._held.get((group, index), ())
+
+    def _still_good(self, need: Need, held: tuple[Share, ...]) -> bool:
+        def good(share: Share) -> bool:
+            offer = self._offers.get(share.node)
+            fits = len(share.gpus) == need.gpus and share.memory_nbytes == (need.memory_nbytes or 0)
+            return fits and offer is not None and offer.open and need.accepts(offer)
+
+        return len(held) == need.parts and all(good(share) for share in held)
+
     def release(self, group: str, index: int) -> None:
-        """Free the GPUs of a replica that has settled and has no process left."""
+        """Free the share of a replica that has settled and has no process left."""
         self._held.pop((group, index), None)
 
     def environment(self, group: GroupConfig, index: int, node: int = 0) -> dict[str, str]:
-        """Variables for the processes of one node, which override all others."""
+        """Variables for the processes of one part, which override all others."""
         variables: dict[str, str] = {}
         if self._managed:
-            share = (group.resources.gpus or 0) * group.nproc_per_node
-            gpus = self.held(group.name, index)[node * share : (node + 1) * share]
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            if self.machine.gpu_order:
-                variables["CUDA_DEVICE_ORDER"] = self.machine.gpu_order
+            shares = self._held.get((group.name, index), ())
+            share = shares[node] if node < len(shares) else None
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus if share is not None else ())
+            machine = self._machines.get(share.node if share is not None else self.local, self.machine)
+            if machine.gpu_order:
+                variables["CUDA_DEVICE_ORDER"] = machine.gpu_order
         if group.resources.cpu_threads is not None:
             variables["OMP_NUM_THREADS"] = str(group.resources.cpu_threads)
         return variables
+
+
+def _need(group: GroupConfig) -> Need:
+    return Need(
+        group=group.name,
+        parts=group.nnodes,
+        gpus=(group.resources.gpus or 0) * group.nproc_per_node,
+        memory_nbytes=group.resources.memory_nbytes,
+        labels=group.placement.labels,
+        spread=group.placement.spread,
+        per_node=group.placement.per_node,
+    )

@@ -16,11 +16,12 @@ from replicas.config.structs import Config, GroupConfig, LogsConfig
 from replicas.config.values import is_loopback
 from replicas.coordinator import Coordinator
 from replicas.core.lives.lifecycle import Transition
+from replicas.core.lives.placement import Share
 from replicas.linux.processes import MARK
 from replicas.linux.sockets import SocketAddress
-from replicas.supervisor.fleet.node import Node, rank_environment
+from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains
-from replicas.supervisor.state.run_state import ShimRecord, process_record
+from replicas.supervisor.state.run_state import ProcessRecord, ShimRecord
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.events import Event
 
@@ -32,8 +33,8 @@ for being late are killed. At the end of the run, after the same time again, pro
 that do not die are abandoned."""
 PRESS_INTERVAL_S = 1.0
 _SHIM_DIES_S = 4.0
-ShimStarter = Callable[[NodeSpec, Callable[[], None], int], Node]
-"""Called with the spec, a callback for each change, and the run lock's descriptor."""
+ShimStarter = Callable[[NodeSpec, Callable[[], None]], ShimHandle]
+"""Called with the spec and a callback for each change."""
 
 
 class Ground(Protocol):
@@ -63,12 +64,16 @@ class Host(Ground, Protocol):
         """Environment of one node of a replica with its share of the machine."""
         ...
 
+    def shares(self, group: str, replica: int) -> tuple[Share, ...]:
+        """The place of each node of a replica, which it has taken."""
+        ...
+
     def waits_for(self, group: str, replica: int) -> str:
         """What a replica's first start waits for; empty: its share is now taken."""
         ...
 
-    def may_resume(self, group: str, replica: int) -> bool:
-        """Whether a replica whose delay is over may start again.
+    def may_resume(self, group: str, replica: int) -> str:
+        """What a replica whose delay is over waits for; empty: it may start again.
 
         A group that restarts as a whole waits for its last replica; and the share of
         the machine is taken, which a reload may have changed.
@@ -91,9 +96,8 @@ class Generation:
     """One generation. ``changed``: called when a message of a shim has arrived."""
 
     def __init__(self, host: Host, start_shim: ShimStarter, changed: Callable[[], None]) -> None:
-        self.nodes: list[Node] = []
-        self.records: list[ShimRecord] = []
-        """Records by which another supervisor finds the shims."""
+        self.nodes: list[ShimHandle] = []
+        self._records: list[ShimRecord] = []
         self.noted = False
         """True once the end of its main processes has been noted."""
         self.told = False
@@ -109,21 +113,48 @@ class Generation:
     def start(self, group: GroupConfig, index: int, number: int) -> None:
         """Start a shim for each node; OSError: one cannot be, and the others end."""
         specs = [_node_spec(self._host, group, index, number, node) for node in range(group.nnodes)]
-        self.records = [
-            ShimRecord(nonce=spec.nonce, group=group.name, replica=index, generation=number, node=spec.node)
-            for spec in specs
+        shares = self._host.shares(group.name, index)
+        self._records = [
+            ShimRecord(
+                nonce=spec.nonce,
+                group=group.name,
+                replica=index,
+                generation=number,
+                node=spec.node,
+                agent=share.node,
+                gpus=share.gpus,
+                memory_nbytes=share.memory_nbytes,
+            )
+            for spec, share in zip(specs, shares, strict=True)
         ]
         self._host.save()  # before they start, so that a later supervisor can find them
         try:
             for spec in specs:
-                shim = self._start_shim(spec, self._changed, self._host.state.lock)
-                self.nodes.append(shim)
-                self.records[spec.node] = msgspec.structs.replace(
-                    self.records[spec.node], process=process_record(shim.pid), cgroup=shim.spec.cgroup
-                )
+                self.nodes.append(self._start_shim(spec, self._changed))
         except OSError:
             self.stop(0.0)
             raise
+
+    def adopt(self, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
+        """Go on with shims that an earlier supervisor has started."""
+        self._records, self.nodes = records, nodes
+        for node in nodes:
+            node.changed = self._changed
+
+    @property
+    def records(self) -> list[ShimRecord]:
+        """Records by which another supervisor finds the shims."""
+        for number, node in enumerate(self.nodes[: len(self._records)]):
+            record = self._records[number]
+            if record.process is None and node.pid and node.local:
+                self._records[number] = msgspec.structs.replace(
+                    record, process=ProcessRecord(node.pid, node.start_time), cgroup=node.cgroup
+                )
+        return self._records
+
+    def settled(self) -> None:
+        """Forget the records: nothing of it is left to be found."""
+        self._records = []
 
     @property
     def started(self) -> bool:
@@ -153,6 +184,11 @@ class Generation:
             return None
         processes = tuple(one for remains in found for one in remains.processes)
         return Remains(since=min(remains.since for remains in found), processes=processes)
+
+    @property
+    def stopped_before(self) -> bool:
+        """Whether an earlier supervisor had told it to end."""
+        return any(node.stopping for node in self.nodes)
 
     def silent(self, now: float, timeout_s: float) -> list[int]:
         """Nodes whose shims are silent for so long; call it each second: it pings."""
@@ -210,6 +246,22 @@ class Generation:
             except TimeoutError:
                 found[f"{record.group}/{record.replica}, node {record.node}"] = "its shim does not answer"
         return found
+
+
+def rank_environment(
+    group: GroupConfig, replica: int, generation: int, *, replicas: int, shared: Mapping[str, str]
+) -> dict[str, str]:
+    """What a replica's processes have in their environment beyond that of their node.
+
+    The group's variables, those ``shared`` in the run, and the replica's identity.
+    """
+    identity = {
+        environ.GROUP: group.name,
+        environ.REPLICA: str(replica),
+        environ.REPLICAS: str(replicas),
+        environ.GENERATION: str(generation),
+    }
+    return {"PYTHONFAULTHANDLER": "1", **group.env, **shared, **identity}
 
 
 def wants_tee(logs: LogsConfig) -> bool:

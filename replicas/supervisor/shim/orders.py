@@ -4,7 +4,8 @@ A message is one JSON object, a packet of a SOCK_SEQPACKET socketpair.
 
 Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for
 nodes other than 0), ``stop`` (with ``stacks``: after they have been saved), ``stacks``,
-``ping``. Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of
+``ping`` (``until``: the shim's lease, in seconds of the monotonic clock). Shim →
+supervisor: ``started`` (pid of the main process), ``rendezvous`` (of
 node 0), ``ended`` (an :class:`ExitReport`: the main process is gone), ``gone`` (no
 process is left), ``pong``, ``stacks`` (rank, pid and text of each), ``belongings``
 (resources of its processes, :mod:`replicas.supervisor.cleanup.inventory`), ``dropped``
@@ -88,6 +89,8 @@ class NodeSpec(NamedTuple):
         none.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
     :param tee: True if the ranks' lines also go to the supervisor's stderr.
+    :param lease_until: when the shim ends by itself, unless a ping gives it a later
+        time, in seconds of the machine's monotonic clock; 0: there is no such time.
     :param shim: pid of the shim; like ``pipes`` and ``scratch``, the shim sets it for
         the launcher.
     :param pipes: the shim's descriptors of each local rank's stdout and stderr.
@@ -119,6 +122,7 @@ class NodeSpec(NamedTuple):
     log_keep: int = 3
     log_keep_generations: int = 10
     tee: bool = False
+    lease_until: float = 0.0
     shim: int = 0
     pipes: tuple[tuple[int, int], ...] = ()
     scratch: str = ""
@@ -225,8 +229,8 @@ class RankExit(NamedTuple):
 class ExitReport(NamedTuple):
     """How the main process of a node ended.
 
-    :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked) or
-        ``lost`` (launcher or shim died).
+    :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked), ``lost``
+        (launcher or shim died), or ``node`` (its agent died or its node was lost).
     :param ranks: failed ranks of this node, the first to fail first.
     """
 

@@ -26,9 +26,12 @@ whichever comes first; either way there are ``ORPHAN_GRACE_S`` from SIGTERM to S
 A parent-death signal is less reliable: it is bound to the *thread* that spawned the
 shim, which an embedding program may end at any time.
 
+An agent of another machine gives a lease with each ping: a shim that hears of none for
+so long ends as if its supervisor were gone, as its replica may be started elsewhere.
+
 If the shim itself is killed, the launcher and the ranks have their parent-death
 signals, and the supervisor sweeps the rest by its control group and by the mark in its
-environment; the janitor does so if both are killed.
+environment; the next agent does so if both are killed.
 
 Standard library only; neither torch nor modules that load slowly (dataclasses,
 argparse) are imported here: every restart waits for a shim.
@@ -93,6 +96,7 @@ class Shim:
         self._deaths = DeathWatch(self._selector, self._own, self._helpers, time.monotonic)
         self._phases = Phases()
         self._childless = False
+        self._lease_until = spec.lease_until or math.inf
         self._grace = Grace()
         self._killing_since = 0.0
         self._wake = _wakeup_fd()
@@ -143,6 +147,8 @@ class Shim:
             if self._launcher is not None:
                 orders.send(self._launcher, message)
         elif message["type"] == "ping":
+            with orders.reading("ping"):
+                self._lease_until = float(message.get("until", math.inf))
             self._tell({"type": "pong"})
             if self._phases.now == "running":
                 self._deaths.look()
@@ -327,6 +333,10 @@ class Shim:
             self._tell(found.message())
 
     def _on_time(self, now: float) -> None:
+        if now >= self._lease_until:
+            self._lease_until = math.inf
+            note("nothing was heard of the agent within the lease: ending")
+            self._stop(ORPHAN_GRACE_S)
         self._without_forkserver(self._forkserver.on_time(now))
         if self._stopped is not None and self._main is not None and self._main_runs and self._stopped.blind(now):
             self._stopped = None
@@ -363,7 +373,13 @@ class Shim:
         return self._phases.now in ("running", "stopping")
 
     def _timeout(self) -> float | None:
-        times = [self._phases.kill_at, *self._forkserver.wakes, *self._logs.wakes, *self._stacks.wakes]
+        times = [
+            self._phases.kill_at,
+            self._lease_until,
+            *self._forkserver.wakes,
+            *self._logs.wakes,
+            *self._stacks.wakes,
+        ]
         times += self._stopped.wakes if self._stopped is not None and self._main_runs else []
         times += self._stock.wakes if self._phases.now == "running" else []
         return max(0.0, min(times) - time.monotonic()) if min(times) < math.inf else None

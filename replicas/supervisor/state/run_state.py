@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -31,6 +32,7 @@ from replicas.telemetry.tally import Tally
 
 __all__ = [
     "SCHEMA",
+    "AgentRecord",
     "ProcessRecord",
     "RunState",
     "Saved",
@@ -64,6 +66,8 @@ class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One shim that was started, or (``process`` None) was about to be.
 
     :ivar nonce: the mark in the environment of all its processes.
+    :ivar agent: the node whose agent started it; ``gpus`` and ``memory_nbytes``: its
+        share of that.
     """
 
     nonce: str
@@ -73,6 +77,18 @@ class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
     node: int = 0
     process: ProcessRecord | None = None
     cgroup: str = ""
+    agent: str = ""
+    gpus: tuple[str, ...] = ()
+    memory_nbytes: int = 0
+
+
+class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent of a node; ``process`` is valid where it runs."""
+
+    node: str
+    incarnation: str
+    local: bool = False
+    process: ProcessRecord | None = None
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -88,6 +104,8 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
     :ivar generation: the last one that was started, or was about to be.
     :ivar cycles: restarts in a row without progress.
     :ivar halted: it was stopped by hand, and rests until it is restarted.
+    :ivar settled: it has ``finished`` or ``failed``; empty: it has not. Only who adopts
+        the run goes on from that: else all replicas start again.
     """
 
     generation: int = 0
@@ -95,18 +113,21 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
     cycles: int = 0
     last_exit: str = ""
     halted: bool = False
+    settled: Literal["", "finished", "failed"] = ""
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The saved state of a group; ``spent``: the restarts in the budget's window.
 
     :ivar configured: the config's number; another one there overrides ``size``.
+    :ivar start: digest of what its processes were started with.
     """
 
     size: int
     configured: int = 0
     replicas: dict[int, SavedReplica] = {}
     spent: tuple[Spent, ...] = ()
+    start: str = ""
 
     @property
     def once_removed(self) -> SavedGroup:
@@ -122,6 +143,9 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     :ivar supervisor: the process that wrote it.
     :ivar seq: number of the last event that ``tally`` has counted.
     :ivar helpers: processes of the run that belong to no replica, such as the store.
+    :ivar agents: of the run's nodes.
+    :ivar port: of the control port, at which members and agents look for a supervisor.
+    :ivar draining: why the whole run was being drained; empty: it was not.
     """
 
     schema: int = SCHEMA
@@ -134,10 +158,21 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     groups: dict[str, SavedGroup] = {}
     shims: tuple[ShimRecord, ...] = ()
     helpers: tuple[ProcessRecord, ...] = ()
+    agents: tuple[AgentRecord, ...] = ()
+    port: int = 0
+    draining: str = ""
 
     def of_this_machine(self) -> bool:
         """Whether its process records may name processes that are visible from here."""
         return self.machine == machine()
+
+    @property
+    def agent(self) -> ProcessRecord | None:
+        """The agent of this machine, if it still lives: its replicas may go on."""
+        if not self.of_this_machine():
+            return None
+        records = [one.process for one in self.agents if one.local and one.process is not None]
+        return next((one for one in records if one.alive()), None)
 
 
 class _Head(msgspec.Struct):

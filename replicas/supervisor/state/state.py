@@ -170,18 +170,21 @@ class StateDir:
         if self.token is None:
             private.remove(self.token_file)
             self.tokens.remove()
-        if self.logs.exists() and any(self.logs.iterdir()):  # a start that failed has left none
+        goes_on = self.saved is not None and self.saved.agent is not None
+        if not goes_on and self.logs.exists() and any(self.logs.iterdir()):  # a start that failed has left none
             previous = self.path / "logs.previous"
             private.remove_tree(previous)
             private.rename(self.logs, previous.name)
         private.make_folder(self.logs)
 
-    def sweep(self, spare: Collection[int] = ()) -> list[LeftoverFound]:
+    def sweep(self, spare: Collection[int] = (), kept: Collection[str] = ()) -> list[LeftoverFound]:
         """Kill what a dead supervisor left alive, but ``spare``. Blocks up to 5 s.
 
         Only for a start that nothing can stop any more: a failed start kills nothing.
+
+        :param kept: marks of shims that go on, with all of theirs.
         """
-        found = leftovers.sweep(self._left, self.identity, _SWEEP_S, spare=spare)
+        found = leftovers.sweep(self._left, self.identity, _SWEEP_S, spare=spare, kept=kept)
         if self._left is not None and self.saved is None:
             self.run_state.remove()
         return found

@@ -41,7 +41,7 @@ def _parameter(parameter: Any) -> str:
     flag = getattr(parameter, "is_flag", False)
     value = "" if flag else f" {parameter.metavar or 'N'}"
     names = ", ".join(f"`{name}{value}`" for name in (*parameter.opts, *parameter.secondary_opts))
-    given = parameter.default is not None and not flag
+    given = parameter.default not in (None, "") and not flag
     return _said(f"{names} (default: `{parameter.default}`)" if given else names, parameter)
 
 

@@ -1,4 +1,4 @@
-"""The supervisor's side of one shim: start, orders, messages, sweep after its death."""
+"""The agent's side of one shim: start, orders, messages, sweep after its death."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import anyio.to_thread
 
 from replicas import __version__, environ
 from replicas.common import own_code
-from replicas.config.structs import GroupConfig
 from replicas.linux import cgroups, private
 from replicas.linux.processes import MARK, SHIM, command_line, python_module, send_signal, signal_name
 from replicas.supervisor.cleanup.inventory import Belongings
@@ -28,9 +27,9 @@ from replicas.supervisor.logs.pump import is_pump
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
 
-__all__ = ["Node", "rank_environment", "start_helper"]
+__all__ = ["Node", "base_environment", "start_helper"]
 
-log = logging.getLogger("replicas.supervisor")
+log = logging.getLogger("replicas.agent")
 
 _PING_INTERVAL_S = 1.0
 _PAUSE_S = 1.0
@@ -39,26 +38,13 @@ _SWEEP_S = 2.0
 _MAX_SWEEP_INTERVAL_S = 1.0
 
 
-def rank_environment(
-    group: GroupConfig, replica: int, generation: int, *, replicas: int, shared: Mapping[str, str]
-) -> dict[str, str]:
-    """The environment of a replica's processes.
-
-    This process's, without the variables of any torchrun or outer run; then the
-    group's, those ``shared`` in the run, and the replica's identity.
-    """
-    base = {
+def base_environment() -> dict[str, str]:
+    """This process's environment, without that of any torchrun or outer run."""
+    return {
         name: value
         for name, value in environ.without_torchrun(os.environ).items()
         if not name.startswith(("REPLICAS_", "REPLICA_")) or name == environ.ACCELERATOR
     }
-    identity = {
-        environ.GROUP: group.name,
-        environ.REPLICA: str(replica),
-        environ.REPLICAS: str(replicas),
-        environ.GENERATION: str(generation),
-    }
-    return {"PYTHONFAULTHANDLER": "1", **base, **group.env, **shared, **identity}
 
 
 def start_helper(
@@ -70,7 +56,7 @@ def start_helper(
     env: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a shim or janitor, with the run's lock, in a session of its own."""
+    """Start a shim or an agent, maybe with the run's lock, in a session of its own."""
     if lock is not None:
         arguments = ("--lock", str(lock), *arguments)
         keep += (lock,)
@@ -90,8 +76,7 @@ class Node:
 
     :param changed: called after each step: started, rendezvous known, main process
         ended, everything gone.
-    :param lock: descriptor of the run's lock, which the shim keeps open while it lives.
-    :param born: called with the shim's pid before it is told what to start.
+    :param lock: descriptor of a lock, which the shim keeps open while it lives.
     """
 
     def __init__(
@@ -99,7 +84,6 @@ class Node:
         spec: NodeSpec,
         changed: Callable[[], None],
         lock: int | None = None,
-        born: Callable[[int], None] | None = None,
     ) -> None:
         self.spec = spec
         self.main_pid: int | None = None
@@ -119,6 +103,9 @@ class Node:
         self._said_gone = False  # the exit code does not tell: where SIGCHLD is ignored it is lost, and reads 0
         self._sweeper: asyncio.Task[None] | None = None
         self._remains: Remains | None = None
+        self.lease_until: float | None = None
+        """When the shim ends by itself, unless it is told a later time before; seconds
+        of the machine's monotonic clock."""
         self._asked_at: float | None = None
         self._answered_at = self._looked_at = time.monotonic()
         ours, theirs = orders.pair()
@@ -132,8 +119,6 @@ class Node:
         self._loop.add_reader(ours, self._on_message)
         self._loop.add_reader(self._pidfd, self._on_exit)
         try:
-            if born is not None:
-                born(self.pid)
             orders.send(ours, spec.message())
         except OSError as error:
             # It could not be given its spec, so it has started nothing.
@@ -209,22 +194,20 @@ class Node:
 
     def silent_s(self, now: float) -> float:
         """Seconds since a ping, less our own pauses. Call it every second: it pings."""
-        pause_s = now - self._looked_at
-        self._looked_at = now
-        if self._asked_at is not None:
-            if pause_s > _PAUSE_S:
-                self._asked_at += pause_s
-            return max(0.0, now - self._asked_at)
-        if now - self._answered_at >= _PING_INTERVAL_S and self.report is None:
-            self._asked_at = now
-            self._order({"type": "ping"})
-        return 0.0
+        late_s, self._looked_at = now - self._looked_at - _PING_INTERVAL_S, now
+        if self._asked_at is not None and late_s > _PAUSE_S:
+            self._asked_at += late_s
+        due = self._asked_at is None and now - self._answered_at >= _PING_INTERVAL_S
+        if self.report is None and (due or self.lease_until is not None):
+            self._asked_at = now if self._asked_at is None else self._asked_at
+            self._order({"type": "ping"} | ({} if self.lease_until is None else {"until": self.lease_until}))
+        return 0.0 if self._asked_at is None else max(0.0, now - self._asked_at)
 
     def abandon(self) -> None:
         """Leave the shim, which then ends its node within some seconds."""
         self._close_control()
         if self._sweeper is not None:
-            self._sweeper.cancel()  # the janitor takes over
+            self._sweeper.cancel()  # a later agent takes over
         if not self._finishing:
             self._finishing = True
             self._loop.remove_reader(self._pidfd)

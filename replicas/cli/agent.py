@@ -1,0 +1,67 @@
+"""The command ``agent``: offer this machine to a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replicas import environ, errors
+from replicas.cli.base import command
+from replicas.config.values import Place, labels, name
+
+__all__ = ["agent"]
+
+
+def _labels(words: list[str]) -> dict[str, str]:
+    place = Place(Path.cwd(), ("--label",))
+    if odd := next((word for word in words if "=" not in word), None):
+        raise errors.UsageError(f"--label {odd}: a label is NAME=VALUE")
+    read: dict[str, str] = labels.read(place, dict(word.split("=", 1) for word in words))
+    if place.problems:
+        raise errors.UsageError(place.problems[0][1])
+    return read
+
+
+@command()
+def agent(
+    *,
+    join: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKEN@HOST:PORT", help=f"Where to join; default: ${environ.JOIN}, which ps does not show."
+        ),
+    ] = "",
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A label of the node; repeatable.")
+    ] = None,
+    node: Annotated[str, typer.Option("--name", metavar="NODE", help="Its name; default: that of the machine.")] = "",
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of its logs; default: .replicas/agent-NODE.")
+    ] = None,
+    address: Annotated[str, typer.Option(help="Where other nodes reach its ranks; default: from where it joins.")] = "",
+) -> None:
+    """Offer this machine to a run, as a node for its replicas.
+
+    Joins the run's supervisor, starts what that places here, and ends it when the run
+    is over, when the supervisor cannot be reached, or on SIGTERM.
+    """
+    from replicas.supervisor.agent.remote import Invitation, serve_node  # heavy: imported by this command only
+    from replicas.supervisor.fleet.resources import node_name
+
+    text = join or os.environ.pop(environ.JOIN, "")
+    if not text:
+        raise errors.UsageError("where to join is missing", hint=f"pass --join TOKEN@HOST:PORT, or set {environ.JOIN}")
+    os.environ.pop(environ.JOIN, None)
+    chosen = node or node_name()
+    place = Place(Path.cwd(), ("--name",))
+    name.read(place, chosen)
+    if place.problems:
+        raise errors.UsageError(place.problems[0][1])
+    folder = state_dir or Path(".replicas") / f"agent-{chosen}"
+    code = serve_node(
+        Invitation(text), name=chosen, labels=_labels(label or []), state_dir=folder.absolute(), address=address
+    )
+    raise typer.Exit(code)

@@ -1,0 +1,221 @@
+"""Run a whole config on Ray: ``replicas ray CONFIG``.
+
+Ray lends machines; policy, restarts and state are the supervisor's, which runs in the
+driver. For each node of each replica there is a bundle of a placement group, with the
+CPUs, GPUs and memory that the replica needs there, and in it an actor that owns an
+agent (:mod:`replicas.integrations.ray_agent`)::
+
+    driver: supervisor ◄─────── agent ◄─ actor in a bundle
+                        joins            Ray finds, and finds again, the place
+
+An actor that ends is replaced in the same bundle, which Ray moves when its node has
+died. The agent's node is named after the bundle and the machine: one that comes up on
+another machine is another node, as nobody there can end what the first may still run.
+
+Groups that grow get a further placement group, so Ray's autoscaler sees what is wanted;
+of those that shrink, idle bundles end, and a placement group with its last bundle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from msgspec.structs import replace
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from replicas import errors
+from replicas.config.structs import Config, GroupConfig
+from replicas.integrations.ray_agent import serve
+from replicas.supervisor.operator import supervise
+from replicas.supervisor.supervisor import Supervisor
+from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
+from replicas.telemetry.events import Reloaded, Scaled, Transition
+
+__all__ = ["adapted", "bundle", "run"]
+
+log = logging.getLogger("replicas.integrations.ray")
+
+GROUP_LABEL = "group"
+_AGAIN_S = 1.0
+
+
+def run(config: Config, *, address: str | None = None) -> int:
+    """Run ``config`` to its end on a Ray cluster; return the exit code.
+
+    :param address: of the cluster; default: that of ``RAY_ADDRESS``, which ``ray job
+        submit`` sets, or the one that runs on this machine.
+    :raises replicas.errors.UsageError: there is no cluster.
+    """
+    try:
+        ray.init(address=address or os.environ.get("RAY_ADDRESS") or "auto", configure_logging=False)
+    except ConnectionError as error:
+        raise errors.UsageError(
+            f"no Ray cluster: {error}", hint="start one with `ray start --head`, or name it with --address"
+        ) from error
+    try:
+        host = ray.util.get_node_ip_address()
+        bundles: list[_Bundles] = []
+
+        def started(supervisor: Supervisor) -> None:
+            bundles.append(_Bundles(supervisor))
+            bundles[0].begin()
+
+        return supervise(config, Surroundings(adapt=lambda config: adapted(config, host), started=started))
+    finally:
+        ray.shutdown()  # and with it all actors and placement groups
+
+
+def adapted(config: Config, host: str) -> Config:
+    """The config as it runs on Ray: each node of a replica on an agent of its own."""
+    groups = {name: _in_bundles(group) for name, group in config.groups.items()}
+    count = sum(group.replicas * group.nnodes for group in groups.values() if not group.external)
+    return on_cluster(replace(config, groups=groups), host, count)
+
+
+def _in_bundles(group: GroupConfig) -> GroupConfig:
+    if group.external:
+        return group
+    placement = group.placement
+    return replace(
+        group, placement=replace(placement, labels={**placement.labels, GROUP_LABEL: group.name}, per_node=1)
+    )
+
+
+def bundle(group: GroupConfig) -> dict[str, float]:
+    """What one node of a replica asks of Ray."""
+    resources, ranks = group.resources, group.nproc_per_node
+    wanted: dict[str, float] = {"CPU": float(ranks * (resources.cpu_threads or 1))}
+    if resources.gpus:
+        wanted["GPU"] = float(ranks * resources.gpus)
+    if resources.memory_nbytes is not None:
+        wanted["memory"] = float(resources.memory_nbytes)
+    return wanted
+
+
+class Agent:
+    """The actor in a bundle."""
+
+    def serve(self, join: str, name: str, labels: Mapping[str, str], folder: str) -> int:
+        """Run an agent to its end, and return its exit code."""
+        node = f"{name}-{ray.get_runtime_context().get_node_id()[:8]}"
+        return serve(join, node, labels, Path(folder) / node)
+
+
+class _Slot:
+    """A bundle of a placement group, and who keeps an agent in it."""
+
+    def __init__(self, place: Any, index: int, name: str) -> None:
+        self.place, self.index, self.name = place, index, name
+        self.keeper: asyncio.Task[None] | None = None
+
+    def holds(self, node: str) -> bool:
+        return node.rpartition("-")[0] == self.name
+
+
+class _Bundles:
+    """The bundles of a run. For the supervisor's loop only."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._slots: dict[str, list[_Slot]] = {}
+        self._numbers: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self) -> None:
+        self._adjust()
+        self._spawn(self._follow())
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a bug: the bundles of a run are not kept any more", exc_info=error)
+
+    async def _follow(self) -> None:
+        """Bring the bundles in step with the groups, at each change of these."""
+        async for record in self._supervisor.events(self._supervisor.last_event):
+            if isinstance(record.event, Scaled | Reloaded | Transition):  # a replica that has ended leaves its bundle
+                self._adjust()
+
+    def _adjust(self) -> None:
+        groups = self._supervisor.config.groups
+        sizes = {group.name: group.size for group in self._supervisor.status().groups}
+        for name in {*groups, *self._slots}:
+            group = groups.get(name)
+            external = group is not None and group.external
+            wanted = 0 if group is None or external else sizes.get(name, 0) * group.nnodes
+            slots = self._slots.setdefault(name, [])
+            if group is not None and len(slots) < wanted:
+                self._add(group, wanted - len(slots))
+            elif len(slots) > wanted:
+                self._shrink(name, len(slots) - wanted)
+
+    def _add(self, group: GroupConfig, count: int) -> None:
+        labels = {name: value for name, value in group.placement.labels.items() if name != GROUP_LABEL}
+        place = placement_group(
+            [bundle(group)] * count,
+            strategy="SPREAD" if group.placement.spread else "PACK",
+            bundle_label_selector=[labels] * count if labels else None,
+        )
+        for index in range(count):
+            number = self._numbers.get(group.name, 0)
+            self._numbers[group.name] = number + 1
+            slot = _Slot(place, index, f"{group.name}-{number}")
+            self._slots[group.name].append(slot)
+            slot.keeper = self._spawn(self._keep(group, slot))
+
+    async def _keep(self, group: GroupConfig, slot: _Slot) -> None:
+        """Keep an agent in the bundle until one of it has ended in order."""
+        supervisor = self._supervisor
+        wanted = bundle(group)
+        strategy = PlacementGroupSchedulingStrategy(slot.place, placement_group_bundle_index=slot.index)
+        folder = str(supervisor.config.run.state_dir / "nodes")
+        while True:
+            actor = (
+                ray.remote(Agent)
+                .options(
+                    name=f"replicas-{supervisor.config.run.name}-{slot.name}",
+                    num_cpus=wanted["CPU"],
+                    num_gpus=wanted.get("GPU", 0),
+                    memory=wanted.get("memory"),
+                    scheduling_strategy=strategy,
+                )
+                .remote()
+            )
+            try:
+                code = await actor.serve.remote(invitation(supervisor), slot.name, dict(group.placement.labels), folder)
+            except ray.exceptions.RayError as error:
+                supervisor.say(f"the agent in bundle {slot.name} is lost: {str(error).splitlines()[0]}")
+            else:
+                if code == 0:
+                    break
+                supervisor.say(f"the agent in bundle {slot.name} ended with {code}; starting another")
+            finally:
+                with contextlib.suppress(ray.exceptions.RayError):  # it is dead by then, or with the job
+                    ray.kill(actor)
+            await asyncio.sleep(_AGAIN_S)
+        self._slots[group.name].remove(slot)
+        if not any(one.place is slot.place for slots in self._slots.values() for one in slots):
+            remove_placement_group(slot.place)
+
+    def _shrink(self, name: str, surplus: int) -> None:
+        """End so many bundles in which no replica is left, as far as there are some."""
+        slots = self._slots[name]
+        nodes = [one for one in self._supervisor.status().nodes if any(slot.holds(one.name) for slot in slots)]
+        surplus -= sum(one.state == "draining" for one in nodes)
+        idle = [one.name for one in nodes if one.state == "up" and not one.replicas]
+        for node in idle[: max(0, surplus)]:
+            self._spawn(self._supervisor.drain_node(node))

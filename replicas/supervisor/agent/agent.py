@@ -1,0 +1,414 @@
+"""The agent of a node: join a supervisor, run its shims, and end them in time.
+
+There is one agent for each node of a run, the supervisor's own machine included. It
+dials the supervisor (:mod:`replicas.supervisor.agent.messages`), starts what it is
+told, and relays what the shims say. It decides one thing by itself: when to end
+everything, which is
+
+* when the supervisor says that the run is over;
+* when its lease is over (:mod:`replicas.core.lives.leases`): nothing was heard of the
+  supervisor for so long, whatever the reason, and the replicas may be started
+  elsewhere soon. Then it tries for a minute more to offer its node anew, unless its
+  supervisor is plainly gone. The shims have the same lease, from the agent's pings:
+  so they end in time, too, if the agent is frozen or dead.
+* on the supervisor's own machine, where a closed connection means that its process is
+  gone: at once, or after ``adopt`` if no other supervisor has come by then;
+* when another supervisor comes, and the one before wanted no adoption.
+
+A signal to end (SIGTERM, SIGINT) makes a node leave in order: the supervisor moves its
+replicas first. The agent of the supervisor's own machine ignores it: a signal to a
+whole session or process tree must not end it before the supervisor has ended the
+replicas.
+
+Whatever a dead agent has left is ended by its shims, by the next agent of the node
+(``Clean``), or by the next supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import anyio.to_thread
+import msgspec
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from replicas import __version__, errors
+from replicas.common.backoff import Backoff
+from replicas.core.lives.leases import BEAT_S, END_S, Tenancy
+from replicas.linux import private
+from replicas.linux.processes import start_time
+from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.log_reader import LogReader
+from replicas.supervisor.agent.orphans import clean_up
+from replicas.supervisor.agent.shims import Shims
+from replicas.supervisor.fleet.resources import Machine
+from replicas.supervisor.shim.orders import Malformed
+from replicas.supervisor.state.run_state import machine as scope
+
+__all__ = ["Agent", "Link"]
+
+log = logging.getLogger("replicas.agent")
+
+AGAIN = Backoff(0.05, 1.0)
+_UNREACHED = "the supervisor could not be reached"
+REJOIN_S = 60.0
+"""How long an agent whose lease is over, and which has nothing left, tries again."""
+JOIN_S = 300.0
+"""How long an agent that was never taken tries to reach its supervisor."""
+_ANSWER_S = 10.0
+_SILENCE_S = 5 * BEAT_S
+"""An agent of another machine that has heard nothing for so long dials again: a
+connection over a link that was broken for some seconds is mended by TCP only after as
+long again, a new one at once."""
+_GRACE_S = 2.0
+"""Time from SIGTERM to SIGKILL when everything of the run ends."""
+_KILL_S = END_S - 1.0
+
+
+class Link(Protocol):
+    """A connection to a supervisor: whole frames, in order."""
+
+    async def send(self, message: bytes, /) -> None: ...
+    async def recv(self) -> str | bytes: ...
+    async def close(self) -> None: ...
+
+
+class _Refused(Exception):
+    """The supervisor does not take this agent, and will not later."""
+
+
+class Agent:
+    """One node of a run, from :meth:`run`'s start to its exit code.
+
+    :param dial: opens a connection, and tells its own address. OSError, or an error of
+        websockets: there is none.
+    :param make_shims: makes what runs the processes, given what to call with news.
+    :param state_dir: folder of the logs and of the token for the ranks.
+    :param address: at which ranks of other nodes reach those of this one; default: that
+        of the connection.
+    :param wanted: whether to go on trying before any supervisor has answered.
+    :param on_token: called with a new token for the next connection.
+    :param local: the supervisor of this machine has started it.
+    :param machine: what the node offers; None: its supervisor knows.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        dial: Callable[[], Awaitable[tuple[Link, str]]],
+        make_shims: Callable[[Callable[[], None]], Shims],
+        state_dir: Path,
+        *,
+        local: bool = False,
+        labels: Mapping[str, str] | None = None,
+        machine: Machine | None = None,
+        address: str = "",
+        limits_refused: str = "",
+        wanted: Callable[[], bool] = lambda: True,
+        on_token: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.node = node
+        self._dial, self._state_dir, self._local = dial, state_dir, local
+        self._labels, self._machine, self._address = dict(labels or {}), machine, address
+        self._limits_refused, self._wanted = limits_refused, wanted
+        self._on_token = on_token
+        self._incarnation = secrets.token_hex(8)
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._shims = make_shims(self._news.set)
+        self._logs = LogReader(state_dir / "logs")
+        self._tenancy = Tenancy()
+        self._welcome: wire.Welcome | None = None
+        self._outbox: list[wire.AgentMessage] = []
+        self._empty_since: float | None = None
+        """When everything began to end with the lease; None: it has not."""
+        self._hang_up = asyncio.Event()
+        self._over = ""
+        """Why everything ends; empty: it does not."""
+        self._code = 0
+        self._stop = asyncio.Event()
+        self._leaving = ""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def leave(self, reason: str) -> None:
+        """Leave in order; the second time at once."""
+        if self._leaving or self._welcome is None:
+            self._end(reason)
+        else:
+            self._leaving = reason
+            self._tell(wire.Leaving(reason))
+
+    async def run(self) -> int:
+        """Serve until the end. Nothing that it started is left then.
+
+        :return: 0: the run is over, or this node was not needed any more; 1: the
+            supervisor could not be reached within the lease, nor after it.
+        :raises replicas.errors.WorldError: no supervisor took it.
+        """
+        watch = asyncio.create_task(self._watch())
+        serving = asyncio.create_task(self._serve())
+        try:
+            await asyncio.wait({asyncio.create_task(self._stop.wait()), serving}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
+                raise error
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._end_everything()
+                await self._cancelled(serving, watch, *self._tasks)
+        log.info("node %s: %s", self.node, self._over)
+        return self._code
+
+    @staticmethod
+    async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _end(self, reason: str, code: int = 0) -> None:
+        if not self._over:
+            self._over, self._code = reason, code
+            self._stop.set()
+
+    async def _end_everything(self) -> None:
+        """End all processes, and wait until none is left."""
+        self._shims.end(_GRACE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_S):
+                await self._shims.empty.wait()
+        self._shims.kill_all()
+        await self._shims.empty.wait()  # what SIGKILL does not end now is swept again and again
+
+    # ------------------------------------------------------------ time
+
+    async def _watch(self) -> None:
+        """Ping the shims, send beats, and end everything when the lease is over."""
+        while True:
+            now = self._loop.time()
+            if self._tenancy.over(now) and self._local:
+                self._end(_UNREACHED, 1)
+                return
+            if self._tenancy.over(now):
+                await self._end_with_lease()
+            if self._welcome is None and not self._wanted():
+                self._end("the supervisor that started it is gone", 1)
+                return
+            self._shims.look(now, self._tenancy.until)
+            if self._welcome is not None:
+                self._tell(wire.Beat(self._tenancy.beat(now)))
+            until = self._tenancy.until
+            await asyncio.sleep(BEAT_S if until is None else max(0.01, min(BEAT_S, until - now)))
+
+    async def _end_with_lease(self) -> None:
+        """End everything, as it may start elsewhere soon; then offer the node anew."""
+        log.warning("node %s: %s within the lease: everything of the run ends here", self.node, _UNREACHED)
+        self._empty_since = self._loop.time()
+        await self._end_everything()
+        self._tenancy.until = None
+        self._hang_up.set()
+
+    # ------------------------------------------------------------ the connection
+
+    async def _serve(self) -> None:
+        failures, give_up_at = 0, self._loop.time() + JOIN_S
+        while not self._over:
+            try:
+                link, seen = await self._dial()
+            except InvalidStatus as error:
+                if error.response.status_code in (401, 403):
+                    raise errors.WorldError(_refusal(error)) from None
+                problem = str(error)
+            except (OSError, InvalidHandshake, TimeoutError) as error:
+                problem = str(error) or type(error).__name__
+                if self._is_of_no_use(error):
+                    self._end(_UNREACHED, 1)
+                    return
+            else:
+                try:
+                    self._shims.address = self._address or seen
+                    await self._converse(link)
+                    failures = 0
+                except _Refused as error:
+                    raise errors.WorldError(str(error)) from None
+                except (ConnectionClosed, TimeoutError, OSError) as error:
+                    problem = str(error) or "nothing is heard of it"
+                finally:
+                    await link.close()
+                self._disconnected()
+            if self._leaving:
+                self._end(f"{self._leaving}, and the supervisor is gone", 1)
+                return
+            if self._welcome is None and self._loop.time() > give_up_at:
+                raise errors.WorldError(f"no supervisor took this node within {JOIN_S:g} s: {problem}")
+            await asyncio.sleep(AGAIN.after(failures))
+            failures += 1
+
+    def _is_of_no_use(self, error: Exception) -> bool:
+        """Whether nobody can be expected any more, who would use this empty node.
+
+        Where the connection is refused, the machine is there and its supervisor is not.
+        """
+        if self._empty_since is None or not self._shims.empty.is_set():
+            return False
+        late = self._loop.time() - self._empty_since > REJOIN_S
+        return late or isinstance(error, ConnectionRefusedError)
+
+    def _disconnected(self) -> None:
+        if not self._local or self._welcome is None or self._over:
+            return
+        if not self._welcome.adopt_s:
+            self._end("the supervisor is gone", 1)
+        else:
+            self._tenancy.alone(self._loop.time(), self._welcome.adopt_s)
+
+    async def _converse(self, link: Link) -> None:
+        asked_at = self._loop.time()
+        await link.send(wire.encode(self._hello()))
+        async with asyncio.timeout(_ANSWER_S):
+            answer = _order(await link.recv())
+        if isinstance(answer, wire.Refused):
+            if answer.again:
+                raise TimeoutError(answer.message)
+            raise _Refused(answer.message)
+        if not isinstance(answer, wire.Welcome):
+            raise _Refused(f"the supervisor answered {type(answer).__name__} to a Hello")
+        before, self._welcome, self._empty_since = self._welcome, answer, None
+        self._hang_up.clear()
+        if before is None or before.supervisor != answer.supervisor:
+            log.info("node %s: joined run %s", self.node, answer.run)
+        if before is not None and before.supervisor != answer.supervisor and not before.adopt_s:
+            self._shims.end(_GRACE_S)  # the supervisor before wanted no adoption
+        self._take(answer, asked_at)
+        if self._leaving:
+            self._tell(wire.Leaving(self._leaving))
+        writer = asyncio.create_task(self._write(link))
+        try:
+            while not self._over:
+                async with asyncio.timeout(None if self._local else _SILENCE_S):  # each beat is answered
+                    data = await link.recv()
+                if self._hang_up.is_set():
+                    return  # what it said was for processes that have ended
+                try:
+                    order = _order(data)
+                except _Refused as error:
+                    log.error("an order is ignored: %s", error)
+                else:
+                    self._obey(order)
+        finally:
+            await self._cancelled(writer)
+
+    def _hello(self) -> wire.Hello:
+        self._outbox.clear()
+        return wire.Hello(
+            release=__version__,
+            node=self.node,
+            incarnation=self._incarnation,
+            local=self._local,
+            pid=os.getpid(),
+            start_time=start_time(os.getpid()) or 0,
+            scope=scope(),
+            address=self._shims.address,
+            labels=self._labels,
+            machine=self._machine,
+            limits_refused=self._limits_refused,
+            shims=self._shims.all(),
+        )
+
+    def _take(self, welcome: wire.Welcome, asked_at: float) -> None:
+        self._tenancy.granted(welcome.lease_s, asked_at)
+        self._shims.lease_until = self._tenancy.until  # of shims that are started before the next look
+        if self._local:
+            self._shims.identity = welcome.state_id
+        else:
+            self._keep_token(welcome.token)
+
+    def _keep_token(self, token: str) -> None:
+        """Write the token where ranks read it."""
+        if not self._local:
+            private.make_folder(self._state_dir)
+            private.replace(self._state_dir / "token", token.encode())
+
+    async def _write(self, link: Link) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            outbox, self._outbox = self._outbox, []
+            for nonce, stacks in self._shims.saved_stacks():
+                outbox.append(wire.StacksFound(nonce=nonce, found=dict(stacks)))
+            for message in (*self._shims.news(), *outbox):
+                await link.send(wire.encode(message))
+
+    def _tell(self, message: wire.AgentMessage) -> None:
+        self._outbox.append(message)
+        self._news.set()
+
+    # ------------------------------------------------------------ orders
+
+    def _obey(self, order: wire.Order) -> None:
+        match order:
+            case wire.Heard(number):
+                self._tenancy.heard(number)
+            case wire.NewToken(member, operator):
+                self._keep_token(member)
+                self._on_token(operator)
+            case wire.Start():
+                try:
+                    self._shims.start(order)
+                except Malformed as error:
+                    log.error("an order to start is malformed: %s", error)
+            case wire.Stop(nonce=nonce, timeout_s=timeout_s, stacks=stacks):
+                self._shims.stop(nonce, timeout_s, stacks=stacks)
+            case wire.Meet(nonce=nonce, host=host, port=port):
+                self._shims.meet(nonce, host, port)
+            case wire.Kill(nonce):
+                self._shims.kill(nonce)
+            case wire.AskStacks(nonce):
+                self._spawn(self._find_stacks(nonce))
+            case wire.Forget(nonce):
+                self._shims.forget(nonce)
+            case wire.Clean(shims):
+                self._spawn(self._clean(shims))
+            case wire.LogQuery():
+                self._spawn(self._read_logs(order))
+            case wire.Over(reason):
+                self._end(reason)
+            case _:
+                log.error("an unexpected %s of the supervisor", type(order).__name__)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _find_stacks(self, nonce: str) -> None:
+        with contextlib.suppress(TimeoutError):  # the supervisor has a deadline of its own
+            self._tell(wire.StacksFound(nonce=nonce, found=await self._shims.stacks(nonce)))
+
+    async def _clean(self, shims: tuple[wire.ShimLeft, ...]) -> None:
+        left = [shim for shim in shims if shim.nonce not in self._shims]
+        while left and not self._over:
+            gone = await anyio.to_thread.run_sync(clean_up, left)
+            self._tell(wire.Cleaned(gone))
+            left = [shim for shim in left if shim.nonce not in gone]
+
+    async def _read_logs(self, query: wire.LogQuery) -> None:
+        self._tell(await self._logs.answer(query))
+
+
+def _order(data: str | bytes) -> wire.Order:
+    try:
+        return wire.decode_order(data if isinstance(data, bytes) else data.encode())
+    except msgspec.DecodeError as error:
+        raise _Refused(f"the supervisor speaks another protocol: {error}") from None
+
+
+def _refusal(error: InvalidStatus) -> str:
+    body = bytes(error.response.body or b"").decode(errors="replace")[:200]
+    return f"the supervisor refuses this node ({error.response.status_code}): {body}"

@@ -1,0 +1,118 @@
+"""``python -m replicas.supervisor.agent.local``: the agent of the supervisor's machine.
+
+The supervisor starts it (:mod:`replicas.supervisor.fleet.local_agent`), and it dials
+the run's Unix socket. It ignores the signals that end a session: the supervisor, or its
+death, ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from websockets.asyncio.client import connect
+
+from replicas import errors
+from replicas.common import own_code
+from replicas.linux import inherited
+from replicas.linux.sockets import reachable
+from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.containment import Containment
+from replicas.supervisor.agent.orphans import remove_socket
+from replicas.supervisor.agent.shims import Shims
+
+__all__ = ["main"]
+
+FRAME_NBYTES = 8 << 20
+_OPEN_S = 10.0
+
+
+async def dial_socket(path: Path) -> tuple[Link, str]:
+    """Connect to the supervisor at the run's Unix socket."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        with reachable(path) as name:
+            await asyncio.get_running_loop().sock_connect(connection, name)
+        link = await connect(
+            "ws://run/agent",
+            sock=connection,
+            compression=None,
+            open_timeout=_OPEN_S,
+            close_timeout=1.0,
+            ping_interval=None,
+            max_size=FRAME_NBYTES,
+            user_agent_header=None,
+        )
+        return link, ""
+    except BaseException:
+        connection.close()
+        raise
+
+
+async def _run(options: argparse.Namespace) -> int:
+    parent = os.pidfd_open(options.parent) if os.getppid() == options.parent else None
+    containment = Containment(options.run, root=options.cgroup, lock=options.lock, limited=options.limited)
+
+    def wanted() -> bool:
+        """Whether the supervisor that started it lives; asked until it has answered."""
+        return parent is not None and os.getppid() == options.parent
+
+    def make(changed: object) -> Shims:
+        return Shims(containment, options.state_dir, changed)  # type: ignore[arg-type]  # see Agent
+
+    agent = Agent(
+        options.node,
+        lambda: dial_socket(options.socket),
+        make,
+        options.state_dir,
+        local=True,
+        limits_refused=containment.refused,
+        wanted=wanted,
+    )
+    try:
+        return await agent.run()
+    finally:
+        containment.close()
+        remove_socket(options.socket)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="replicas.supervisor.agent.local", description="started by the supervisor")
+    parser.add_argument("--run", required=True, help="name of the run")
+    parser.add_argument("--node", required=True, help="name of this machine as a node")
+    parser.add_argument("--socket", type=Path, required=True, help="the run's Unix socket")
+    parser.add_argument("--state-dir", type=Path, required=True, help="the run's state folder")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor")
+    parser.add_argument("--lock", type=int, help="descriptor of the run's lock, held as long as the agent lives")
+    parser.add_argument("--cgroup", type=Path, help="control group below which those of the run are made")
+    parser.add_argument("--limited", action="store_true", help="limits of memory and processes are wanted")
+    options = parser.parse_args(arguments)
+    inherited.put_in_order()
+    faulthandler.enable()
+    own_code.undo(os.environ)  # ranks inherit the environment of the supervisor
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    if options.lock is not None:
+        os.set_inheritable(options.lock, False)
+    logging.basicConfig(format="replicas: agent: %(message)s", level=logging.WARNING)
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            return asyncio.run(_run(options))
+        except errors.WorldError as error:
+            logging.getLogger("replicas.agent").error("%s", error)
+            return 1
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""What an agent and its supervisor say to each other, one MessagePack map per frame.
+
+The agent dials, says :class:`Hello`, and is answered with :class:`Welcome` or
+:class:`Refused`. It then sends the whole :class:`ShimState` of each shim whenever that
+changes, and once more after each reconnection: a state that is lost on the way is
+replaced by the next one, and one that comes twice changes nothing. Orders are repeated
+by the supervisor after a reconnection, for the same reason; each has the shim's mark
+(``nonce``), and one for an unknown shim is answered with its end.
+
+:class:`Beat` and :class:`Heard` carry the lease: the agent may go on for so long after
+it *sent* a beat that was heard, and the supervisor waits longer than that after it
+*received* one (:mod:`replicas.core.lives.leases`).
+
+What shims say and are told (specs, reports) keeps the form of
+:mod:`replicas.supervisor.shim.orders`, JSON objects with names: agent and supervisor
+may be of different releases when a supervisor is replaced. ``PROTOCOL`` is raised when
+a message changes its meaning; unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from replicas.common.decoding import MALFORMED
+from replicas.supervisor.fleet.resources import Machine
+
+__all__ = [
+    "PROTOCOL",
+    "AgentMessage",
+    "AskStacks",
+    "Beat",
+    "Clean",
+    "Cleaned",
+    "Forget",
+    "Heard",
+    "Hello",
+    "Kill",
+    "Leaving",
+    "LogQuery",
+    "LogReply",
+    "Meet",
+    "NewToken",
+    "Order",
+    "Over",
+    "Refused",
+    "ShimLeft",
+    "ShimState",
+    "StacksFound",
+    "Start",
+    "Stop",
+    "Welcome",
+    "decode_from_agent",
+    "decode_order",
+    "encode",
+]
+
+PROTOCOL = 1
+Plain = dict[str, Any]
+_Pid = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
+_Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+
+
+class ShimState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One shim and its processes, as far as the agent knows.
+
+    :ivar pid: of the shim; 0: it could not be started.
+    :ivar report: how its main process ended.
+    :ivar losses: lost log lines since the agent began, one for each place and reason.
+    :ivar stopping: it was told to end.
+    :ivar gone: no process of it is left.
+    :ivar silent_s: for how long it has not answered.
+    """
+
+    nonce: str
+    group: str
+    replica: _Pid
+    generation: _Number
+    node: _Pid
+    pid: _Pid = 0
+    start_time: _Number = 0
+    cgroup: str = ""
+    main_pid: _Pid | None = None
+    rendezvous: tuple[str, _Port] | None = None
+    report: Plain | None = None
+    remains: Plain | None = None
+    belongings: Plain | None = None
+    losses: tuple[Plain, ...] = ()
+    stopping: bool = False
+    gone: bool = False
+    silent_s: _Seconds = 0.0
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first message of an agent.
+
+    :ivar incarnation: random, new for each process of an agent.
+    :ivar local: a supervisor of this machine started it; ``machine`` is then None.
+    :ivar scope: where its pids are valid (boot and pid namespace).
+    :ivar address: at which ranks of other nodes reach those of this one.
+    """
+
+    protocol: int = PROTOCOL
+    release: str
+    node: str
+    incarnation: str
+    local: bool = False
+    pid: _Pid
+    start_time: _Number
+    scope: str
+    address: str = ""
+    labels: dict[str, str] = {}
+    machine: Machine | None = None
+    limits_refused: str = ""
+    shims: tuple[ShimState, ...] = ()
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Sent each second; numbers grow."""
+
+    number: int
+
+
+class StacksFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The stacks of a shim's ranks; ``text`` by ``group/replica/rank``."""
+
+    nonce: str
+    found: dict[str, str]
+
+
+class Cleaned(msgspec.Struct, frozen=True, tag=True):
+    """Nothing that was started under these marks is left on the node."""
+
+    nonces: tuple[str, ...]
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """The node is about to be taken away: move its replicas, then send ``Over``."""
+
+    reason: str
+
+
+class LogReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to a :class:`LogQuery`; ``error``: why there is none."""
+
+    number: int
+    body: bytes = b""
+    error: str = ""
+    hint: str = ""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The supervisor takes the agent.
+
+    :ivar supervisor: random, new for each process of a supervisor.
+    :ivar lease_s: how long it may go on without being heard; 0: without limit, as the
+        end of the supervisor cannot be missed on its own machine.
+    :ivar adopt_s: how long it goes on when the supervisor is gone.
+    :ivar token: for the ranks of this node.
+    """
+
+    run: str
+    supervisor: str
+    lease_s: _Seconds
+    adopt_s: _Seconds
+    endpoint: str
+    token: str
+    state_id: str
+
+
+class NewToken(msgspec.Struct, frozen=True, tag=True):
+    """The tokens were replaced: for the ranks, and for its next connection."""
+
+    member: str
+    operator: str
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The agent is not taken; ``again``: it may be later."""
+
+    message: str
+    again: bool = False
+
+
+class Heard(msgspec.Struct, frozen=True, tag=True):
+    """The beat of this number has arrived."""
+
+    number: int
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start a shim, unless one with its mark was started before."""
+
+    spec: Plain
+    memory_nbytes: int | None = None
+    max_processes: int | None = None
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    nonce: str
+    timeout_s: _Seconds
+    stacks: bool = False
+
+
+class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    nonce: str
+    host: str
+    port: _Port
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    nonce: str
+
+
+class AskStacks(msgspec.Struct, frozen=True, tag=True):
+    nonce: str
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """The end of this shim has been noted: it need not be reported again."""
+
+    nonce: str
+
+
+class ShimLeft(msgspec.Struct, frozen=True, kw_only=True):
+    """A shim of an agent that is dead; ``pid`` 0: it is not known."""
+
+    nonce: str
+    pid: _Pid = 0
+    start_time: _Number = 0
+    cgroup: str = ""
+
+
+class Clean(msgspec.Struct, frozen=True, tag=True):
+    """End what is left of an earlier agent of this node, and say so."""
+
+    shims: tuple[ShimLeft, ...]
+
+
+class LogQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The next lines of this node's logs; ``number``: of the reader, new for each.
+
+    :ivar selection: a ``Selection`` of :mod:`replicas.control.log_files`; None: the
+        reader is done.
+    """
+
+    number: int
+    selection: Plain | None
+
+
+class Over(msgspec.Struct, frozen=True, tag=True):
+    """End everything, and then yourself: the run is over, or the node is not needed."""
+
+    reason: str = "the run is over"
+
+
+Order = Welcome | NewToken | Refused | Heard | Start | Stop | Meet | Kill | AskStacks | Forget | Clean | LogQuery | Over
+AgentMessage = Hello | ShimState | Beat | StacksFound | Cleaned | Leaving | LogReply
+
+_encoder = msgspec.msgpack.Encoder()
+_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_from_agent: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
+
+
+def encode(message: Order | AgentMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_order(data: bytes) -> Order:
+    """:raises msgspec.DecodeError: it is no order of this protocol."""
+    try:
+        return _orders.decode(data)
+    except MALFORMED as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def decode_from_agent(data: bytes) -> AgentMessage:
+    """:raises msgspec.DecodeError: it is no message of this protocol."""
+    try:
+        return _from_agent.decode(data)
+    except MALFORMED as error:
+        raise msgspec.DecodeError(str(error)) from None

@@ -1,0 +1,196 @@
+"""``replicas agent``: join a run's supervisor over the network, and serve as a node.
+
+The state folder of an agent belongs to it alone while it lives::
+
+    <state_dir>/lock    flock'ed by the agent and its shims
+    <state_dir>/id      identity of the folder; in the environment of its processes
+    <state_dir>/token   what its ranks show to the coordinator (mode 0600)
+    <state_dir>/logs/   as in the state folder of a supervisor
+
+An agent that starts where another one was killed waits until the shims of that have
+ended, and sweeps what is left by the folder's identity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import ssl
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import anyio.to_thread
+from websockets.asyncio.client import ClientConnection, connect
+
+from replicas import errors
+from replicas.linux import inherited, private
+from replicas.linux.sockets import listener_uids, whose
+from replicas.messages import arguments
+from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.containment import Containment
+from replicas.supervisor.agent.local import FRAME_NBYTES
+from replicas.supervisor.agent.shims import Shims
+from replicas.supervisor.cleanup import leftovers
+from replicas.supervisor.fleet.resources import look
+from replicas.supervisor.state.state import give_identity
+from replicas.trust.way import way_to
+
+__all__ = ["Invitation", "serve_node"]
+
+log = logging.getLogger("replicas.agent")
+
+_SETTLE_S = 8.0
+"""How long processes of a dead agent may take to end by themselves."""
+_SETTLE_INTERVAL_S = 0.05
+_SWEEP_S = 5.0
+_OPEN_S = 5.0
+"""Shorter than a lease: what a dead link has swallowed of a dial comes ever later."""
+
+
+class Invitation:
+    """Where to join, and with what: ``TOKEN@HOST:PORT``.
+
+    :raises replicas.errors.UsageError: the text is none.
+    """
+
+    def __init__(self, text: str) -> None:
+        token, at, endpoint = text.strip().rpartition("@")
+        host, colon, port = endpoint.rpartition(":")
+        if not (at and token and colon and host and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise errors.UsageError(
+                "an invitation is TOKEN@HOST:PORT", hint="`replicas token --join` prints that of a run"
+            )
+        self.token, self.endpoint = arguments.token("the invitation's token", token), endpoint
+
+    def renew(self, token: str) -> None:
+        """Use another token from now on."""
+        self.token = token
+
+
+class _Connection(ClientConnection):
+    """A connection that shows no token to a port of this machine that others own."""
+
+    async def handshake(self, *given: Any, **options: Any) -> None:
+        uids = listener_uids(self.transport.get_extra_info("socket"))
+        if uids is not None and not (uids and uids <= {os.geteuid(), 0}):
+            raise ConnectionRefusedError(f"the port {whose(uids)}: the run's token was not shown to it")
+        await super().handshake(*given, **options)
+
+
+async def _dial(to: Invitation) -> tuple[Link, str]:
+    way = way_to(to.endpoint, to.token)
+    try:
+        link = await connect(
+            way.url("/agent"),
+            additional_headers=way.headers,
+            ssl=way.context,
+            server_hostname=way.host if way.context is not None else None,
+            compression=None,
+            proxy=None,
+            open_timeout=_OPEN_S,
+            close_timeout=1.0,
+            ping_interval=None,
+            max_size=FRAME_NBYTES,
+            user_agent_header=None,
+            create_connection=cast("Any", _Connection),
+        )
+    except ssl.SSLError as error:
+        raise way.refusal(error) or error from error
+    return link, str(link.transport.get_extra_info("sockname")[0])
+
+
+class _Folder:
+    """The state folder of an agent, while this process has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = -1
+
+    def acquire(self) -> str:
+        """Take the folder, and end what a dead agent has left; return its identity.
+
+        Blocks up to about 15 s. UsageError: another agent has it, or it is unusable.
+        """
+        try:
+            private.make_folder(self.path)
+            self.lock = private.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            text = f"cannot use the state folder {self.path}: {error.strerror or error}"
+            raise errors.UsageError(text, hint="name another one with --state-dir") from error
+        identity = give_identity(self.path) if self._taken() else ""
+        if not identity:
+            raise errors.UsageError(
+                f"another agent uses the state folder {self.path}", hint="name another one with --state-dir"
+            )
+        leftovers.sweep(None, identity, _SWEEP_S)
+        private.make_folder(self.path / "logs")
+        return identity
+
+    def _taken(self) -> bool:
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+            time.sleep(_SETTLE_INTERVAL_S)  # the end of a flock is not announced
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):  # the disk is read-only by now: the next agent writes another token
+            private.remove(self.path / "token")
+        if self.lock >= 0:
+            os.close(self.lock)
+
+
+async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: _Folder, address: str) -> int:
+    identity = await anyio.to_thread.run_sync(folder.acquire)
+    machine = await anyio.to_thread.run_sync(look)
+    containment = Containment(f"agent-{name}", lock=folder.lock, limited=True)
+
+    def make(changed: Any) -> Shims:
+        shims = Shims(containment, folder.path, changed)
+        shims.identity, shims.endpoint = identity, to.endpoint
+        return shims
+
+    agent = Agent(
+        name,
+        lambda: _dial(to),
+        make,
+        folder.path,
+        labels=labels,
+        machine=machine,
+        address=address,
+        limits_refused=containment.refused,
+        on_token=to.renew,
+    )
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(signum, agent.leave, signum.name)
+    try:
+        return await agent.run()
+    finally:
+        containment.close()
+
+
+def serve_node(to: Invitation, *, name: str, labels: Mapping[str, str], state_dir: Path, address: str = "") -> int:
+    """Run an agent in this process until its run is over.
+
+    :return: 0: the run is over, or the node was drained; 1: its supervisor was lost.
+    :raises replicas.errors.ReplicasError: it was not taken, or cannot be started.
+    """
+    inherited.put_in_order()
+    logging.basicConfig(format="%(asctime)s replicas: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
+    logging.getLogger("websockets").setLevel(logging.WARNING)
+    folder = _Folder(state_dir)
+    try:
+        return asyncio.run(_serve(to, name, labels, folder, address))
+    finally:
+        folder.release()

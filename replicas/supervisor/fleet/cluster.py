@@ -1,0 +1,492 @@
+"""The nodes of a run: their agents, and the shims that these are told to start.
+
+One :class:`_Member` of the cluster for each node that has ever joined, by its name::
+
+    joining ──Hello──► up ◄──Hello── away ──lease over──► lost
+                        └──connection closed──▲             │
+                        ▲                                   │
+                        └───────────────Hello───────────────┘
+
+* *up*: orders are sent as they come, and the node takes new replicas.
+* *away*: its connection is closed, or no beat came for some seconds. Its replicas may
+  run on, and are not judged by it; it takes no new ones. An agent that comes back is
+  told again what it may have missed, and says what it has.
+* *lost*: the lease is over, so the agent and its shims have ended everything by now
+  (:mod:`replicas.core.lives.leases`). Its replicas have ended, for the reason ``node``,
+  which spends no budget, and start elsewhere.
+
+Another process of an agent on the same node (another *incarnation*) has none of the
+earlier one's shims: it is told to end what they have left, and only then have the
+replicas ended. A supervisor that takes a run over expects the nodes that its state
+names, with their shims, as if they were away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
+
+from replicas.common.foreign import one_line
+from replicas.core.lives.leases import BEAT_S, lost_after_s
+from replicas.status import NodeStatus
+from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.messages import Hello, Order, ShimState
+from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.fleet.resources import Machine, Resources
+from replicas.supervisor.shim.orders import ExitReport, Malformed, NodeSpec
+from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord
+from replicas.telemetry.events import Event, NodeChanged
+
+__all__ = ["Cluster", "Link", "Site"]
+
+log = logging.getLogger("replicas.supervisor")
+
+_SILENT_S = 3.5 * BEAT_S
+_PAUSE_S = 1.0
+State = Literal["up", "away", "lost"]
+
+
+class Link(Protocol):
+    """A connection to an agent."""
+
+    def send(self, data: bytes) -> None:
+        """Send without waiting; after its end nothing is sent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Site(Protocol):
+    """What the cluster asks its supervisor. Tests use fakes."""
+
+    @property
+    def resources(self) -> Resources: ...
+    @property
+    def emit(self) -> Callable[[Event], None]: ...
+    @property
+    def say(self) -> Callable[[str], None]: ...
+    def welcome(self, *, local: bool) -> wire.Welcome: ...
+    def limits(self, group: str) -> tuple[int | None, int | None]:
+        """Limits of memory, in bytes, and of processes of a replica."""
+        ...
+
+    def leaving(self, node: str, reason: str) -> None:
+        """Drain a node that is about to be taken away."""
+        ...
+
+    def nodes_changed(self) -> None:
+        """Handle a node that came, went, or changed what it offers."""
+        ...
+
+
+class _Member:
+    """One node and its agent."""
+
+    def __init__(self, name: str, *, local: bool, now: float) -> None:
+        self.name, self.local = name, local
+        self.state: State = "away"
+        self.incarnation = ""
+        self.process: ProcessRecord | None = None
+        self.address = ""
+        self.release = ""
+        self.labels: dict[str, str] = {}
+        self.machine = Machine()
+        self.limits_refused = ""
+        self.link: Link | None = None
+        self.heard_at = now
+        self.draining = False
+        self.released = False
+        self.handles: dict[str, ShimHandle] = {}
+        self.cleaning: dict[str, ShimHandle] = {}
+        """Of an earlier agent of the node, until the present one has ended them."""
+
+    def send(self, order: Order) -> None:
+        if self.link is not None:
+            self.link.send(wire.encode(order))
+
+    @property
+    def living(self) -> list[ShimHandle]:
+        return [one for one in (*self.handles.values(), *self.cleaning.values()) if not one.gone.is_set()]
+
+
+class Cluster:
+    """The nodes of a run. For the event loop's thread only.
+
+    :param local: name of the supervisor's own node.
+    :param lease_s: time after which a node of which nothing is heard is lost.
+    """
+
+    def __init__(self, site: Site, *, local: str, lease_s: float) -> None:
+        self._site, self._local, self._lease_s = site, local, lease_s
+        self._members: dict[str, _Member] = {}
+        self._loop = asyncio.get_running_loop()
+        self._ticked_at = self._loop.time()
+        self.incarnation = secrets.token_hex(8)
+        """Random, new for each process of a supervisor."""
+        self.joined = asyncio.Event()
+        """Set when the supervisor's own agent has joined."""
+        self._hung_up = asyncio.Event()
+        self._over = False
+        self._replies: dict[int, asyncio.Future[wire.LogReply]] = {}
+
+    # ------------------------------------------------------------ shims
+
+    def start(self, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+        """Have a shim started on the node that its replica holds.
+
+        :raises OSError: the replica has no place there, or the node has gone.
+        """
+        try:
+            name = self._site.resources.node(spec.group, spec.replica, spec.node)
+        except LookupError:
+            raise OSError(f"{spec.group}/{spec.replica} has no node") from None
+        member = self._members.get(name)
+        if member is None or member.state != "up":
+            raise OSError(f"node {name} is {'not there' if member is None else member.state}")
+        memory_nbytes, max_processes = self._site.limits(spec.group)
+        order = wire.Start(spec=spec.message()["spec"], memory_nbytes=memory_nbytes, max_processes=max_processes)
+        handle = self._handle(spec.nonce, member, changed, start=order)
+        member.handles[spec.nonce] = handle
+        member.send(order)
+        return handle
+
+    def _handle(
+        self,
+        nonce: str,
+        member: _Member,
+        changed: Callable[[], None] = lambda: None,
+        *,
+        start: wire.Start | None = None,
+    ) -> ShimHandle:
+        def unheard_s() -> float:
+            return 0.0 if member.local else self.silent_s(member.name)
+
+        return ShimHandle(
+            nonce, member.name, member.send, changed, start=start, local=member.local, unheard_s=unheard_s
+        )
+
+    def expect(self, agents: Iterable[AgentRecord], shims: Iterable[ShimRecord]) -> dict[str, ShimHandle]:
+        """Expect the nodes and shims of an earlier supervisor; handles by mark."""
+        now = self._loop.time()
+        for agent in agents:
+            member = self._members[agent.node] = _Member(agent.node, local=agent.local, now=now)
+            member.incarnation, member.process = agent.incarnation, agent.process
+        found: dict[str, ShimHandle] = {}
+        for shim in shims:
+            owner = self._members.get(shim.agent)
+            if owner is None:
+                continue
+            handle = self._handle(shim.nonce, owner)
+            handle.cgroup = shim.cgroup
+            if shim.process is not None:
+                handle.pid, handle.start_time = shim.process.pid, shim.process.start_time
+            owner.handles[shim.nonce] = found[shim.nonce] = handle
+        return found
+
+    # ------------------------------------------------------------ agents
+
+    def hello(self, hello: Hello, link: Link, *, local: bool, seen_at: str) -> str:
+        """Take an agent, or refuse it.
+
+        :param local: it came through the run's own socket.
+        :param seen_at: the address from which it came.
+        :return: the name of its node; empty: it was refused.
+        """
+        if refusal := self._refusal(hello, local=local):
+            link.send(wire.encode(refusal))
+            return ""
+        now, name = self._loop.time(), hello.node
+        member = self._members.get(name)
+        if member is None:
+            member = self._members[name] = _Member(name, local=local, now=now)
+        if member.link is not None:
+            member.link.close()
+        before, again = member.state, member.incarnation == hello.incarnation
+        if not again:
+            self._inherit(member)
+        member.incarnation, member.link, member.heard_at, member.state = hello.incarnation, link, now, "up"
+        member.process = ProcessRecord(hello.pid, hello.start_time)
+        member.local, member.release, member.labels = local, hello.release, dict(hello.labels)
+        member.address = hello.address or seen_at
+        member.limits_refused = hello.limits_refused
+        member.machine = hello.machine or self._site.resources.machine
+        if not again or before == "lost":
+            member.draining = False
+        member.send(self._site.welcome(local=local))
+        self._compare(member, hello.shims)
+        if member.cleaning:
+            member.send(wire.Clean(tuple(one.left for one in member.cleaning.values())))
+        self._offer(member)
+        self._changed(member, before)
+        if local:
+            self.joined.set()
+        return name
+
+    def _refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
+        if hello.protocol != wire.PROTOCOL:
+            text = f"this agent speaks protocol {hello.protocol}, the supervisor {wire.PROTOCOL}: install one release"
+            return wire.Refused(message=text)
+        member = self._members.get(hello.node)
+        if member is not None and member.incarnation != hello.incarnation:
+            if member.local != local:
+                return wire.Refused(message=f"{hello.node} is the supervisor's own node: give it another --name")
+            if member.state == "up" and self._loop.time() - member.heard_at < _SILENT_S:
+                return wire.Refused(message=f"node {hello.node} has an agent already ({member.address})", again=True)
+        return None
+
+    def _inherit(self, member: _Member) -> None:
+        """Have a new agent of the node end what the earlier one has left."""
+        for nonce, handle in member.handles.items():
+            if not handle.gone.is_set():
+                member.cleaning[nonce] = handle
+                handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
+        member.handles = {}
+
+    def _compare(self, member: _Member, states: tuple[ShimState, ...]) -> None:
+        """Bring what the agent has and what it should have together."""
+        told = {state.nonce: state for state in states}
+        for nonce, handle in list(member.handles.items()):
+            state = told.pop(nonce, None)
+            if state is not None:
+                self._state(member, state)
+            elif handle.start is None and not handle.gone.is_set():
+                handle.end(ExitReport("node", text=f"node {member.name} has lost it"))
+            for order in handle.again(known=state is not None):
+                member.send(order)
+        for state in told.values():
+            self._state(member, state)
+
+    def _state(self, member: _Member, state: ShimState) -> None:
+        handle = member.handles.get(state.nonce)
+        if handle is not None:
+            handle.start = None
+            self._read(handle.take, state)
+        elif not state.gone:
+            member.send(wire.Stop(nonce=state.nonce, timeout_s=0.0))  # of a replica that runs elsewhere by now
+        if state.gone:
+            member.handles.pop(state.nonce, None)
+            member.send(wire.Forget(state.nonce))
+            if member.draining:
+                self._site.nodes_changed()
+
+    @staticmethod
+    def _read(take: Callable[[ShimState], None], state: ShimState) -> None:
+        try:
+            take(state)
+        except Malformed as error:
+            log.error("the state of %s/%s that its agent sent is malformed: %s", state.group, state.replica, error)
+
+    def receive(self, node: str, data: bytes) -> None:
+        """Handle a message of this node's agent.
+
+        :raises msgspec.DecodeError: it is no message of this protocol.
+        """
+        member, message = self._members[node], wire.decode_from_agent(data)
+        member.heard_at = self._loop.time()
+        if member.state == "away":  # it was silent, and what it said has arrived after all
+            member.state = "up"
+            self._offer(member)
+            self._changed(member, "away")
+        match message:
+            case wire.Beat(number):
+                member.send(wire.Heard(number))
+            case ShimState():
+                self._state(member, message)
+            case wire.StacksFound(nonce=nonce, found=found):
+                if (handle := member.handles.get(nonce)) is not None:
+                    handle.found(found)
+            case wire.Cleaned(nonces):
+                for nonce in nonces:
+                    if (left := member.cleaning.pop(nonce, None)) is not None:
+                        left.end(ExitReport("node", text=f"the agent of node {member.name} died"))
+            case wire.Leaving(reason):
+                self._site.leaving(node, one_line(reason))
+            case wire.LogReply(number=number):
+                if (asked := self._replies.pop(number, None)) is not None and not asked.done():
+                    asked.set_result(message)
+            case _:
+                log.error("an unexpected %s of the agent of node %s", type(message).__name__, node)
+
+    def closed(self, node: str, link: Link) -> None:
+        """Handle the end of a connection."""
+        member = self._members.get(node)
+        if member is None or member.link is not link:
+            return
+        member.link = None
+        self._hung_up.set()
+        if member.released and not member.living:
+            self._lose(member, "it was drained")
+            del self._members[node]
+        else:
+            self._away(member)
+
+    def _away(self, member: _Member) -> None:
+        if member.state == "up":
+            member.state = "away"
+            self._offer(member)
+            self._changed(member, "up")
+
+    def tick(self) -> None:
+        """Find nodes that are away or lost; call it at least each second."""
+        now = self._loop.time()
+        pause_s, self._ticked_at = now - self._ticked_at, now
+        for member in self._members.values():
+            if pause_s > _PAUSE_S:
+                member.heard_at += pause_s  # what has arrived meanwhile is not handled yet
+            silent_s = now - member.heard_at
+            if member.state == "up" and silent_s > _SILENT_S and not member.local:
+                self._away(member)
+            elif member.state == "away" and not member.local and silent_s > lost_after_s(self._lease_s):
+                self._lose(member, f"nothing was heard of it for {silent_s:.0f} s")
+
+    def silent_s(self, node: str) -> float:
+        """Seconds since a beat of this node."""
+        member = self._members.get(node)
+        return self._loop.time() - member.heard_at if member is not None else 0.0
+
+    def lose(self, node: str, reason: str) -> None:
+        """Note that nothing of this node is left: its replicas may start elsewhere."""
+        if (member := self._members.get(node)) is not None and member.state != "lost":
+            self._lose(member, reason)
+
+    def _lose(self, member: _Member, reason: str) -> None:
+        before, member.state = member.state, "lost"
+        if member.link is not None:
+            member.link.close()
+            member.link = None
+        lost, member.handles, member.cleaning = member.living, {}, {}
+        self._offer(member)
+        self._changed(member, before, reason)
+        for handle in lost:
+            handle.end(ExitReport("node", text=f"node {member.name} was lost: {reason}"))
+
+    def _offer(self, member: _Member) -> None:
+        resources = self._site.resources
+        if member.state == "lost":
+            resources.withdraw(member.name)
+        elif not member.local:
+            is_open = member.state == "up" and not member.draining
+            resources.offer(member.name, member.machine, member.labels, open=is_open)
+        else:
+            resources.open(member.name, member.state == "up" and not member.draining)
+
+    def _changed(self, member: _Member, before: State, reason: str = "") -> None:
+        if member.state != before and not self._over and not (member.local and member.state == "up"):
+            self._site.emit(
+                NodeChanged(node=member.name, before=before, after=member.state, reason=reason, address=member.address)
+            )
+            self._site.say(f"node {member.name}: {member.state}{': ' if reason else ''}{reason}")
+        self._site.nodes_changed()
+
+    # ------------------------------------------------------------ orders of people
+
+    def limits_refused(self, node: str) -> str:
+        """Why memory and processes cannot be limited there; empty: they can."""
+        member = self._members.get(node)
+        return member.limits_refused if member is not None else ""
+
+    def names(self) -> list[str]:
+        return list(self._members)
+
+    def others(self) -> list[str]:
+        """The nodes of other machines that are there."""
+        return [name for name, member in self._members.items() if not member.local and member.state == "up"]
+
+    def drain(self, node: str, *, undo: bool = False) -> None:
+        """Let the node take no new replicas; ``undo``: let it take some again."""
+        member = self._members[node]
+        member.draining = not undo
+        self._offer(member)
+        self._site.nodes_changed()
+
+    def is_empty(self, node: str) -> bool:
+        """Whether no shim is left there, or the node is lost."""
+        member = self._members.get(node)
+        return member is None or member.state == "lost" or not member.living
+
+    def release(self, node: str, reason: str) -> None:
+        """Let the agent of a drained node end."""
+        if (member := self._members.get(node)) is not None:
+            member.released = True
+            member.send(wire.Over(reason))
+
+    def tell_tokens(self, member: str, operator: str) -> None:
+        """Give the agents of other machines other tokens."""
+        for node in self._members.values():
+            if not node.local:
+                node.send(wire.NewToken(member, operator))
+
+    def over(self, reason: str = "the run is over") -> None:
+        """Have all agents end what is left, and themselves."""
+        self._over = True
+        for member in self._members.values():
+            member.send(wire.Over(reason))
+
+    async def closed_all(self, timeout_s: float) -> None:
+        """Wait until the agents of other machines have hung up, or for so long."""
+        deadline = self._loop.time() + timeout_s
+        while any(one.link is not None and not one.local for one in self._members.values()):
+            left = deadline - self._loop.time()
+            if left <= 0:
+                return
+            self._hung_up.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._hung_up.wait()
+
+    async def ask_logs(self, node: str, query: wire.LogQuery, timeout_s: float = 10.0) -> wire.LogReply:
+        """The next lines of a reader on this node. TimeoutError: it does not answer."""
+        member = self._members[node]
+        asked = self._replies[query.number] = self._loop.create_future()
+        member.send(query)
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply: wire.LogReply = await asked
+                return reply
+        finally:
+            self._replies.pop(query.number, None)
+
+    # ------------------------------------------------------------ what is known
+
+    @property
+    def away(self) -> dict[str, str]:
+        """Why nothing is heard of some nodes, in words, by their names."""
+        now = self._loop.time()
+        return {
+            name: f"node {name} does not answer for {now - member.heard_at:.0f} s"
+            for name, member in self._members.items()
+            if member.state == "away" and now - member.heard_at > BEAT_S
+        }
+
+    def records(self) -> tuple[AgentRecord, ...]:
+        """The agents that another supervisor would have to find."""
+        return tuple(
+            AgentRecord(node=member.name, incarnation=member.incarnation, local=member.local, process=member.process)
+            for member in self._members.values()
+            if member.state != "lost"
+        )
+
+    def status(self) -> tuple[NodeStatus, ...]:
+        now = self._loop.time()
+        resources = self._site.resources
+        return tuple(
+            NodeStatus(
+                name=member.name,
+                state="draining" if member.draining and member.state == "up" else member.state,
+                local=member.local,
+                address=member.address,
+                labels=resources.labels(member.name) if member.local else member.labels,
+                gpus=len(member.machine.gpus),
+                gpus_free=len(resources.free_on(member.name)),
+                cpus=member.machine.cpus,
+                memory_nbytes=member.machine.memory_nbytes,
+                replicas=tuple(f"{group}/{index}" for group, index in resources.on(member.name)),
+                heard_age_s=max(0.0, now - member.heard_at),
+                release=member.release,
+            )
+            for member in self._members.values()
+        )

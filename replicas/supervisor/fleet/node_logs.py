@@ -1,0 +1,96 @@
+"""Read the logs of a run from all of its nodes, through their agents."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from replicas import errors
+from replicas.control.log_files import FolderReader, LogLine, LogReader, Selection
+from replicas.supervisor.agent.messages import LogQuery
+from replicas.supervisor.fleet.cluster import Cluster
+
+__all__ = ["NodesReader"]
+
+_numbers = itertools.count(1)
+
+
+class _NodeReader:
+    """A :class:`~replicas.control.log_files.LogReader` of another machine's logs."""
+
+    def __init__(self, cluster: Cluster, node: str, selection: Selection) -> None:
+        self._cluster, self._node, self._selection = cluster, node, selection
+        self._number = next(_numbers)
+        self._seen: set[tuple[str, int]] = set()
+        self._begun = False
+
+    @property
+    def many(self) -> bool:
+        return len(self._seen) > 1
+
+    async def poll(self) -> list[LogLine]:
+        try:
+            lines = await self._ask(msgspec.structs.asdict(self._selection))
+        except TimeoutError:
+            return []  # the node is away: what it has is read when it is back
+        self._begun = True
+        self._seen |= {(line.replica, line.rank) for line in lines}
+        return lines
+
+    async def aclose(self) -> list[LogLine]:
+        if not self._begun:
+            return []
+        self._begun = False
+        try:
+            return await self._ask(None)
+        except (TimeoutError, errors.UsageError):
+            return []  # the agent closes the files of readers that are gone
+
+    async def _ask(self, selection: dict[str, object] | None) -> list[LogLine]:
+        reply = await self._cluster.ask_logs(self._node, LogQuery(number=self._number, selection=selection))
+        if reply.error:
+            raise errors.UsageError(reply.error, hint=reply.hint)
+        return [msgspec.json.decode(line, type=LogLine) for line in reply.body.splitlines()]
+
+
+class NodesReader:
+    """The logs of this machine and of all others that are there when it begins.
+
+    :param newest: the present generation of a replica, by its name: older ones are left
+        out unless one is selected, also where they are the newest of their node.
+    """
+
+    def __init__(self, folder: Path, cluster: Cluster, selection: Selection, newest: Callable[[str], int]) -> None:
+        self._older = selection.generation is not None
+        self._newest = newest
+        self._readers: list[LogReader] = [FolderReader(folder, selection)]
+        self._readers += [_NodeReader(cluster, node, selection) for node in cluster.others()]
+        self._begun = False
+
+    @property
+    def many(self) -> bool:
+        return any(reader.many for reader in self._readers) or len(self._readers) > 1
+
+    async def poll(self) -> list[LogLine]:
+        found: list[LogLine] = []
+        problem: errors.UsageError | None = None
+        for reader in list(self._readers):
+            try:
+                found += await reader.poll()
+            except errors.UsageError as error:  # it has none of them
+                problem = problem or error
+                self._readers.remove(reader)
+                await reader.aclose()
+        if problem is not None and not self._readers and not self._begun:
+            raise problem
+        self._begun = True
+        return self._wanted(found)
+
+    def _wanted(self, lines: list[LogLine]) -> list[LogLine]:
+        return [line for line in lines if self._older or line.generation >= self._newest(line.replica)]
+
+    async def aclose(self) -> list[LogLine]:
+        return self._wanted([line for reader in self._readers for line in await reader.aclose()])

@@ -1,0 +1,331 @@
+"""The supervisor's side of all agents: that of its own machine, and those that join.
+
+:class:`Nodes` makes the :class:`~replicas.supervisor.fleet.cluster.Cluster`, starts the
+agent of this machine, and finds out what of an earlier supervisor goes on.
+
+*Adoption.* With ``run.adopt`` the agents, their shims and ranks outlive a supervisor
+for that time. The next one of the same run takes the lock of the state folder, as ever;
+it finds the agents in the saved state, expects their shims
+(:meth:`~replicas.supervisor.fleet.cluster.Cluster.expect`), and listens on the same
+port, where agents and members look for it. Replicas whose shims are expected go on with
+the same processes and generations; all others start. An agent of this machine that is
+dead, or ended by itself as the time was over, has left at most what the sweep at the
+start ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import anyio
+from starlette.requests import Request
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
+
+from replicas import errors
+from replicas.config.structs import Config
+from replicas.control.access import Access
+from replicas.control.log_files import FolderReader, LogReader, Selection
+from replicas.control.socket import SOCKET_FILE
+from replicas.coordinator import Coordinator
+from replicas.core.lives.leases import BEAT_S
+from replicas.linux import cgroups
+from replicas.linux.cgroups import LIMITS
+from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.fleet.agent_route import agent_route
+from replicas.supervisor.fleet.cluster import Cluster
+from replicas.supervisor.fleet.fleet import Adopted, Fleet
+from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.fleet.local_agent import LocalAgent
+from replicas.supervisor.fleet.node_logs import NodesReader
+from replicas.supervisor.fleet.resources import Resources
+from replicas.supervisor.shim.orders import ExitReport
+from replicas.supervisor.state.run_state import ShimRecord
+from replicas.supervisor.state.state import StateDir
+from replicas.telemetry.events import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+__all__ = ["Nodes", "Site"]
+
+
+class Site(Protocol):
+    """The supervisor, as its nodes see it."""
+
+    config: Config
+    state: StateDir
+    resources: Resources
+
+    @property
+    def coordinator(self) -> Coordinator: ...
+    @property
+    def fleet(self) -> Fleet: ...
+    @property
+    def emit(self) -> Callable[[Event], None]: ...
+    @property
+    def say(self) -> Callable[[str], None]: ...
+    def save(self) -> None: ...
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None: ...
+
+
+class Nodes:
+    """The nodes of a run: use it with ``async with``, once the run's lock is held."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._cluster: Cluster | None = None
+        self._local: LocalAgent | None = None
+        self._expected: dict[str, ShimHandle] = {}
+        self._records: tuple[ShimRecord, ...] = ()
+        self._draining: set[str] = set()
+        self.adopting = False
+        """Whether something of an earlier supervisor goes on."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The nodes and their agents, while the supervisor is entered."""
+        if self._cluster is None:
+            raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
+        return self._cluster
+
+    @property
+    def agent_pid(self) -> int | None:
+        """Pid of the agent of this machine."""
+        return self._local.pid if self._local is not None else None
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Marks of shims that go on."""
+        return frozenset(nonce for nonce, handle in self._expected.items() if not handle.gone.is_set())
+
+    # ------------------------------------------------------------ start and end
+
+    async def __aenter__(self) -> Self:
+        """Start the agent of this machine, and expect those of an earlier supervisor.
+
+        :raises replicas.errors.WorldError: it cannot be started.
+        """
+        site, config, saved = self._site, self._site.config, self._site.state.saved
+        self._cluster = Cluster(self, local=site.resources.local, lease_s=self._lease_s)
+        known = saved.agent if saved is not None else None
+        if saved is not None:
+            agents = [one for one in saved.agents if not one.local or known is not None]
+            self._records = saved.shims
+            self._expected = self._cluster.expect(agents, saved.shims)
+            self.adopting = bool(agents)
+        if config.cluster.local:
+            self._local = LocalAgent(
+                site.resources.local,
+                lambda: self._cluster,
+                self._arguments(),
+                keep=() if config.run.adopt_s else (site.state.lock,),
+                known=known,
+            )
+            try:
+                self._local.start()
+            except OSError as error:
+                raise errors.WorldError(f"the agent of this machine cannot be started: {error}") from error
+        return self
+
+    def _arguments(self) -> list[str]:
+        site, config = self._site, self._site.config
+        limited = self._limited
+        words = ["--run", config.run.name, "--node", site.resources.local]
+        words += ["--socket", str(self._door), "--state-dir", str(config.run.state_dir)]
+        words += [] if config.run.adopt_s else ["--lock", str(site.state.lock)]
+        words += ["--limited"] if limited else []
+        with contextlib.suppress(OSError):  # the agent says why there are no control groups
+            words += ["--cgroup", str(cgroups.prepare(limited=limited))]
+        return words
+
+    @property
+    def _door(self) -> Any:
+        config = self._site.config
+        return config.control.socket or config.run.state_dir / SOCKET_FILE
+
+    @property
+    def _limited(self) -> bool:
+        limits = [group.resources for group in self._site.config.groups.values()]
+        return any(getattr(one, field) is not None for one in limits for field in LIMITS.values())
+
+    @property
+    def _lease_s(self) -> float:
+        """How long a node of another machine may go on unheard.
+
+        It cannot tell a dead supervisor from a broken link, so adoption needs as long.
+        """
+        config = self._site.config
+        return max(config.cluster.lease_s, config.run.adopt_s)
+
+    async def joined(self) -> None:
+        """Wait for this machine's agent. WorldError: it cannot do what is asked."""
+        if self._local is None:
+            return
+        await self._local.joined(self.cluster)
+        refused = self.cluster.limits_refused(self._site.resources.local)
+        if self._limited and refused:
+            raise errors.WorldError(
+                f"limits of memory and processes cannot be set: {refused}",
+                hint="run it as a systemd unit of its own with Delegate=yes, or remove the limits from the config",
+            )
+
+    async def finish(self) -> None:
+        """Have all agents end what is left; wait for that of this machine."""
+        self.cluster.over()
+        with anyio.CancelScope(shield=True):
+            if self._local is not None:
+                await self._local.aclose()
+            await self.cluster.closed_all(BEAT_S)
+
+    async def __aexit__(self, *_: object) -> None:
+        """End the agent of this machine, if :meth:`finish` has not."""
+        if self._local is not None:
+            with anyio.CancelScope(shield=True):
+                await self._local.aclose()
+
+    # ------------------------------------------------------------ adoption
+
+    @property
+    def port_before(self) -> int:
+        """The control port of an earlier supervisor, if it is free; 0: any will do."""
+        saved = self._site.state.saved
+        if saved is None or not saved.port:
+            return 0
+        family = socket.AF_INET6 if ":" in self._site.config.control.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._site.config.control.host, saved.port))
+            except OSError:
+                return 0
+        return saved.port
+
+    def adopted(self, config: Config) -> Adopted | None:
+        """The generations that go on; None: nothing does. Others' shims are ended."""
+        if not self.adopting:
+            return None
+        found: dict[tuple[str, int], tuple[int, list[ShimRecord], list[ShimHandle]]] = {}
+        newest: dict[tuple[str, int], int] = {}
+        for record in self._records:
+            key = (record.group, record.replica)
+            newest[key] = max(newest.get(key, 0), record.generation)
+        for record in sorted(self._records, key=lambda one: one.node):
+            handle, key = self._expected.get(record.nonce), (record.group, record.replica)
+            if handle is None:
+                continue
+            if record.group not in config.groups or record.generation != newest[key]:
+                handle.stop(0.0)
+                continue
+            _, records, nodes = found.setdefault(key, (record.generation, [], []))
+            records.append(record)
+            nodes.append(handle)
+        for (group, _), (_, _, nodes) in found.items():
+            if len(nodes) != config.groups[group].nnodes:  # others of its nodes were lost with the supervisor
+                for handle in nodes:
+                    handle.lose(ExitReport("node", text="another node of it was lost"))
+                    handle.stop(0.0)
+        return found
+
+    # ------------------------------------------------------------ the route
+
+    def route(self, access: Access | None, refused: Callable[[str], None]) -> WebSocketRoute:
+        """The route at which agents join; ``access`` None: of the run's own socket."""
+
+        def problem(websocket: WebSocket) -> str:
+            assert access is not None
+            return access(Request({**websocket.scope, "type": "http", "method": "GET"}))
+
+        return agent_route(
+            lambda: self._cluster,
+            refused,
+            None if access is None else problem,
+            lambda: self._site.coordinator.tokens,
+        )
+
+    # ------------------------------------------------------------ while it runs
+
+    async def tend(self) -> None:
+        """Look after the nodes until it is cancelled."""
+        while True:
+            await anyio.sleep(BEAT_S / 2)
+            self.cluster.tick()
+            if self._local is not None:
+                self._local.tick(self.cluster)
+
+    async def drain(self, node: str, *, undo: bool = False) -> None:
+        """See :meth:`replicas.Supervisor.drain_node`."""
+        cluster, site = self.cluster, self._site
+        if node not in cluster.names():
+            known = ", ".join(cluster.names()) or "none"
+            raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {known}")
+        cluster.drain(node, undo=undo)
+        if undo:
+            return
+        await site.fleet.drain_node(node, lambda: cluster.is_empty(node))
+        if node != site.resources.local:
+            cluster.release(node, "the node is drained")
+
+    def read_logs(self, folder: Path, selection: Selection) -> LogReader:
+        """Read logs of ranks, on whichever node; ``folder``: of this machine."""
+        if self.cluster.others():
+            return NodesReader(folder, self.cluster, selection, self._generation)
+        return FolderReader(folder, selection)
+
+    def _generation(self, name: str) -> int:
+        group, _, index = name.partition("/")
+        replica = self._site.fleet.replica(group, int(index)) if index.isdecimal() else None
+        return replica.life.generation if replica is not None else 0
+
+    # ------------------------------------------------------------ what the cluster asks
+
+    @property
+    def resources(self) -> Resources:
+        return self._site.resources
+
+    @property
+    def emit(self) -> Callable[[Event], None]:
+        return self._site.emit
+
+    @property
+    def say(self) -> Callable[[str], None]:
+        return self._site.say
+
+    def welcome(self, *, local: bool) -> wire.Welcome:
+        config, site = self._site.config, self._site
+        return wire.Welcome(
+            run=config.run.name,
+            supervisor=self.cluster.incarnation,
+            lease_s=0.0 if local else self._lease_s,
+            adopt_s=config.run.adopt_s,
+            endpoint="" if local else site.coordinator.endpoint,
+            token="" if local else site.coordinator.tokens.text("member"),
+            state_id=site.state.identity,
+        )
+
+    def limits(self, group: str) -> tuple[int | None, int | None]:
+        resources = self._site.config.groups[group].resources
+        return resources.memory_nbytes, resources.max_processes
+
+    def leaving(self, node: str, reason: str) -> None:
+        self.say(f"node {node} is leaving: {reason}")
+        if node in self._draining:
+            return
+        self._draining.add(node)
+
+        async def drain() -> None:
+            try:
+                await self.drain(node)
+            finally:
+                self._draining.discard(node)
+
+        self._site.spawn(drain)
+
+    def nodes_changed(self) -> None:
+        with contextlib.suppress(errors.UsageError):  # the run is being started
+            self._site.fleet.look()
+            self._site.save()

@@ -1,0 +1,50 @@
+"""What a scheduler that starts the supervisor, such as Slurm or Ray, needs of it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from replicas.config.structs import Config
+from replicas.config.values import is_loopback
+from replicas.supervisor.supervisor import Supervisor
+
+__all__ = ["Surroundings", "invitation", "on_cluster"]
+
+
+class Surroundings(NamedTuple):
+    """How the supervisor of a run differs from one that a person has started.
+
+    :ivar adapt: makes of each config that is read the one that is used.
+    :ivar preempting: signals that announce a preemption, beside SIGUSR1.
+    :ivar started: called on the event loop when agents can join.
+    """
+
+    adapt: Callable[[Config], Config] = lambda config: config
+    preempting: frozenset[signal.Signals] = frozenset()
+    started: Callable[[Supervisor], None] = lambda supervisor: None
+
+
+def on_cluster(config: Config, address: str, min_nodes: int) -> Config:
+    """The config of a run whose machines are all offered by agents, this one too.
+
+    Where ports would be open to this machine alone, they are open to the others.
+
+    :param address: of this machine, at which the others reach it.
+    :param min_nodes: number of nodes that come together, before any replica starts.
+    """
+    control, store = config.control, config.store
+    if is_loopback(control.host):
+        control = replace(control, host=address, port=0)
+    if is_loopback(store.bind):
+        store = replace(store, bind=address)
+    cluster = replace(config.cluster, local=False, min_nodes=min_nodes)
+    return replace(config, control=control, store=store, cluster=cluster)
+
+
+def invitation(supervisor: Supervisor) -> str:
+    """What agents join with, a secret."""
+    return f"{supervisor.coordinator.tokens.text('operator')}@{supervisor.endpoint}"

@@ -1,0 +1,310 @@
+"""Agents on fake shims, and a fleet over several of them, in virtual time.
+
+A :class:`FakeAgent` keeps the protocol of agents, and its shims live as planned
+(:class:`tests.support.fleets.Life`). Its network can be cut, it can freeze, and it can
+be killed; it keeps its lease as a real one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from replicas.config.structs import GroupConfig
+from replicas.core.lives.leases import BEAT_S, END_S, Tenancy
+from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.messages import ShimState
+from replicas.supervisor.fleet.cluster import Cluster, Site
+from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.resources import Machine
+from replicas.supervisor.shim.orders import ExitReport, RankExit
+from tests.support.fleets import Life, Yard, config_of
+
+__all__ = ["FakeAgent", "Field", "field"]
+
+LEASE_S = 10.0
+
+
+class _Shim:
+    def __init__(self, agent: FakeAgent, order: wire.Start, life: Life) -> None:
+        spec = order.spec
+        self.agent, self.life = agent, life
+        self.name = f"{spec['group']}/{spec['replica']}"
+        self.state = ShimState(
+            nonce=spec["nonce"],
+            group=spec["group"],
+            replica=spec["replica"],
+            generation=spec["generation"],
+            node=spec["node"],
+            pid=7,
+        )
+        self.loop = asyncio.get_running_loop()
+        self.loop.call_later(life.start_s, self._started)
+        if life.ends_s is not None:
+            report = ExitReport("failed", ranks=(RankExit(0, life.code),)) if life.code else ExitReport("ok")
+            self.loop.call_later(life.start_s + life.ends_s, self.end, report)
+
+    @property
+    def alive(self) -> bool:
+        return not self.state.gone
+
+    def _set(self, **changes: Any) -> None:
+        known = {name: getattr(self.state, name) for name in self.state.__struct_fields__}
+        self.state = ShimState(**known | changes)
+        self.agent.tell(self.state)
+
+    def _started(self) -> None:
+        if self.state.report is None:
+            self._set(main_pid=8)
+
+    def stop(self, timeout_s: float) -> None:
+        self._set(stopping=True)
+        takes_s = timeout_s if self.life.stop_s is None else min(self.life.stop_s, timeout_s)
+        self.loop.call_later(takes_s, self.end, ExitReport("stopped"))
+
+    def end(self, report: ExitReport) -> None:
+        if self.alive:
+            plain = {key: value for key, value in report.message()["report"].items() if key != "type"}
+            self._set(report=plain, gone=True)
+
+
+class FakeAgent:
+    """The agent of one node.
+
+    :ivar cut: nothing passes between it and the supervisor until :meth:`heal`.
+    :ivar dead: its process is gone. :ivar frozen: its process does not run.
+    """
+
+    def __init__(self, field: Field, name: str, *, local: bool = False, **offer: Any) -> None:
+        self.field, self.name, self.local = field, name, local
+        self.machine = Machine(gpus=tuple(map(str, range(offer.pop("gpus", 0)))), memory_nbytes=64 << 30)
+        self.labels: dict[str, str] = offer.pop("labels", {})
+        assert not offer
+        self.incarnation = "1"
+        self.shims: dict[str, _Shim] = {}
+        self.cut = self.dead = self.frozen = False
+        self.over = ""
+        self._held: list[Callable[[], None]] = []
+        self._tenancy = Tenancy()
+        self._connected = False
+        self._link: _Link | None = None
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._run())
+
+    def tell(self, message: wire.AgentMessage) -> None:
+        if self._connected and self.cut:
+            self._held.append(lambda: self.field.cluster.receive(self.name, wire.encode(message)))
+        elif self._connected and not self.frozen:
+            self.field.cluster.receive(self.name, wire.encode(message))
+
+    def heal(self) -> None:
+        """End the cut: what both sides have sent arrives."""
+        self.cut = False
+        held, self._held = self._held, []
+        for arrives in held if self._connected else ():
+            arrives()
+
+    async def _run(self) -> None:
+        while not self.over:
+            now = self._loop.time()
+            if not (self.dead or self.frozen):
+                if not self._connected and not self.cut:
+                    self._join(now)
+                if self._connected:
+                    self.tell(wire.Beat(self._tenancy.beat(now)))
+                if self._tenancy.over(now):
+                    for shim in self.shims.values():
+                        self._loop.call_later(min(END_S, shim.life.stop_s or END_S), shim.end, ExitReport("stopped"))
+            elif self._tenancy.over(now) or self.dead:  # the shims have the same lease, and see its death
+                for shim in self.shims.values():
+                    self._loop.call_later(2.0, shim.end, ExitReport("stopped"))
+            await asyncio.sleep(BEAT_S)
+
+    def _join(self, now: float) -> None:
+        link = _Link(self)
+        hello = wire.Hello(
+            release="test",
+            node=self.name,
+            incarnation=self.incarnation,
+            local=self.local,
+            pid=5,
+            start_time=6,
+            scope="",
+            address=self.name,
+            labels=self.labels,
+            machine=None if self.local else self.machine,
+            shims=tuple(shim.state for shim in self.shims.values()),
+        )
+        self._asked_at = now
+        self._link, self._connected = link, True
+        if not self.field.cluster.hello(hello, link, local=self.local, seen_at=self.name):
+            self._connected = False
+
+    def obey(self, data: bytes) -> None:
+        if self.cut:
+            self._held.append(lambda: self.obey(data))
+        if self.cut or self.dead or self.frozen:
+            return
+        match order := wire.decode_order(data):
+            case wire.Welcome(lease_s=lease_s):
+                self._tenancy.granted(lease_s, self._asked_at)
+            case wire.Heard(number):
+                self._tenancy.heard(number)
+            case wire.Start():
+                name = f"{order.spec['group']}/{order.spec['replica']}"
+                if order.spec["nonce"] not in self.shims:
+                    self.shims[order.spec["nonce"]] = _Shim(self, order, self.field.life_of(name))
+                    self.field.check()
+            case wire.Stop(nonce=nonce, timeout_s=timeout_s):
+                if nonce in self.shims:
+                    self.shims[nonce].stop(timeout_s)
+            case wire.Forget(nonce):
+                self.shims.pop(nonce, None)
+            case wire.Clean(shims):
+                self._loop.call_later(3.0, self.tell, wire.Cleaned(tuple(one.nonce for one in shims)))
+            case wire.Over(reason):
+                self.over = reason
+                for shim in self.shims.values():
+                    shim.end(ExitReport("stopped"))
+                self.hang_up()
+
+    def hang_up(self) -> None:
+        """The connection ends, and both sides see it."""
+        link, self._link, self._connected = self._link, None, False
+        self._held = []
+        if link is not None:
+            self._loop.call_soon(self.field.cluster.closed, self.name, link)
+
+    def kill(self) -> None:
+        """The process of the agent is killed: its shims end within seconds."""
+        self.dead = True
+        self.hang_up()
+
+    def start_again(self) -> None:
+        """Another process takes its place."""
+        self.dead = self.frozen = self._connected = False
+        self.incarnation += "1"
+        for shim in self.shims.values():
+            shim.state = ShimState(**{**_fields(shim.state), "gone": True})
+        self.shims = {}
+        self._tenancy = Tenancy()
+
+    def freeze(self) -> None:
+        self.frozen = True
+
+    def thaw(self) -> None:
+        self.frozen = False
+
+
+def _fields(state: ShimState) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in state.__struct_fields__}
+
+
+class _Link:
+    def __init__(self, agent: FakeAgent) -> None:
+        self._agent = agent
+
+    def send(self, data: bytes) -> None:
+        asyncio.get_running_loop().call_soon(self._arrived, data)
+
+    def _arrived(self, data: bytes) -> None:
+        if self._agent._link is self:
+            self._agent.obey(data)
+
+    def close(self) -> None:
+        if self._agent._link is self:
+            self._agent._link, self._agent._connected = None, False
+
+
+class Field(Yard):
+    """A yard with several nodes, its own among them.
+
+    :ivar overlaps: replicas of which two generations were alive at once.
+    """
+
+    def __init__(self, groups: tuple[GroupConfig, ...], lives: Mapping[str, list[Life]]) -> None:
+        super().__init__(config_of(*groups), lives)
+        self.cluster = Cluster(cast("Site", self), local="local", lease_s=LEASE_S)
+        self.agents: dict[str, FakeAgent] = {}
+        self.overlaps: list[str] = []
+        self._counts: dict[str, int] = {}
+
+    def life_of(self, name: str) -> Life:
+        plan = self.lives.get(name) or self.lives.get(name.partition("/")[0]) or [Life()]
+        number = self._counts.get(name, 0)
+        self._counts[name] = number + 1
+        return plan[min(number, len(plan) - 1)]
+
+    def check(self) -> None:
+        """No replica may be alive in two generations."""
+        alive: dict[str, set[int]] = {}
+        for agent in self.agents.values():
+            for shim in agent.shims.values():
+                if shim.alive:
+                    alive.setdefault(shim.name, set()).add(shim.state.generation)
+        self.overlaps += [name for name, generations in alive.items() if len(generations) > 1]
+
+    def join(self, name: str, **offer: Any) -> FakeAgent:
+        agent = self.agents[name] = FakeAgent(self, name, **offer)
+        return agent
+
+    def where(self, name: str) -> str:
+        """The node on which the replica lives now."""
+        found = [
+            agent.name
+            for agent in self.agents.values()
+            for shim in agent.shims.values()
+            if shim.name == name and shim.alive
+        ]
+        return " and ".join(found)
+
+    # ------------------------------------------------------------ what the cluster asks
+
+    def welcome(self, *, local: bool) -> wire.Welcome:
+        return wire.Welcome(
+            run="test",
+            supervisor=self.cluster.incarnation,
+            lease_s=0.0 if local else LEASE_S,
+            adopt_s=0.0,
+            endpoint="",
+            token="",
+            state_id="",
+        )
+
+    def limits(self, group: str) -> tuple[int | None, int | None]:
+        return None, None
+
+    def leaving(self, node: str, reason: str) -> None:
+        self.said.append(f"{node} leaves: {reason}")
+
+    def nodes_changed(self) -> None:
+        self.fleet.look()
+
+    async def tend(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            self.cluster.tick()
+
+
+@asynccontextmanager
+async def field(*groups: GroupConfig, lives: Mapping[str, list[Life]] | None = None) -> AsyncIterator[Field]:
+    """A fleet whose nodes join in the block; it drains at the end."""
+    made = Field(groups, lives or {})
+    made.resources.withdraw("local")
+    made.fleet = Fleet(made.config, made, start_shim=made.cluster.start)
+    made.fleet.on_channel = lambda group: False  # type: ignore[method-assign]  # there are no channels
+    made.fleet.start()
+    made.spawn(made.tend)
+    try:
+        yield made
+        assert made.overlaps == [], "two generations of one replica at once"
+        if not made.fleet.draining:
+            await asyncio.wait_for(asyncio.create_task(made.fleet.drain()), 1000)
+        made.cluster.over()
+        await asyncio.sleep(1)
+    finally:
+        for agent in made.agents.values():
+            agent._task.cancel()
+        await made.end()

@@ -1,0 +1,80 @@
+"""An agent that hears nothing of its supervisor, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from replicas.supervisor.agent import agent as agent_module
+from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.agent import Agent
+from tests.support.virtual import virtually
+
+LEASE_S = 30.0
+
+
+class Line:
+    """A supervisor that takes an agent, and is silent after ``answers`` beats."""
+
+    def __init__(self, answers: int) -> None:
+        self._answers = answers
+        self._orders: asyncio.Queue[bytes] = asyncio.Queue()
+        self.closed = False
+
+    async def send(self, message: bytes) -> None:
+        match wire.decode_from_agent(message):
+            case wire.Hello():
+                known = {"run": "r", "supervisor": "1", "endpoint": "", "token": "t", "state_id": ""}
+                self._say(wire.Welcome(lease_s=LEASE_S, adopt_s=20.0, **known))
+            case wire.Beat(number) if self._answers:
+                self._answers -= 1
+                self._say(wire.Heard(number))
+
+    def _say(self, order: wire.Order) -> None:
+        self._orders.put_nowait(wire.encode(order))
+
+    async def recv(self) -> bytes:
+        return await self._orders.get()
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def shims(_: Any) -> Any:
+    fake = mock.Mock()
+    fake.all.return_value, fake.news.return_value, fake.saved_stacks.return_value = (), [], []
+    fake.empty.wait = mock.AsyncMock()
+    fake.address = "10.0.0.2"
+    return fake
+
+
+@pytest.mark.parametrize(("local", "dials"), [(False, 2), (True, 1)])
+def test_an_agent_that_hears_nothing_dials_again(tmp_path: Path, *, local: bool, dials: int) -> None:
+    """But not the one of the supervisor's machine, whose connection cannot break
+    alone."""
+
+    async def story() -> None:
+        lines: list[Line] = []
+
+        async def dial() -> tuple[Line, str]:
+            lines.append(Line(answers=10 if not lines else 1000))
+            return lines[-1], "10.0.0.2"
+
+        agent = Agent("n1", dial, shims, tmp_path, local=local)
+        running = asyncio.create_task(agent.run())
+        await asyncio.sleep(9.5)
+        assert len(lines) == 1
+        await asyncio.sleep(8.0)
+        assert len(lines) == dials
+        assert [line.closed for line in lines] == [True, False][-dials:]
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    with mock.patch.object(agent_module, "private"):
+        virtually(story())

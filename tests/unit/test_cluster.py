@@ -1,0 +1,249 @@
+"""Histories of fleets over several nodes, in virtual time: nodes that come, go, freeze,
+are cut off and come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from replicas.config.structs import PlacementConfig, ResourcesConfig
+from replicas.core.lives.leases import BEAT_S, lost_after_s
+from replicas.supervisor.agent import messages as wire
+from replicas.telemetry.events import NodeChanged
+from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
+from tests.support.fleets import Life, group_of
+from tests.support.virtual import virtually
+
+Story = Callable[[], Coroutine[Any, Any, None]]
+SPREAD = PlacementConfig(spread=True)
+
+
+def history(story: Story) -> Callable[[], None]:
+    """A test that runs in virtual time."""
+
+    def test() -> None:
+        virtually(story())
+
+    test.__doc__ = story.__doc__
+    return test
+
+
+def changes(made: Field, node: str) -> list[str]:
+    return [one.after for _, one in made.events if isinstance(one, NodeChanged) and one.node == node]
+
+
+@history
+async def test_replicas_wait_for_a_node_and_start_when_it_comes() -> None:
+    async with field(group_of("a", replicas=2, placement=PlacementConfig(labels={"pool": "x"}))) as made:
+        await asyncio.sleep(5)
+        assert made.states() == {"a/0": "pending", "a/1": "pending"}
+        assert made.fleet.groups["a"].status(0.0).replicas[0].reason == "waits for a node: no agent has joined"
+        made.join("n1")
+        await asyncio.sleep(2)
+        assert made.fleet.groups["a"].status(0.0).replicas[0].reason == "waits for a node with pool=x"
+        made.join("n2", labels={"pool": "x"})
+        await asyncio.sleep(2)
+        assert set(made.states().values()) == {"ready"}
+        assert made.where("a/0") == made.where("a/1") == "n2"
+
+
+@history
+async def test_the_replicas_of_a_lost_node_start_elsewhere_when_the_lease_is_over() -> None:
+    async with field(group_of("a", replicas=4, placement=SPREAD, restart={"max_restarts": 0})) as made:
+        one, _ = made.join("n1"), made.join("n2")
+        await asyncio.sleep(3)
+        there = [name for name in made.states() if made.where(name) == "n1"]
+        assert len(there) == 2
+        one.cut = True
+        cut_at = made.now
+        await asyncio.sleep(LEASE_S)
+        assert set(made.states().values()) == {"ready"}, "it may come back"
+        await asyncio.sleep(lost_after_s(LEASE_S) - LEASE_S + 3)
+        assert {made.where(name) for name in made.states()} == {"n2"}
+        starts = [at for at, state in made.moves(there[0]) if state == "starting"]
+        heard_at = cut_at - BEAT_S
+        assert lost_after_s(LEASE_S) <= starts[-1] - heard_at <= lost_after_s(LEASE_S) + 2
+        group = made.fleet.groups["a"].status(0.0)
+        assert group.restarts == {"node": 2}
+        assert group.restart_budget_remaining_ratio == 1.0
+        assert changes(made, "n1") == ["up", "away", "lost"]
+        one.heal()  # it comes back, with nothing
+        one.hang_up()
+        await asyncio.sleep(3)
+        assert changes(made, "n1")[-1] == "up"
+        assert {made.where(name) for name in made.states()} == {"n2"}
+
+
+@pytest.mark.parametrize("seconds", [1.0, 4.0, 7.0])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_short_absence_changes_nothing(seconds: float, closed: bool) -> None:
+    async def story() -> None:
+        async with field(group_of("a")) as made:
+            one = made.join("n1")
+            made.join("n2")
+            await asyncio.sleep(3)
+            shims = list(one.shims)
+            one.cut = True
+            if closed:
+                one.hang_up()
+            await asyncio.sleep(seconds)
+            one.heal()
+            await asyncio.sleep(5)
+            assert made.states() == {"a/0": "ready"}
+            assert list(one.shims) == shims
+            assert made.fleet.groups["a"].status(0.0).restarts == {}
+
+    virtually(story())
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_members_that_are_silent_with_their_node_spend_no_budget(*, lost: bool) -> None:
+    """A rank that is silent alone does."""
+
+    async def story() -> None:
+        async with field(group_of("a", replicas=2, restart={"max_restarts": 1})) as made:
+            one, _ = made.join("n1"), made.join("n2")
+            await asyncio.sleep(3)
+            assert {made.where(name) for name in made.states()} == {"n1"}
+            one.cut = True
+            await asyncio.sleep(4)
+            for replica in made.fleet.groups["a"].replicas.values():
+                replica.member_lost(0, "lease")
+            await asyncio.sleep(lost_after_s(LEASE_S) if lost else 2)
+            one.heal()
+            await asyncio.sleep(30)
+            assert set(made.states().values()) == {"ready"}
+            group = made.fleet.groups["a"].status(0.0)
+            assert group.restarts == {"node": 2}
+            assert group.restart_budget_remaining_ratio == 1.0
+            made.fleet.groups["a"].replicas[0].member_lost(0, "lease")
+            await asyncio.sleep(30)
+            assert made.fleet.groups["a"].status(0.0).restarts == {"node": 2, "heartbeat_timeout": 1}
+
+    virtually(story())
+
+
+@history
+async def test_orders_and_news_that_were_lost_on_the_way_are_repeated() -> None:
+    """Those given while nobody knew that the node was cut off."""
+    async with field(group_of("a", replicas=1), lives={"a": [Life(ends_s=4.0, code=1), Life()]}) as made:
+        one = made.join("n1")
+        await asyncio.sleep(2)
+        one.cut = True  # it ends meanwhile, and its end is not told
+        await asyncio.sleep(6)
+        assert made.states() == {"a/0": "ready"}
+        one.heal()
+        one.hang_up()
+        await asyncio.sleep(3)
+        assert made.states() == {"a/0": "ready"}
+        assert made.fleet.groups["a"].status(0.0).restarts == {"exit": 1}
+        one.cut = True
+        made.fleet.groups["a"].replicas[0].restart()
+        await asyncio.sleep(1)
+        one.heal()
+        one.hang_up()
+        await asyncio.sleep(5)
+        assert made.fleet.groups["a"].status(0.0).restarts == {"exit": 1, "requested": 1}
+        assert made.states() == {"a/0": "ready"}
+
+
+@history
+async def test_a_killed_agent_s_replicas_start_again_when_nothing_is_left_of_them() -> None:
+    async with field(group_of("a", replicas=2)) as made:
+        one = made.join("n1")
+        await asyncio.sleep(3)
+        one.kill()
+        await asyncio.sleep(1)
+        one.start_again()
+        await asyncio.sleep(2)
+        assert all(state in ("starting", "draining", "ready") for state in made.states().values())
+        await asyncio.sleep(6)
+        assert set(made.states().values()) == {"ready"}
+        assert made.fleet.groups["a"].status(0.0).restarts == {"node": 2}
+
+
+@history
+async def test_a_frozen_agent_s_replicas_end_with_their_lease() -> None:
+    async with field(group_of("a", replicas=1)) as made:
+        one, _ = made.join("n1"), made.join("n2")
+        await asyncio.sleep(3)
+        assert made.where("a/0") == "n1"
+        one.freeze()
+        await asyncio.sleep(lost_after_s(LEASE_S) + 3)
+        assert made.where("a/0") == "n2"
+        one.thaw()
+        one.hang_up()
+        await asyncio.sleep(5)
+        assert changes(made, "n1")[-1] == "up"
+        assert made.where("a/0") == "n2"
+
+
+@history
+async def test_a_drained_node_gives_its_replicas_away() -> None:
+    async with field(group_of("a", replicas=2)) as made:
+        made.join("n1")
+        await asyncio.sleep(3)
+        made.join("n2")
+        await asyncio.sleep(2)
+        made.cluster.drain("n1")
+        await asyncio.wait_for(made.fleet.drain_node("n1", lambda: made.cluster.is_empty("n1")), 30)
+        await asyncio.sleep(2)
+        assert {made.where(name) for name in made.states()} == {"n2"}
+        made.cluster.drain("n1", undo=True)
+        made.cluster.drain("n2")
+        await asyncio.wait_for(made.fleet.drain_node("n2", lambda: made.cluster.is_empty("n2")), 30)
+        await asyncio.sleep(2)
+        assert {made.where(name) for name in made.states()} == {"n1"}
+        made.cluster.release("n2", "drained")
+        await asyncio.sleep(2)
+        assert [node.name for node in made.cluster.status()] == ["n1"]
+        assert made.agents["n2"].over == "drained"
+
+
+@history
+async def test_gpus_of_a_node_are_given_once() -> None:
+    group = group_of("a", replicas=3, resources=ResourcesConfig(gpus=2))
+    async with field(group) as made:
+        made.join("n1", gpus=4)
+        await asyncio.sleep(3)
+        assert sorted(made.states().values()) == ["pending", "ready", "ready"]
+        made.join("n2", gpus=2)
+        await asyncio.sleep(3)
+        assert set(made.states().values()) == {"ready"}
+        assert {node.name: node.gpus_free for node in made.cluster.status()} == {"n1": 0, "n2": 0}
+
+
+@history
+async def test_two_agents_of_one_name() -> None:
+    async with field(group_of("a")) as made:
+        one = made.join("n1")
+        await asyncio.sleep(3)
+        second = FakeAgent(made, "n1")
+        second.incarnation = "other"
+        await asyncio.sleep(3)
+        assert made.cluster.status()[0].state == "up"
+        assert made.states() == {"a/0": "ready"}
+        assert len(one.shims) == 1
+        second._task.cancel()
+
+
+@history
+async def test_an_agent_of_another_protocol_is_refused() -> None:
+    async with field(group_of("a")) as made:
+        one = made.join("n1")
+        await asyncio.sleep(2)
+        answers: list[wire.Order] = []
+
+        class Link(_Link):
+            def send(self, data: bytes) -> None:
+                answers.append(wire.decode_order(data))
+
+        old = wire.Hello(protocol=99, release="9", node="n2", incarnation="x", pid=1, start_time=1, scope="")
+        assert made.cluster.hello(old, Link(one), local=False, seen_at="") == ""
+        (refused,) = answers
+        assert isinstance(refused, wire.Refused)
+        assert "speaks protocol 99, the supervisor 1" in refused.message
+        assert [node.name for node in made.cluster.status()] == ["n1"]
