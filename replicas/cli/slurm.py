@@ -1,0 +1,118 @@
+"""The command ``slurm``: a run as a job of Slurm's, and its parts within one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from replicas.cli.base import command
+from replicas.cli.slurm_script import script
+from replicas.config import tables as config_tables
+from replicas.config.file import load
+from replicas.config.structs import Config, SlurmConfig
+from replicas.config.values import Place
+from replicas.control.exit_codes import FAILED
+from replicas.errors import UsageError, WorldError
+
+__all__ = ["slurm"]
+
+_SUBMIT_TIMEOUT_S = 60.0
+
+
+@command(failed=FAILED)
+def slurm(
+    *,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the script, and print the job's number.")] = False,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="The job's partition.")] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", help="Number of nodes.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(metavar="N", help="Number of GPUs on each node.")] = None,
+    cpus_per_node: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of CPUs on each node. Default: whole nodes.")
+    ] = None,
+    time: Annotated[str | None, typer.Option(metavar="DURATION", help='Longest time, such as "24h".')] = None,
+    grace: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Time before its end at which the job drains.")
+    ] = None,
+    option: Annotated[list[str] | None, typer.Option(metavar="OPTION", help="A further option of sbatch.")] = None,
+    here: Annotated[
+        Literal["all", "supervisor", "agent"] | None,
+        typer.Option(
+            metavar="PART", help="Run this task of a Slurm job: all that is its own, or the supervisor, or an agent."
+        ),
+    ] = None,
+) -> None:
+    """Print a batch script that runs CONFIG on Slurm, or submit it.
+
+    The options replace those of CONFIG's table slurm. Without a batch script:
+    srun --nodes=2 --ntasks-per-node=1 replicas slurm CONFIG --here all
+    """
+    loaded = load(config)
+    if here is not None:
+        from replicas.cli.slurm_job import run_part  # heavy: imported within a job only
+
+        raise typer.Exit(run_part(loaded, here))
+    given = {
+        "partition": partition,
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "cpus_per_node": cpus_per_node,
+        "time": time,
+        "grace": grace,
+        "options": option,
+    }
+    order = _order(loaded, {key: value for key, value in given.items() if value is not None})
+    text = script(loaded, order, own_command(loaded))
+    if submit:
+        print(_submitted(text))
+    else:
+        print(text, end="")
+
+
+def own_command(config: Config) -> list[str]:
+    """The command ``replicas slurm CONFIG``, with absolute paths."""
+    return [sys.executable, "-m", "replicas", "slurm", str(config.source)]
+
+
+def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
+    """The table of the config, with what the command line gives in its place.
+
+    :raises UsageError: an option has no valid value.
+    """
+    place = Place(Path.cwd())
+    read = config_tables.read(place, given, SlurmConfig)
+    if place.problems or read is UNSET:
+        texts = (
+            f"--{path[0].replace('_', '-').removesuffix('s' * (path[0] == 'options'))}" for path, _ in place.problems
+        )
+        told = (text.partition(": ")[2] for _, text in place.problems)
+        raise UsageError("; ".join(f"{name}: {text}" for name, text in zip(texts, told, strict=True)))
+    keys = config_tables.keys_of(SlurmConfig)
+    return replace(config.slurm, **{keys[key].field: getattr(read, keys[key].field) for key in given})
+
+
+def _submitted(text: str) -> str:
+    """The number of the job.
+
+    :raises UsageError: there is no sbatch. :raises WorldError: it refused the script.
+    """
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=text, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError as error:
+        raise UsageError("there is no sbatch here", hint="submit from a login node of the cluster") from error
+    except subprocess.TimeoutExpired as error:
+        raise WorldError(
+            f"sbatch did not answer within {_SUBMIT_TIMEOUT_S:.0f} s",
+            hint="ask `squeue --me` whether the job is queued",
+        ) from error
+    if done.returncode:
+        raise WorldError(f"sbatch: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout.strip().partition(";")[0]

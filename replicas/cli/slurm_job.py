@@ -1,0 +1,254 @@
+"""The parts of a run in a Slurm job: the supervisor, and one agent on each node.
+
+The nodes share the run's state folder, so that the job can go on elsewhere when it is
+queued again. There the supervisor writes where the agents join it, in a file that has
+the job, its restart and the step in its name: what an earlier start has left is never
+taken for it. The file is removed when the run is over.
+
+An agent runs in a child of the task. One that was killed is started again, and the
+supervisor gives it what belongs on its node; one that ends by itself has its reason,
+and the task ends with it. Slurm's signals reach every process of a job, so the task
+itself ignores them, and waits for its agent, which leaves in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from replicas.cli.base import complain
+from replicas.config.structs import Config
+from replicas.config.values import is_loopback
+from replicas.control.exit_codes import BUG, DONE, FAILED
+from replicas.errors import ReplicasError, UsageError, WorldError
+from replicas.linux import private
+from replicas.linux.processes import die_with_parent, send_signal, signal_name
+from replicas.supervisor.operator import supervise
+from replicas.supervisor.supervisor import Supervisor
+from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
+
+__all__ = ["Task", "run_part", "without_step"]
+
+_START_S = 120.0
+"""How long an agent waits for its supervisor to listen."""
+_LOOK_AGAIN_S = 0.2
+_AGAIN_S = 1.0
+_END_S = 20.0
+_IDENTITIES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_GTIDS")
+_OF_STEPS = ("SLURM_STEP", "SLURM_TASK", "SLURM_PMI", "PMI_", "PMIX_")
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """This task of a Slurm job, as its environment says.
+
+    :ivar start: the job and its restart, the same for all parts of one start of the
+        run, of which an allocation may have several.
+    """
+
+    node: str
+    index: int
+    nodes: int
+    start: str
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], *, whole_run: bool) -> Task:
+        """:param whole_run: a step of its own is the run; else the batch script is.
+
+        :raises UsageError: this is no process of a Slurm job.
+        """
+        job = environ.get("SLURM_JOB_ID")
+        if job is None:
+            raise UsageError(
+                "this is no task of a Slurm job: SLURM_JOB_ID is not set",
+                hint="use srun, or submit the script that `replicas slurm CONFIG` prints",
+            )
+        step = environ.get("SLURM_STEP_ID", "") if whole_run else "batch"
+        return cls(
+            node=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            index=int(environ.get("SLURM_NODEID", "0")),
+            nodes=int(environ.get("SLURM_STEP_NUM_NODES" if whole_run else "SLURM_JOB_NUM_NODES", "1")),
+            start=f"{job}-{environ.get('SLURM_RESTART_COUNT', '0')}-{step}",
+        )
+
+    def invitation(self, config: Config) -> Path:
+        """The file with what the agents join with."""
+        return config.run.state_dir / f"slurm-{self.start}.join"
+
+
+def run_part(config: Config, part: Literal["all", "supervisor", "agent"]) -> int:
+    """Run the part to its end, and return the exit code of the task.
+
+    :raises UsageError: this is no task of a Slurm job, or the nodes cannot reach this
+        one.
+    """
+    task = Task.of(os.environ, whole_run=part == "all")
+    if part == "agent" or (part == "all" and task.index > 0):
+        return _agent(config, task)
+    if part == "supervisor":
+        return _supervise(config, task)
+    with _own_agent(config, task):
+        return _supervise(config, task)
+
+
+# ------------------------------------------------------------ the supervisor
+
+
+def _supervise(config: Config, task: Task) -> int:
+    address = _own_address(task)
+    path = task.invitation(config)
+
+    def invite(supervisor: Supervisor) -> None:
+        for old in config.run.state_dir.glob("slurm-*.join"):  # of starts that were killed
+            private.remove(old)
+        private.replace(path, f"{invitation(supervisor)}\n".encode())
+
+    surroundings = Surroundings(
+        adapt=lambda config: on_cluster(config, address, task.nodes),
+        preempting=frozenset([signal.SIGTERM]),
+        started=invite,
+    )
+    try:
+        return supervise(config, surroundings)
+    finally:
+        with contextlib.suppress(OSError):  # the run's own end is what counts, and the next start removes it
+            private.remove(path)
+
+
+def _own_address(task: Task) -> str:
+    """The address at which the other nodes of the job reach this one.
+
+    :raises UsageError: only loopback was found, and there are other nodes.
+    """
+    for name in (task.node, socket.gethostname()):
+        with contextlib.suppress(OSError):
+            for *_, place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+                if not is_loopback(str(place[0])):
+                    return str(place[0])
+    if task.nodes > 1:
+        raise UsageError(
+            f"the other nodes cannot reach this one: {task.node} has no address but that of loopback",
+            hint='name its host in [control] listen = "HOST:PORT" and [store] bind = "HOST"',
+        )
+    return "127.0.0.1"
+
+
+# ------------------------------------------------------------ an agent
+
+
+def without_step(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what makes this process a task of Slurm's.
+
+    Lightning, MPI and others would take the ranks for one.
+    """
+    return {
+        name: value for name, value in environ.items() if name not in _IDENTITIES and not name.startswith(_OF_STEPS)
+    }
+
+
+@contextlib.contextmanager
+def _own_agent(config: Config, task: Task) -> Iterator[None]:
+    """The agent of the supervisor's own node, beside it."""
+    pid = _forked(lambda: _agent(config, task), signal.SIGTERM)
+    pidfd = os.pidfd_open(pid)
+    try:
+        yield
+        select.select([pidfd], [], [], _END_S)  # it ends with the run
+    finally:
+        send_signal(pidfd, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(pidfd)
+
+
+def _agent(config: Config, task: Task) -> int:
+    from replicas.supervisor.agent.remote import Invitation, serve_node  # heavy: not for the supervisor's own process
+
+    came = _noted_signals()
+    path = task.invitation(config)
+    labels = {"node": task.node, "index": str(task.index)}
+    state_dir = config.run.state_dir / "nodes" / task.node
+
+    def serve() -> int:
+        for name in list(os.environ.keys() - without_step(os.environ).keys()):
+            del os.environ[name]
+        return serve_node(Invitation(text), name=task.node, labels=labels, state_dir=state_dir)
+
+    text = _wait_for(path, came)
+    while text:
+        code = os.waitstatus_to_exitcode(_waited(_forked(serve, signal.SIGTERM)))
+        if code >= 0 or came:
+            return max(code, DONE)
+        complain(f"the agent of node {task.node} was ended by {signal_name(-code)}; starting another")
+        time.sleep(_AGAIN_S)
+        text = _read(path)
+    return DONE
+
+
+def _forked(work: Callable[[], int], last: signal.Signals) -> int:
+    """The pid of a child that does the work, and gets ``last`` when this process ends.
+
+    Call it while this process has no other thread.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = BUG
+    try:
+        die_with_parent(parent, last)
+        code = work()
+    except ReplicasError as error:
+        complain(str(error))
+        code = FAILED
+    except BaseException:  # noqa: BLE001  # nothing else could report it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _waited(pid: int) -> int:
+    return os.waitpid(pid, 0)[1]
+
+
+def _noted_signals() -> list[int]:
+    """Do no more on Slurm's signals than to note them in this list."""
+    came: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: came.append(number))
+    return came
+
+
+def _read(path: Path) -> str:
+    """The invitation; empty: there is none, or none any more."""
+    try:
+        return private.read(path).decode().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _wait_for(path: Path, came: list[int]) -> str:
+    """The invitation, once it is there; empty: the job ends before.
+
+    :raises WorldError: it did not come in time.
+    """
+    deadline = time.monotonic() + _START_S
+    while not (found := _read(path)) and not came:
+        if time.monotonic() > deadline:
+            raise WorldError(
+                f"the supervisor has not written {path} within {_START_S:.0f} s",
+                hint="see what it says; and set run.state_dir to a folder that all nodes share",
+            )
+        time.sleep(_LOOK_AGAIN_S)
+    return found

@@ -1,0 +1,115 @@
+"""The batch script of a run on Slurm, as text. Pure.
+
+The script starts the supervisor on the first node, and by ``srun`` one agent on each
+node; their parts are in :mod:`replicas.cli.slurm_job`. It lives as long as the
+supervisor, so the job ends with the run, and Slurm ends what is left.
+
+Slurm says that the job is about to be taken away by SIGTERM: to the script alone
+``grace`` before the time limit (``--signal=B:TERM``) or, with ``send_user_signal``,
+before a preemption; to every process of the job when it is requeued or cancelled at
+once. For the supervisor all of these are a preemption: it drains and exits with 75, and
+its state stays. Then the script puts the job back into the queue, unless Slurm has
+already ended it: a job that was cancelled must not come back.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+
+from replicas.config.structs import Config, SlurmConfig
+from replicas.control.exit_codes import PREEMPTED
+
+__all__ = ["grace_s", "script", "time_text"]
+
+_MARGIN_S = 30.0
+"""For the end of the agents, and for Slurm to send the signal."""
+
+_BODY = """
+# Slurm's notice; one that comes before the supervisor listens must kill neither.
+trap 'kill -USR1 "${{supervisor:-}}" 2> /dev/null' TERM
+(trap '' USR1 && exec {command} --here supervisor) &
+supervisor=$!
+
+agents() {{
+  srun {step} \\
+    {command} --here agent && return 0
+  # They have failed, all of them. Without any the supervisor would wait for ever, unless the run is over by now.
+  sleep 10
+  kill -USR1 "$supervisor" 2> /dev/null && return 3
+  return 0
+}}
+agents &
+agents=$!
+
+wait "$supervisor"
+code=$?
+while kill -0 "$supervisor" 2> /dev/null; do # a trap has ended the wait
+  wait "$supervisor"
+  code=$?
+done
+if [ "$code" -eq {preempted} ]; then
+  failed=0
+  kill -0 "$agents" 2> /dev/null || {{
+    wait "$agents"
+    failed=$?
+  }}
+  if [ "$failed" -eq 3 ]; then
+    echo "replicas: the agents have failed, so the job is not queued again" >&2
+    code=1
+  elif scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING '; then
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+fi
+exit "$code"
+"""
+
+
+def script(config: Config, order: SlurmConfig, command: Sequence[str]) -> str:
+    """Return the script of the run.
+
+    :param order: what to ask of Slurm.
+    :param command: runs the command ``replicas slurm CONFIG``, with absolute paths.
+    """
+    head = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(config, order))]
+    step = ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+    if order.cpus_per_node is not None:
+        step.append(f"--cpus-per-task={order.cpus_per_node}")  # srun does not take it from the job
+    body = _BODY.format(command=shlex.join(command), step=" ".join(step), preempted=PREEMPTED)
+    return "\n".join(head) + "\n" + body
+
+
+def _options(config: Config, order: SlurmConfig) -> Iterator[str]:
+    yield f"--job-name={config.run.name}"
+    if order.partition is not None:
+        yield f"--partition={order.partition}"
+    yield f"--nodes={order.nodes}"
+    yield "--ntasks-per-node=1"
+    if order.gpus_per_node is not None:
+        yield f"--gpus-per-node={order.gpus_per_node}"
+    if order.cpus_per_node is None:
+        yield "--exclusive"
+        yield "--mem=0"
+    else:
+        yield f"--cpus-per-task={order.cpus_per_node}"
+    if order.time_s is not None:
+        yield f"--time={time_text(order.time_s)}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield f"--signal=B:TERM@{math.ceil(grace_s(config, order))}"
+    yield from order.options
+
+
+def grace_s(config: Config, order: SlurmConfig) -> float:
+    """How long before its end the job is told."""
+    if order.grace_s is not None:
+        return order.grace_s
+    return max(group.drain_timeout_s + group.stop_timeout_s for group in config.groups.values()) + _MARGIN_S
+
+
+def time_text(seconds: float) -> str:
+    """The duration in Slurm's form, in whole minutes: ``1-02:30:00``."""
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}-{hours:02}:{minutes:02}:00"
