@@ -1,0 +1,235 @@
+"""Channels between the actors of a Ray program.
+
+::
+
+    from replicas.integrations.ray import coordinator, options
+
+    handle = coordinator({"policy": {"sources": ["trainer"], "targets": ["rollout"]}})
+    trainer = Trainer.options(**options(handle, group="trainer")).remote()
+    identity = options(handle, group="rollout", replica="auto")
+    rollouts = [Rollout.options(**identity).remote() for _ in range(4)]
+
+Each actor calls ``replicas.join("policy")`` with nothing else: identity, endpoint and
+token are in its environment. Ray starts and restarts the actors; an actor that died is
+lost to its channels within seconds, and the next life of it joins again.
+
+The coordinator is a named actor on the caller's node, with a port and a key (TLS) that
+a restart keeps, so members come back to it with the versions that they hold. It ends
+with the Ray job, or when nobody has a handle of it any more, like every process that it
+or a member has started.
+(:mod:`replicas.integrations.ray_run` runs a whole config on Ray.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import socket
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import replicas
+from replicas import environ, errors
+from replicas.trust.certificate import make_pem
+
+__all__ = ["Handle", "coordinator", "find", "options"]
+
+NAME = "replicas"
+_START_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 20.0
+_PORTS = range(20_000, 30_000)
+"""Ports outside of those that the kernel, Ray's workers and Kubernetes give out.
+
+So a port is still free when the coordinator restarts on it.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handle:
+    """A running coordinator. It may be passed to other actors and tasks.
+
+    :ivar actor: the actor; it lives as long as any process of the job has a handle.
+    :ivar endpoint: ``host:port`` of its control port, for ``join(endpoint=...)``.
+    :ivar token: the join token of its members, for ``join(token=...)``; a secret.
+    :ivar run: the name of the run.
+    """
+
+    actor: Any
+    endpoint: str
+    token: str = field(repr=False)
+    run: str
+
+    def close(self) -> None:
+        """End the coordinator in good order, before the Ray job ends."""
+        try:
+            ray.get(self.actor.close.remote(), timeout=_CLOSE_TIMEOUT_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            pass  # it is dead already, or will be
+        finally:
+            ray.kill(self.actor)
+
+
+class CoordinatorActor:
+    """The actor's own class, one :class:`replicas.Coordinator` on a loop of its own."""
+
+    def __init__(self, settings: Mapping[str, Any], pem: bytes) -> None:
+        self._settings, self._pem = settings, pem
+        self._running = contextlib.ExitStack()
+        # Ray's is uvloop, which sees the end of child processes in the main thread only.
+        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+        self._address: tuple[str, str, str] | None = None
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of Ray's about itself
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                self.start()  # nobody asks a second time
+
+    def start(self) -> tuple[str, str, str]:
+        """Open the port, once; return endpoint, token and the name of the run."""
+        if self._address is None:
+            host = ray.util.get_node_ip_address()
+            with tempfile.NamedTemporaryFile(prefix="replicas-") as certificate:  # mode 0600; it is read at once
+                certificate.write(self._pem)
+                certificate.flush()
+                made = replicas.Coordinator(
+                    host=host, store_bind=host, certificate=Path(certificate.name), **self._settings
+                )
+            running = self._running.enter_context(made.in_thread())
+            self._address = (running.endpoint, running.token, self._settings["run"])
+        return self._address
+
+    def close(self) -> None:
+        """Tell the members, and end the store."""
+        self._running.close()
+
+
+def coordinator(
+    channels: Mapping[str, Any],
+    *,
+    groups: Mapping[str, Any] | None = None,
+    name: str = NAME,
+    run: str | None = None,
+    port: int | None = None,
+    token: str | None = None,
+    **actor: Any,
+) -> Handle:
+    """Start a coordinator as an actor named ``name``; return when it listens.
+
+    ``channels`` and ``groups`` are those of :class:`replicas.Coordinator`. The actor
+    runs on this node, takes no CPU, and is restarted by Ray when its process dies. Keep
+    the handle: Ray ends an actor of which no handle is left, unless it is *detached*.
+
+    :param name: of the actor, in the Ray namespace of this program; :func:`find` finds
+        it by that.
+    :param run: name of the run, in errors and logs; default: ``name``.
+    :param port: port to listen on; default: a free one.
+    :param token: secret that members must show; default: a new random one. The join
+        token of the handle adds the hash of the coordinator's key to it.
+    :param actor: further options of the actor, such as ``namespace``, ``lifetime`` or
+        ``scheduling_strategy``, in place of those above.
+    :raises replicas.errors.BadConfig: the channels are not valid.
+    :raises replicas.errors.UsageError: another argument is not valid, Ray is not
+        initialised, or the name is taken.
+    :raises replicas.errors.WorldError: the coordinator could not start.
+    """
+    _must_be_connected("coordinator")
+    settings: dict[str, Any] = {
+        "channels": channels,
+        "groups": groups,
+        "run": name if run is None else run,
+        "port": _free_port() if port is None else port,
+        "token": secrets.token_urlsafe(24) if token is None else token,
+    }
+    replicas.Coordinator(**settings)  # what is wrong with the arguments shows here, not as an actor's death
+    node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    chosen = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": node, **actor, "name": name}
+    try:
+        started = ray.remote(CoordinatorActor).options(**chosen).remote(settings, make_pem())
+    except ValueError as error:
+        text = f"the actor {name} could not be made: {error}"
+        raise errors.UsageError(text, hint="find(...) returns a coordinator that runs; or pass another name") from error
+    return _handle(started)
+
+
+def find(name: str = NAME, *, namespace: str | None = None) -> Handle:
+    """Return the coordinator that another part of the program has started.
+
+    :raises replicas.errors.UsageError: no actor has this name in the namespace.
+    """
+    _must_be_connected("find")
+    try:
+        actor = ray.get_actor(name, namespace=namespace)
+    except ValueError as error:
+        text = f"no coordinator is named {name}"
+        hint = "start it with coordinator(...), and name its Ray namespace if that is another one"
+        raise errors.UsageError(text, hint=hint) from error
+    return _handle(actor)
+
+
+def options(
+    handle: Handle,
+    *,
+    group: str,
+    replica: int | Literal["auto"] = 0,
+    rank: int | None = None,
+    world_size: int | None = None,
+    token_file: str | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return options for an actor (or task) with the identity of one rank.
+
+    :param replica: index of its replica; ``"auto"``: the lowest that is free when it
+        joins, also in a later life of the actor.
+    :param rank, world_size: of a replica that is several actors; the others of rank 0
+        need an index of their own then, not ``"auto"``.
+    :param token_file: path, on the actor's node, of a file with ``handle.token``.
+        Without it the token is in the actor's ``runtime_env``, which Ray shows to its
+        users and writes into its logs.
+    :param runtime_env: the actor's further environment; it is not changed.
+    """
+    if not isinstance(handle, Handle):
+        raise errors.UsageError(f"options: {handle!r} is no handle", hint="pass what coordinator(...) returned")
+    numbers = {environ.REPLICA: replica, "RANK": rank, "WORLD_SIZE": world_size}
+    secret = (environ.TOKEN, handle.token) if token_file is None else (environ.TOKEN_FILE, token_file)
+    variables = {
+        environ.ENDPOINT: handle.endpoint,
+        environ.RUN: handle.run,
+        environ.GROUP: group,
+        **{key: str(number) for key, number in numbers.items() if number is not None},
+        **dict([secret]),
+    }
+    given = dict(runtime_env or {})
+    return {"runtime_env": {**given, "env_vars": {**given.get("env_vars", {}), **variables}}}
+
+
+def _must_be_connected(what: str) -> None:
+    if not ray.is_initialized():
+        raise errors.UsageError(f"{what}: this process is not connected to Ray", hint="call ray.init() first")
+
+
+def _handle(actor: Any) -> Handle:
+    try:
+        endpoint, token, run = ray.get(actor.start.remote(), timeout=_START_TIMEOUT_S)
+    except errors.ReplicasError:  # Ray raises it as what it is, with the actor's traceback in its text
+        ray.kill(actor)
+        raise
+    except (ray.exceptions.RayError, AttributeError) as error:
+        raise errors.WorldError(
+            f"the coordinator's actor did not start: {error}", hint="see the actor's log in Ray's dashboard"
+        ) from error
+    return Handle(actor=actor, endpoint=endpoint, token=token, run=run)
+
+
+def _free_port() -> int:
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise errors.WorldError("no free port was found between 20000 and 29999", hint="pass port=...")
