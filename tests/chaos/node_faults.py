@@ -1,0 +1,240 @@
+"""Faults of nodes, by seed: what is dealt, and how it is done to a world.
+
+A fault begins, lasts, and ends. ``short`` ones are over within the lease, ``long`` ones
+are not: the node's replicas then start elsewhere, and it comes back after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from replicas.control.commands import Drain, Order, Restart, Scale
+from replicas.errors import ReplicasError
+from tests.chaos.census import Life, now
+from tests.chaos.node_host import NAMES, Host, mark_of
+from tests.chaos.node_world import ADOPT_S, ROLLOUTS, NodeWorld
+from tests.support.disks import fill
+
+__all__ = ["KINDS", "LOST_S", "NodeFault", "deck"]
+
+LOST_S = ADOPT_S + 5.0
+"""How long after the last beat a node is lost (:mod:`replicas.core.lives.leases`)."""
+AGENT = ("-m replicas agent", "agent.local")
+SUPERVISOR = ("tests.chaos.node_supervisor",)
+SHIM = ("supervisor.shim.shim",)
+_LATER_S = 6.0
+"""Time in which what was lost should be running elsewhere before the node is back."""
+FAR = (1, 2, 3)
+ANY = (0, 1, 2, 3)
+KINDS: dict[str, tuple[int, tuple[int, ...], tuple[float, float]]] = {
+    "kill agent": (3, ANY, (0.3, 2.0)),
+    "kill agent, long": (1, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
+    "kill node": (3, FAR, (0.3, 3.0)),
+    "kill node, long": (2, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
+    "power cut": (2, FAR, (2.0, 6.0)),
+    "power cut, long": (3, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
+    "partition 1 s": (2, FAR, (1.0, 1.0)),
+    "partition, short": (2, FAR, (ADOPT_S * 0.6, ADOPT_S * 0.6)),
+    "partition 20 s": (2, FAR, (20.0, 20.0)),
+    "partition, long": (3, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
+    "freeze agent": (2, ANY, (1.0, ADOPT_S * 0.6)),
+    "freeze agent, long": (2, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
+    "freeze node": (1, FAR, (1.0, 3.0)),
+    "freeze node, long": (2, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
+    "full disk": (2, ANY, (2.0, 8.0)),
+    "clock": (2, ANY, (0.0, 0.0)),
+    "kill supervisor": (4, (0,), (0.1, 2.0)),
+    "kill supervisor, long": (1, (0,), (ADOPT_S + 6.0, ADOPT_S + 6.0)),
+    "kill supervisor's host": (1, (0,), (0.5, 2.0)),
+    "power cut of supervisor's host": (1, (0,), (1.0, 3.0)),
+    "drain": (2, FAR, (2.0, 5.0)),
+    "drain, undone": (1, ANY, (2.0, 5.0)),
+    "leave": (2, FAR, (2.0, 5.0)),
+    "scale": (1, (0,), (1.0, 6.0)),
+    "rolling restart": (1, (0,), (0.0, 0.0)),
+    "kill shim": (1, ANY, (0.0, 0.0)),
+    "kill rank": (1, ANY, (0.0, 0.0)),
+}
+"""By name: how often, on which hosts, and for how long from and to."""
+
+
+@dataclass
+class NodeFault:
+    """``pick``: chooses one of several hosts and processes. The rest is filled in when
+    it is done: ``hit`` and ``over`` are when it began and ended, ``ranks`` those of the
+    host then, and ``old`` all that belonged to their replicas, by these."""
+
+    kind: str
+    waits_s: float
+    lasts_s: float
+    pick: float
+    host: int = -1
+    hit: float = 0.0
+    over: float = 0.0
+    old: dict[str, list[Life]] = field(default_factory=dict)
+    ranks: list[Life] = field(default_factory=list)
+    trainers: bool = False
+    _full: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    refused: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {NAMES[self.host]} after {self.waits_s:.1f} s for {self.lasts_s:.1f} s"
+
+    @property
+    def of_supervisor(self) -> bool:
+        """No supervisor is there for a while."""
+        return "supervisor" in self.kind
+
+    @property
+    def of_node(self) -> bool:
+        """It is the node's fault alone that replicas end."""
+        return self.host > 0 and self.kind.startswith(("kill agent", "kill node", "power cut", "partition", "freeze"))
+
+    @property
+    def long(self) -> bool:
+        return self.kind.endswith("long") or self.kind == "partition 20 s"
+
+    @property
+    def moves(self) -> bool:
+        """Whatever ran on the host ends, and runs again somewhere."""
+        if self.kind.startswith(("kill agent", "kill node", "power cut", "drain", "leave")) or "host" in self.kind:
+            return True
+        return self.long
+
+    def touches_all(self, world: NodeWorld) -> bool:
+        """Whether replicas on any host may have ended: a supervisor that was not there
+        in time, on a busy machine, adopts nothing."""
+        late = self.of_supervisor and world.supervised(self.hit) - self.hit > ADOPT_S - 3.0
+        return late or self.kind in ("scale", "rolling restart")
+
+    # ------------------------------------------------------------ doing it
+
+    def aim(self, world: NodeWorld, taken: Collection[int]) -> bool:
+        """Choose a host, one with replicas if there is one; False: all are taken."""
+        hosts = [host for host in KINDS[self.kind][1] if host not in taken]
+        used = {life.node for life in world.census.alive().values()}
+        hosts = [host for host in hosts if NAMES[host] in used] or hosts
+        if hosts:
+            self.host = hosts[int(self.pick * len(hosts))]
+        return bool(hosts)
+
+    def begin(self, world: NodeWorld) -> None:
+        host = world.hosts[self.host]
+        agent, supervisor, shims = (host.find(*names) for names in (AGENT, SUPERVISOR, SHIM))
+        self.ranks = [life for life in world.census.alive().values() if life.node == host.name]
+        self.trainers = any(life.name.startswith("trainer") for life in self.ranks)
+        of_replicas, marks = host.of_replicas, {life.name: mark_of(life.pid) for life in self.ranks}
+        for name, mark in marks.items():
+            self.old[name] = world.census.watch(pid for pid, its in of_replicas.items() if its == mark)
+        self.hit = now()
+        match self.kind.partition(",")[0]:
+            case "kill agent":
+                host.off_until = self.hit + self.lasts_s if self.host else 0.0
+                send_each(host, signal.SIGKILL, agent)
+            case "kill node" | "kill supervisor's host":
+                host.off_until = self.hit + self.lasts_s
+                kill_all(host)
+            case "power cut" | "power cut of supervisor's host":
+                host.off_until = float("inf")
+                world.switch.cut_off(self.host)
+                kill_all(host)
+            case "partition" | "partition 1 s" | "partition 20 s":
+                world.switch.cut_off(self.host)
+            case "freeze agent":
+                send_each(host, signal.SIGSTOP, agent)
+            case "freeze node":
+                freeze_all(host)
+            case "full disk":
+                if host.has_disk:
+                    self._full.enter_context(fill(host.state_dir.parent))
+            case "clock":
+                host.set_clock((self.pick - 0.5) * 60 * 3600)
+            case "kill supervisor":
+                host.off_until = self.hit + self.lasts_s
+                send_each(host, signal.SIGKILL, supervisor)
+            case "drain":
+                host.off_until = self.hit + self.lasts_s
+                self._order(world, Drain(node=self._name(world)))
+            case "leave":
+                host.off_until = self.hit + self.lasts_s
+                send_each(host, signal.SIGTERM, agent)
+            case "scale":
+                self._order(world, Scale(group="serve", replicas=ROLLOUTS - 1 - int(self.pick * 3)))
+            case "rolling restart":
+                self._order(world, Restart(target="serve", rolling=True))
+            case "kill shim":
+                self._one(host, shims)
+            case "kill rank":
+                self._one(host, [life.pid for life in self.ranks])
+
+    def end(self, world: NodeWorld) -> None:
+        """All is again as it was, as far as this fault is concerned."""
+        host = world.hosts[self.host]
+        match self.kind.partition(",")[0]:
+            case "power cut" | "power cut of supervisor's host":
+                host.boot()
+                world.switch.heal(self.host)
+                host.off_until = now()
+            case "partition" | "partition 1 s" | "partition 20 s":
+                world.switch.heal(self.host)
+            case "freeze agent" | "freeze node":
+                host.go_on()
+            case "full disk":
+                self._full.close()
+            case "drain" if self.kind == "drain, undone":
+                self._order(world, Drain(node=self._name(world), undo=True))
+            case "scale":
+                self._order(world, Scale(group="serve", replicas=ROLLOUTS))
+        self.over = now()
+
+    def _one(self, host: Host, pids: list[int]) -> None:
+        send_each(host, signal.SIGKILL, sorted(pids)[int(self.pick * len(pids)) :][:1])
+
+    def _name(self, world: NodeWorld) -> str:
+        if self.host:
+            return NAMES[self.host]
+        status = world.status()
+        return next((node.name for node in status.nodes if node.local), "?") if status is not None else "?"
+
+    def _order(self, world: NodeWorld, order: Order) -> None:
+        try:
+            world.order(order)
+        except (ReplicasError, OSError) as error:  # its supervisor is gone just now
+            self.refused = str(error)
+
+
+def send_each(host: Host, signum: int, pids: list[int]) -> None:
+    if pids:
+        host.send(signum, *pids)
+
+
+def kill_all(host: Host) -> None:
+    """Again and again, as they start others meanwhile."""
+    while pids := host.pids:
+        host.send(signal.SIGKILL, *pids)
+
+
+def freeze_all(host: Host) -> None:
+    stopped: set[int] = set()
+    while pids := {*host.pids} - stopped:
+        host.send(signal.SIGSTOP, *pids)
+        stopped |= pids
+
+
+def deck(rng: random.Random, only: str = "") -> Iterator[tuple[NodeFault, ...]]:
+    """For ever: one fault, or two at once on different hosts."""
+    kinds = [kind for kind in KINDS if not only or kind == only]
+    weights = [KINDS[kind][0] for kind in kinds]
+
+    def deal() -> NodeFault:
+        kind = rng.choices(kinds, weights)[0]
+        _, _, (least_s, most_s) = KINDS[kind]
+        return NodeFault(kind, rng.uniform(0.0, 2.0), round(rng.uniform(least_s, most_s), 1), rng.random())
+
+    while True:
+        first, second = deal(), deal()
+        yield (first, second) if rng.random() < 0.4 else (first,)
