@@ -25,7 +25,7 @@ from pathlib import Path
 from bench.trees import Process, Supervised, cpu_s, pss_nbytes, send, supervised, until
 from replicas.cli.client import Client
 
-__all__ = ["SIZES", "ScaleSample", "measure", "p99"]
+__all__ = ["SETTLE_S", "SIZES", "ScaleSample", "asked", "idle_parts", "measure", "p99"]
 
 SIZES = (10, 30, 100)
 SETTLE_S = 8.0
@@ -59,7 +59,7 @@ def p99(samples: list[float]) -> float:
 
 
 def _kind(line: str) -> str:
-    for name in ("shim", "log pump", "store_process", "janitor"):
+    for name in ("shim", "log pump", "store_process", "agent.local"):
         if name in line:
             return name
     return "supervisor" if "replicas.supervisor" in line else "command" if "sleep" in line else "other"
@@ -78,11 +78,12 @@ def _up(run: Supervised, replicas: int) -> float:
     return time.monotonic() - run.began
 
 
-def _idle(tree: dict[Process, str]) -> dict[str, float]:
-    """By kind of process: the part of a core that they use."""
+def idle_parts(tree: dict[Process, str], kind_of: Callable[[str], str]) -> dict[str, float]:
+    """By kind of process, which its command line tells: the part of a core that they
+    use."""
     by_kind: dict[str, list[Process]] = {}
     for process, line in tree.items():
-        by_kind.setdefault(_kind(line), []).append(process)
+        by_kind.setdefault(kind_of(line), []).append(process)
     before = {kind: cpu_s(those) for kind, those in by_kind.items()}
     began = time.monotonic()
     time.sleep(IDLE_S)
@@ -90,7 +91,8 @@ def _idle(tree: dict[Process, str]) -> dict[str, float]:
     return {kind: (cpu_s(those) - before[kind]) / lasted_s for kind, those in by_kind.items()}
 
 
-def _asked(ask: Callable[[], object]) -> list[float]:
+def asked(ask: Callable[[], object]) -> list[float]:
+    """Seconds of each of many requests."""
     found = []
     for _ in range(ASKED):
         began = time.monotonic()
@@ -127,9 +129,9 @@ def measure(folder: Path, replicas: int) -> ScaleSample:
         endpoint = run.endpoint()
         time.sleep(SETTLE_S)
         tree = run.processes()
-        idle = _idle(tree)
-        status_s = _asked(lambda: Client(endpoint).status())
-        metrics_s = _asked(lambda: _get(endpoint, "/metrics"))
+        idle = idle_parts(tree, _kind)
+        status_s = asked(lambda: Client(endpoint).status())
+        metrics_s = asked(lambda: _get(endpoint, "/metrics"))
         memory = pss_nbytes([process for process, line in tree.items() if _kind(line) != "command"])
         hit_s = _while_hit(run, endpoint, replicas)
         began = time.monotonic()

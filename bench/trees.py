@@ -114,13 +114,28 @@ class Tree:
         self.told_in = folder / "workers.jsonl"
         self._mark = secrets.token_hex(8)
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        env = {**os.environ, MARK: self._mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        self._env = {**os.environ, MARK: self._mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        self._log, self._others = folder / log, list[subprocess.Popen[bytes]]()
         self.began = time.monotonic()
-        with (folder / log).open("ab") as out:
-            self.popen = subprocess.Popen(
-                command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-            )
+        self.popen = self._start(command, {})
         self.main: Process = (self.popen.pid, start_time(self.popen.pid) or 0)
+
+    def _start(self, command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as out:
+            return subprocess.Popen(
+                command,
+                env={**self._env, **env},
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def start(self, command: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
+        """Start one more program, which ends with the others."""
+        self._others.append(self._start(command, env))
+        return self._others[-1]
 
     def told(self) -> list[dict[str, Any]]:
         """What its workers have said, in the order in which they came up."""
@@ -174,7 +189,8 @@ class Tree:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"these do not end: {left}")
             time.sleep(LOOK_S)
-        self.popen.wait(10)
+        for popen in (self.popen, *self._others):
+            popen.wait(10)
 
 
 def _command_line(pid: int) -> str:
@@ -185,13 +201,14 @@ def _command_line(pid: int) -> str:
 
 
 class Supervised(Tree):
-    """A run of ours. ``text``: TOML without its head."""
+    """A run of ours. ``text``: TOML without its head; ``run``: keys of its table."""
 
-    def __init__(self, folder: Path, text: str) -> None:
-        head = 'schema_version = 1\n[run]\nname = "bench"\n[control]\nlisten = "127.0.0.1:0"\n'
+    def __init__(self, folder: Path, text: str, run: str = "") -> None:
+        head = f'schema_version = 1\n[run]\nname = "bench"\n{run}\n[control]\nlisten = "127.0.0.1:0"\n'
         (folder / "run.toml").write_text(head + text)
         self.state_dir = folder / ".replicas" / "bench"
-        super().__init__([sys.executable, "-m", "replicas.supervisor", str(folder / "run.toml")], folder)
+        self.command = [sys.executable, "-m", "replicas.supervisor", str(folder / "run.toml")]
+        super().__init__(self.command, folder)
 
     def endpoint(self) -> str:
         """Of its control port, once it is there."""
@@ -204,11 +221,11 @@ class Supervised(Tree):
 
 
 @contextmanager
-def supervised(folder: Path, text: str) -> Iterator[Supervised]:
+def supervised(folder: Path, text: str, run: str = "") -> Iterator[Supervised]:
     """Ended with the block, whatever happened in it."""
     folder.mkdir(parents=True)
-    run = Supervised(folder, text)
+    started = Supervised(folder, text, run)
     try:
-        yield run
+        yield started
     finally:
-        run.close()
+        started.close()
