@@ -84,7 +84,7 @@ class CoordinatorActor:
     def __init__(self, settings: Mapping[str, Any], pem: bytes) -> None:
         self._settings, self._pem = settings, pem
         self._running = contextlib.ExitStack()
-        # Ray's is uvloop, which sees the end of child processes in the main thread only.
+        # Ray's own is uvloop, which sees the end of children in the main thread only.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
         self._address: tuple[str, str, str] | None = None
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of Ray's about itself

@@ -44,7 +44,7 @@ targets = ["rollout"]
 """
 FOR_EVER = 1_000_000
 FIRST_S = 30.0
-"""What Slurm and the agents may add to the start of a run."""
+"""Bound of what Slurm and the agents add to a start on a busy machine; it is printed."""
 
 
 @pytest.fixture(scope="module")
