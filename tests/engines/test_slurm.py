@@ -44,7 +44,7 @@ targets = ["rollout"]
 """
 FOR_EVER = 1_000_000
 FIRST_S = 30.0
-"""Bound of what Slurm and the agents add to a start on a busy machine; it is printed."""
+"""Bound of what Slurm and the agents add to a start, also on a busy machine."""
 
 
 @pytest.fixture(scope="module")
