@@ -187,7 +187,6 @@ class _Bundles:
             actor = (
                 ray.remote(Agent)
                 .options(
-                    name=f"replicas-{supervisor.config.run.name}-{slot.name}",
                     num_cpus=wanted["CPU"],
                     num_gpus=wanted.get("GPU", 0),
                     memory=wanted.get("memory"),
