@@ -267,6 +267,7 @@ def publishing(folder: Path, adopt_s: float, nodes: Sequence[str] = ("n1",)) -> 
     with over_nodes(folder, text, nodes, stop_when=f'["trainer"]\n{adopting(adopt_s)}') as (run, agents):
         ready(run, "trainer")
         ready(run, "rollout")
+        eventually(lambda: versions(run), "the first version")
         yield run, agents
 
 

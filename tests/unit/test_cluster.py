@@ -12,6 +12,7 @@ import pytest
 from replicas.config.structs import PlacementConfig, ResourcesConfig
 from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.shim.orders import ExitReport, NodeSpec
 from replicas.telemetry.events import NodeChanged
 from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
 from tests.support.fleets import Life, group_of
@@ -214,6 +215,22 @@ async def test_gpus_of_a_node_are_given_once() -> None:
         await asyncio.sleep(3)
         assert set(made.states().values()) == {"ready"}
         assert {node.name: node.gpus_free for node in made.cluster.status()} == {"n1": 0, "n2": 0}
+
+
+@history
+async def test_a_node_that_goes_away_before_a_start_is_no_failure_of_the_replica() -> None:
+    group = group_of("a", restart={"max_restarts": 0})
+    async with field(group) as made:
+        one = made.join("n1")
+        await asyncio.sleep(2)
+        one.cut = True
+        one.hang_up()
+        await asyncio.sleep(0.1)
+        spec = NodeSpec("r", "a", 0, 2, 0, 1, 1, "exec", ("x",), {}, "/", "/", 1.0, "another")
+        handle = made.cluster.start(spec, lambda: None)
+        assert handle.gone.is_set()
+        assert handle.report == ExitReport("node", text="node n1 is away")
+        one.heal()
 
 
 @history

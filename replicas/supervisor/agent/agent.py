@@ -71,6 +71,7 @@ long again, a new one at once."""
 _GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when everything of the run ends."""
 _KILL_S = END_S - 1.0
+_CLEAN_AGAIN_S = 1.0
 
 
 class Link(Protocol):
@@ -131,11 +132,16 @@ class Agent:
         self._empty_since: float | None = None
         """When everything began to end with the lease; None: it has not."""
         self._hang_up = asyncio.Event()
+        self._may_join = asyncio.Event()
+        """Clear while what ends with the lease is not gone yet."""
+        self._may_join.set()
         self._over = ""
         """Why everything ends; empty: it does not."""
         self._code = 0
         self._stop = asyncio.Event()
         self._leaving = ""
+        self._token = ""
+        """What is in the file that ranks read: it is written only if it changes."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def leave(self, reason: str) -> None:
@@ -153,16 +159,15 @@ class Agent:
             supervisor could not be reached within the lease, nor after it.
         :raises replicas.errors.WorldError: no supervisor took it.
         """
-        watch = asyncio.create_task(self._watch())
-        serving = asyncio.create_task(self._serve())
+        work = [asyncio.create_task(one) for one in (self._stop.wait(), self._serve(), self._watch())]
         try:
-            await asyncio.wait({asyncio.create_task(self._stop.wait()), serving}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
-                raise error
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # without its watch it would keep no lease: an error of either ends the agent
         finally:
             with anyio.CancelScope(shield=True):
                 await self._end_everything()
-                await self._cancelled(serving, watch, *self._tasks)
+                await self._cancelled(*work, *self._tasks)
         log.info("node %s: %s", self.node, self._over)
         return self._code
 
@@ -210,21 +215,24 @@ class Agent:
         """End everything, as it may start elsewhere soon; then offer the node anew."""
         log.warning("node %s: %s within the lease: everything of the run ends here", self.node, _UNREACHED)
         self._empty_since = self._loop.time()
+        self._may_join.clear()
+        self._hang_up.set()  # orders that are on their way are too late
         await self._end_everything()
         self._tenancy.until = None
-        self._hang_up.set()
+        self._may_join.set()
 
     # ------------------------------------------------------------ the connection
 
     async def _serve(self) -> None:
         failures, give_up_at = 0, self._loop.time() + JOIN_S
         while not self._over:
+            await self._may_join.wait()
             try:
                 link, seen = await self._dial()
-            except InvalidStatus as error:
-                if error.response.status_code in (401, 403):
-                    raise errors.WorldError(_refusal(error)) from None
-                problem = str(error)
+            except (InvalidStatus, errors.UsageError) as error:
+                problem = _refusal(error) if isinstance(error, InvalidStatus) else str(error)
+                if self._is_final(error):
+                    raise errors.WorldError(problem) from None
             except (OSError, InvalidHandshake, TimeoutError) as error:
                 problem = str(error) or type(error).__name__
                 if self._is_of_no_use(error):
@@ -249,6 +257,15 @@ class Agent:
                 raise errors.WorldError(f"no supervisor took this node within {JOIN_S:g} s: {problem}")
             await asyncio.sleep(AGAIN.after(failures))
             failures += 1
+
+    def _is_final(self, error: InvalidStatus | errors.UsageError) -> bool:
+        """Whether who answers there does not take this node, and never did.
+
+        While replicas run here, somebody else may have the port for a moment: then the
+        lease alone decides.
+        """
+        refused = isinstance(error, errors.UsageError) or error.response.status_code in (401, 403)
+        return refused and (self._welcome is None or self._empty_since is not None)
 
     def _is_of_no_use(self, error: Exception) -> bool:
         """Whether nobody can be expected any more, who would use this empty node.
@@ -331,9 +348,11 @@ class Agent:
 
     def _keep_token(self, token: str) -> None:
         """Write the token where ranks read it."""
-        if not self._local:
-            private.make_folder(self._state_dir)
-            private.replace(self._state_dir / "token", token.encode())
+        if self._local or token == self._token:
+            return
+        private.make_folder(self._state_dir)
+        private.replace(self._state_dir / "token", token.encode())
+        self._token = token
 
     async def _write(self, link: Link) -> None:
         while True:
@@ -394,7 +413,12 @@ class Agent:
     async def _clean(self, shims: tuple[wire.ShimLeft, ...]) -> None:
         left = [shim for shim in shims if shim.nonce not in self._shims]
         while left and not self._over:
-            gone = await anyio.to_thread.run_sync(clean_up, left)
+            try:
+                gone = await anyio.to_thread.run_sync(clean_up, left)
+            except OSError as error:  # e.g. this process has no descriptor left
+                log.error("what an earlier agent has left cannot be ended yet: %s", error)
+                await asyncio.sleep(_CLEAN_AGAIN_S)
+                continue
             self._tell(wire.Cleaned(gone))
             left = [shim for shim in left if shim.nonce not in gone]
 

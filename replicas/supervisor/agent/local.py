@@ -16,8 +16,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from websockets.asyncio.client import connect
 
@@ -32,8 +33,16 @@ from replicas.supervisor.agent.shims import Shims
 
 __all__ = ["main"]
 
-FRAME_NBYTES = 8 << 20
-_OPEN_S = 10.0
+CONNECTING: dict[str, Any] = {
+    "compression": None,
+    "proxy": None,
+    "open_timeout": 5.0,
+    "close_timeout": 1.0,
+    "ping_interval": None,
+    "max_size": 8 << 20,
+    "user_agent_header": None,
+}
+"""How any agent connects: beats are its pings."""
 
 
 async def dial_socket(path: Path) -> tuple[Link, str]:
@@ -43,32 +52,21 @@ async def dial_socket(path: Path) -> tuple[Link, str]:
         connection.setblocking(False)
         with reachable(path) as name:
             await asyncio.get_running_loop().sock_connect(connection, name)
-        link = await connect(
-            "ws://run/agent",
-            sock=connection,
-            compression=None,
-            open_timeout=_OPEN_S,
-            close_timeout=1.0,
-            ping_interval=None,
-            max_size=FRAME_NBYTES,
-            user_agent_header=None,
-        )
-        return link, ""
+        return await connect("ws://run/agent", sock=connection, **CONNECTING), ""
     except BaseException:
         connection.close()
         raise
 
 
 async def _run(options: argparse.Namespace) -> int:
-    parent = os.pidfd_open(options.parent) if os.getppid() == options.parent else None
     containment = Containment(options.run, root=options.cgroup, lock=options.lock, limited=options.limited)
 
     def wanted() -> bool:
         """Whether the supervisor that started it lives; asked until it has answered."""
-        return parent is not None and os.getppid() == options.parent
+        return os.getppid() == int(options.parent)
 
-    def make(changed: object) -> Shims:
-        return Shims(containment, options.state_dir, changed)  # type: ignore[arg-type]  # see Agent
+    def make(changed: Callable[[], None]) -> Shims:
+        return Shims(containment, options.state_dir, changed)
 
     agent = Agent(
         options.node,

@@ -37,6 +37,8 @@ class LogReader:
         except errors.UsageError as error:
             self._followers.pop(query.number, None)
             return LogReply(number=query.number, error=error.message, hint=error.hint)
+        except (OSError, msgspec.ValidationError) as error:
+            return LogReply(number=query.number, error=f"the logs of this node cannot be read: {error}")
         return _reply(query, lines)
 
     def _open(self, query: LogQuery) -> Follower:

@@ -34,7 +34,7 @@ from replicas.linux.sockets import listener_uids, whose
 from replicas.messages import arguments
 from replicas.supervisor.agent.agent import Agent, Link
 from replicas.supervisor.agent.containment import Containment
-from replicas.supervisor.agent.local import FRAME_NBYTES
+from replicas.supervisor.agent.local import CONNECTING
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.cleanup import leftovers
 from replicas.supervisor.fleet.resources import look
@@ -49,7 +49,6 @@ _SETTLE_S = 8.0
 """How long processes of a dead agent may take to end by themselves."""
 _SETTLE_INTERVAL_S = 0.05
 _SWEEP_S = 5.0
-_OPEN_S = 5.0
 """Shorter than a lease: what a dead link has swallowed of a dial comes ever later."""
 
 
@@ -91,14 +90,8 @@ async def _dial(to: Invitation) -> tuple[Link, str]:
             additional_headers=way.headers,
             ssl=way.context,
             server_hostname=way.host if way.context is not None else None,
-            compression=None,
-            proxy=None,
-            open_timeout=_OPEN_S,
-            close_timeout=1.0,
-            ping_interval=None,
-            max_size=FRAME_NBYTES,
-            user_agent_header=None,
             create_connection=cast("Any", _Connection),
+            **CONNECTING,
         )
     except ssl.SSLError as error:
         raise way.refusal(error) or error from error

@@ -138,18 +138,23 @@ class Cluster:
     def start(self, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
         """Have a shim started on the node that its replica holds.
 
-        :raises OSError: the replica has no place there, or the node has gone.
+        On a node that has gone away meanwhile it has ended, for that reason.
+
+        :raises OSError: the replica has no place on a node that is known.
         """
         try:
             name = self._site.resources.node(spec.group, spec.replica, spec.node)
         except LookupError:
             raise OSError(f"{spec.group}/{spec.replica} has no node") from None
         member = self._members.get(name)
-        if member is None or member.state != "up":
-            raise OSError(f"node {name} is {'not there' if member is None else member.state}")
+        if member is None:
+            raise OSError(f"node {name} is not there")
         memory_nbytes, max_processes = self._site.limits(spec.group)
         order = wire.Start(spec=spec.message()["spec"], memory_nbytes=memory_nbytes, max_processes=max_processes)
         handle = self._handle(spec.nonce, member, changed, start=order)
+        if member.state != "up":  # since the replica took its place there: no failure of its own
+            handle.end(ExitReport("node", text=f"node {name} is {member.state}"))
+            return handle
         member.handles[spec.nonce] = handle
         member.send(order)
         return handle
