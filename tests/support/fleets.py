@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import anyio
+
 from replicas.config.structs import Config, Dependency, GroupConfig, RestartConfig, RunConfig
 from replicas.coordinator import Coordinator, GroupShape, Readiness
 from replicas.supervisor.cleanup.inventory import Belongings
@@ -175,6 +177,7 @@ class Yard:
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._tasks: list[asyncio.Task[None]] = []
+        self._scopes: list[anyio.CancelScope] = []
         self._test = asyncio.current_task()
 
     @property
@@ -203,9 +206,16 @@ class Yard:
         self.saved = self.fleet.saved(self.now)
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        task = asyncio.create_task(work())
+        task = asyncio.create_task(self._until_end(work))
         self._tasks.append(task)
         task.add_done_callback(self._look_at_end)
+
+    async def _until_end(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """A scope ends it, as a task group does: anyio before 4.16 loses a cancellation
+        by asyncio itself where a timeout ends at the same moment."""
+        with anyio.CancelScope() as scope:
+            self._scopes.append(scope)
+            await work()
 
     def _look_at_end(self, task: asyncio.Task[None]) -> None:
         """A bug in a replica's task must not have the test wait for ever."""
@@ -225,8 +235,8 @@ class Yard:
         return cast("ShimHandle", shim)
 
     async def end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        for scope in self._scopes:
+            scope.cancel()
         for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
             if isinstance(ended, Exception):
                 raise ended  # also in place of the cancellation
