@@ -7,7 +7,8 @@ The member says a heartbeat, the shortest message of all, and waits for its answ
 figure is the time of the processor that this takes in both processes together. The two
 take turns after few messages, as what others do on the machine changes the cost of
 both; "TLS / plain" is the median of the ratios of neighbours. The bar holds for
-messages.
+messages. All processes keep to one core: on a virtual machine it costs as much as all
+of TLS to wake another core, and the scheduler decides when that is needed.
 
 "connection": a session's WebSocket opened and closed again, with the TLS handshake.
 

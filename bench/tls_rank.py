@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Coroutine
@@ -26,6 +27,7 @@ ELSEWHERE = ProcessIdentity(1, 1, "another machine", 1)
 def handlers(driver: Driver) -> dict[str, Handler]:
     """Commands for :mod:`bench.rank`."""
     del driver
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the threads that follow, too
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     member: list[Connection] = []

@@ -33,21 +33,25 @@ class Tls:
     :param host: that a client means; None: this is the server's side.
     """
 
-    __slots__ = ("_incoming", "_left", "_object", "_outgoing", "_read", "_write", "done", "feed", "outgoing")
+    __slots__ = ("_object", "_read", "done", "encrypt", "feed", "incoming", "left", "outgoing", "to_send")
 
     def __init__(self, context: ssl.SSLContext, host: str | None = None) -> None:
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.incoming, self.to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        """What came and was not read, and what is to be sent."""
         self._object = context.wrap_bio(
-            self._incoming, self._outgoing, server_side=host is None, server_hostname=host or None
+            self.incoming, self.to_send, server_side=host is None, server_hostname=host or None
         )
         self.done = False
         """Whether the handshake is over, and so the peer's key is the right one."""
-        self.feed = self._incoming.write
+        self.feed = self.incoming.write
         """Takes bytes that have come; :meth:`handshake` or :meth:`read` uses them."""
-        self.outgoing = self._outgoing.read
+        self.outgoing = self.to_send.read
         """Returns the bytes to send to the peer."""
-        self._read, self._write = self._object.read, self._object.write
-        self._left = False
+        self.encrypt = self._object.write
+        """As :meth:`write`, maybe of a part only; returns its length."""
+        self._read = self._object.read
+        self.left = False
+        """Whether there may be content to read with nothing in ``incoming``."""
 
     def handshake(self) -> None:
         """Go on with the handshake. ssl.SSLError: it has failed; tell the peer."""
@@ -61,14 +65,14 @@ class Tls:
         :raises EOFError: the peer has ended in good order. :raises ssl.SSLError: what
             came is not what the peer sent.
         """
-        most = self._incoming.pending if not self._left else _RECORD_NBYTES
+        most = self.incoming.pending if not self.left else _RECORD_NBYTES
         if not most:
             return b""
         try:
             found = self._read(most)  # a buffer of that size is made first; a record's content is shorter than itself
-            self._left = len(found) == most
+            self.left = len(found) == most
         except ssl.SSLWantReadError:
-            self._left = False
+            self.left = False
             return b""
         except ssl.SSLZeroReturnError as error:
             raise EOFError("the peer has ended the connection") from error
@@ -78,15 +82,9 @@ class Tls:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Encrypt content, for :meth:`outgoing`."""
-        sent = self._write(data)
-        if sent < len(data):
-            rest = memoryview(data)[sent:]
-            while rest:
-                rest = rest[self._write(rest) :]
-
-    @property
-    def has_outgoing(self) -> bool:
-        return bool(self._outgoing.pending)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self.encrypt(rest) :]
 
     def end(self) -> None:
         """Say that no more content follows."""
@@ -106,8 +104,11 @@ class SecureTransport(asyncio.Transport):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if data and not self._ended:
-            self._tls.write(data)
-            self._below.write(self._tls.outgoing())
+            tls = self._tls
+            sent = tls.encrypt(data)
+            if sent < len(data):
+                tls.write(memoryview(data)[sent:])
+            self._below.write(tls.outgoing())
 
     def writelines(self, list_of_data: Any) -> None:
         self.write(b"".join(list_of_data))
@@ -216,7 +217,7 @@ class SecureConnection(asyncio.Protocol):
         except (ssl.SSLError, ssl.CertificateError) as error:
             self._fail(error)
             return
-        if self._tls.has_outgoing:
+        if self._tls.to_send.pending:
             self._below.write(self._tls.outgoing())
         if self._tls.done:
             self._begin()
@@ -239,7 +240,7 @@ class SecureConnection(asyncio.Protocol):
         """Pass on what has come, until the protocol pauses."""
         tls = self._tls
         try:
-            while not self._paused and (content := tls.read()):
+            while (tls.incoming.pending or tls.left) and not self._paused and (content := tls.read()):
                 self._empty_nbytes = 0
                 self.protocol.data_received(content)
         except EOFError:
@@ -250,11 +251,11 @@ class SecureConnection(asyncio.Protocol):
         except ssl.SSLError as error:
             self._fail(error)
             return
-        if tls.has_outgoing and not self._below.is_closing():  # the answer to a key update
+        if tls.to_send.pending and not self._below.is_closing():  # the answer to a key update
             self._below.write(tls.outgoing())
 
     def _fail(self, error: Exception) -> None:
-        if self._tls.has_outgoing and not self._below.is_closing():
+        if self._tls.to_send.pending and not self._below.is_closing():
             self._below.write(self._tls.outgoing())  # an alert, which says why
         self._below.close()
         self._not_shaken(error)
