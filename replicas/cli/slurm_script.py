@@ -28,7 +28,7 @@ _MARGIN_S = 30.0
 
 _BODY = """
 # Slurm's notice; one that comes before the supervisor listens must kill neither.
-trap 'kill -USR1 "${{supervisor:-}}" 2> /dev/null' TERM
+trap 'told=1; kill -USR1 "${{supervisor:-}}" 2> /dev/null' TERM
 (trap '' USR1 && exec {command} --here supervisor) &
 supervisor=$!
 
@@ -43,9 +43,9 @@ agents() {{
 agents &
 agents=$!
 
-wait "$supervisor"
-code=$?
-while kill -0 "$supervisor" 2> /dev/null; do # a trap has ended the wait
+told=1
+while [ "$told" -eq 1 ]; do # the trap has ended the wait, maybe just before the supervisor's end, whose code bash keeps
+  told=0
   wait "$supervisor"
   code=$?
 done

@@ -200,14 +200,12 @@ class Job:
 WAITER = """
 import signal, sys
 from pathlib import Path
-def preempted(*_):
+noted = Path(sys.argv[1])
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+noted.open("a").write("up\\n")
+if signal.sigtimedwait({signal.SIGUSR1}, 20):
     noted.open("a").write("preempted\\n")
     sys.exit(75)
-noted = Path(sys.argv[1])
-signal.signal(signal.SIGUSR1, preempted)
-noted.open("a").write("up\\n")
-signal.alarm(20)
-signal.pause()
 """
 WAITS = f'exec {sys.executable} -c {shlex.quote(WAITER)} "$noted"'
 """bash cannot trap a signal that was ignored when it began."""
