@@ -116,7 +116,7 @@ def _supervise(config: Config, task: Task) -> int:
     surroundings = Surroundings(
         adapt=lambda config: on_cluster(config, address, task.nodes),
         preempting=frozenset([signal.SIGTERM]),
-        started=invite,
+        opened=invite,
     )
     try:
         return supervise(config, surroundings)

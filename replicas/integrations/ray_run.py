@@ -22,8 +22,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections import defaultdict
 from typing import Any
 
 import ray
@@ -33,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from replicas import errors
 from replicas.config.structs import Config, GroupConfig
-from replicas.integrations.ray_agent import serve
+from replicas.integrations.ray_agent import Agent
 from replicas.supervisor.operator import supervise
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
@@ -64,11 +63,11 @@ def run(config: Config, *, address: str | None = None) -> int:
         host = ray.util.get_node_ip_address()
         bundles: list[_Bundles] = []
 
-        def started(supervisor: Supervisor) -> None:
+        def opened(supervisor: Supervisor) -> None:
             bundles.append(_Bundles(supervisor))
             bundles[0].begin()
 
-        return supervise(config, Surroundings(adapt=lambda config: adapted(config, host), started=started))
+        return supervise(config, Surroundings(adapt=lambda config: adapted(config, host), opened=opened))
     finally:
         ray.shutdown()  # and with it all actors and placement groups
 
@@ -100,15 +99,6 @@ def bundle(group: GroupConfig) -> dict[str, float]:
     return wanted
 
 
-class Agent:
-    """The actor in a bundle."""
-
-    def serve(self, join: str, name: str, labels: Mapping[str, str], folder: str) -> int:
-        """Run an agent to its end, and return its exit code."""
-        node = f"{name}-{ray.get_runtime_context().get_node_id()[:8]}"
-        return serve(join, node, labels, Path(folder) / node)
-
-
 class _Slot:
     """A bundle of a placement group, and who keeps an agent in it."""
 
@@ -125,12 +115,15 @@ class _Bundles:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._slots: dict[str, list[_Slot]] = {}
+        self._slots: dict[str, list[_Slot]] = defaultdict(list)
         self._numbers: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self) -> None:
-        self._adjust()
+        """Ask for those of the config, before there are groups."""
+        for group in self._supervisor.config.groups.values():
+            if not group.external and group.replicas:
+                self._add(group, group.replicas * group.nnodes)
         self._spawn(self._follow())
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
@@ -157,7 +150,7 @@ class _Bundles:
             group = groups.get(name)
             external = group is not None and group.external
             wanted = 0 if group is None or external else sizes.get(name, 0) * group.nnodes
-            slots = self._slots.setdefault(name, [])
+            slots = self._slots[name]
             if group is not None and len(slots) < wanted:
                 self._add(group, wanted - len(slots))
             elif len(slots) > wanted:

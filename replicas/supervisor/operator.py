@@ -92,6 +92,7 @@ async def _supervise(config: Config, console: Console, surroundings: Surrounding
     notifier = Notifier.take(os.environ)
     supervisor = Supervisor(surroundings.adapt(config), report=say)
     supervisor.reloading.adapt = surroundings.adapt
+    supervisor.on_open = lambda: surroundings.opened(supervisor)
     watcher = Watcher(notifier, supervisor)
     operator = _Operator(supervisor, notifier, watcher, console, surroundings.preempting)
     try:
@@ -105,7 +106,6 @@ async def _supervise(config: Config, console: Console, surroundings: Surrounding
                 say(f"run {config.run.name}: control at {where}")
                 for line in _invitations(supervisor):
                     say(line)
-                surroundings.started(supervisor)
                 operator.started.set()
                 telling = operator.spawn(watcher.run())
                 code = await supervisor.run_until_done()

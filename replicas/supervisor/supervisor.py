@@ -132,6 +132,8 @@ class Supervisor:
         self._refusals = CounterDeltas(_REFUSALS_INTERVAL_S)
         self.metrics: Metrics = Metrics(self.status, lambda: self._events.tally)
         self._report = report or log.info
+        self.on_open: Callable[[], None] = lambda: None
+        """Called when agents can join, before the store is up."""
         self._coordinator: Coordinator | None = None
         self._fleet: Fleet | None = None
         self.resources: Resources = Resources(node_name())
@@ -197,6 +199,7 @@ class Supervisor:
             coordinator.subscribe(self._on_channel_event)
             routes = [self._nodes.route(None, self._refused), *control_routes(self, commands=self, streams=self)]
             await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
+            self.on_open()
             stack.push_async_callback(self._nodes.finish)  # while it still has agents
             await self._nodes.joined()
             await coordinator.store_started()

@@ -20,12 +20,13 @@ class Surroundings(NamedTuple):
 
     :ivar adapt: makes of each config that is read the one that is used.
     :ivar preempting: signals that announce a preemption, beside SIGUSR1.
-    :ivar started: called on the event loop when agents can join.
+    :ivar opened: called on the event loop when agents can join, before the run's store
+        is up and its replicas are started.
     """
 
     adapt: Callable[[Config], Config] = lambda config: config
     preempting: frozenset[signal.Signals] = frozenset()
-    started: Callable[[Supervisor], None] = lambda supervisor: None
+    opened: Callable[[Supervisor], None] = lambda supervisor: None
 
 
 def on_cluster(config: Config, address: str, min_nodes: int) -> Config:

@@ -19,7 +19,7 @@ __all__ = ["Raylets", "raylets"]
 
 SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False}
 _OURS = ("replicas.", "ray::", "forkserver")
-_RAYS = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+_RAYS = ("ray.dashboard", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
 
 
