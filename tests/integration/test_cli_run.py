@@ -124,7 +124,7 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
     assert list(json.loads(replicas("stacks", "--json"))) == ["a/0/0", "b/0/0"]
 
     assert replicas("logs", "a/0", "-g", "1", "-r", "0").startswith("tick 0\ntick 1\n")
-    assert replicas("logs", "a", "-n", "1").startswith("a/0.0| tick ")
+    eventually(lambda: replicas("logs", "a", "-n", "1").startswith("a/0.0| tick "), "a line after the stacks")
     assert replicas("logs", "--since", "1h").startswith("a/0.0| tick 0\na/0.0| tick 1\n")
     line = json.loads(replicas("logs", "a/0", "-n", "1", "--json").splitlines()[-1])  # another may have come meanwhile
     assert (line["replica"], line["rank"]) == ("a/0", 0)
