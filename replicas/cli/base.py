@@ -23,7 +23,6 @@ from replicas.errors import BadConfig, Disconnected, ReplicasError, SyncError, U
 
 __all__ = [
     "GroupArgument",
-    "Here",
     "Json",
     "OptionalTarget",
     "Screen",
@@ -92,8 +91,6 @@ ThisRun = Annotated[RunAddress, {"config": _NAMED["named"], **_ADDRESS}]
 """A parameter ``place`` of a :func:`command`: the run, from these options."""
 ThisRunFirst = Annotated[RunAddress, _FIRST | _NAMED | _ADDRESS]
 """The same, with the config also as an argument."""
-Here = Annotated[RunAddress, _FIRST | _NAMED]
-"""The same, on this machine."""
 
 
 def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Callable[..., None]]:

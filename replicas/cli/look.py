@@ -15,19 +15,20 @@ from rich.live import Live
 from rich.text import Text
 
 from replicas.cli import render
-from replicas.cli.base import Here, Json, OptionalTarget, Screen, ThisRun, ThisRunFirst, command, json_text
-from replicas.cli.find_run import RunAddress, RunEndWatcher, lives
+from replicas.cli.base import Json, OptionalTarget, Screen, ThisRun, ThisRunFirst, command, json_text, patience
+from replicas.cli.find_run import NotTrusted, RunAddress, RunEndWatcher, lives, trusted
 from replicas.common.decoding import MALFORMED
 from replicas.common.foreign import ascii_controls, one_line, readable
 from replicas.config.values import UNITS_S, in_units
+from replicas.control.commands import DoctorOrder
 from replicas.control.exit_codes import FAILED
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
-from replicas.errors import Disconnected, UsageError
+from replicas.errors import Disconnected, ReplicasError, UsageError
 from replicas.telemetry import event_log
 from replicas.telemetry.events import Record, RunEnded, RunStarted, decode, encode
 
 if TYPE_CHECKING:
-    from replicas.cli.checks import Finding
+    from replicas.supervisor.checks import Finding
 
 __all__ = ["doctor", "draw_findings", "events", "logs", "moment", "status"]
 
@@ -277,19 +278,20 @@ _MARKS = {"ok": ("+", "green"), "note": ("~", "yellow"), "problem": ("-", "bold 
 
 
 @command()
-def doctor(*, place: Here, as_json: Json = False) -> None:
+def doctor(
+    *,
+    place: ThisRunFirst,
+    node: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="Only the machine of this node, by its agent; repeatable.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Check for leftovers of dead runs, held ports, GPU processes and limits.
 
-    Changes nothing. Exit code 1 when there is a problem.
+    On this machine, and by their agents on all other nodes of a run; with --endpoint on
+    the nodes only. Changes nothing. Exit code 1 when there is a problem.
     """
-    from replicas.cli.checks import examine  # imports the supervisor's inspection of the machine
-
-    config = place.config
-    try:
-        state_dir = place.named_dir
-    except Disconnected:  # no run here: only the machine is checked
-        state_dir = None
-    findings = list(examine(config, state_dir))
+    findings = _on_nodes(place, node or ()) if node or place.endpoint is not None else list(_here(place))
     bad = sum(finding.state == "problem" for finding in findings)
     if as_json:
         print(json_text({"problems": bad, "findings": findings}))
@@ -301,8 +303,43 @@ def doctor(*, place: Here, as_json: Json = False) -> None:
         raise typer.Exit(FAILED)
 
 
+def _here(place: RunAddress) -> Iterator[Finding]:
+    """Findings on this machine; with a living run also of its other nodes."""
+    from replicas.cli.checks import examine, supervisor_of  # imports the supervisor's inspection of the machine
+    from replicas.supervisor.checks import Finding
+
+    config = place.config
+    try:
+        state_dir = place.named_dir
+    except Disconnected:  # no run here: only the machine is checked
+        state_dir = None
+    yield from examine(config, state_dir)
+    try:
+        if state_dir is None or supervisor_of(trusted(state_dir)) is None:
+            return
+        others = [node.name for node in place.status().nodes if not node.local]
+        yield from _on_nodes(place, others) if others else ()
+    except NotTrusted:
+        return  # and nothing of it was examined
+    except ReplicasError as error:
+        yield Finding("nodes", "problem", f"they cannot be asked: {error.message}", error.hint)
+
+
+def _on_nodes(place: RunAddress, nodes: Iterable[str]) -> list[Finding]:
+    from replicas.supervisor.checks import Finding
+
+    client = place.client()
+    with patience("asking the nodes"):
+        answer = client.order(DoctorOrder(nodes=tuple(nodes)))
+    return msgspec.convert(answer.result, list[Finding])
+
+
 def draw_findings(screen: Screen, findings: Iterable[Finding]) -> None:
+    node = ""
     for finding in findings:
+        if finding.node != node:
+            node = finding.node
+            screen.print(Text(f"node {one_line(node)}", style="bold"))
         mark, style = _MARKS[finding.state]
         screen.print(Text.assemble((f"[{mark}] ", style), (f"{finding.about:10}", "bold"), one_line(finding.text)))
         if finding.remedy:

@@ -15,12 +15,13 @@ from rich.text import Text
 
 from replicas.common.foreign import one_line
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
+from replicas.config.values import size_text
 from replicas.core import effects
 from replicas.core.lives.ordering import enough
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaStatus, RunStatus
 from replicas.telemetry import events as happened
 
-__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "plan", "run_status", "size_text"]
+__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "plan", "run_status"]
 
 STATE_STYLES = {
     "pending": "dim",
@@ -53,15 +54,6 @@ def duration_text(seconds: float) -> str:
     units = [(days, "d"), (hours, "h"), (minutes, "m"), (rest, "s")]
     first = next(index for index, (number, _) in enumerate(units) if number)
     return " ".join(f"{number}{unit}" for number, unit in units[first : first + 2] if number)
-
-
-def size_text(nbytes: int) -> str:
-    """Three digits and a binary unit: ``0 B``, ``1.5 KiB``, ``269 MiB``."""
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size:.3g} {units[0]}"
 
 
 def plan(config: Config) -> RenderableType:

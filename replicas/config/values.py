@@ -52,6 +52,7 @@ __all__ = [
     "schema_version",
     "show",
     "size",
+    "size_text",
     "whole",
 ]
 
@@ -298,6 +299,15 @@ def size(least: int = 1) -> Form:
         return int(nbytes)
 
     return Form(read, "size", f"{least:,} bytes to {NBYTES_MAX >> 60} EiB")
+
+
+def size_text(nbytes: int) -> str:
+    """Three digits and a binary unit: ``0 B``, ``1.5 KiB``, ``269 MiB``."""
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.3g} {units[0]}"
 
 
 def path(what: str) -> Form:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -17,6 +17,7 @@ __all__ = [
     "RUN_HEADER",
     "Answer",
     "Commands",
+    "DoctorOrder",
     "Drain",
     "Order",
     "Problem",
@@ -47,6 +48,7 @@ class Commands(Protocol):
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]: ...
     async def reload(self) -> object: ...
     async def stacks(self, target: str | None = None) -> Mapping[str, str]: ...
+    async def doctor(self, nodes: Sequence[str] = ()) -> object: ...
     async def tokens(
         self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False
     ) -> Mapping[str, Any]: ...
@@ -93,6 +95,12 @@ class StacksOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     target: Target | None = None
 
 
+class DoctorOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Have the machines of these ``nodes`` checked; without any, of all nodes."""
+
+    nodes: tuple[Name, ...] = ()
+
+
 class TokensOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``role`` None: both. ``rotate``: make a new one. ``revoke_old``: end others."""
 
@@ -101,7 +109,7 @@ class TokensOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     revoke_old: bool = False
 
 
-Order = Scale | Restart | Drain | ResetFailed | Reload | StacksOrder | TokensOrder
+Order = Scale | Restart | Drain | ResetFailed | Reload | StacksOrder | DoctorOrder | TokensOrder
 
 ORDERS: dict[str, type[Order]] = {
     "/scale": Scale,
@@ -110,6 +118,7 @@ ORDERS: dict[str, type[Order]] = {
     "/reset-failed": ResetFailed,
     "/reload": Reload,
     "/stacks": StacksOrder,
+    "/doctor": DoctorOrder,
     "/tokens": TokensOrder,
 }
 """The type of the body of each ``POST``."""
@@ -162,5 +171,7 @@ def carry_out(commands: Commands, order: Order) -> Coroutine[Any, Any, object]:
             return commands.reload()
         case StacksOrder(target=target):
             return commands.stacks(target)
+        case DoctorOrder(nodes=nodes):
+            return commands.doctor(nodes)
         case TokensOrder(role=role, rotate=rotate, revoke_old=revoke_old):
             return commands.tokens(role, rotate=rotate, revoke_old=revoke_old)

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +45,7 @@ from replicas.linux import inherited
 from replicas.messages import arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
+from replicas.supervisor.checks import Finding
 from replicas.supervisor.fleet.causes import FailureReports, line
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.nodes import Nodes
@@ -402,6 +403,16 @@ class Supervisor:
         for one in await asyncio.gather(*(replica.stacks() for replica in self.fleet.targets(target))):
             found |= one
         return found
+
+    async def doctor(self, nodes: Sequence[str] = ()) -> tuple[Finding, ...]:
+        """What ``replicas doctor`` finds on nodes: leftovers, GPUs, limits, disk.
+
+        A node that is away, or does not answer within 40 s, is a problem.
+
+        :param nodes: names; default: all nodes.
+        :raises replicas.errors.UsageError: no such node.
+        """
+        return await self._nodes.examine([arguments.text("doctor: nodes", node) for node in nodes])
 
     async def tokens(
         self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False

@@ -16,9 +16,13 @@ from typing import Any
 
 import pytest
 
-from replicas.control.exit_codes import SUPERVISED
+from replicas import environ
+from replicas.cli import main as cli
+from replicas.control.exit_codes import SUPERVISED, USAGE
+from replicas.linux.processes import MARK as PROCESS_MARK
 from replicas.status import RunStatus
 from replicas.supervisor.fleet.local_agent import AGENT
+from replicas.supervisor.state.state import identity_of
 from replicas.trust.tokens import OPERATOR_FILE
 from tests.support.programs import PUBLISHES, RECEIVES, SLEEPS, group
 from tests.support.runs import MARK, ROOT, Run, alive, eventually, running
@@ -160,6 +164,49 @@ def test_logs_and_stacks_of_all_nodes(tmp_path: Path) -> None:
         run.signal(signal.SIGTERM)
         assert run.wait() == 0
         assert [agent.wait() for agent in agents.values()] == [0, 0]
+        run.assert_nothing_left()
+
+
+def test_a_doctor_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With what a dead agent of one has left, and then without another's agent."""
+    with over_nodes(tmp_path, there("a", SLEEPS, "replicas = 2"), ["n1", "n2"]) as (run, agents):
+        ready(run, "a")
+        local = next(node.name for node in run.status().nodes if node.local)
+
+        def found(*words: str, code: int) -> dict[str, list[dict[str, str]]]:
+            assert cli.main(["doctor", *words, "--json"]) == code
+            by_node: dict[str, list[dict[str, str]]] = {}
+            for one in json.loads(capsys.readouterr().out)["findings"]:
+                by_node.setdefault(one["node"], []).append(one)
+            return by_node
+
+        healthy = found(str(run.config), code=0)
+        assert list(healthy) == ["", "n1", "n2"]
+        for name in ("n1", "n2"):
+            assert {one["about"] for one in healthy[name]} == {"node", "leftovers", "gpus", "limits", "disk"}
+            assert healthy[name][-1]["text"].endswith(str(agents[name].state_dir))
+        remote = ["--endpoint", run.endpoint(), "--token-file", str(run.state_dir / OPERATOR_FILE)]
+        everywhere = found(*remote, code=0)
+        assert set(everywhere) == {local, "n1", "n2"}
+        assert [one["text"] for one in everywhere[local] if one["about"] == "leftovers"] == [
+            "no process of a dead supervisor of this run"
+        ]
+        env = {**os.environ, PROCESS_MARK: "0123456789abcdef", environ.STATE_ID: identity_of(agents["n1"].state_dir)}
+        with subprocess.Popen([sys.executable, "-c", "input()"], env=env, stdin=subprocess.PIPE) as left:
+            (problem,) = [one for one in found(str(run.config), code=1)["n1"] if one["state"] == "problem"]
+            assert problem["text"].startswith(f"process {left.pid} (found by its identity)")
+            assert list(found(str(run.config), "--node", "n2", code=0)) == ["n2"]
+            left.communicate(b"\n", timeout=20)
+        assert cli.main(["doctor", str(run.config), "--node", "n9"]) == USAGE
+        assert f'no node "n9" (nodes: {local}, n1, n2)' in capsys.readouterr().err
+        agents["n2"].kill()
+        eventually(lambda: states(run)["n2"] != "up", "a node that is away")
+        assert cli.main(["doctor", str(run.config), "--node", "n1", "--node", "n2"]) == 1
+        out = capsys.readouterr().out
+        assert "node n1\n[+] node      up, release" in out
+        assert "node n2\n[-] node      away: nothing is heard of its agent" in out
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 0
         run.assert_nothing_left()
 
 

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from replicas import environ
 from replicas.cli import checks as looks
 from replicas.cli import main as cli
+from replicas.cli.find_run import RunAddress
 from replicas.linux.processes import MARK
 from replicas.supervisor.state.state import give_identity
 from tests.support.programs import SLEEPS, group
@@ -83,7 +85,8 @@ def test_leftovers_of_a_dead_run(
     assert one["text"].startswith(f"process {leftover.pid} (found by its identity): {sys.executable} -c input()")
     assert one["remedy"] == "the next start of this run kills it"
     assert alive(leftover.pid)
-    monkeypatch.setattr(looks, "_supervisor", lambda _: os.getpid())  # it lives, and could never write its state
+    monkeypatch.setattr(looks, "supervisor_of", lambda _: os.getpid())  # it lives, and could never write its state
+    monkeypatch.setattr(RunAddress, "status", lambda _: mock.Mock(nodes=()))
     assert [one["state"] for one in diagnosed(capsys, 0)["leftovers"]] == ["ok"]
 
 

@@ -16,6 +16,7 @@ from replicas.config.structs import GroupConfig
 from replicas.core.lives.leases import BEAT_S, END_S, Tenancy
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.messages import ShimState
+from replicas.supervisor.checks import Finding
 from replicas.supervisor.fleet.cluster import Cluster, Site
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.resources import Machine
@@ -86,6 +87,7 @@ class FakeAgent:
         self.shims: dict[str, _Shim] = {}
         self.cut = self.dead = self.frozen = False
         self.over = ""
+        self.asked: list[wire.Examine] = []
         self._held: list[Callable[[], None]] = []
         self._tenancy = Tenancy()
         self._connected = False
@@ -164,6 +166,9 @@ class FakeAgent:
                 self.shims.pop(nonce, None)
             case wire.Clean(shims):
                 self._loop.call_later(3.0, self.tell, wire.Cleaned(tuple(one.nonce for one in shims)))
+            case wire.Examine(number=number):
+                self.asked.append(order)
+                self.tell(wire.Examined(number=number, findings=(Finding("gpus", "ok", f"none on {self.name}"),)))
             case wire.Over(reason):
                 self.over = reason
                 for shim in self.shims.values():

@@ -7,13 +7,16 @@ import asyncio
 import contextlib
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import msgspec
 
+from replicas.supervisor.agent import agent as agent_module
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.agent import Agent, Link
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.shims import Shims
+from replicas.supervisor.checks import Demand, Finding
 from replicas.supervisor.fleet.cluster import Cluster, Site
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from tests.support.agents import Field
@@ -65,6 +68,7 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
         wire.Forget("nonce"),
         wire.LogQuery(number=1, selection={"target": "a/0", "lines": 5}),
         wire.LogQuery(number=1, selection=None),
+        wire.Examine(number=1, demand=Demand(processes=3), supervisor=4),
         wire.Start(spec=SPEC.message()["spec"], memory_nbytes=1),
     ]
     welcome = wire.Welcome(run="r", supervisor="s", lease_s=0.0, adopt_s=0.0, endpoint="", token="", state_id="i")
@@ -84,7 +88,8 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
             assert await agent.run() == 0
         assert isinstance(line.said[0], wire.Hello)
 
-    asyncio.run(story())
+    with mock.patch.object(agent_module, "examine_node", return_value=()):
+        asyncio.run(story())
 
 
 def test_what_a_supervisor_is_told() -> None:
@@ -111,6 +116,7 @@ def test_what_a_supervisor_is_told() -> None:
         wire.StacksFound(nonce="nonce", found={"a/0/0": "text"}),
         wire.Cleaned(("nonce",)),
         wire.LogReply(number=1, body=b"{}"),
+        wire.Examined(number=1, findings=(Finding("gpus", "ok", "none"),)),
     ]
 
     async def story() -> None:

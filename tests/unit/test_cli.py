@@ -20,6 +20,7 @@ import replicas
 from replicas.cli import client, render
 from replicas.cli import find_run as find
 from replicas.cli import main as cli
+from replicas.config.values import size_text
 from replicas.control.commands import Answer
 from replicas.errors import Disconnected
 from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
@@ -422,7 +423,7 @@ def test_duration_text(seconds: float, text: str) -> None:
     ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (282066944, "269 MiB"), (5 * 2**40, "5 TiB")]
 )
 def test_size_text(nbytes: int, text: str) -> None:
-    assert render.size_text(nbytes) == text
+    assert size_text(nbytes) == text
 
 
 @pytest.mark.parametrize("arguments", [["logs", "-c", "grpo.toml"], ["check", "grpo.toml"]])

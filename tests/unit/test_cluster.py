@@ -12,6 +12,8 @@ import pytest
 from replicas.config.structs import PlacementConfig, ResourcesConfig
 from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.checks import Demand
+from replicas.supervisor.fleet.node_checks import ANSWER_S, examine
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec
 from replicas.telemetry.events import NodeChanged
 from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
@@ -264,3 +266,73 @@ async def test_an_agent_of_another_protocol_is_refused() -> None:
         assert isinstance(refused, wire.Refused)
         assert "speaks protocol 99, the supervisor 1" in refused.message
         assert [node.name for node in made.cluster.status()] == ["n1"]
+
+
+# ---------------------------------------------------------------- doctor
+
+
+async def examined(made: Field, *nodes: str) -> tuple[list[tuple[str, str, str]], float]:
+    """Node, state and text of each finding, and for how long they were waited for."""
+    began = made.now
+    found = await examine(made.cluster, {name: Demand(processes=3) for name in nodes})
+    return [(one.node, one.state, one.text) for one in found], made.now - began
+
+
+@history
+async def test_a_doctor_asks_all_nodes_at_once_and_says_which_are_away() -> None:
+    async with field(group_of("a")) as made:
+        for name in ("n1", "n2", "n3", "n4"):
+            made.join(name)
+        await asyncio.sleep(3)
+        made.agents["n2"].frozen = True
+        found, took_s = await examined(made, "n1", "n2")
+        assert took_s == ANSWER_S
+        assert ("n1", "ok", "none on n1") in found
+        assert ("n2", "problem", f"its agent does not answer within {ANSWER_S:.0f} s") in found
+        assert made.agents["n1"].asked[0].demand == Demand(processes=3)
+        made.agents["n2"].thaw()
+        made.agents["n3"].cut = True
+        await asyncio.sleep(5)
+        found, took_s = await examined(made, "n1", "n3", "n4")
+        assert took_s < 1, "nobody waits for a node that is away"
+        assert [line for line in found if line[1] == "problem"] == [
+            ("n3", "problem", "away: nothing is heard of its agent for 5 s")
+        ]
+        assert [line[0] for line in found if line[2].startswith("none on")] == ["n1", "n4"]
+        made.agents["n4"].hang_up()
+        made.agents["n4"].cut = True
+        found, took_s = await examined(made, "n4")
+        assert (len(found), took_s) == (1, 0.0)
+
+
+@history
+async def test_a_node_that_goes_away_while_it_is_asked_ends_the_question_in_time() -> None:
+    async with field(group_of("a")) as made:
+        one = made.join("n1")
+        await asyncio.sleep(3)
+        one.frozen = True
+        asking = asyncio.create_task(examined(made, "n1"))
+        await asyncio.sleep(0.1)
+        one.hang_up()
+        one.cut = True
+        found, took_s = await asking
+        assert took_s <= ANSWER_S
+        assert [line[1] for line in found] == ["problem"]
+
+
+@history
+async def test_a_lost_node_is_forgotten_when_it_is_drained() -> None:
+    async with field(group_of("a")) as made:
+        one, _ = made.join("n1"), made.join("n2")
+        await asyncio.sleep(3)
+        one.kill()
+        await asyncio.sleep(lost_after_s(LEASE_S) + 3)
+        assert changes(made, "n1")[-1] == "lost"
+        found, _ = await examined(made, "n1")
+        assert [line[1] for line in found] == ["problem"]
+        made.cluster.drain("n1")
+        made.cluster.release("n1", "the node is drained")
+        assert [node.name for node in made.cluster.status()] == ["n2"]
+        one.start_again()
+        await asyncio.sleep(3)
+        assert changes(made, "n1")[-1] == "up"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Problem
 from replicas.control.log_files import FolderReader, LogReader, Selection
+from replicas.supervisor.checks import Finding
 from replicas.telemetry.events import RankEnd, Reloaded, ReloadRefused, ReplicaExited, Scaled, decode
 from replicas.telemetry.events import Record as EventRecord
 from replicas.trust.tokens import Tokens
@@ -82,6 +83,10 @@ class Run(Fake):
         await self._take("stacks", target)
         return {"a/0/0": "Thread 0x1"}
 
+    async def doctor(self, nodes: Sequence[str] = ()) -> tuple[Finding, ...]:
+        await self._take("doctor", nodes)
+        return (Finding("disk", "note", "full", node="n1"),)
+
     async def tokens(
         self, role: str | None = None, *, rotate: bool = False, revoke_old: bool = False
     ) -> dict[str, dict[str, Any]]:
@@ -128,6 +133,12 @@ def answer(response: httpx.Response) -> Answer:
         ("/reset-failed", {"target": "a"}, ("reset-failed", "a"), ["a/1", "a/2"]),
         ("/reload", {}, ("reload",), {"type": "Reloaded", "changed": ["a"], "added": [], "removed": []}),
         ("/stacks", {"target": "a/0"}, ("stacks", "a/0"), {"a/0/0": "Thread 0x1"}),
+        (
+            "/doctor",
+            {"nodes": ["n1"]},
+            ("doctor", ("n1",)),
+            [{"about": "disk", "state": "note", "text": "full", "remedy": "", "node": "n1"}],
+        ),
         (
             "/tokens",
             {"role": "member", "rotate": True},

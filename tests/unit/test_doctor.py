@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas.cli import checks as doctor
 from replicas.config import file as config_file
+from replicas.supervisor import checks as doctor
 
 GIB = 1 << 30
 
@@ -32,5 +32,5 @@ def test_all_logs_together_are_compared_with_the_disk(
             self.free = free
 
     monkeypatch.setattr("shutil.disk_usage", Usage)
-    notes = [one for one in doctor._disk(tmp_path, config) if one.state == "note"]
+    notes = [one for one in doctor._disk(tmp_path, doctor.Demand.of_all(config)) if one.state == "note"]
     assert bool(notes) is not said

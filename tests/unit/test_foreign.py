@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import replicas
 from replicas import errors
 from replicas.cli import base as cli_base
-from replicas.cli import checks as doctor
 from replicas.cli.base import Screen, complain
 from replicas.cli.look import draw_findings
 from replicas.cli.render import event_line, run_status
@@ -31,6 +30,7 @@ from replicas.core.effects import MemberLost
 from replicas.messages.identity import Member
 from replicas.messages.values import WireError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
+from replicas.supervisor import checks as doctor
 from replicas.supervisor.cleanup import still_held as remains
 from replicas.supervisor.console import Console
 from replicas.supervisor.shim import launcher
@@ -188,7 +188,7 @@ def test_nothing_but_our_own_styles_reaches_a_terminal(text: str) -> None:
     out.print(run_status(status_with(text)))
     for record in records_with(text):
         out.print(event_line(record))
-    draw_findings(out, [doctor.Finding(about="run", state="problem", text=text, remedy=text)])
+    draw_findings(out, [doctor.Finding(about="run", state="problem", text=text, remedy=text, node=text)])
     shown = OURS.sub("", drawn(out))
     assert not controls(shown), shown
     if "[red]" in text:

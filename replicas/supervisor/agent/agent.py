@@ -49,6 +49,7 @@ from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.log_reader import LogReader
 from replicas.supervisor.agent.orphans import clean_up
 from replicas.supervisor.agent.shims import Shims
+from replicas.supervisor.checks import examine_node
 from replicas.supervisor.fleet.resources import Machine
 from replicas.supervisor.shim.orders import Malformed
 from replicas.supervisor.state.run_state import machine as scope
@@ -142,6 +143,7 @@ class Agent:
         self._leaving = ""
         self._token = ""
         """What is in the file that ranks read: it is written only if it changes."""
+        self._examining = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def leave(self, reason: str) -> None:
@@ -396,6 +398,8 @@ class Agent:
                 self._spawn(self._clean(shims))
             case wire.LogQuery():
                 self._spawn(self._read_logs(order))
+            case wire.Examine():
+                self._spawn(self._examine(order))
             case wire.Over(reason):
                 self._end(reason)
             case _:
@@ -424,6 +428,13 @@ class Agent:
 
     async def _read_logs(self, query: wire.LogQuery) -> None:
         self._tell(await self._logs.answer(query))
+
+    async def _examine(self, order: wire.Examine) -> None:
+        async with self._examining:
+            findings = await anyio.to_thread.run_sync(
+                examine_node, self._state_dir, order.supervisor, order.demand, abandon_on_cancel=True
+            )
+        self._tell(wire.Examined(number=order.number, findings=findings))
 
 
 def _order(data: str | bytes) -> wire.Order:

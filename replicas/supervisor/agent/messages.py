@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import msgspec
 
 from replicas.common.decoding import MALFORMED
+from replicas.supervisor.checks import Demand, Finding
 from replicas.supervisor.fleet.resources import Machine
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "Beat",
     "Clean",
     "Cleaned",
+    "Examine",
+    "Examined",
     "Forget",
     "Heard",
     "Hello",
@@ -44,6 +47,7 @@ __all__ = [
     "NewToken",
     "Order",
     "Over",
+    "Query",
     "Refused",
     "ShimLeft",
     "ShimState",
@@ -152,6 +156,13 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     hint: str = ""
 
 
+class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to an :class:`Examine`."""
+
+    number: int
+    findings: tuple[Finding, ...]
+
+
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The supervisor takes the agent.
 
@@ -251,14 +262,26 @@ class LogQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     selection: Plain | None
 
 
+class Examine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Check the machine of this node, as ``replicas doctor`` does; ``number``: new.
+
+    :ivar supervisor: pid of that of the same machine; 0: it is on another one.
+    """
+
+    number: int
+    demand: Demand
+    supervisor: _Pid = 0
+
+
 class Over(msgspec.Struct, frozen=True, tag=True):
     """End everything, and then yourself: the run is over, or the node is not needed."""
 
     reason: str = "the run is over"
 
 
-Order = Welcome | NewToken | Refused | Heard | Start | Stop | Meet | Kill | AskStacks | Forget | Clean | LogQuery | Over
-AgentMessage = Hello | ShimState | Beat | StacksFound | Cleaned | Leaving | LogReply
+Query = LogQuery | Examine
+Order = Welcome | NewToken | Refused | Heard | Start | Stop | Meet | Kill | AskStacks | Forget | Clean | Query | Over
+AgentMessage = Hello | ShimState | Beat | StacksFound | Cleaned | Leaving | LogReply | Examined
 
 _encoder = msgspec.msgpack.Encoder()
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

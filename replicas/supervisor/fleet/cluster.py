@@ -28,7 +28,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from replicas.common.foreign import one_line
 from replicas.core.lives.leases import BEAT_S, lost_after_s
@@ -48,6 +48,7 @@ log = logging.getLogger("replicas.supervisor")
 _SILENT_S = 3.5 * BEAT_S
 _PAUSE_S = 1.0
 State = Literal["up", "away", "lost"]
+Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
 
 
 class Link(Protocol):
@@ -131,7 +132,7 @@ class Cluster:
         """Set when the supervisor's own agent has joined."""
         self._hung_up = asyncio.Event()
         self._over = False
-        self._replies: dict[int, asyncio.Future[wire.LogReply]] = {}
+        self._replies: dict[tuple[type, int], asyncio.Future[Any]] = {}
 
     # ------------------------------------------------------------ shims
 
@@ -310,8 +311,9 @@ class Cluster:
                         left.end(ExitReport("node", text=f"the agent of node {member.name} died"))
             case wire.Leaving(reason):
                 self._site.leaving(node, one_line(reason))
-            case wire.LogReply(number=number):
-                if (asked := self._replies.pop(number, None)) is not None and not asked.done():
+            case wire.LogReply(number=number) | wire.Examined(number=number):
+                asked = self._replies.pop((type(message), number), None)
+                if asked is not None and not asked.done():
                     asked.set_result(message)
             case _:
                 log.error("an unexpected %s of the agent of node %s", type(message).__name__, node)
@@ -414,10 +416,12 @@ class Cluster:
         return member is None or member.state == "lost" or not member.living
 
     def release(self, node: str, reason: str) -> None:
-        """Let the agent of a drained node end."""
+        """Let the agent of a drained node end; forget a node that is lost."""
         if (member := self._members.get(node)) is not None:
             member.released = True
             member.send(wire.Over(reason))
+            if member.state == "lost":
+                del self._members[node]
 
     def tell_tokens(self, member: str, operator: str) -> None:
         """Give the agents of other machines other tokens."""
@@ -443,17 +447,19 @@ class Cluster:
                 async with asyncio.timeout(left):
                     await self._hung_up.wait()
 
-    async def ask_logs(self, node: str, query: wire.LogQuery, timeout_s: float = 10.0) -> wire.LogReply:
-        """The next lines of a reader on this node. TimeoutError: it does not answer."""
-        member = self._members[node]
-        asked = self._replies[query.number] = self._loop.create_future()
+    async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
+        """The reply of this node's agent. TimeoutError: it is away, or silent."""
+        member = self._members.get(node)
+        if member is None or member.link is None:
+            raise TimeoutError(f"node {node} is not connected")
+        asked: asyncio.Future[Reply] = self._loop.create_future()
+        self._replies[kind, query.number] = asked
         member.send(query)
         try:
             async with asyncio.timeout(timeout_s):
-                reply: wire.LogReply = await asked
-                return reply
+                return await asked
         finally:
-            self._replies.pop(query.number, None)
+            self._replies.pop((kind, query.number), None)
 
     # ------------------------------------------------------------ what is known
 

@@ -10,7 +10,7 @@ import msgspec
 
 from replicas import errors
 from replicas.control.log_files import FolderReader, LogLine, LogReader, Selection
-from replicas.supervisor.agent.messages import LogQuery
+from replicas.supervisor.agent.messages import LogQuery, LogReply
 from replicas.supervisor.fleet.cluster import Cluster
 
 __all__ = ["NodesReader"]
@@ -50,7 +50,7 @@ class _NodeReader:
             return []  # the agent closes the files of readers that are gone
 
     async def _ask(self, selection: dict[str, object] | None) -> list[LogLine]:
-        reply = await self._cluster.ask_logs(self._node, LogQuery(number=self._number, selection=selection))
+        reply = await self._cluster.ask(self._node, LogQuery(number=self._number, selection=selection), LogReply)
         if reply.error:
             raise errors.UsageError(reply.error, hint=reply.hint)
         return [msgspec.json.decode(line, type=LogLine) for line in reply.body.splitlines()]

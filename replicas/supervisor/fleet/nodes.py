@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -36,6 +36,8 @@ from replicas.core.lives.leases import BEAT_S
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
 from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.checks import Demand, Finding
+from replicas.supervisor.fleet import node_checks
 from replicas.supervisor.fleet.agent_route import agent_route
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.fleet.fleet import Adopted, Fleet
@@ -260,15 +262,36 @@ class Nodes:
     async def drain(self, node: str, *, undo: bool = False) -> None:
         """See :meth:`replicas.Supervisor.drain_node`."""
         cluster, site = self.cluster, self._site
-        if node not in cluster.names():
-            known = ", ".join(cluster.names()) or "none"
-            raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {known}")
+        self._refuse_unknown(node)
         cluster.drain(node, undo=undo)
         if undo:
             return
         await site.fleet.drain_node(node, lambda: cluster.is_empty(node))
         if node != site.resources.local:
             cluster.release(node, "the node is drained")
+
+    def _refuse_unknown(self, *nodes: str) -> None:
+        known = self.cluster.names()
+        for node in nodes:
+            if node not in known:
+                raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {', '.join(known) or 'none'}")
+
+    async def examine(self, nodes: Sequence[str]) -> tuple[Finding, ...]:
+        """See :meth:`replicas.Supervisor.doctor`."""
+        self._refuse_unknown(*nodes)
+        return await node_checks.examine(
+            self.cluster, {one: self._demand(one) for one in nodes or self.cluster.names()}
+        )
+
+    def _demand(self, node: str) -> Demand:
+        groups, resources = self._site.config.groups, self._site.resources
+        parts = [
+            groups[group].nproc_per_node
+            for group, index in resources.on(node)
+            if group in groups
+            for _ in range(resources.nodes_of(group, index).count(node))
+        ]
+        return Demand.of(self._site.config.logs, replicas=len(parts), ranks=sum(parts))
 
     def read_logs(self, folder: Path, selection: Selection) -> LogReader:
         """Read logs of ranks, on whichever node; ``folder``: of this machine."""

@@ -1,0 +1,197 @@
+"""The checks of a machine for ``replicas doctor``, by its commands and by agents.
+
+Leftovers of dead runs, GPUs, limits, disk. Nothing is changed. Each check gives
+:class:`Finding` values: *ok*, a *note* (allowed, but worth knowing), or a *problem*
+with its remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Literal, Self
+
+import msgspec
+
+from replicas.config.structs import Config, LogsConfig
+from replicas.config.values import size_text
+from replicas.linux import cgroups
+from replicas.linux.processes import descendants
+from replicas.linux.smi import gpu_processes
+from replicas.supervisor.cleanup import leftovers
+from replicas.supervisor.fleet.resources import Machine, look
+from replicas.supervisor.state.run_state import RunState
+from replicas.supervisor.state.state import identity_of
+
+__all__ = ["Demand", "Finding", "examine_machine", "examine_node", "family"]
+
+_SMI_TIMEOUT_S = 5.0
+_DISK_NBYTES = 1 << 30
+_FILES_BASE, _FILES_EACH = 256, 16
+"""Descriptors of a supervisor or agent: a base, and more for each replica and rank.
+
+The base is for a supervisor's pages and the sessions of ranks elsewhere.
+"""
+_PROCESSES_EACH = 16
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Result of a check. ``about``: which check. ``remedy``: for a problem.
+
+    ``node``: on which node; empty: the machine on which it was asked.
+    """
+
+    about: str
+    state: Literal["ok", "note", "problem"]
+    text: str
+    remedy: str = ""
+    node: str = ""
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run asks of one machine: replicas plus ranks, and bytes of logs."""
+
+    processes: int = 0
+    log_nbytes: int = 0
+
+    @classmethod
+    def of(cls, logs: LogsConfig, *, replicas: int, ranks: int) -> Self:
+        each = logs.keep_generations * (logs.keep + 1) * logs.max_nbytes
+        return cls(processes=replicas + ranks, log_nbytes=2 * ranks * each)  # of this run and the previous one
+
+    @classmethod
+    def of_all(cls, config: Config) -> Self:
+        """Of a run whose replicas are all on this machine."""
+        groups = config.groups.values()
+        ranks = sum(group.replicas * group.world_size for group in groups)
+        return cls.of(config.logs, replicas=sum(group.replicas for group in groups), ranks=ranks)
+
+
+def family(*roots: int) -> frozenset[int]:
+    """These processes and all below them; 0 is none."""
+    return frozenset(pid for root in roots if root for pid in (root, *descendants(root)))
+
+
+def examine_node(state_dir: Path, supervisor: int, demand: Demand) -> tuple[Finding, ...]:
+    """The findings of an agent on its machine. Blocks: with GPUs some seconds.
+
+    :param state_dir: of the agent. :param supervisor: pid of that of this machine; 0:
+        it is on another one.
+    """
+    try:
+        return tuple(examine_machine(look(), state_dir, family(os.getpid(), supervisor), demand))
+    except OSError as error:
+        text = f"its machine cannot be examined: {error}"
+        return (Finding("node", "problem", text, "mend that, or run `replicas doctor` there"),)
+
+
+def examine_machine(
+    machine: Machine, state_dir: Path | None, ours: Collection[int], demand: Demand
+) -> Iterator[Finding]:
+    """The checks that need no config.
+
+    :param ours: processes of the run; none: it does not run.
+    """
+    if state_dir is not None:
+        yield from _leftovers(state_dir, ours)
+    yield from _gpus(machine, ours)
+    yield from _limits(machine, demand)
+    if state_dir is not None:
+        yield from _disk(state_dir, demand)
+
+
+def _leftovers(state_dir: Path, ours: Collection[int]) -> Iterator[Finding]:
+    found = leftovers.find(RunState(state_dir / "state.json").peek(), identity_of(state_dir))
+    remedy = "the next start of this run kills it"
+    if ours:
+        found = [one for one in found if one.pid not in ours]  # the state file may never have been written
+        remedy = "it is of an earlier supervisor or agent of this run; end it by hand"
+    for one in found:
+        whose = f" of {one.group}/{one.replica}, generation {one.generation}" if one.group else ""
+        text = f"process {one.pid}{whose} (found by its {one.how}): {one.command}"
+        yield Finding("leftovers", "problem", text, remedy)
+    if not found:
+        yield Finding("leftovers", "ok", "no process of a dead supervisor of this run")
+
+
+def _gpus(machine: Machine, ours: Collection[int]) -> Iterator[Finding]:
+    if not machine.gpus:
+        yield Finding("gpus", "ok", f"none ({machine.gpus_from or 'no driver'})")
+        return
+    yield Finding("gpus", "ok", f"{len(machine.gpus)}, says {machine.gpus_from}")
+    try:
+        holders = gpu_processes(_SMI_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Finding("gpus", "note", f"who uses them cannot be told: {error}")
+        return
+    for pid, gpu, used, command in holders:
+        whose = "this run's" if pid in ours else "not of this run"
+        text = f"{used} MiB on {gpu}: process {pid}, {whose}: {command}"
+        yield Finding("gpus", "ok" if pid in ours else "note", text)
+
+
+def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
+    many = demand.processes
+    yield _limit("open files", resource.RLIMIT_NOFILE, _FILES_BASE + _FILES_EACH * many, "-n")
+    yield _limit("processes", resource.RLIMIT_NPROC, _PROCESSES_EACH * many, "-u")
+    for name, test, remedy in (
+        ("pidfd_open", partial(os.pidfd_open, os.getpid()), "a kernel from 5.3 on, or a container that allows it"),
+        ("memfd_create", partial(os.memfd_create, "replicas-doctor"), "a container that allows it"),
+    ):
+        try:
+            os.close(test())
+        except OSError as error:
+            yield Finding("limits", "problem", f"{name} is refused: {error.strerror}", remedy)
+        else:
+            yield Finding("limits", "ok", f"{name} works")
+    try:
+        yield Finding("limits", "ok", f"control groups can be made in {cgroups.find_own()}")
+    except OSError as error:
+        text = f"no control groups: {error.strerror}; what a replica leaves is found by descent and by its mark"
+        yield Finding("limits", "note", text)
+    if machine.limits_refused:
+        yield Finding("limits", "note", f"memory and max_processes cannot be enforced: {machine.limits_refused}")
+    else:
+        yield Finding("limits", "ok", "memory and max_processes can be enforced")
+    yield Finding("limits", "ok", f"{size_text(_available_nbytes())} of memory are free")
+
+
+def _limit(name: str, which: int, needed: int, option: str) -> Finding:
+    soft, hard = resource.getrlimit(which)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        many = "any number of" if soft == resource.RLIM_INFINITY else str(soft)
+        return Finding("limits", "ok", f"{many} {name} allowed")
+    remedy = f"ulimit {option} {needed}"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        remedy = f"raise the hard limit ({hard}) in limits.conf or the systemd unit"
+    return Finding("limits", "problem", f"{soft} {name} allowed, {needed} may be needed", remedy)
+
+
+def _available_nbytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _disk(state_dir: Path, demand: Demand) -> Iterator[Finding]:
+    folder = next(path for path in (state_dir, *state_dir.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK):
+        yield Finding(
+            "disk", "problem", f"{folder} cannot be written", "name another state folder, or change its owner"
+        )
+    elif free < _DISK_NBYTES:
+        text = f"{size_text(free)} are free for logs in {folder}"
+        yield Finding("disk", "problem", text, "make room, or name another state folder")
+    else:
+        yield Finding("disk", "ok", f"{size_text(free)} are free for logs in {folder}")
+    if demand.log_nbytes > free:
+        text = f"all logs together may take up to {size_text(demand.log_nbytes)}, and {size_text(free)} are free in {folder}"
+        remedy = "lower logs.max_size, logs.keep or logs.keep_generations, or make room; ranks go on when it is full"
+        yield Finding("disk", "note", text, remedy)
