@@ -333,6 +333,8 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
                 f"{event.after}{_because(event.reason)}",
                 "" if event.after == "up" else "yellow",
             )
+        case happened.TokenChanged():
+            return "run", f"{event.role} token {event.change}", "yellow" if event.change == "revoked" else ""
     return _channel_words(who, event)
 
 

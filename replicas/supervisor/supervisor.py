@@ -63,7 +63,7 @@ from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_re
 from replicas.supervisor.state.run_state import machine as this_machine
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.event_log import EventLog
-from replicas.telemetry.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
+from replicas.telemetry.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, TokenChanged, Transition
 from replicas.telemetry.metrics import Metrics
 from replicas.telemetry.tally import CounterDeltas
 from replicas.trust.tokens import ROLES, Role
@@ -195,6 +195,8 @@ class Supervisor:
             await stack.enter_async_context(self._nodes)  # before any other process is started
             coordinator = self._coordinator = self._make_coordinator()  # opens the decision log, so not before the lock
             self.state.tokens.check(coordinator.tokens.key)
+            for change in self.state.tokens.changes:
+                self._events.emit(change)
             coordinator.wait_for_store = False  # those that come back to a new supervisor may not have so much time
             await stack.enter_async_context(coordinator)
             coordinator.subscribe(self._on_channel_event)
@@ -434,9 +436,12 @@ class Supervisor:
         for one in chosen:
             if arguments.flag("tokens: rotate", rotate):
                 self.state.tokens.rotate(found, one)
+                self.emit(TokenChanged(role=one, change="rotated"))
         self._nodes.cluster.tell_tokens(found.text("member"), found.text("operator"))
         for one in chosen if arguments.flag("tokens: revoke_old", revoke_old) else ():
-            found.revoke_old(one)
+            if found.both_valid(one):
+                found.revoke_old(one)
+                self.emit(TokenChanged(role=one, change="revoked"))
         if rotate or revoke_old:
             self.state.write_tokens(found)
         return {one: {"token": found.text(one), "old_is_valid": found.both_valid(one)} for one in chosen}

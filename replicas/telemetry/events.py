@@ -41,6 +41,8 @@ __all__ = [
     "Scaled",
     "StacksSaved",
     "StateSetAside",
+    "TokenChange",
+    "TokenChanged",
     "Transition",
     "decode",
     "encode",
@@ -249,6 +251,20 @@ class NodeChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     address: str = ""
 
 
+TokenChange = Literal["made", "rotated", "revoked"]
+
+
+class TokenChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The valid join tokens of a role have changed. No event has a token itself.
+
+    ``change``: the run began with a new one (``made``), a new one is valid beside the
+    one before (``rotated``), or that one is not valid any more (``revoked``).
+    """
+
+    role: Literal["member", "operator"]
+    change: TokenChange
+
+
 class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A state file could not be read and was moved to ``path``.
 
@@ -297,6 +313,7 @@ Event = (
     | LogLinesDropped
     | LeftoverFound
     | NodeChanged
+    | TokenChanged
     | StateSetAside
     | ConnectionsRefused
     | EventsLost

@@ -16,6 +16,7 @@ from replicas.cli import main as cli
 from replicas.cli.client import Client
 from replicas.control.commands import ORDERS, Restart, Scale, TokensOrder
 from replicas.errors import UsageError
+from replicas.telemetry.events import TokenChanged, decode
 from replicas.trust.certificate import PortKey
 from replicas.trust.tokens import JoinToken
 from tests.integration.test_external import EXTERNAL, SERVES, TRAINS, Others
@@ -100,6 +101,13 @@ def test_tokens_are_shown_and_replaced(
             Client(run.endpoint(), token=operator).order(Scale(group="rollout", replicas=2))
         assert run.status().refused["token"] == 1
         stop(run)
+    told = (run.state_dir / "events.jsonl").read_text()
+    events = [decode(line).event for line in told.encode().splitlines()]
+    assert [(one.role, one.change) for one in events if isinstance(one, TokenChanged)] == [
+        *(("member", "made"), ("operator", "made")),
+        *(("member", "rotated"), ("member", "revoked"), ("operator", "rotated"), ("operator", "revoked")),
+    ]
+    assert not any(JoinToken.parse(one).secret in told for one in (first, second, operator))
 
 
 def test_a_run_that_goes_on_has_the_same_key_and_tokens(tmp_path: Path) -> None:

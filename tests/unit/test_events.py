@@ -55,6 +55,7 @@ from replicas.telemetry.events import (
     Scaled,
     StacksSaved,
     StateSetAside,
+    TokenChanged,
     decode,
     encode,
 )
@@ -101,6 +102,7 @@ EVERYTHING: list[Event] = [
     LogLinesDropped(group="a", replica=0, generation=1, count=7),
     LeftoverFound(pid=3, start_time=4, command="x", how="mark"),
     NodeChanged(node="n1", before="up", after="away"),
+    TokenChanged(role="member", change="rotated"),
     StateSetAside(path="/x", reason="torn"),
     ConnectionsRefused(reason="token", count=3),
     EventsLost(count=5, reason="full"),

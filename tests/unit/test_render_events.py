@@ -64,6 +64,11 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "waits for the end of a process: process 7, killed 1m ago",
     ),
     (
+        events.TokenChanged(role="operator", change="revoked"),
+        "run",
+        "operator token revoked",
+    ),
+    (
         events.LeftoverFound(pid=7, start_time=1, command="sleep 9", how="mark", group="a", replica=0),
         "a/0",
         "left over by a dead run: process 7 (sleep 9), killed",

@@ -4,13 +4,14 @@ them."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
 from replicas import errors
 from replicas.supervisor.state.token_files import TokenFiles
-from replicas.trust.tokens import JoinToken, SavedTokens, Tokens
+from replicas.trust.tokens import JoinToken, Role, SavedTokens, Tokens
 from replicas.trust.way import way_to
 
 KEY = "0123456789abcdef" * 4
@@ -143,6 +144,24 @@ def test_tokens_of_files(tmp_path: Path) -> None:
     given.write_text("")
     with pytest.raises(errors.UsageError, match=r"control.token_file .*given: the token must be a text of 1 to"):
         TokenFiles(tmp_path).open(None, {"member": given})
+
+
+def changes(folder: Path, known: str | None, **given: Path) -> list[tuple[str, str]]:
+    files = TokenFiles(folder)
+    files.write(files.open(known, cast("dict[Role, Path]", given)))
+    return [(one.role, one.change) for one in files.changes]
+
+
+def test_what_a_start_says_of_the_tokens(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.write_text("first")
+    assert changes(tmp_path, None) == [("member", "made"), ("operator", "made")]
+    assert changes(tmp_path, None, member=given) == [("member", "made"), ("operator", "made")]
+    assert changes(tmp_path, "first", member=given) == []
+    given.write_text("second")
+    assert changes(tmp_path, "first", member=given) == [("member", "rotated")]
+    (tmp_path / "tokens.json").unlink()  # an earlier release's
+    assert changes(tmp_path, "second") == [("operator", "made")]
 
 
 # ------------------------------------------------------------ ways

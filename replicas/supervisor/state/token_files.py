@@ -22,7 +22,8 @@ from replicas import errors
 from replicas.common.decoding import MALFORMED
 from replicas.linux import private
 from replicas.messages import arguments
-from replicas.trust.tokens import OPERATOR_FILE, JoinToken, Role, SavedTokens, Tokens, another_key
+from replicas.telemetry.events import TokenChange, TokenChanged
+from replicas.trust.tokens import OPERATOR_FILE, ROLES, JoinToken, Role, SavedTokens, Tokens, another_key
 
 __all__ = ["TokenFiles", "read_given"]
 
@@ -37,6 +38,8 @@ class TokenFiles:
         self._path = folder / "tokens.json"
         self.operator_file = folder / OPERATOR_FILE
         self._given: dict[Role, tuple[Path, JoinToken]] = {}
+        self.changes: list[TokenChanged] = []
+        """What :meth:`open` has changed."""
 
     def open(self, known: str | None, given: Mapping[Role, Path]) -> Tokens:
         """The valid tokens of a run.
@@ -45,14 +48,22 @@ class TokenFiles:
         :param given: files of the config, by role.
         :raises replicas.errors.UsageError: a file cannot be read, or holds no token.
         """
-        tokens = (self._restored() if known is not None else None) or Tokens(known and JoinToken.parse(known).secret)
+        restored = self._restored() if known is not None else None
+        tokens = restored or Tokens(known and JoinToken.parse(known).secret)
+        if restored is None:
+            self._note("made", *(role for role in ROLES if known is None or role != "member"))
         self._given = {role: (path, read_given(role, path)) for role, path in given.items()}
         for role, (_, token) in self._given.items():
             if token.secret != tokens.secret(role):
                 tokens.rotate(role, token.secret)
                 if known is None:
                     tokens.revoke_old(role)  # nobody has the random one
+                else:
+                    self._note("rotated", role)
         return tokens
+
+    def _note(self, change: TokenChange, *roles: Role) -> None:
+        self.changes += [TokenChanged(role=role, change=change) for role in roles]
 
     def _restored(self) -> Tokens | None:
         try:
