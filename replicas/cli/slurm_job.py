@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -38,7 +39,7 @@ from replicas.supervisor.operator import supervise
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
 
-__all__ = ["Task", "run_part", "without_step"]
+__all__ = ["Task", "host_names", "run_part", "without_step"]
 
 _START_S = 120.0
 """How long an agent waits for its supervisor to listen."""
@@ -52,6 +53,7 @@ _OF_STEPS = ("SLURM_STEP", "SLURM_TASK", "SLURM_PMI", "PMI_", "PMIX_")
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """This task of a Slurm job, as its environment says.
 
+    :ivar names: of all nodes, if Slurm says them.
     :ivar start: the job and its restart, the same for all parts of one start of the
         run, of which an allocation may have several.
     """
@@ -60,6 +62,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     nodes: int
     start: str
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, environ: Mapping[str, str], *, whole_run: bool) -> Task:
@@ -79,11 +82,28 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
             index=int(environ.get("SLURM_NODEID", "0")),
             nodes=int(environ.get("SLURM_STEP_NUM_NODES" if whole_run else "SLURM_JOB_NUM_NODES", "1")),
             start=f"{job}-{environ.get('SLURM_RESTART_COUNT', '0')}-{step}",
+            names=host_names(environ.get("SLURM_STEP_NODELIST" if whole_run else "SLURM_JOB_NODELIST", "")),
         )
 
     def invitation(self, config: Config) -> Path:
         """The file with what the agents join with."""
         return config.run.state_dir / f"slurm-{self.start}.join"
+
+
+def host_names(text: str) -> tuple[str, ...]:
+    """The names in a list as Slurm writes it, such as ``n[01-03,7],head``."""
+    found: list[str] = []
+    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        before, bracket, rest = name.partition("[")
+        numbers, _, after = rest.partition("]")
+        for part in numbers.split(",") if bracket else ():
+            first, _, last = part.partition("-")
+            if not (first.isdecimal() and (last or first).isdecimal()):
+                return ()  # only a message lacks them
+            each = range(int(first), int(last or first) + 1)
+            found += [one for number in each for one in host_names(f"{before}{number:0{len(first)}}{after}")]
+        found += () if bracket else (name,)
+    return tuple(found)
 
 
 def run_part(config: Config, part: Literal["all", "supervisor", "agent"]) -> int:
@@ -117,6 +137,7 @@ def _supervise(config: Config, task: Task) -> int:
         adapt=lambda config: on_cluster(config, address, task.nodes),
         preempting=frozenset([signal.SIGTERM]),
         opened=invite,
+        nodes=task.names,
     )
     try:
         return supervise(config, surroundings)

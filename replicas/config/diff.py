@@ -29,12 +29,12 @@ _FIXED = (
     "store",
     "control",
     "cluster.local",
-    "cluster.min_nodes",
     "cluster.lease_s",
     "channels",
 )
-"""All settings of the run but ``run.stop_when``, ``logs`` and ``cluster.labels``, which
-apply at once, and ``slurm``, which is for the start only."""
+"""All settings of the run but ``run.stop_when``, ``logs``, ``cluster.labels`` and
+``cluster.join_timeout``, which apply at once, and ``cluster.min_nodes`` and ``slurm``,
+which are for the start only."""
 
 
 def digest_of_start(group: GroupConfig) -> str:

@@ -84,6 +84,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     replicas start. Set it when several agents are started with the run, so that the
     first one does not get all replicas.
     """
+    join_timeout_s: _Duration = 900.0
+    """The run fails when fewer than min_nodes nodes are there for this time while
+    replicas wait for them. Raise it when machines come later, such as from a queue.
+    """
     lease_s: Annotated[float, AsKey(name="lease"), forms.duration(2.0)] = 10.0
     """A node of which nothing is heard for this time is lost: its agent ends the
     replicas there, and then they start elsewhere. Raise it when the network between the

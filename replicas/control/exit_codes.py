@@ -10,7 +10,8 @@ FAILED = 1
 """A group failed past its restart budget, a command failed, or ``doctor`` found a
 problem."""
 USAGE = 2
-"""The command line is wrong, or the machine cannot run it (port in use, not Linux)."""
+"""The command line is wrong, or the machine cannot run it (port in use, not Linux), or
+fewer nodes than ``cluster.min_nodes`` joined in time."""
 SUPERVISED = 3
 """Another supervisor already has this run."""
 UNAVAILABLE = 69

@@ -38,7 +38,7 @@ from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
 from replicas.telemetry.events import Reloaded, Scaled, Transition
 
-__all__ = ["adapted", "bundle", "run"]
+__all__ = ["adapted", "bundle", "run", "slots"]
 
 log = logging.getLogger("replicas.integrations.ray")
 
@@ -67,7 +67,8 @@ def run(config: Config, *, address: str | None = None) -> int:
             bundles.append(_Bundles(supervisor))
             bundles[0].begin()
 
-        return supervise(config, Surroundings(adapt=lambda config: adapted(config, host), opened=opened))
+        surroundings = Surroundings(adapt=lambda one: adapted(one, host), opened=opened, nodes=slots(config))
+        return supervise(config, surroundings)
     finally:
         ray.shutdown()  # and with it all actors and placement groups
 
@@ -75,8 +76,13 @@ def run(config: Config, *, address: str | None = None) -> int:
 def adapted(config: Config, host: str) -> Config:
     """The config as it runs on Ray: each node of a replica on an agent of its own."""
     groups = {name: _in_bundles(group) for name, group in config.groups.items()}
-    count = sum(group.replicas * group.nnodes for group in groups.values() if not group.external)
-    return on_cluster(replace(config, groups=groups), host, count)
+    return on_cluster(replace(config, groups=groups), host, len(slots(config)))
+
+
+def slots(config: Config) -> tuple[str, ...]:
+    """Names of the bundles with which a run begins."""
+    ours = [group for group in config.groups.values() if not group.external]
+    return tuple(f"{group.name}-{number}" for group in ours for number in range(group.replicas * group.nnodes))
 
 
 def _in_bundles(group: GroupConfig) -> GroupConfig:

@@ -210,6 +210,19 @@ def test_a_doctor_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str
         run.assert_nothing_left()
 
 
+def test_a_run_whose_nodes_do_not_come_ends(tmp_path: Path) -> None:
+    head = '[cluster]\nmin_nodes = 3\njoin_timeout = "3s"\n'
+    with running(tmp_path, group("a", SLEEPS), head=head) as run:
+        run.wait_line("control at")
+        agent = Agent(run, "n1")
+        assert run.wait() == USAGE
+        assert agent.wait() in (0, 1)  # 1: it came too late
+        assert any("of 3 nodes (cluster.min_nodes) joined within 3 s" in line for line in run.lines)
+        last = (run.state_dir / "events.jsonl").read_text().splitlines()[-1]
+        assert '"RunEnded","exit_code":2' in last
+        run.assert_nothing_left()
+
+
 # ---------------------------------------------------------------- loss
 
 

@@ -7,13 +7,16 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
-from replicas.config.structs import PlacementConfig, ResourcesConfig
+from replicas.config.structs import ClusterConfig, PlacementConfig, ResourcesConfig
+from replicas.control.exit_codes import USAGE
 from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.checks import Demand
 from replicas.supervisor.fleet.node_checks import ANSWER_S, examine
+from replicas.supervisor.fleet.resources import Machine
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec
 from replicas.telemetry.events import NodeChanged
 from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
@@ -266,6 +269,81 @@ async def test_an_agent_of_another_protocol_is_refused() -> None:
         assert isinstance(refused, wire.Refused)
         assert "speaks protocol 99, the supervisor 1" in refused.message
         assert [node.name for node in made.cluster.status()] == ["n1"]
+
+
+# ------------------------------------------------------------ nodes that do not come
+
+
+def waiting_for(made: Field, nodes: int, timeout_s: float = 60.0) -> None:
+    """The run waits for so many nodes before its first replica starts."""
+    cluster = ClusterConfig(local=False, min_nodes=nodes, join_timeout_s=timeout_s)
+    made.fleet.config = made.config = msgspec.structs.replace(made.config, cluster=cluster)
+    made.resources.plan(made.config, Machine())
+
+
+@history
+async def test_a_run_whose_nodes_do_not_come_fails_in_time() -> None:
+    async with field(group_of("a", replicas=2)) as made:
+        waiting_for(made, 3)
+        made.resources.expected = ("n1", "n2", "n3")
+        made.join("n1")
+        await asyncio.sleep(59)
+        assert made.states() == {"a/0": "pending", "a/1": "pending"}
+        assert not made.fleet.over.is_set()
+        await asyncio.sleep(2)
+        assert (made.fleet.over.is_set(), made.fleet.exit_code) == (True, USAGE)
+        assert made.fleet.ended_by == (
+            "1 of 3 nodes (cluster.min_nodes) joined within 60 s, without n2, n3 (see what the agents of the others "
+            "say; lower cluster.min_nodes, or raise cluster.join_timeout)"
+        )
+        assert made.said[-1] == made.fleet.ended_by
+
+
+@history
+async def test_nodes_that_come_in_time_are_not_counted_again() -> None:
+    """Nor after one is lost, or the config is read again."""
+    async with field(group_of("a", replicas=2, placement=SPREAD)) as made:
+        waiting_for(made, 2)
+        one = made.join("n1")
+        await asyncio.sleep(50)
+        made.join("n2")
+        await asyncio.sleep(2)
+        assert set(made.states().values()) == {"ready"}
+        one.kill()
+        await asyncio.sleep(lost_after_s(LEASE_S) + 5)
+        waiting_for(made, 2)  # a reload
+        made.fleet.replica("a", 0).restart()  # type: ignore[union-attr]  # it is there
+        await asyncio.sleep(100)
+        assert set(made.states().values()) == {"ready"}
+        assert made.fleet.exit_code is None
+
+
+@history
+async def test_the_time_for_nodes_does_not_run_while_nobody_waits_for_them() -> None:
+    """Before a replica may start at all, and while the supervisor is paused."""
+    async with field(group_of("a", depends_on=["x"]), group_of("x", launcher="external")) as made:
+        waiting_for(made, 2)
+        await asyncio.sleep(200)
+        assert not made.fleet.over.is_set()
+        made.joins("x/0", "1")
+        await asyncio.sleep(30)
+        asyncio.get_running_loop().clock_s += 3600.0  # type: ignore[attr-defined]  # a virtual loop
+        await asyncio.sleep(20)
+        assert not made.fleet.over.is_set()
+        await asyncio.sleep(15)
+        assert made.fleet.exit_code == USAGE
+        assert "0 of 2 nodes (cluster.min_nodes) joined within 60 s (see" in made.fleet.ended_by
+
+
+@history
+async def test_a_reload_changes_how_many_nodes_are_waited_for() -> None:
+    async with field(group_of("a")) as made:
+        waiting_for(made, 2)
+        made.join("n1")
+        await asyncio.sleep(50)
+        waiting_for(made, 1)
+        await asyncio.sleep(2)
+        assert made.states() == {"a/0": "ready"}
 
 
 # ---------------------------------------------------------------- doctor

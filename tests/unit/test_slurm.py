@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from replicas.cli import main as cli
-from replicas.cli.slurm_job import Task, without_step
+from replicas.cli.slurm_job import Task, host_names, without_step
 from replicas.cli.slurm_script import grace_s, script, time_text
 from replicas.config.file import parse
 from replicas.config.structs import Config
@@ -263,10 +263,26 @@ def test_a_task_knows_its_start_of_the_run() -> None:
     assert Task.of({**environ, **step}, whole_run=True).start == "5-0-3"
 
 
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", ()),
+        ("head", ("head",)),
+        ("n[08-10,2],head-1,gpu[1]-ib", ("n08", "n09", "n10", "n2", "head-1", "gpu1-ib")),
+        ("r[1-2]n[1-2]", ("r1n1", "r1n2", "r2n1", "r2n2")),
+        ("n[a-c]", ()),
+    ],
+)
+def test_the_nodes_of_a_job_by_name(text: str, names: tuple[str, ...]) -> None:
+    assert host_names(text) == names
+    environ = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": text}
+    assert Task.of(environ, whole_run=False).names == names
+
+
 def test_ports_for_this_machine_alone_are_opened_to_the_cluster() -> None:
     used = on_cluster(config(), "10.0.0.1", 2)
     assert (used.control.host, used.control.port, used.store.bind) == ("10.0.0.1", 0, "10.0.0.1")
-    assert (used.cluster.local, used.cluster.min_nodes) == (False, 2)
+    assert (used.cluster.local, used.cluster.min_nodes, used.cluster.join_timeout_s) == (False, 2, 900.0)
     named = config(control={"listen": "10.1.0.1:9477"}, store={"bind": "10.1.0.1"})
     used = on_cluster(named, "10.0.0.1", 2)
     assert (used.control.host, used.control.port, used.store.bind) == ("10.1.0.1", 9477, "10.1.0.1")

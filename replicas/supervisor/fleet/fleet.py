@@ -7,6 +7,7 @@ a transition, or an event of the coordinator. The monitor also decides when the 
 over:
 
 * with exit code 0 when the groups of ``stop_when``, or all groups, have finished;
+* with exit code 2 when ``cluster.min_nodes`` nodes have not joined in time;
 * with exit code 1 when a group's failures end the run: its ``on_failure`` says so, or
   fewer than ``min_ready`` of its replicas are left. A group that the end of the run
   waits for ends it in any case when none of its replicas is left.
@@ -40,7 +41,7 @@ import anyio
 from replicas import errors
 from replicas.common.foreign import one_line
 from replicas.config.structs import Config, GroupConfig
-from replicas.control.exit_codes import DONE, FAILED
+from replicas.control.exit_codes import DONE, FAILED, USAGE
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.core.lives.ordering import is_good, start_levels, unmet, within
@@ -123,6 +124,8 @@ class Fleet:
         self.draining = False
         self.looked_at = 0.0
         """When the monitor last ran, on the loop's clock."""
+        self._short_since: float | None = None
+        """Since when a replica waits for nodes that are to join at the start."""
         self._drained = False
         self._unsaved = False
         self._hurry_s: float | None = None
@@ -194,6 +197,8 @@ class Fleet:
                 # as the coordinator does.
                 for replica in self.all():
                     replica.forgive(late_s)
+                if self._short_since is not None:
+                    self._short_since += late_s
                 await anyio.sleep(_SETTLE_S)
                 self.looked_at = self._loop.time()
                 continue
@@ -202,7 +207,7 @@ class Fleet:
                 group.retire_surplus(self.coordinator.joined(group.config.name))
             for replica in self.all():
                 replica.check(now)
-            self._judge()
+            self._judge(now)
             if self._unsaved:
                 self.save()
             async with self._looked:
@@ -212,8 +217,13 @@ class Fleet:
         """Wake the monitor: something has changed."""
         self._dirty.set()
 
-    def _judge(self) -> None:
+    def _judge(self, now: float) -> None:
         if self.exit_code is not None or self.draining:
+            return
+        resources, timeout_s = self._ground.resources, self.config.cluster.join_timeout_s
+        self._short_since = (self._short_since or now) if resources.short else None
+        if self._short_since is not None and now - self._short_since > timeout_s:
+            self._finish(USAGE, str(resources.too_few(timeout_s)))
             return
         failures = [group.failure for group in self.groups.values() if group.failure]
         named = [name for name in self.config.run.stop_when if name in self.groups]

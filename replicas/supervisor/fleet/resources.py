@@ -63,6 +63,7 @@ _NVML_S = 20.0
 NAME_MAX = 63
 _NO_GPUS = ("", "-1", "NoDevFiles")
 _GIB = 1 << 30
+_LISTED = 8
 _Moment = tuple[Literal["start", "end"], str]
 _Node = _Moment | Literal["source", "sink"]
 
@@ -338,13 +339,17 @@ class Resources:
         self._held: dict[tuple[str, int], tuple[Share, ...]] = {}
         self._managed = False
         self._min_nodes = 0
-        """How many nodes must be there before a share is taken; 0: they were."""
+        """How many nodes must be there before the first share is taken."""
+        self._asked = self._taken = False
+        """Whether a share was asked for, and taken."""
+        self.expected: tuple[str, ...] = ()
+        """How the names of nodes begin that are to join at the start, where known."""
 
     def plan(self, config: Config, machine: Machine) -> None:
         """Take a config that fits; replicas keep what they hold until its release."""
         self.machine = machine
         self._managed = any(group.resources.gpus for group in config.groups.values())
-        self._min_nodes = config.cluster.min_nodes
+        self._min_nodes = 0 if self._taken else config.cluster.min_nodes
         if config.cluster.local:
             there = self._offers.get(self.local)
             self.offer(self.local, machine, config.cluster.labels, open=there is None or there.open)
@@ -404,6 +409,11 @@ class Resources:
         """The node of each part of a replica; none: it holds no share."""
         return tuple(share.node for share in self._held.get((group, index), ()))
 
+    @property
+    def short(self) -> bool:
+        """Whether replicas wait for nodes that are to join before the first start."""
+        return self._asked and len(self._offers) < self._min_nodes
+
     def take(self, group: GroupConfig, index: int) -> str:
         """Give the replica a place for each part; return what it lacks, in words.
 
@@ -411,9 +421,10 @@ class Resources:
         """
         if group.external:
             return ""
-        if len(self._offers) < self._min_nodes:
+        self._asked = True
+        if self.short:
             return f"{self._min_nodes} nodes ({len(self._offers)} there)"
-        self._min_nodes = 0
+        self._taken, self._min_nodes = True, 0
         need, key = _need(group), (group.name, index)
         held = self._held.pop(key, ())
         if held and self._still_good(need, held):
@@ -426,9 +437,19 @@ class Resources:
         self._held[key] = found
         return ""
 
+    def too_few(self, within_s: float) -> errors.WorldError:
+        """The error for nodes that have not joined in time."""
+        there = sorted(self._offers)
+        missing = [one for one in self.expected if not any(f"{node}-".startswith(f"{one}-") for node in there)]
+        which = f", without {_listed(missing)}" if missing else f": {_listed(there)}" if there else ""
+        return errors.WorldError(
+            f"{len(there)} of {self._min_nodes} nodes (cluster.min_nodes) joined within {within_s:g} s{which}",
+            hint="see what the agents of the others say; lower cluster.min_nodes, or raise cluster.join_timeout",
+        )
+
     def keep(self, group: GroupConfig, index: int, shares: tuple[Share, ...]) -> None:
         """Note what a replica holds that an earlier supervisor has started."""
-        self._min_nodes = 0
+        self._taken, self._min_nodes = True, 0
         self._held[group.name, index] = shares
 
     def shares(self, group: str, index: int) -> tuple[Share, ...]:
@@ -459,6 +480,10 @@ class Resources:
         if group.resources.cpu_threads is not None:
             variables["OMP_NUM_THREADS"] = str(group.resources.cpu_threads)
         return variables
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 def _need(group: GroupConfig) -> Need:
