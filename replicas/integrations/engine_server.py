@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from replicas import errors
+from replicas.common.patience import PauseClock
 from replicas.integrations.gate import HEADER
 
 __all__ = ["EngineServer", "Health", "host_and_port"]
@@ -156,14 +157,27 @@ class Health:
 
     def _watch(self) -> None:
         answered = dict.fromkeys(self._watched, time.monotonic())
+        clock = PauseClock(time.monotonic() + HEALTH_EVERY_S)
+
+        def look(next_s: float) -> float:
+            """Note the end of a wait, and how long the next one takes at most."""
+            now = time.monotonic()
+            if clock.look(now):  # this process was paused, and perhaps the server with it
+                answered.update(dict.fromkeys(answered, now))
+            clock.due = now + next_s
+            return now
+
         while not self._over.wait(HEALTH_EVERY_S):
             gone = self._is_gone()
             for path, patience_s in self._watched.items():
+                look(2 * HEALTH_TIMEOUT_S)  # to connect, and to be answered
                 exempt = self._is_loading and path not in self._while_loading
-                if exempt or self._server.answers(path):
-                    answered[path] = time.monotonic()
-                elif time.monotonic() - answered[path] > patience_s:
-                    gone = gone or f"the server has not answered {path} for {time.monotonic() - answered[path]:.0f} s"
+                good = exempt or self._server.answers(path)
+                now = look(HEALTH_EVERY_S)
+                if good:
+                    answered[path] = now
+                elif now - answered[path] > patience_s:
+                    gone = gone or f"the server has not answered {path} for {now - answered[path]:.0f} s"
             if gone:
                 self.reason = gone
                 self._server.give_up(gone)
