@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,9 +13,11 @@ import pytest
 from replicas.config.structs import ClusterConfig, PlacementConfig, ResourcesConfig
 from replicas.control.exit_codes import USAGE
 from replicas.core.lives.leases import BEAT_S, lost_after_s
+from replicas.errors import UsageError
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.checks import Demand
 from replicas.supervisor.fleet.node_checks import ANSWER_S, examine
+from replicas.supervisor.fleet.nodes import Nodes, Site
 from replicas.supervisor.fleet.resources import Machine
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec
 from replicas.telemetry.events import NodeChanged
@@ -381,6 +383,23 @@ async def test_a_doctor_asks_all_nodes_at_once_and_says_which_are_away() -> None
         made.agents["n4"].cut = True
         found, took_s = await examined(made, "n4")
         assert (len(found), took_s) == (1, 0.0)
+
+
+@history
+async def test_a_doctor_says_to_a_node_what_the_run_asks_of_it() -> None:
+    async with field(group_of("a", replicas=2, nproc_per_node=3), group_of("b", replicas=0)) as made:
+        made.join("n1")
+        made.join("n2")
+        await asyncio.sleep(3)
+        nodes = Nodes(cast("Site", made))
+        nodes._cluster = made.cluster
+        found = await nodes.examine([])
+        assert {one.node for one in found} == {"n1", "n2"}
+        (first,), (second,) = made.agents["n1"].asked, made.agents["n2"].asked
+        assert sorted((first.demand.processes, second.demand.processes)) == [0, 2 + 2 * 3]
+        assert {first.supervisor, second.supervisor} == {0}
+        with pytest.raises(UsageError, match=r'no node "n9" \(nodes: n1, n2\)'):
+            await nodes.examine(["n1", "n9"])
 
 
 @history
