@@ -282,7 +282,7 @@ def doctor(
     *,
     place: ThisRunFirst,
     node: Annotated[
-        list[str] | None, typer.Option(metavar="NODE", help="Only the machine of this node, by its agent; repeatable.")
+        str | None, typer.Option(metavar="NODE", help="Only the machine of this node, by its agent.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -291,7 +291,7 @@ def doctor(
     On this machine, and by their agents on all other nodes of a run; with --endpoint on
     the nodes only. Changes nothing. Exit code 1 when there is a problem.
     """
-    findings = _on_nodes(place, node or ()) if node or place.endpoint is not None else list(_here(place))
+    findings = _on_nodes(place, node) if node or place.endpoint is not None else list(_here(place))
     bad = sum(finding.state == "problem" for finding in findings)
     if as_json:
         print(json_text({"problems": bad, "findings": findings}))
@@ -317,20 +317,20 @@ def _here(place: RunAddress) -> Iterator[Finding]:
     try:
         if state_dir is None or supervisor_of(trusted(state_dir)) is None:
             return
-        others = [node.name for node in place.status().nodes if not node.local]
-        yield from _on_nodes(place, others) if others else ()
+        others = {node.name for node in place.status().nodes if not node.local}
+        yield from (one for one in (_on_nodes(place, None) if others else ()) if one.node in others)
     except NotTrusted:
         return  # and nothing of it was examined
     except ReplicasError as error:
         yield Finding("nodes", "problem", f"they cannot be asked: {error.message}", error.hint)
 
 
-def _on_nodes(place: RunAddress, nodes: Iterable[str]) -> list[Finding]:
+def _on_nodes(place: RunAddress, node: str | None) -> list[Finding]:
     from replicas.supervisor.checks import Finding
 
     client = place.client()
     with patience("asking the nodes"):
-        answer = client.order(DoctorOrder(nodes=tuple(nodes)))
+        answer = client.order(DoctorOrder(node=node))
     return msgspec.convert(answer.result, list[Finding])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -48,7 +48,7 @@ class Commands(Protocol):
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]: ...
     async def reload(self) -> object: ...
     async def stacks(self, target: str | None = None) -> Mapping[str, str]: ...
-    async def doctor(self, nodes: Sequence[str] = ()) -> object: ...
+    async def doctor(self, node: str | None = None) -> object: ...
     async def tokens(
         self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False
     ) -> Mapping[str, Any]: ...
@@ -96,9 +96,9 @@ class StacksOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class DoctorOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Have the machines of these ``nodes`` checked; without any, of all nodes."""
+    """Check the machine of ``node``; None: those of all nodes."""
 
-    nodes: tuple[Name, ...] = ()
+    node: Name | None = None
 
 
 class TokensOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,7 +171,7 @@ def carry_out(commands: Commands, order: Order) -> Coroutine[Any, Any, object]:
             return commands.reload()
         case StacksOrder(target=target):
             return commands.stacks(target)
-        case DoctorOrder(nodes=nodes):
-            return commands.doctor(nodes)
+        case DoctorOrder(node=node):
+            return commands.doctor(node)
         case TokensOrder(role=role, rotate=rotate, revoke_old=revoke_old):
             return commands.tokens(role, rotate=rotate, revoke_old=revoke_old)

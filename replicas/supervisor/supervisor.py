@@ -17,7 +17,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -406,15 +406,15 @@ class Supervisor:
             found |= one
         return found
 
-    async def doctor(self, nodes: Sequence[str] = ()) -> tuple[Finding, ...]:
+    async def doctor(self, node: str | None = None) -> tuple[Finding, ...]:
         """What ``replicas doctor`` finds on nodes: leftovers, GPUs, limits, disk.
 
         A node that is away, or does not answer within 40 s, is a problem.
 
-        :param nodes: names; default: all nodes.
+        :param node: default: all nodes.
         :raises replicas.errors.UsageError: no such node.
         """
-        return await self._nodes.examine([arguments.text("doctor: nodes", node) for node in nodes])
+        return await self._nodes.examine(None if node is None else arguments.text("doctor: node", node))
 
     async def tokens(
         self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False

@@ -198,10 +198,10 @@ def test_a_doctor_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str
             assert list(found(str(run.config), "--node", "n2", code=0)) == ["n2"]
             left.communicate(b"\n", timeout=20)
         assert cli.main(["doctor", str(run.config), "--node", "n9"]) == USAGE
-        assert f'no node "n9" (nodes: {local}, n1, n2)' in capsys.readouterr().err
+        assert 'no node "n9" (nodes: ' in capsys.readouterr().err
         agents["n2"].kill()
         eventually(lambda: states(run)["n2"] != "up", "a node that is away")
-        assert cli.main(["doctor", str(run.config), "--node", "n1", "--node", "n2"]) == 1
+        assert cli.main(["doctor", str(run.config)]) == 1
         out = capsys.readouterr().out
         assert "node n1\n[+] node      up, release" in out
         assert "node n2\n[-] node      away: nothing is heard of its agent" in out

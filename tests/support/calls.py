@@ -72,6 +72,7 @@ BASE: dict[str, dict[str, Any]] = {
     "Supervisor.wait_ready": {"timeout": SHORT_S},
     "Supervisor.stacks": {"target": "nobody"},
     "Supervisor.reset_failed": {"target": "nobody"},
+    "Supervisor.doctor": {"node": "nowhere"},
     "Update.load_into": {"model": {"w": torch.zeros(2)}},
     "Update.failed": {"error": "it does not load"},
     **{f"Channel.{kind}": {"tensors": torch.ones(2)} for kind in ("all_reduce", "all_gather")},

@@ -393,13 +393,13 @@ async def test_a_doctor_says_to_a_node_what_the_run_asks_of_it() -> None:
         await asyncio.sleep(3)
         nodes = Nodes(cast("Site", made))
         nodes._cluster = made.cluster
-        found = await nodes.examine([])
+        found = await nodes.examine(None)
         assert {one.node for one in found} == {"n1", "n2"}
         (first,), (second,) = made.agents["n1"].asked, made.agents["n2"].asked
         assert sorted((first.demand.processes, second.demand.processes)) == [0, 2 + 2 * 3]
         assert {first.supervisor, second.supervisor} == {0}
         with pytest.raises(UsageError, match=r'no node "n9" \(nodes: n1, n2\)'):
-            await nodes.examine(["n1", "n9"])
+            await nodes.examine("n9")
 
 
 @history

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ class Run(Fake):
         await self._take("stacks", target)
         return {"a/0/0": "Thread 0x1"}
 
-    async def doctor(self, nodes: Sequence[str] = ()) -> tuple[Finding, ...]:
-        await self._take("doctor", nodes)
+    async def doctor(self, node: str | None = None) -> tuple[Finding, ...]:
+        await self._take("doctor", node)
         return (Finding("disk", "note", "full", node="n1"),)
 
     async def tokens(
@@ -135,8 +135,8 @@ def answer(response: httpx.Response) -> Answer:
         ("/stacks", {"target": "a/0"}, ("stacks", "a/0"), {"a/0/0": "Thread 0x1"}),
         (
             "/doctor",
-            {"nodes": ["n1"]},
-            ("doctor", ("n1",)),
+            {"node": "n1"},
+            ("doctor", "n1"),
             [{"about": "disk", "state": "note", "text": "full", "remedy": "", "node": "n1"}],
         ),
         (

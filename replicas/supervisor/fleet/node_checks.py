@@ -24,9 +24,9 @@ _numbers = itertools.count(1)
 
 async def examine(cluster: Cluster, demands: Mapping[str, Demand]) -> tuple[Finding, ...]:
     """The findings of these nodes, by what the run asks of each."""
-    nodes = [node for node in cluster.status() if node.name in demands]
-    found = await asyncio.gather(*(_examine(cluster, node, demands[node.name]) for node in nodes))
-    return tuple(replace(one, node=node.name) for node, each in zip(nodes, found, strict=True) for one in each)
+    known = {node.name: node for node in cluster.status()}
+    found = await asyncio.gather(*(_examine(cluster, known[name], demand) for name, demand in demands.items()))
+    return tuple(replace(one, node=name) for name, each in zip(demands, found, strict=True) for one in each)
 
 
 async def _examine(cluster: Cluster, node: NodeStatus, demand: Demand) -> tuple[Finding, ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -270,18 +270,17 @@ class Nodes:
         if node != site.resources.local:
             cluster.release(node, "the node is drained")
 
-    def _refuse_unknown(self, *nodes: str) -> None:
+    def _refuse_unknown(self, node: str) -> None:
         known = self.cluster.names()
-        for node in nodes:
-            if node not in known:
-                raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {', '.join(known) or 'none'}")
+        if node not in known:
+            raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {', '.join(known) or 'none'}")
 
-    async def examine(self, nodes: Sequence[str]) -> tuple[Finding, ...]:
+    async def examine(self, node: str | None) -> tuple[Finding, ...]:
         """See :meth:`replicas.Supervisor.doctor`."""
-        self._refuse_unknown(*nodes)
-        return await node_checks.examine(
-            self.cluster, {one: self._demand(one) for one in nodes or self.cluster.names()}
-        )
+        if node is not None:
+            self._refuse_unknown(node)
+        nodes = sorted(self.cluster.names()) if node is None else [node]
+        return await node_checks.examine(self.cluster, {one: self._demand(one) for one in nodes})
 
     def _demand(self, node: str) -> Demand:
         groups, resources = self._site.config.groups, self._site.resources
