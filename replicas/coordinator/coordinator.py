@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -32,6 +32,7 @@ from replicas.core.effects import Event
 from replicas.core.members.roster import GroupShape
 from replicas.messages import arguments
 from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown
+from replicas.messages.identity import Member
 from replicas.status import ChannelStatus, MemberStatus, StoreStatus
 from replicas.trust.certificate import PortKey, make_pem
 from replicas.trust.tokens import PLAIN, JoinToken, Tokens, another_key
@@ -273,6 +274,11 @@ class Coordinator:
         channels = self.engine.channels.values()
         return self._book.of(channels, group, replica, generation, world, now, external=external)
 
+    def expect(self, members: Mapping[str, Collection[Member]]) -> None:
+        """Wait for these members of an earlier coordinator, by channel, alone."""
+        for name, channel in self.engine.channels.items():
+            channel.recovery.expect(members.get(name, ()))
+
     @property
     def recovering(self) -> bool:
         """Whether members of an earlier coordinator may still come back."""
@@ -295,10 +301,7 @@ class Coordinator:
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
         """The replica's processes have ended: lose its remaining members now."""
-        for channel in self.engine.channels.values():
-            for state in channel.roster.replica(group, replica):
-                if state.hello.generation <= generation:
-                    self.engine.lose(state.member, reason)
+        self.engine.replica_ended(group, replica, generation, reason)
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
         """Mark this generation as draining: no new version waits for it.

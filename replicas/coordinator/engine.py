@@ -273,6 +273,14 @@ class Engine:
             channel.lose(member, reason, self._now())
             self._apply(channel)
 
+    def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
+        for channel in self.channels.values():
+            channel.recovery.ended(group, replica, reason)
+            for state in channel.roster.replica(group, replica):
+                if state.hello.generation <= generation:
+                    channel.lose(state.member, reason, self._now())
+            self._apply(channel)
+
     def set_draining(self, group: str, replica: int, generation: int) -> None:
         for channel in self.channels.values():
             channel.set_draining(group, replica, generation, self._now())

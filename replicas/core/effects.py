@@ -56,6 +56,7 @@ class MemberQuarantined(msgspec.Struct, frozen=True, tag=True):
 class MemberLost(msgspec.Struct, frozen=True, tag=True):
     """A member has left a channel, died, or lost its lease.
 
+    ``reason``: ``absent`` if it did not come back to a new coordinator in time.
     ``observes``: it was an observer, which may use the name of a rank without being
     one; no replica is affected.
     """

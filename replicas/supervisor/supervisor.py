@@ -221,6 +221,8 @@ class Supervisor:
                 adopted=self._nodes.adopted(config),
             )
             self._fleet.start()
+            if saved is not None:  # else older events may be missing
+                coordinator.expect(self._events.tally.members)
             self._events.on_rotate = self.save
             self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._door)
             self.spawn(self._nodes.tend)
@@ -597,6 +599,8 @@ class Supervisor:
 
     def _on_channel_event(self, event: ChannelEvent) -> None:
         self.emit(event)
+        if self._fleet is None:
+            return  # members come back to a run that is being started
         if isinstance(event, MemberLost) and not event.observes:
             if replica := self.fleet.replica(event.member.group, event.member.replica):
                 replica.member_lost(event.member.rank, event.reason)

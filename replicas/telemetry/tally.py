@@ -15,8 +15,17 @@ from itertools import accumulate
 import msgspec
 from msgspec.structs import replace
 
-from replicas.core.effects import CaughtUp, EpochStarted, Retried, SidecarReplaced, SyncEnded
+from replicas.core.effects import (
+    CaughtUp,
+    EpochStarted,
+    MemberJoined,
+    MemberLost,
+    Retried,
+    SidecarReplaced,
+    SyncEnded,
+)
 from replicas.core.lives.lifecycle import Transition
+from replicas.messages.identity import Member
 from replicas.status import RunStatus
 from replicas.telemetry.events import (
     ConnectionsRefused,
@@ -58,7 +67,8 @@ class Tally(msgspec.Struct):
 
     ``events_lost``: events that could not be written to disk; ``events_untold``: those
     of them that no :class:`EventsLost` has reported yet. ``epochs``: the newest epoch
-    of each channel. ``reload_ok``: whether the config that was last read is in use.
+    of each channel. ``members``: who is on it, or was when a supervisor died and has
+    not come back yet. ``reload_ok``: whether the config that was last read is in use.
     """
 
     restarts: dict[str, Counts] = {}
@@ -74,6 +84,7 @@ class Tally(msgspec.Struct):
     events_lost: int = 0
     events_untold: int = 0
     epochs: Counts = {}
+    members: dict[str, set[Member]] = {}
     reload_ok: bool = True
 
     def count(self, event: Event) -> None:
@@ -93,6 +104,10 @@ class Tally(msgspec.Struct):
                 _add(self.refused, event.reason, event.count)
             case EpochStarted(channel, epoch):
                 self.epochs[channel] = max(epoch, self.epochs.get(channel, 0))
+            case MemberJoined(channel, member):
+                self.members.setdefault(channel, set()).add(member)
+            case MemberLost(channel, member):
+                self.members.get(channel, set()).discard(member)
             case LogLinesDropped(where="file"):  # lines dropped by the tee are still in the log
                 _add(self.log_lines_dropped, event.group, event.count)
             case EventsLost(count=count):

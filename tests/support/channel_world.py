@@ -38,6 +38,7 @@ from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifest import PartManifest, TensorSpec
 from replicas.core.versions.manifests import read
 from replicas.messages.identity import Member, ProcessIdentity
+from replicas.telemetry.tally import Tally
 
 NBYTES = 16
 """Of a version."""
@@ -449,6 +450,7 @@ class World:
         self.aborted: set[int] = set()
         self.log_lost = False
         self.events: list[Event] = []
+        self.tally = Tally()
         self.swept: list[str] = []
         self.replaced: list[tuple[str, int]] = []
         """Addresses of stores that were to be replaced."""
@@ -539,6 +541,10 @@ class World:
             sim.outbox.clear()
             sim.incoming.clear()
         return sims
+
+    def expect(self) -> None:
+        """The new coordinator is told who was a member, as far as the events go."""
+        self.state.recovery.expect(self.tally.members.get(self.config.name, ()))
 
     def rejoin(self, sim: SimMember) -> None:
         """The member's session comes back: it says what it knows, and what is under
@@ -644,6 +650,7 @@ class World:
                     self.kept.pop(effect.owner, None)
                 case event:
                     self.events.append(event)
+                    self.tally.count(event)
                     if isinstance(event, MemberLost):
                         self.members.pop(event.member, None)
 

@@ -1,6 +1,6 @@
 """Any interleaving of joins, deaths, freezes, publishes, receives, late messages,
 members that cannot reach each other and coordinators that start again (with their
-decision log or without) keeps the invariants.
+decision log or without, and told whom to expect or not) keeps the invariants.
 
 I1: every publish ends. I2: a replica is granted committed versions only, each rank of
 it the same ones in the same order, never an older one after a newer. I4: when the
@@ -15,10 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replicas import messages as wire
 from replicas.core.members.roster import GroupShape
+from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import SimMember, World, channel_config
 from tests.support.rosters import check_roster
 
-NAMES = ("trainer/0/0", "rollout/0/0", "rollout/0/1", "rollout/1/0", "rollout/1/1")
+SOURCES = ("trainer/0/0", "trainer/1/0")
+NAMES = (*SOURCES, "rollout/0/0", "rollout/0/1", "rollout/1/0", "rollout/1/1")
 WORLD_SIZES = {"trainer": 1, "rollout": 2}
 
 
@@ -30,6 +32,9 @@ class Channel(RuleBasedStateMachine):
         self.away: list[SimMember] = []
         """Without a session since the coordinator started again."""
         self.committed: dict[str, int] = {}
+        self.late = False
+        """Somebody came later than a coordinator waits."""
+        self.read: dict[SimMember, int] = {}
 
     @initialize(staging=st.sampled_from(("host", "host", "device")))
     def begin(self, staging: str) -> None:
@@ -158,13 +163,46 @@ class Channel(RuleBasedStateMachine):
         sim.outbox.append(late)
 
     @precondition(lambda self: self.world.members)
-    @rule(keep_log=st.booleans(), forget=st.booleans())
-    def restart(self, keep_log: bool, forget: bool) -> None:
+    @rule(keep_log=st.booleans(), forget=st.booleans(), told=st.booleans())
+    def restart(self, keep_log: bool, forget: bool, told: bool) -> None:
         """``forget``: those without a session stay so for now; else they come back at
-        once."""
+        once. ``told``: it knows whom to expect."""
         self.away += self.world.restart(keep_log=keep_log)
+        if told:
+            self.world.expect()
         if not forget:
             self.come_back(len(self.away))
+
+    @rule()
+    def told_later(self) -> None:
+        self.world.expect()
+
+    @precondition(lambda self: len(self._sims()) > 1)
+    @rule(data=st.data(), silent=st.booleans())
+    def one_is_slow_to_come_back(self, data: st.DataObject, silent: bool) -> None:
+        """``silent``: it comes back, and does not say what is under way. The others
+        publish meanwhile; and so has a trainer, whose number nobody else knows."""
+        for name in SOURCES:
+            if self.world.state.roster.holder_of(name) is None:
+                self._join(name)
+        self.world.run(tuple(self.frozen))
+        slow = data.draw(st.sampled_from(self._sims()))
+        if slow.member.group == "trainer":
+            slow.publish()
+            self.world.run(tuple(self.frozen))
+        self.restart(keep_log=True, forget=True, told=True)
+        self.away.remove(slow)
+        self.come_back(len(self.away))
+        if silent:
+            self.world.rejoin(slow)
+            self.frozen.add(slow)
+        else:
+            self.away.append(slow)
+        self.publish(None)
+        self.world.advance(0.5, frozen=tuple(self.frozen))
+        self.frozen.discard(slow)
+        self.come_back(len(self.away))
+        self.world.run(tuple(self.frozen))
 
     @precondition(lambda self: self.away)
     @rule(count=st.integers(1, 5))
@@ -205,6 +243,19 @@ class Channel(RuleBasedStateMachine):
     def failed_publishes_are_never_committed(self) -> None:
         committed = {decision.version for decision in self.world.decisions}
         assert not committed & self.world.aborted
+
+    @invariant()
+    def nobody_takes_the_number_of_a_publish_under_way(self) -> None:
+        """Unless its source came late."""
+        recovery, sims = self.world.state.recovery, list(self.world.members.values())
+        began, missing = recovery._started, self.away or not all(state.resumed for state in self.world.state.roster)
+        if missing and not recovery.active and (began is None or self.world.now - began >= RECOVERY_S):
+            self.late = True
+        for sim in sims:
+            news, self.read[sim] = sim.seen[self.read.get(sim, 0) :], len(sim.seen)
+            admitted = {message.version for message in news if isinstance(message, wire.PublishAdmitted)}
+            others = {one.version for other in (*sims, *self.away) if other is not sim for one in other.open.values()}
+            assert self.late or not admitted & others
 
     @invariant()
     def nothing_is_kept_of_what_lies_on_a_gpu(self) -> None:

@@ -148,6 +148,9 @@ def test_the_counters_are_the_fold_of_the_events() -> None:
     assert tally.log_lines_dropped == {"a": 7}
     assert tally.events_lost == 5
     assert tally.epochs == {"p": 4}
+    assert tally.members == {"p": set()}
+    tally.count(MemberJoined("p", RANK))
+    assert tally.members == {"p": {RANK}}
     assert not tally.reload_ok
     assert msgspec.json.decode(msgspec.json.encode(tally), type=Tally) == tally
     tally.count(RunStarted(run="r", pid=2, version="0", resumed=True))

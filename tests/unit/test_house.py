@@ -31,7 +31,7 @@ WAYS = {
     "messages": {"common"},
     "config": {"common", "messages"},
     "core": {"common", "messages", "config"},
-    "telemetry": {"common", "linux", "core"},
+    "telemetry": {*BOTTOM, "core"},
     "trust": {"linux"},
     "memory": {"linux", "messages"},
     "weights": {*BOTTOM, "core", "memory"},

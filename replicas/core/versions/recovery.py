@@ -13,6 +13,13 @@ decision log): until then nothing is admitted, moved or granted. A member that h
 to send ``Resumed`` is waited for as long again. A publish without a number gets none
 before the end of this window: another rank of its replica may still announce one.
 
+A supervisor that knows its predecessor's members says so (:meth:`Recovery.expect`).
+Then the window ends as soon as each of them has sent ``Resumed``, and its host is
+known; one whose replica has ended is not waited for. One that has not come by the end
+of the window is reported as lost. It may still come, as may one that nobody expected,
+and its facts still count; but its number may be taken, and what it alone held
+discarded.
+
 Then, for each version that is held and not committed:
 
 * announced again by its source: the publish goes on, and its holders need no bytes;
@@ -27,11 +34,13 @@ describes the version first (``Describe``).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.core.effects import CommitDecision
+from replicas.core.effects import CommitDecision, MemberLost
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.attempt import Payload
@@ -82,6 +91,9 @@ class Recovery:
         self._ground, self._roster, self._commits, self._pairing = ground, ground.roster, commits, pairing
         self._aborted = ground.past.aborted
         self._started: float | None = None
+        self._told = False
+        self._awaited: set[Member] = set()
+        """Expected members that have not said Hello."""
         self._described: Member | None = None
         self._answer: wire.Described | None = None
         self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
@@ -93,11 +105,34 @@ class Recovery:
         """Whether decisions that need all members must wait."""
         return not self._done
 
+    # ------------------------------------------------------------ who is expected
+
+    def expect(self, members: Collection[Member]) -> None:
+        """Expect the members of the earlier coordinator: all of them, or none known."""
+        self._told = bool(members)
+        self._awaited = {member for member in members if member not in self._roster}
+
+    def ended(self, group: str, replica: int, reason: str) -> None:
+        """The replica's processes have ended: do not wait for those of the past."""
+        self._give_up([one for one in self._awaited if (one.group, one.replica) == (group, replica)], reason)
+
+    def _give_up(self, members: Collection[Member], reason: str) -> None:
+        self._awaited.difference_update(members)
+        for member in sorted(members):
+            self._ground.emit(MemberLost(self._ground.config.name, member, reason))
+
+    @property
+    def _all_back(self) -> bool:
+        """Whether all are known to have said what they know, and can be admitted."""
+        known = all(state.resumed and (state.host or state.observes) for state in self._roster)
+        return self._told and not self._awaited and known
+
     # ------------------------------------------------------------ reports of members
 
     def heard(self, state: MemberState, now: float) -> None:
         """Take the Hello of a member of an earlier coordinator."""
         commits, hello = self._commits, state.hello
+        self._awaited.discard(state.member)
         self._roster.epoch = max(self._roster.epoch, hello.epoch + 1)
         versions = [hello.latest, hello.loaded, hello.assigned, *(held.version for held in hello.held)]
         commits.publishes.numbered = max(commits.publishes.numbered, *versions)
@@ -138,9 +173,10 @@ class Recovery:
             self._started = now
         passed = now - self._started
         unheard = any(not state.resumed for state in self._roster)
-        if passed < RECOVERY_S or (unheard and passed < 2 * RECOVERY_S):
+        if not self._all_back and (passed < RECOVERY_S or (unheard and passed < 2 * RECOVERY_S)):
             return
         self._done = True
+        self._give_up(list(self._awaited), "absent")
         if any(state.is_peer and state.from_before for state in self._roster):
             self._pairing.expect_nobody()
         deferred, self._deferred = self._deferred, []
