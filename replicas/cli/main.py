@@ -21,7 +21,7 @@ from replicas.cli import render
 from replicas.cli.agent import agent
 from replicas.cli.base import Json, Screen, app, command, complain, json_text
 from replicas.cli.look import doctor, events, logs, status
-from replicas.cli.orders import drain, reload, reset_failed, restart, scale, stacks, wait
+from replicas.cli.orders import detach, drain, reload, reset_failed, restart, scale, stacks, wait
 from replicas.cli.ray import ray
 from replicas.cli.slurm import slurm
 from replicas.cli.tokens import token
@@ -83,7 +83,7 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (run, check, agent, slurm, ray),
     "Look": (status, logs, events, stacks, wait, doctor),
-    "Change": (scale, restart, drain, reset_failed, reload, token),
+    "Change": (scale, restart, drain, detach, reset_failed, reload, token),
 }
 """In the order of ``--help``."""
 

@@ -25,14 +25,14 @@ from replicas.cli.base import (
 from replicas.cli.find_run import RunAddress, RunEndWatcher
 from replicas.common.foreign import one_line
 from replicas.config import values as config_values
-from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, StacksOrder
+from replicas.control.commands import Answer, Detach, Drain, Order, Reload, ResetFailed, Restart, Scale, StacksOrder
 from replicas.control.exit_codes import FAILED
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, enough, is_good
 from replicas.errors import DeadlineExceeded, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 
-__all__ = ["chosen", "drain", "reload", "reset_failed", "restart", "scale", "stacks", "unready", "wait"]
+__all__ = ["chosen", "detach", "drain", "reload", "reset_failed", "restart", "scale", "stacks", "unready", "wait"]
 
 _LOOK_AGAIN_S = 0.2
 
@@ -115,6 +115,19 @@ def drain(
 
 
 @command(failed=FAILED)
+def detach(*, place: ThisRunFirst, as_json: Json = False) -> None:
+    """End the supervisor alone; the next one takes over its replicas and agents.
+
+    For an upgrade, or a restart of the supervisor. Needs run.adopt in the config: the
+    time in which the next one must be started.
+    """
+    end = place.end()
+    answer = place.client().order(Detach())
+    _until_gone(place, end)
+    _tell(answer, "the supervisor has left; start the next one with: replicas run CONFIG", as_json=as_json)
+
+
+@command(failed=FAILED)
 def reset_failed(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = False) -> None:
     """Start failed replicas again, with a full restart budget."""
     answer = _hand_in(place, ResetFailed(target=target), "resetting")
@@ -155,7 +168,7 @@ def _hand_in(place: RunAddress, order: Order, doing: str, *, wait: bool = True) 
 
 def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
     pid = None
-    with patience("draining") as show_doing:
+    with patience("waiting for its end") as show_doing:
         for status in place.looks(_LOOK_AGAIN_S, end):
             if status is None:
                 continue
@@ -163,7 +176,8 @@ def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
                 return  # the run was started again
             pid = status.pid
             left = [one.name for group in status.groups for one in group.replicas if one.state not in SETTLED]
-            show_doing(f"draining: {', '.join(left) if 0 < len(left) <= 4 else f'{len(left)} replicas'} left")
+            if status.draining:
+                show_doing(f"draining: {', '.join(left) if 0 < len(left) <= 4 else f'{len(left)} replicas'} left")
 
 
 def _tell(answer: Answer, words: str, *, as_json: bool) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "RUN_HEADER",
     "Answer",
     "Commands",
+    "Detach",
     "DoctorOrder",
     "Drain",
     "Order",
@@ -44,6 +45,7 @@ class Commands(Protocol):
     async def scale(self, group: str, replicas: int) -> None: ...
     async def restart(self, target: str, *, rolling: bool = False) -> None: ...
     async def drain(self, target: str | None = None, *, hurry: bool = False) -> None: ...
+    async def detach(self) -> None: ...
     async def drain_node(self, node: str, *, undo: bool = False) -> None: ...
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]: ...
     async def reload(self) -> object: ...
@@ -79,6 +81,10 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     undo: bool = False
 
 
+class Detach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Leave the run as it is to the next supervisor."""
+
+
 class ResetFailed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``target`` None: all failed replicas."""
 
@@ -109,12 +115,13 @@ class TokensOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     revoke_old: bool = False
 
 
-Order = Scale | Restart | Drain | ResetFailed | Reload | StacksOrder | DoctorOrder | TokensOrder
+Order = Scale | Restart | Drain | Detach | ResetFailed | Reload | StacksOrder | DoctorOrder | TokensOrder
 
 ORDERS: dict[str, type[Order]] = {
     "/scale": Scale,
     "/restart": Restart,
     "/drain": Drain,
+    "/detach": Detach,
     "/reset-failed": ResetFailed,
     "/reload": Reload,
     "/stacks": StacksOrder,
@@ -165,6 +172,8 @@ def carry_out(commands: Commands, order: Order) -> Coroutine[Any, Any, object]:
             return commands.drain_node(node, undo=undo)
         case Drain(target=target, hurry=hurry):
             return commands.drain(target, hurry=hurry)
+        case Detach():
+            return commands.detach()
         case ResetFailed(target=target):
             return commands.reset_failed(target)
         case Reload():

@@ -115,7 +115,7 @@ async def _supervise(config: Config, console: Console, surroundings: Surrounding
                 await operator.finish()
     finally:
         notifier.close()
-    say(f"run {config.run.name}: over, exit code {code}")
+    say(f"run {config.run.name}: {'left as it is' if supervisor.detached else 'over'}, exit code {code}")
     return code
 
 

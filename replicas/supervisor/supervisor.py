@@ -144,6 +144,8 @@ class Supervisor:
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
         self._preempted = False
+        self.detached = False
+        """Whether the run goes on without this supervisor (:meth:`detach`)."""
         self._helpers: dict[int, ProcessRecord] = {}
         self._machine, self._process = this_machine(), this_process()
         self._door = self.config.control.socket or self.state.path / SOCKET_FILE
@@ -247,15 +249,16 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with anyio.CancelScope(shield=True):
-                await self.fleet.drain(reason="over")
-            self._count_refused()
-            self.emit(RunEnded(exit_code=self.exit_code, reason=self.fleet.ended_by))
+            if not self.detached:
+                with anyio.CancelScope(shield=True):
+                    await self.fleet.drain(reason="over")
+                self._count_refused()
+                self.emit(RunEnded(exit_code=self.exit_code, reason=self.fleet.ended_by))
             self._events.close()  # ends its followers, and with them the control port's streams
         finally:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
-            self.coordinator.keep_decisions = self._preempted
+            self.coordinator.keep_decisions = self._goes_on
             # Without the block's own error, which must be raised as it is and not in
             # the task group's ExceptionGroup.
             await self._stack.__aexit__(None, None, None)
@@ -265,9 +268,14 @@ class Supervisor:
 
     def _release(self) -> None:
         ended = self._fleet is not None and self._fleet.over.is_set()
-        if self._preempted:
+        if self._goes_on:
             self.save()
-        self.state.release(ended=ended and not self._preempted)
+        self.state.release(ended=ended and not self._goes_on)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the next supervisor continues the run."""
+        return self._preempted or self.detached
 
     @staticmethod
     async def check_plan(config: Config) -> Machine:
@@ -282,12 +290,13 @@ class Supervisor:
     # ------------------------------------------------------------ commands
 
     async def run_until_done(self) -> int:
-        """Wait until the run is over or drained, and end what still runs.
+        """Wait until the run is over, drained or left, and end what still runs.
 
         :return: the exit code: 0, 1 for a failure, 75 after a preemption.
         """
         await self.fleet.over.wait()
-        await self.fleet.drain(reason="over")
+        if not self.detached:
+            await self.fleet.drain(reason="over")
         return self.exit_code
 
     @property
@@ -353,6 +362,8 @@ class Supervisor:
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
         :raises replicas.errors.UsageError: no such group or replica.
         """
+        if self.detached:
+            raise errors.UsageError("this supervisor has left the run", hint="drain it by the next one")
         await self.fleet.drain(target, hurry=arguments.flag("drain: hurry", hurry))
 
     async def preempt(self) -> None:
@@ -364,6 +375,27 @@ class Supervisor:
         if not self.fleet.over.is_set():
             self._preempted = True
             await self.fleet.drain(reason="preempted")
+
+    async def detach(self) -> None:
+        """Leave the run as it is to the next supervisor, which takes it over.
+
+        Agents and replicas go on; they end if none has come within ``run.adopt``. Leave
+        the block then: :meth:`run_until_done` returns 0.
+
+        :raises replicas.errors.UsageError: ``run.adopt`` is not set, or the run is
+            being drained or is over.
+        """
+        fleet = self.fleet
+        if not self.config.run.adopt_s:
+            text = "without run.adopt everything of the run ends with its supervisor"
+            raise errors.UsageError(text, hint='drain the run, and start it again with run.adopt = "2m" in its config')
+        fleet.refuse_while_draining()
+        if fleet.over.is_set():
+            raise errors.UsageError("the run is over")
+        self.detached = True
+        self._nodes.leave()
+        self.say(f"leaving the run to the next supervisor, which has {self.config.run.adopt_s:g} s to come")
+        fleet.over.set()
 
     async def drain_node(self, node: str, *, undo: bool = False) -> None:
         """Move a node's replicas elsewhere, after their sync, and let none start there.

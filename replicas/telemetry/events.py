@@ -64,7 +64,7 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The run is over, and no process of it is left.
 
-    A run without this event ended by the death of its supervisor.
+    A run without this event ended by the death of its supervisor, or was left by it.
     """
 
     exit_code: int

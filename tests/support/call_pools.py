@@ -303,7 +303,7 @@ NOT_CALLED = {
         ),
         "takes nothing, or is for the supervisor's own parts",
     ),
-    **dict.fromkeys(("Supervisor.preempt", "Supervisor.run_until_done"), "ends the run"),
+    **dict.fromkeys(("Supervisor.detach", "Supervisor.preempt", "Supervisor.run_until_done"), "ends the run"),
     "Coordinator.in_thread": "takes nothing",
     **dict.fromkeys(
         (
@@ -311,6 +311,7 @@ NOT_CALLED = {
             for name in (
                 "busy",
                 "channel_statuses",
+                "expect",
                 "forget",
                 "joined",
                 "progress",

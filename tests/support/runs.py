@@ -179,6 +179,13 @@ class Run:
         self._popen.kill()
         self._popen.wait(30)
 
+    def left(self) -> int:
+        """The exit code of a supervisor that has left the run; what it has started may
+        still write."""
+        assert self._popen is not None
+        self._note_agents()
+        return self._popen.wait(30)
+
     @property
     def pid(self) -> int:
         assert self._popen is not None

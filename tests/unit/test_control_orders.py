@@ -68,6 +68,9 @@ class Run(Fake):
     async def drain(self, target: str | None = None, *, hurry: bool = False) -> None:
         await self._take("drain", target, hurry)
 
+    async def detach(self) -> None:
+        await self._take("detach")
+
     async def drain_node(self, node: str, *, undo: bool = False) -> None:
         await self._take("drain_node", node, undo)
 
@@ -129,6 +132,7 @@ def answer(response: httpx.Response) -> Answer:
         ("/restart", {"target": "a", "rolling": True}, ("restart", "a", True), None),
         ("/drain", {"target": "a", "hurry": True}, ("drain", "a", True), None),
         ("/drain", None, ("drain", None, False), None),
+        ("/detach", None, ("detach",), None),
         ("/reset-failed", None, ("reset-failed", None), ["a/1", "a/2"]),
         ("/reset-failed", {"target": "a"}, ("reset-failed", "a"), ["a/1", "a/2"]),
         ("/reload", {}, ("reload",), {"type": "Reloaded", "changed": ["a"], "added": [], "removed": []}),

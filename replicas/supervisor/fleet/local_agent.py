@@ -153,8 +153,20 @@ class LocalAgent:
             send_signal(self._pidfd, signal.SIGKILL)
             await self._ended.wait()
         elif self._popen is not None:
+            self._let_go()
+
+    def leave(self) -> None:
+        """Leave it to the next supervisor."""
+        self._closing = True
+        if self._again is not None:
+            self._again.cancel()
+        if self.pid is not None:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._popen is not None:
             self._popen.returncode = 0  # it is not waited for any more
-            self._forget()
+        self._forget()
 
     def _forget(self) -> None:
         self._loop.remove_reader(self._pidfd)

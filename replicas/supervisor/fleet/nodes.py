@@ -85,6 +85,7 @@ class Nodes:
         self._expected: dict[str, ShimHandle] = {}
         self._records: tuple[ShimRecord, ...] = ()
         self._draining: set[str] = set()
+        self._left = False
         self.adopting = False
         """Whether something of an earlier supervisor goes on."""
 
@@ -176,8 +177,17 @@ class Nodes:
                 hint="run it as a systemd unit of its own with Delegate=yes, or remove the limits from the config",
             )
 
+    def leave(self) -> None:
+        """Leave the agents, and all that they run, to the next supervisor."""
+        self._left = True
+        if self._local is not None:
+            self._local.leave()
+            self._local = None
+
     async def finish(self) -> None:
         """Have all agents end what is left; wait for that of this machine."""
+        if self._left:
+            return
         self.cluster.over()
         with anyio.CancelScope(shield=True):
             if self._local is not None:

@@ -1,0 +1,97 @@
+"""A supervisor that leaves its run to the next one: nothing of it ends, nothing is
+lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicas import errors
+from replicas.supervisor import Supervisor
+from replicas.supervisor.fleet.local_agent import AGENT
+from tests.integration.test_agents import again, publishing, ready, told, versions
+from tests.integration.test_supervisor_embedded import config
+from tests.support.runs import ROOT, Run, alive, eventually
+
+DETACH = (sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())", "detach")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def detach(run: Run) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([*DETACH, str(run.config)], env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_nothing_is_lost_between_two_supervisors(tmp_path: Path) -> None:
+    """Under publishes, here and on another node: the same processes and generations,
+    and no version number without a version."""
+    with publishing(tmp_path, 60.0) as (run, agents):
+        before = {name: ready(run, name) for name in ("trainer", "rollout")}
+        agent = run.find(AGENT)
+        for _ in range(2):
+            done = detach(run)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert done.stdout == "the supervisor has left; start the next one with: replicas run CONFIG\n"
+            assert run.left() == 0
+            assert not (run.state_dir / "endpoint.json").exists()
+            reached = versions(run)[-1]
+            again(run)
+            eventually(lambda reached=reached: versions(run)[-1] > reached + 2, "versions that go on", timeout_s=30)  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+            assert {name: ready(run, name) for name in ("trainer", "rollout")} == before
+        assert run.find(AGENT) == agent
+        assert [line for line in told(run) if "error" in line] == []
+        found = versions(run)
+        assert found == list(range(found[0], found[0] + len(found)))
+        assert all(group.restarts == {} for group in run.status().groups)
+        assert agents["n1"].popen.poll() is None
+        (tmp_path / "out" / "stop").touch()
+        assert run.wait(timeout_s=60) == 0
+        assert agents["n1"].wait() == 0
+        run.assert_nothing_left()
+
+
+def test_when_nobody_follows_nothing_is_left(tmp_path: Path) -> None:
+    with publishing(tmp_path, 5.0) as (run, agents):
+        assert detach(run).returncode == 0
+        assert run.left() == 0
+        assert agents["n1"].wait() == 1
+        run.assert_nothing_left(timeout_s=30)
+
+
+@pytest.mark.anyio
+async def test_it_is_refused_where_everything_would_end(tmp_path: Path) -> None:
+    async with Supervisor(config(tmp_path, a={})) as supervisor:
+        with pytest.raises(errors.UsageError, match=r"without run\.adopt everything of the run ends") as caught:
+            await supervisor.detach()
+        assert 'run.adopt = "2m"' in caught.value.hint
+        await supervisor.wait_ready(timeout=30)
+        await supervisor.drain(hurry=True)
+
+
+@pytest.mark.anyio
+async def test_a_program_leaves_its_run_to_the_next_supervisor(tmp_path: Path) -> None:
+    given = config(tmp_path, a={})
+    given["run"]["adopt"] = "60s"
+    async with Supervisor(given) as first:
+        await first.wait_ready(timeout=30)
+        before = [(one.pid, one.generation) for one in first.status().groups[0].replicas]
+        await first.detach()
+        assert await first.run_until_done() == 0
+        with pytest.raises(errors.UsageError, match="has left the run"):
+            await first.drain()
+    assert all(pid is not None and alive(pid) for pid, _ in before)
+    async with Supervisor(given) as second:
+        await second.wait_ready(timeout=30)
+        assert [(one.pid, one.generation) for one in second.status().groups[0].replicas] == before
+        await second.drain()
+        with pytest.raises(errors.UsageError, match="being drained"):
+            await second.detach()
+    assert not any(pid is not None and alive(pid) for pid, _ in before)
