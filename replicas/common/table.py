@@ -12,10 +12,11 @@ from typing import Generic, TypeVar
 
 from replicas.errors import InternalError
 
-__all__ = ["InvalidStep", "Table"]
+__all__ = ["InvalidStep", "Machine", "Table"]
 
 S = TypeVar("S", bound=str)
 E = TypeVar("E", bound=str)
+A = TypeVar("A", bound=str)
 
 
 class InvalidStep(InternalError):
@@ -61,3 +62,22 @@ class Table(Generic[S, E]):
     def final(self, state: S) -> bool:
         """Return whether ``state`` has no successor."""
         return all(before != state for before, _ in self.rows)
+
+
+class Machine(Generic[S, E, A]):
+    """The state of one thing, ``now``, and what is to be done at each step.
+
+    :param actions: of a state and an event, in their order; none where it has no entry.
+    """
+
+    def __init__(self, table: Table[S, E], actions: Mapping[tuple[S, E], tuple[A, ...]]) -> None:
+        self._table, self._actions = table, actions
+        self.now: S = table.start[0]
+
+    def step(self, event: E) -> tuple[A, ...]:
+        """Enter the next state; return what to do.
+
+        :raises InvalidStep: there is no such row.
+        """
+        before, self.now = self.now, self._table.next(self.now, event)
+        return self._actions.get((before, event), ())

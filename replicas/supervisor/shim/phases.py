@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from replicas.common.table import Table
+from replicas.common.table import Machine, Table
 from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S
 
 __all__ = ["ACTIONS", "PHASES", "SWEEP_GRACE_S", "Action", "Input", "Phase", "Phases"]
@@ -63,11 +63,11 @@ ACTIONS: Mapping[tuple[Phase, Input], tuple[Action, ...]] = {
 }
 
 
-class Phases:
+class Phases(Machine[Phase, Input, Action]):
     """The phase of one shim, ``now``, and the time of its next SIGKILL."""
 
     def __init__(self) -> None:
-        self.now: Phase = "running"
+        super().__init__(PHASES, ACTIONS)
         self.kill_at = math.inf
         self._killing_since: float | None = None
         self._name_at = 0.0
@@ -77,10 +77,10 @@ class Phases:
 
         :param timeout_s: from SIGTERM to SIGKILL.
         """
-        before, self.now = self.now, PHASES.next(self.now, event)
+        actions = self.step(event)
         if event == "stop" or (self.now == "sweeping" and self.kill_at == math.inf):
             self.kill_at = min(self.kill_at, at + timeout_s)
-        return ACTIONS.get((before, event), ())
+        return actions
 
     def killed(self, at: float) -> bool:
         """Note SIGKILL to all; return whether to name those that do not die of it."""
