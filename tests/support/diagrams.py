@@ -8,6 +8,7 @@ from typing import Any
 
 from replicas.common.child import CHILD
 from replicas.common.table import Table
+from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
 from replicas.core.membership import LANE, MEMBER, PUBLISH, ROUND, SLOT, TRANSFER
 from replicas.supervisor.shim.phases import PHASES
@@ -16,7 +17,19 @@ __all__ = ["PAGE", "TABLES", "with_tables"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 BEGIN, END = "<!-- tables -->\n", "\n<!-- end of tables -->"
-TABLES: tuple[Table[Any, Any], ...] = (REPLICA, PHASES, CHILD, MEMBER, PUBLISH, TRANSFER, LANE, ROUND, SLOT)
+TABLES: tuple[Table[Any, Any], ...] = (
+    REPLICA,
+    ASKED,
+    GENERATION,
+    PHASES,
+    CHILD,
+    MEMBER,
+    PUBLISH,
+    TRANSFER,
+    LANE,
+    ROUND,
+    SLOT,
+)
 
 
 def with_tables(page: str) -> str:

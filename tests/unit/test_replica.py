@@ -21,6 +21,7 @@ from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
+from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.events import Event, HeldUp, ReplicaExited
 
@@ -445,6 +446,74 @@ async def test_a_change_of_mind_while_it_drains(tmp_path: Path) -> None:
         world.shims[0].ended(ExitReport("stopped"))
         await settle()
         assert (state(replica), replica.life.restarts) == ("starting", {"requested": 1})
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("request_", ["stop", "halt"])
+async def test_one_that_is_adopted_and_stopped_at_once_ends(tmp_path: Path, request_: str) -> None:
+    """Its supervisor was killed while it was being scaled down, or stopped by hand."""
+    world = FakeWorld(tmp_path, on_channel=False)
+    group = config(tmp_path)
+    replica = Replica(group, 0, world, Restarts(group.restart), start_shim=world.start)
+    record = ShimRecord(nonce="1", group="a", replica=0, generation=3)
+    shim = world.start(cast("NodeSpec", None), lambda: None)
+    replica.adopt(3, [record], [shim])
+    getattr(replica, request_)()
+    task = asyncio.create_task(replica.run())
+    await settle()
+    assert (state(replica), world.shims[0].told, len(world.shims)) == ("draining", [10.0], 1)
+    world.shims[0].ended(ExitReport("stopped"))
+    shim.changed()
+    await settle()
+    assert (state(replica), replica.halted, replica.over.is_set()) == (
+        "drained",
+        request_ == "halt",
+        request_ == "stop",
+    )
+    task.cancel()
+
+
+@pytest.mark.anyio
+async def test_a_shim_that_cannot_be_started_ends_those_of_the_other_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_for_one(world: FakeWorld, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+        if spec.node == 1 and spec.generation == 1:
+            raise OSError("no memory")
+        return start(world, spec, changed)
+
+    start = FakeWorld.start
+    monkeypatch.setattr(FakeWorld, "start", fails_for_one)
+    async with living(tmp_path, nnodes=2) as (replica, world):
+        (shim,) = world.shims
+        assert (shim.told, world.fallen) == ([0.0], ["a shim cannot be started: no memory"])
+        shim.ended(ExitReport("stopped"))
+        await settle()
+        assert (replica.life.restarts, len(world.shims)) == ({"lost": 1}, 3)
+
+
+@pytest.mark.anyio
+async def test_one_that_is_stopped_before_its_turn_is_never_started(tmp_path: Path) -> None:
+    world, group, turns = FakeWorld(tmp_path, on_channel=True), config(tmp_path), asyncio.Semaphore(0)
+    replica = Replica(group, 0, world, Restarts(group.restart), start_shim=world.start, turns=turns)
+    task = asyncio.create_task(replica.run())
+    await settle()
+    replica.halt()
+    assert state(replica) == "draining"
+    turns.release()
+    await settle()
+    assert (state(replica), world.shims, replica.last_exit) == ("drained", [], "stopped")
+    replica.stop()
+    await asyncio.wait_for(task, 30)
+
+
+@pytest.mark.anyio
+async def test_what_an_earlier_supervisor_was_ending_starts_again_at_no_cost(tmp_path: Path) -> None:
+    async with living(tmp_path) as (replica, world):
+        world.shims[0].stopping = True
+        world.shims[0].ended(ExitReport("stopped"))
+        await settle()
+        assert (replica.life.restarts, world.exits[0].reason) == ({"requested": 1}, "it was being ended")
 
 
 @pytest.mark.anyio

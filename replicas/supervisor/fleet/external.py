@@ -22,7 +22,7 @@ import sys
 
 from replicas import errors
 from replicas.core.lives.lifecycle import ReplicaEvent
-from replicas.supervisor.fleet.causes import Cause, Health
+from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
 
 __all__ = ["External"]
@@ -36,8 +36,6 @@ class External(Replica):
 
     _seen: frozenset[str] = frozenset()
     """Incarnations of the members that this life has had."""
-    _over = False
-    """Whether its part in syncs is over: it was drained."""
     _end = ""
     """How the last member that is gone ended."""
 
@@ -62,16 +60,15 @@ class External(Replica):
         """Let the present life, if there is one, take no part in syncs any more."""
         super().halt(hurry_s)
         if self.life.state == "drained":  # members of an earlier coordinator may come back to it
-            self._host.coordinator.set_draining(*self._key, self._members_generation)
+            self._host.coordinator.set_draining(*self._key, self.members_generation)
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
         """End its part in syncs."""
-        self._host.coordinator.set_draining(*self._key, self._members_generation)
-        self._drain_by, self._busy_with, self._over = None, "", True
-        self.poke()
+        self._host.coordinator.set_draining(*self._key, self.members_generation)
+        super()._end_processes(timeout_s, stacks=stacks)
 
     @property
-    def _members_generation(self) -> int:
+    def members_generation(self) -> int:
         return _EVERY_GENERATION
 
     def member_lost(self, rank: int, reason: str) -> None:
@@ -83,8 +80,7 @@ class External(Replica):
     def check(self, now: float) -> None:
         """Update its readiness; a life that begins or ends wakes its task."""
         if self.life.state not in ("starting", "ready") or self._is_another(self._joined):
-            if self.life.state == "draining":
-                self._check_drain(now)
+            self._course.check_sync(now)
             self.poke()
             return
         self._seen |= self._joined
@@ -106,21 +102,22 @@ class External(Replica):
         if joined and self.life.state == "pending":
             self._seen = joined
             self._apply(ReplicaEvent.START)
+            self._begin()
+            self._course.take("launched")
         return bool(joined)
 
     async def _run_generation(self) -> None:
-        self._health, self._over, self._drain_by = Health(), False, None
         self.check(self._now())
-        while not self._over and not self._is_another(joined := self._joined):
+        while self._course.state in ("running", "syncing") and not self._is_another(joined := self._joined):
             self._seen |= joined
-            await self._poked()
-        if self.ending:
+            await self.poked()
+        if self.unwanted:
             self.last_exit = "stopped"
             self._apply(ReplicaEvent.STOPPED, reason=self.last_exit)
         else:
             self.last_exit = self._end or "its program has ended"
             self._end_life(ReplicaEvent.LEFT, self.last_exit)
-        self._rest_if_settled()
+        self._ask("done")
 
     def _end_life(self, event: ReplicaEvent, reason: str) -> None:
         self._seen, self._end = frozenset(), ""

@@ -49,10 +49,11 @@ from replicas.core.lives.placement import Share
 from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
 from replicas.supervisor.fleet.causes import Cause
+from replicas.supervisor.fleet.course import new_turns
 from replicas.supervisor.fleet.external import External
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.fleet.replica import REQUESTED, Replica, new_turns
+from replicas.supervisor.fleet.replica import REQUESTED, Replica
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.shim.generation import Ground, ShimStarter
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
@@ -370,7 +371,7 @@ class Fleet:
         self._ground.told(transition, replica.resume_in_s if replica is not None else 0.0)
         self.look()
         if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":
-            for other in group.replicas.values() if replica is not None and replica.ending != "fail" else ():
+            for other in group.replicas.values() if replica is not None and replica.asked != "fail" else ():
                 other.fail(f"its group failed: replica {transition.group}/{transition.replica}: {transition.reason}")
 
     # ------------------------------------------------------------ commands
@@ -437,7 +438,7 @@ class Fleet:
         self.emit(Draining(target=f"node {node}", reason="node"))
         chosen = [self.replica(*key) for key in self._ground.resources.on(node)]
         for replica in chosen:
-            if replica is not None and replica.ending != "leave" and replica.life.alive:
+            if replica is not None and not replica.leaving and replica.life.alive:
                 replica.restart(cause)
         await self.until(lambda: is_empty() or self.over.is_set())
         self.emit(Drained(target=f"node {node}", seconds=self._loop.time() - began))
@@ -498,7 +499,7 @@ class Fleet:
             for index in due():
                 todo.remove(index)
                 one = group.replicas[index]
-                if one.ending != "leave" and (index in rested or not one.unwanted):
+                if not one.leaving and (index in rested or not one.unwanted):
                     one.restart(cause)
             await self.until(lambda: not todo or bool(due()))
         await self.until(lambda: not due() and is_good([one.life.state for one in chosen if not one.unwanted]))

@@ -133,7 +133,7 @@ class Group:
 
     @property
     def staying(self) -> list[ReplicaState]:
-        return [replica.life.state for replica in self.replicas.values() if replica.ending != "leave"]
+        return [replica.life.state for replica in self.replicas.values() if not replica.leaving]
 
     @property
     def finished(self) -> bool:

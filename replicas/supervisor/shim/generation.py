@@ -98,12 +98,7 @@ class Generation:
     def __init__(self, host: Host, start_shim: ShimStarter, changed: Callable[[], None]) -> None:
         self.nodes: list[ShimHandle] = []
         self._records: list[ShimRecord] = []
-        self.noted = False
-        """True once the end of its main processes has been noted."""
-        self.told = False
-        """True once the coordinator has been told of the end of its ranks."""
-        self.gone_by: float | None = None
-        """Deadline for its end, once it has been told to end."""
+        self._gone_by: float | None = None
         self._pressed_at: float | None = None
         self._host = host
         self._start_shim = start_shim
@@ -111,7 +106,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
 
     def start(self, group: GroupConfig, index: int, number: int) -> None:
-        """Start a shim for each node; OSError: one cannot be, and the others end."""
+        """Start a shim for each node; OSError: one cannot be, and others may run."""
         specs = [_node_spec(self._host, group, index, number, node) for node in range(group.nnodes)]
         shares = self._host.shares(group.name, index)
         self._records = [
@@ -128,12 +123,8 @@ class Generation:
             for spec, share in zip(specs, shares, strict=True)
         ]
         self._host.save()  # before they start, so that a later supervisor can find them
-        try:
-            for spec in specs:
-                self.nodes.append(self._start_shim(spec, self._changed))
-        except OSError:
-            self.stop(0.0)
-            raise
+        for spec in specs:
+            self.nodes.append(self._start_shim(spec, self._changed))
 
     def adopt(self, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
         """Go on with shims that an earlier supervisor has started."""
@@ -163,6 +154,10 @@ class Generation:
     @property
     def reports(self) -> list[ExitReport]:
         return [node.report for node in self.nodes if node.report is not None]
+
+    @property
+    def failing(self) -> bool:
+        return any(report.outcome != "ok" for report in self.reports)
 
     @property
     def ended(self) -> bool:
@@ -210,11 +205,11 @@ class Generation:
 
     def be_gone_within(self, seconds: float) -> None:
         deadline = self._loop.time() + seconds
-        self.gone_by = deadline if self.gone_by is None else min(self.gone_by, deadline)
+        self._gone_by = deadline if self._gone_by is None else min(self._gone_by, deadline)
 
     @property
     def look_at(self) -> float | None:
-        return self.gone_by if self._pressed_at is None else self._pressed_at + PRESS_INTERVAL_S
+        return self._gone_by if self._pressed_at is None else self._pressed_at + PRESS_INTERVAL_S
 
     def press(self) -> None:
         """Kill late shims that do not report a wait; their remains are swept."""
@@ -228,7 +223,7 @@ class Generation:
 
     @property
     def late_s(self) -> float:
-        return 0.0 if self.gone_by is None else max(0.0, self._loop.time() - self.gone_by)
+        return 0.0 if self._gone_by is None else max(0.0, self._loop.time() - self._gone_by)
 
     def abandon(self) -> None:
         for node in self.nodes:
