@@ -25,7 +25,7 @@ from replicas.cli.base import (
 from replicas.cli.find_run import RunAddress, RunEndWatcher
 from replicas.common.foreign import one_line
 from replicas.config import values as config_values
-from replicas.control.commands import Answer, Detach, Drain, Order, Reload, ResetFailed, Restart, Scale, StacksOrder
+from replicas.control.commands import Answer, Detach, Drain, Reload, ResetFailed, Restart, Scale, StacksOrder
 from replicas.control.exit_codes import FAILED
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, enough, is_good
@@ -52,7 +52,8 @@ def scale(
 
     Holds until the next scale, or until a reload changes the number in the config.
     """
-    answer = _hand_in(place, Scale(group=group, replicas=replicas), f"scaling {group}", wait=not no_wait)
+    with patience(f"scaling {group}"):
+        answer = place.client().order(Scale(group=group, replicas=replicas), wait=not no_wait)
     _tell(answer, f"{group}: {replicas} replica{'s' if replicas != 1 else ''} wanted", as_json=as_json)
 
 
@@ -72,7 +73,8 @@ def restart(
     Returns when their next generation has begun, with --rolling when all are ready; see
     also the command wait.
     """
-    answer = _hand_in(place, Restart(target=target, rolling=rolling), f"restarting {target}", wait=not no_wait)
+    with patience(f"restarting {target}"):
+        answer = place.client().order(Restart(target=target, rolling=rolling), wait=not no_wait)
     _tell(answer, f"{target}: restarted, and ready" if rolling else f"{target}: starting again", as_json=as_json)
 
 
@@ -100,11 +102,13 @@ def drain(
         raise UsageError("--node goes without TARGET and --hurry, and --undo with --node")
     order = Drain(target=target, hurry=hurry, node=node or None, undo=undo)
     if node:
-        answer = _hand_in(place, order, f"draining node {node}", wait=not no_wait)
+        with patience(f"draining node {node}"):
+            answer = place.client().order(order, wait=not no_wait)
         _tell(answer, f"node {node} {'takes replicas again' if undo else 'is drained'}", as_json=as_json)
         return
     if target is not None:
-        answer = _hand_in(place, order, f"draining {target}", wait=not no_wait)
+        with patience(f"draining {target}"):
+            answer = place.client().order(order, wait=not no_wait)
     else:
         end = place.end()
         answer = place.client().order(order, wait=False)
@@ -130,7 +134,8 @@ def detach(*, place: ThisRunFirst, as_json: Json = False) -> None:
 @command(failed=FAILED)
 def reset_failed(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = False) -> None:
     """Start failed replicas again, with a full restart budget."""
-    answer = _hand_in(place, ResetFailed(target=target), "resetting")
+    with patience("resetting"):
+        answer = place.client().order(ResetFailed(target=target))
     again = f"starting again: {', '.join(answer.result)}" if answer.result else ""
     _tell(answer, again or "nothing had failed; restart budgets are full", as_json=as_json)
 
@@ -141,7 +146,8 @@ def reload(*, place: ThisRunFirst, as_json: Json = False) -> None:
 
     A config with problems changes nothing: they are printed, with exit code 78.
     """
-    answer = _hand_in(place, Reload(), "reloading")
+    with patience("reloading"):
+        answer = place.client().order(Reload())
     result = answer.result if isinstance(answer.result, dict) else {}
     parts = [f"{name}: {', '.join(result[name])}" for name in ("changed", "added", "removed") if result.get(name)]
     _tell(answer, f"reloaded; {'; '.join(parts) or 'nothing has changed'}", as_json=as_json)
@@ -150,7 +156,8 @@ def reload(*, place: ThisRunFirst, as_json: Json = False) -> None:
 @command(failed=FAILED)
 def stacks(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = False) -> None:
     """Print the stack of every thread of the ranks."""
-    found: dict[str, str] = _hand_in(place, StacksOrder(target=target), "asking").result or {}
+    with patience("asking"):
+        found: dict[str, str] = place.client().order(StacksOrder(target=target)).result or {}
     if as_json:
         print(json_text(found))
         return
@@ -158,12 +165,6 @@ def stacks(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = Fal
     for name, text in found.items():
         console.rule(Text(name, style="bold"), align="left")
         console.print(text.rstrip("\n"))
-
-
-def _hand_in(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
-    client = place.client()
-    with patience(doing):
-        return client.order(order, wait=wait)
 
 
 def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:

@@ -1,8 +1,8 @@
-"""The orders that a running run takes over HTTP, their answers, and their dispatch."""
+"""The orders that a running run takes over HTTP, and their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -28,7 +28,6 @@ __all__ = [
     "Scale",
     "StacksOrder",
     "TokensOrder",
-    "carry_out",
 ]
 
 RUN_HEADER = "Replicas-Run"
@@ -159,28 +158,3 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     done: bool
     result: Any = None
     error: Problem | None = None
-
-
-def carry_out(commands: Commands, order: Order) -> Coroutine[Any, Any, object]:
-    """The coroutine that carries out an order; its result can be encoded as JSON."""
-    match order:
-        case Scale(group=group, replicas=replicas):
-            return commands.scale(group, replicas)
-        case Restart(target=target, rolling=rolling):
-            return commands.restart(target, rolling=rolling)
-        case Drain(node=str(node), undo=undo):
-            return commands.drain_node(node, undo=undo)
-        case Drain(target=target, hurry=hurry):
-            return commands.drain(target, hurry=hurry)
-        case Detach():
-            return commands.detach()
-        case ResetFailed(target=target):
-            return commands.reset_failed(target)
-        case Reload():
-            return commands.reload()
-        case StacksOrder(target=target):
-            return commands.stacks(target)
-        case DoctorOrder(node=node):
-            return commands.doctor(node)
-        case TokensOrder(role=role, rotate=rotate, revoke_old=revoke_old):
-            return commands.tokens(role, rotate=rotate, revoke_old=revoke_old)

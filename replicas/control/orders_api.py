@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -31,8 +32,9 @@ from starlette.routing import Route
 
 from replicas import errors
 from replicas.common.decoding import MALFORMED
+from replicas.control import commands as orders
 from replicas.control.access import Access
-from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem, carry_out
+from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem
 
 __all__ = ["BEAT_S", "BODY_NBYTES", "NO_STORE", "QUICK_S", "json_bytes", "json_response", "order_routes", "refusal"]
 
@@ -61,30 +63,67 @@ def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Respo
 
 def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> list[Route]:
     """A route for each order. ``run`` returns the run's name."""
-    running: set[asyncio.Task[Answer]] = set()  # the loop itself keeps only weak references
+    running: set[asyncio.Task[object]] = set()  # the loop itself keeps only weak references
+
+    def over(task: asyncio.Task[object]) -> None:
+        running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, errors.ReplicasError):
+            log.error("a bug: %s failed", task.get_name(), exc_info=error)
 
     def route(path: str, kind: type[Order]) -> Route:
         async def endpoint(request: Request) -> Response:
-            if why := access(request):
-                return refusal(why, 401, **{"WWW-Authenticate": "Bearer"})
-            if problem := _another_run(request, run):
-                return json_response(Answer(done=False, error=problem), 409)
-            try:
-                order = msgspec.json.decode(await _body(request), type=kind)
-            except MALFORMED as error:
-                fields = ", ".join(kind.__struct_fields__) or "none"
-                return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {fields}")
-            except HTTPException as error:
-                return refusal(error.detail, error.status_code)
-            task = asyncio.create_task(_work(commands, order))
+            order = await _order(request, path, kind, access, run)
+            if isinstance(order, Response):
+                return order
+            work: Coroutine[Any, Any, object]
+            match order:
+                case orders.Scale():
+                    work = commands.scale(order.group, order.replicas)
+                case orders.Restart():
+                    work = commands.restart(order.target, rolling=order.rolling)
+                case Drain(node=str(node)):
+                    work = commands.drain_node(node, undo=order.undo)
+                case Drain():
+                    work = commands.drain(order.target, hurry=order.hurry)
+                case orders.Detach():
+                    work = commands.detach()
+                case orders.ResetFailed():
+                    work = commands.reset_failed(order.target)
+                case orders.Reload():
+                    work = commands.reload()
+                case orders.StacksOrder():
+                    work = commands.stacks(order.target)
+                case orders.DoctorOrder():
+                    work = commands.doctor(order.node)
+                case orders.TokensOrder():
+                    work = commands.tokens(order.role, rotate=order.rotate, revoke_old=order.revoke_old)
+            task = asyncio.create_task(work, name=kind.__name__)
             running.add(task)
-            task.add_done_callback(running.discard)
+            task.add_done_callback(over)
             ends_all = isinstance(order, Drain) and order.target is None and order.node is None
             return await _answer(task, wait=request.query_params.get("wait", "1") != "0" and not ends_all)
 
         return Route(path, endpoint, methods=["POST"])
 
     return [route(path, kind) for path, kind in ORDERS.items()]
+
+
+async def _order(
+    request: Request, path: str, kind: type[Order], access: Access, run: Callable[[], str]
+) -> Order | Response:
+    """The order of this request, or its refusal."""
+    if why := access(request):
+        return refusal(why, 401, **{"WWW-Authenticate": "Bearer"})
+    if problem := _another_run(request, run):
+        return json_response(Answer(done=False, error=problem), 409)
+    try:
+        return msgspec.json.decode(await _body(request), type=kind)
+    except MALFORMED as error:
+        fields = ", ".join(kind.__struct_fields__) or "none"
+        return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {fields}")
+    except HTTPException as error:
+        return refusal(error.detail, error.status_code)
 
 
 def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
@@ -113,15 +152,14 @@ async def _body(request: Request) -> bytes:
     return body or b"{}"
 
 
-async def _work(commands: Commands, order: Order) -> Answer:
-    try:
-        return Answer(done=True, result=await carry_out(commands, order))
-    except errors.ReplicasError as error:
+def _outcome(task: asyncio.Task[object]) -> Answer:
+    error = task.exception()
+    if error is None:
+        return Answer(done=True, result=task.result())
+    if isinstance(error, errors.ReplicasError):
         return Answer(done=False, error=Problem.of(error))
-    except Exception as error:  # a bug: logged here, and told to the caller
-        log.exception("a bug: %s failed", type(order).__name__)
-        problem = Problem(kind="InternalError", message=f"{type(error).__name__}: {error}")
-        return Answer(done=False, error=problem)
+    text = f"{type(error).__name__}: {error}"  # a bug, which is logged, and told to the caller
+    return Answer(done=False, error=Problem(kind="InternalError", message=text))
 
 
 def _code(answer: Answer) -> int:
@@ -135,16 +173,17 @@ def _code(answer: Answer) -> int:
     return 503 if issubclass(kind, errors.WorldError | errors.Disconnected | errors.SyncError) else 500
 
 
-async def _answer(task: asyncio.Task[Answer], *, wait: bool) -> Response:
+async def _answer(task: asyncio.Task[object], *, wait: bool) -> Response:
     done, _ = await asyncio.wait({task}, timeout=QUICK_S)
     if done:
-        return json_response(task.result(), _code(task.result()))
+        answer = _outcome(task)
+        return json_response(answer, _code(answer))
     if not wait:
         return json_response(Answer(done=False), 202)
     return StreamingResponse(_beats(task), media_type="application/json", headers=NO_STORE)
 
 
-async def _beats(task: asyncio.Task[Answer]) -> AsyncIterator[bytes]:
+async def _beats(task: asyncio.Task[object]) -> AsyncIterator[bytes]:
     while not (await asyncio.wait({task}, timeout=BEAT_S))[0]:
         yield b"\n"
-    yield msgspec.json.encode(task.result(), enc_hook=str)
+    yield msgspec.json.encode(_outcome(task), enc_hook=str)

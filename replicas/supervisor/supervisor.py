@@ -330,10 +330,10 @@ class Supervisor:
         :raises replicas.errors.BadConfig: so many replicas do not fit this machine.
         """
         fleet = self.fleet
-        fleet.group(group)
+        size = fleet.group(group).size
         replicas = arguments.integer("scale: replicas", replicas, least=0, most=REPLICAS_MAX)
         fleet.refuse_while_draining()
-        if replicas > fleet.groups[group].size:
+        if replicas > size:
             sizes = {name: one.size for name, one in fleet.groups.items()} | {group: replicas}
             refuse_unfit(with_sizes(self.config, sizes), self.resources.machine)
         await fleet.scale(group, replicas)

@@ -140,7 +140,8 @@ class Fleet:
             self.resize(name)
             self._fill(group)
             for index in [index for index in group.replicas if index >= group.size and not group.config.external]:
-                self._leave(group, [group.replicas[index]], "scaled")
+                group.replicas[index].stop()
+                self._see_off(group, [group.replicas[index]], "scaled")
         self._adopted = None
         self._ground.spawn(self._monitor)
 
@@ -395,12 +396,12 @@ class Fleet:
         ours = not group.config.external or reason == "reloaded"
         leaving = [replica for index, replica in group.replicas.items() if index >= replicas and ours]
         self.save()
-        await self._leave(group, leaving, reason).wait()
-
-    def _leave(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
-        """Stop replicas for good; the result is set when nothing of them is left."""
         for replica in leaving:
             replica.stop()
+        await self._see_off(group, leaving, reason).wait()
+
+    def _see_off(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
+        """Retire replicas that are stopped for good; the result is set when all are."""
         ended = asyncio.Event()
 
         async def finish() -> None:
