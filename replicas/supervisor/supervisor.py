@@ -144,7 +144,7 @@ class Supervisor:
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
         self._preempted = False
-        self.detached = False
+        self.detached: bool = False
         """Whether the run goes on without this supervisor (:meth:`detach`)."""
         self._helpers: dict[int, ProcessRecord] = {}
         self._machine, self._process = this_machine(), this_process()
