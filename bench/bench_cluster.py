@@ -35,7 +35,7 @@ LINEAR_LIMIT = 1.5
 16."""
 STEP_LIMIT = 2.0
 """How many times as long as the median the trainer's longest step may take."""
-COMMIT_LIMIT_S = 5.0
+COMMIT_LIMIT_S = 3.0
 
 
 def told(sample: object) -> None:
