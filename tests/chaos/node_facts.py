@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.census import Life, now
-from tests.chaos.node_faults import NodeFault
+from tests.chaos.node_faults import LOST_S, NodeFault
 from tests.chaos.node_host import NAMES
 from tests.chaos.node_world import NodeWorld
 from tests.chaos.written import ALLOWED, Line, Written
@@ -114,7 +114,7 @@ class Facts:
                 continue
             for life in fault.ranks:
                 assert not life.alive, (what, "it should have ended", str(life))
-            if fault.long and fault.host and len(faults) == 1:
+            if fault.lasts_s > LOST_S and fault.host and len(faults) == 1:
                 away = [life for life in fault.ranks if life.name in lives and lives[life.name].began > fault.over]
                 assert not away, (what, "it did not run elsewhere in time", [str(life) for life in away])
 

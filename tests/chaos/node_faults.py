@@ -95,15 +95,11 @@ class NodeFault:
         return self.host > 0 and self.kind.startswith(("kill agent", "kill node", "power cut", "partition", "freeze"))
 
     @property
-    def long(self) -> bool:
-        return self.kind.endswith("long") or self.kind == "partition 20 s"
-
-    @property
     def moves(self) -> bool:
         """Whatever ran on the host ends, and runs again somewhere."""
         if self.kind.startswith(("kill agent", "kill node", "power cut", "drain", "leave")) or "host" in self.kind:
             return True
-        return self.long
+        return self.kind.endswith("long") or self.kind == "partition 20 s"
 
     def touches_all(self, world: NodeWorld) -> bool:
         """Whether replicas on any host may have ended: a supervisor that was not there
