@@ -10,8 +10,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from replicas.config.structs import ClusterConfig, PlacementConfig, ResourcesConfig
+from replicas.config.structs import ClusterConfig, HealthConfig, PlacementConfig, ResourcesConfig
 from replicas.control.exit_codes import USAGE
+from replicas.coordinator import Readiness
 from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.errors import UsageError
 from replicas.supervisor.agent import messages as wire
@@ -107,19 +108,37 @@ def test_a_short_absence_changes_nothing(seconds: float, closed: bool) -> None:
     virtually(story())
 
 
+def told_by_coordinator(made: Field) -> None:
+    for replica in made.fleet.groups["a"].replicas.values():
+        replica.member_lost(0, "lease")
+
+
+def seen_by_supervisor(made: Field) -> None:
+    """Its look at the members may be the first to find their heartbeats too old."""
+    old = Readiness(ready=True, heartbeat_age_s=4.1)
+    made.fleet.on_channel = lambda group: True  # type: ignore[method-assign]
+    made.readiness = lambda *_: old  # type: ignore[method-assign]
+    for replica in made.fleet.groups["a"].replicas.values():
+        replica.check(asyncio.get_running_loop().time())
+    made.fleet.on_channel = lambda group: False  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("notice", [told_by_coordinator, seen_by_supervisor])
 @pytest.mark.parametrize("lost", [True, False])
-def test_members_that_are_silent_with_their_node_spend_no_budget(*, lost: bool) -> None:
+def test_members_that_are_silent_with_their_node_spend_no_budget(
+    *, lost: bool, notice: Callable[[Field], None]
+) -> None:
     """A rank that is silent alone does."""
 
     async def story() -> None:
-        async with field(group_of("a", replicas=2, restart={"max_restarts": 1})) as made:
+        health = HealthConfig(heartbeat_timeout_s=4.0)
+        async with field(group_of("a", replicas=2, restart={"max_restarts": 1}, health=health)) as made:
             one, _ = made.join("n1"), made.join("n2")
             await asyncio.sleep(3)
             assert {made.where(name) for name in made.states()} == {"n1"}
             one.cut = True
             await asyncio.sleep(4)
-            for replica in made.fleet.groups["a"].replicas.values():
-                replica.member_lost(0, "lease")
+            notice(made)
             await asyncio.sleep(lost_after_s(LEASE_S) if lost else 2)
             one.heal()
             await asyncio.sleep(30)

@@ -247,7 +247,9 @@ class Replica:
             health.unready_at = now
             self._apply(ReplicaEvent.UNREADY, reason=view.reason if view is not None else "")
         sick = health.judge(config, ready=ready, starting_s=self.life.starting_s(now), now=now)
-        if sick is not None:
+        if sick is not None and sick.reason == "heartbeat_timeout":
+            self._end_silent(sick)
+        elif sick is not None:
             self._end_unhealthy(ReplicaEvent(sick.reason), sick)
 
     def member_lost(self, rank: int, reason: str) -> None:
@@ -261,15 +263,14 @@ class Replica:
         elif self.life.state in ("starting", "ready") and reason in ("lease", "overflow"):
             silent = f"sent no heartbeat for {self.group.health.heartbeat_timeout_s:g} s"
             text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
-            self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, self._cut_off(rank) or Cause("heartbeat_timeout", text))
+            self._end_silent(Cause("heartbeat_timeout", text), rank // self.group.nproc_per_node)
 
-    def _cut_off(self, rank: int) -> Cause | None:
-        """The cause, if nothing is heard of the rank's whole node."""
-        part = rank // self.group.nproc_per_node
-        for node in self._generation.nodes[part : part + 1]:
+    def _end_silent(self, cause: Cause, part: int | None = None) -> None:
+        """End it for ``cause``, unless nothing is heard of a whole node, or of this."""
+        for node in self._generation.nodes if part is None else self._generation.nodes[part : part + 1]:
             if node.unheard_s() > UNHEARD_S:
-                return Cause("node", f"nothing is heard of node {node.node}")
-        return None
+                cause = Cause("node", f"nothing is heard of node {node.node}")
+        self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, cause)
 
     @property
     def progressed(self) -> bool | None:
