@@ -78,6 +78,9 @@ class FakeShim:
     def kill(self) -> None:
         self.told.append("kill")
 
+    def unheard_s(self) -> float:
+        return 0.0
+
     def silent_s(self, now: float) -> float:
         return self.silence_s
 
