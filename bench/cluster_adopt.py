@@ -7,7 +7,7 @@ A trainer and two rollouts of one machine; the trainer makes steps of 10 ms, and
 publishes 1 MiB after each, waiting for the commit. The supervisor is killed with -9 and
 another one started at once. *Taken over*: from its start to the first status in which
 all are ready. *Commit*: from its start to the next commit. *Step*: the trainer's
-longest step around that, without its publishes, over the median of all. *Publish*: the
+longest step around that, without its publishes, beyond the median of all. *Publish*: the
 longest call of ``publish`` and wait for its commit, which has to wait for the new
 supervisor. *Start*: of a whole run, from the start of the supervisor to all ready, for
 comparison.
@@ -59,13 +59,13 @@ with replicas.join("policy") as channel:
 
 @dataclass(frozen=True)
 class AdoptSample:
-    """Seconds; ``step_ratio``: the longest step over the median. ``same``: all
+    """Seconds; ``step_growth_s``: the longest step less the median. ``same``: all
     processes and generations are those of before."""
 
     start_s: float
     taken_over_s: float
     commit_s: float
-    step_ratio: float
+    step_growth_s: float
     publish_s: float
     same: bool
     versions_missed: int
@@ -122,7 +122,7 @@ def measure(folder: Path, repetitions: int, done: Callable[[AdoptSample], None])
                     start_s,
                     taken_over_s,
                     commit - began,
-                    max(line["step_s"] for line in around) / statistics.median(line["step_s"] for line in lines),
+                    max(line["step_s"] for line in around) - statistics.median(line["step_s"] for line in lines),
                     max(line["publish_s"] for line in around),
                     before == after,
                     versions[-1] - versions[0] + 1 - len(versions),

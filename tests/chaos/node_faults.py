@@ -209,8 +209,10 @@ def send_each(host: Host, signum: int, pids: list[int]) -> None:
 
 
 def kill_all(host: Host) -> None:
-    """Again and again, as they start others meanwhile."""
-    while pids := host.pids:
+    """In the order in which they were started, as ``kill -9 -1`` does: an agent that
+    outlived its shims for a moment would tell of their deaths. Again and again, as they
+    start others meanwhile."""
+    while pids := sorted(host.pids):
         host.send(signal.SIGKILL, *pids)
 
 

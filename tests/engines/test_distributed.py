@@ -45,7 +45,7 @@ deadline = "120s"
         code = run.wait(timeout_s=240)
         assert code == 0, [
             run.lines,
-            *(path.read_text()[-3000:] for path in run.state_dir.glob("logs/trainer/0/gen-1/*")),
+            *(path.read_text()[-3000:] for path in run.state_dir.glob("logs/*/0/gen-1/*.log")),
         ]
         run.assert_nothing_left()
     expected, seen = rows(tmp_path / "expected.jsonl"), rows(tmp_path / "seen.jsonl")
