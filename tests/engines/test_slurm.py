@@ -83,14 +83,20 @@ class Job:
         found = list(self.folder.glob("slurm-*.out"))
         return found[0].read_text() if found else ""
 
-    def runs_again(self) -> bool:
-        """Whether it does, or is asked to: Slurm would let it wait for two minutes."""
-        state = self.cluster.job(self.number)["JobState"]
-        if state == "PENDING":
-            self.cluster.run(
-                "scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False
-            )  # it may run now
-        return state == "RUNNING"
+    def run_again(self) -> None:
+        """Have it run 2 s after it was put back into the queue, not two minutes.
+
+        Slurm waits for the nodes to forget the job, which they were told to end: they
+        refuse it, and it fails, if it starts in the same second.
+        """
+        eventually(lambda: self._state == "PENDING", "its place in the queue")
+        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
+        eventually(lambda: self._state not in ("PENDING", "CONFIGURING"), "the next start", timeout_s=60)
+        assert self._state == "RUNNING", self.cluster.job(self.number)
+
+    @property
+    def _state(self) -> str:
+        return self.cluster.job(self.number)["JobState"]
 
     def cancel(self) -> None:
         self.cluster.run("scancel", self.number)
@@ -151,7 +157,7 @@ def test_a_run_that_is_preempted_goes_on_when_its_job_runs_again(by: str, cluste
         eventually(lambda: "over, exit code 75" in job.said(), "the end of the drain", timeout_s=60)
         eventually(lambda: cluster.job(job.number)["Restarts"] == "1", "the requeue", timeout_s=60)
         before = len(job.commits())
-        eventually(job.runs_again, "the next start", timeout_s=60)
+        job.run_again()
         job.wait_for_commits(before + 3, of=2, timeout_s=200)
         versions = [version for version, _, _ in job.commits()]
         assert versions == sorted(set(versions)), "one may have committed when its trainer was ended"
