@@ -119,7 +119,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
     return Environment(
         endpoint=source.get(ENDPOINT) or None,
         token_file=Path(token_file) if token_file else None,
-        token=source.get(TOKEN) or None,
+        token=source.get(TOKEN, "").strip() or None,
         run=source.get(RUN) or None,
         group=source.get(GROUP) or None,
         replica="auto" if source.get(REPLICA) == "auto" else _integer(source, REPLICA),

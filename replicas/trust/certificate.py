@@ -32,13 +32,19 @@ _NAME = "replicas control port"
 
 
 def key_hash(certificate: bytes) -> str:
-    """The hash by which join tokens name the key of a certificate (in DER)."""
+    """The hash by which join tokens name the key of a certificate (in DER).
+
+    :raises ValueError: it is malformed, or its key is of an unknown kind.
+    """
     from cryptography import x509  # takes 50 ms, which a run on loopback need not spend
     from cryptography.hazmat.primitives import serialization
 
-    key = x509.load_der_x509_certificate(certificate).public_key()
     form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
+    try:
+        key = x509.load_der_x509_certificate(certificate).public_key()
+        return hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
+    except Exception as error:  # a stranger may send anything that OpenSSL takes, and each kind has its own error
+        raise ValueError(f"the certificate cannot be read: {error}") from error
 
 
 def make_pem() -> bytes:

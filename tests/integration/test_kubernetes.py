@@ -70,7 +70,7 @@ class Cluster:
         for place in self._places.values():
             place.mkdir()
         make(folder / "token")
-        self.operator_token = (folder / "token" / OPERATOR_FILE).read_text().strip()
+        self.operator_token = (folder / "token" / OPERATOR_FILE).read_text()  # as a Secret of it has it
         (config,) = [one for one in documents(manifest) if one["kind"] == "ConfigMap"]
         for name, text in config["data"].items():
             for old, new in other.items():
@@ -130,7 +130,7 @@ class Cluster:
             text=True,
         ) as process:
             try:
-                yield Pod(machine, process, self.operator_token)
+                yield Pod(machine, process, self.operator_token.strip())
             finally:
                 process.kill()
 

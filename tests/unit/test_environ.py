@@ -59,7 +59,7 @@ def test_token(tmp_path: Path) -> None:
         environ.read_token(environ.Environment(token_file=path))
     path.write_text("secret\n")
     assert environ.read_token(environ.Environment(token_file=path)) == "secret"
-    assert environ.read_token(environ.read({"REPLICAS_TOKEN": "bare"})) == "bare"
+    assert environ.read_token(environ.read({"REPLICAS_TOKEN": "bare\n"})) == "bare"
     both = environ.read({"REPLICAS_TOKEN": "bare", "REPLICAS_TOKEN_FILE": str(path)})
     assert environ.read_token(both) == "secret"
 

@@ -27,7 +27,7 @@ RELEASE = "1.33"
 FIELDS = {"status.podIP": "10.1.2.3"} | {
     f"metadata.labels['leaderworkerset.sigs.k8s.io/{name}-index']": "1" for name in ("group", "worker")
 }
-SECRETS = {"replicas-token/operator-token": "a secret of the cluster's"}
+SECRETS = {"replicas-token/operator-token": "a secret of the cluster's\n"}
 RESOURCES: dict[str, Any] = {
     "JobSet": {
         "failurePolicy": {"maxRestarts"},
@@ -164,7 +164,7 @@ def test_agents_join_the_run_have_what_its_groups_need_and_time_to_drain() -> No
     (service,) = [found for found in every("Service") if found["metadata"]["name"] == "replicas"]
     joined = Invitation(variables[JOIN])
     assert joined.endpoint == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
-    assert joined.token == SECRETS["replicas-token/operator-token"]
+    assert joined.token == SECRETS["replicas-token/operator-token"].strip()
     assert all(name.startswith("REPLICAS_") for name, value in variables.items() if joined.token in value)
     program, command = one["command"]
     assert (program, command) == ("replicas", cli_agent.agent.__name__)

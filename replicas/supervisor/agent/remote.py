@@ -55,12 +55,16 @@ _SWEEP_S = 5.0
 class Invitation:
     """Where to join, and with what: ``TOKEN@HOST:PORT``.
 
+    White space at the token's ends is left out: a token that is read from a file, as a
+    Secret of Kubernetes is, ends in a newline.
+
     :raises replicas.errors.UsageError: the text is none.
     """
 
     def __init__(self, text: str) -> None:
         token, at, endpoint = text.strip().rpartition("@")
         host, colon, port = endpoint.rpartition(":")
+        token = token.strip()
         if not (at and token and colon and host and port.isdecimal() and 0 < int(port) < 1 << 16):
             raise errors.UsageError(
                 "an invitation is TOKEN@HOST:PORT", hint="`replicas token --join` prints that of a run"
