@@ -228,6 +228,7 @@ class Supervisor:
             self._events.on_rotate = self.save
             self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._door)
             self.spawn(self._nodes.tend)
+            self._nodes.go_on()
             if saved is not None and self._nodes.adopting:
                 self._resume(saved)
             self.save()

@@ -83,7 +83,7 @@ class FakeAgent:
         self.machine = Machine(gpus=tuple(map(str, range(offer.pop("gpus", 0)))), memory_nbytes=64 << 30)
         self.labels: dict[str, str] = offer.pop("labels", {})
         assert not offer
-        self.incarnation = "1"
+        self.incarnation = f"{name}.1"
         self.shims: dict[str, _Shim] = {}
         self.cut = self.dead = self.frozen = False
         self.over = ""

@@ -14,9 +14,10 @@ from replicas.config.structs import ClusterConfig, HealthConfig, PlacementConfig
 from replicas.control.exit_codes import USAGE
 from replicas.coordinator import Readiness
 from replicas.core.lives.leases import BEAT_S, lost_after_s
-from replicas.errors import UsageError
+from replicas.errors import UsageError, WorldError
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.checks import Demand
+from replicas.supervisor.fleet import cluster as fleet_cluster
 from replicas.supervisor.fleet.node_checks import ANSWER_S, examine
 from replicas.supervisor.fleet.nodes import Nodes, Site
 from replicas.supervisor.fleet.resources import Machine
@@ -38,6 +39,13 @@ def history(story: Story) -> Callable[[], None]:
 
     test.__doc__ = story.__doc__
     return test
+
+
+def nodes_of(made: Field) -> Nodes:
+    """What a supervisor's orders about nodes go through."""
+    nodes = Nodes(cast("Site", made))
+    nodes._cluster = made.cluster
+    return nodes
 
 
 def changes(made: Field, node: str) -> list[str]:
@@ -215,19 +223,80 @@ async def test_a_drained_node_gives_its_replicas_away() -> None:
         await asyncio.sleep(3)
         made.join("n2")
         await asyncio.sleep(2)
-        made.cluster.drain("n1")
-        await asyncio.wait_for(made.fleet.drain_node("n1", lambda: made.cluster.is_empty("n1")), 30)
+        await asyncio.wait_for(nodes_of(made).drain("n1"), 30)
         await asyncio.sleep(2)
         assert {made.where(name) for name in made.states()} == {"n2"}
-        made.cluster.drain("n1", undo=True)
-        made.cluster.drain("n2")
-        await asyncio.wait_for(made.fleet.drain_node("n2", lambda: made.cluster.is_empty("n2")), 30)
+        assert [node.name for node in made.cluster.status()] == ["n2"]
+        assert made.agents["n1"].over == "the node is drained"
+
+
+@history
+async def test_a_drain_that_is_undone_sends_no_agent_away() -> None:
+    """Nor later, when the node happens to be empty."""
+    lives = {"a/0": [Life(stop_s=0.1)], "a/1": [Life(stop_s=8.0), Life()]}
+    async with field(group_of("a", replicas=2), lives=lives) as made:
+        one = made.join("n1")
+        await asyncio.sleep(3)
+        made.join("n2")
         await asyncio.sleep(2)
-        assert {made.where(name) for name in made.states()} == {"n1"}
-        made.cluster.release("n2", "drained")
+        nodes = nodes_of(made)
+        drained = asyncio.create_task(nodes.drain("n1"))
         await asyncio.sleep(2)
-        assert [node.name for node in made.cluster.status()] == ["n1"]
-        assert made.agents["n2"].over == "drained"
+        await nodes.drain("n1", undo=True)
+        with pytest.raises(WorldError, match="node n1 takes replicas again"):
+            await asyncio.wait_for(drained, 5)
+        await asyncio.sleep(60)
+        assert made.where("a/1") == "n1"
+        await made.fleet.scale("a", 1)
+        await asyncio.sleep(10)
+        assert not one.over
+        assert changes(made, "n1")[-1] == "up"
+
+
+@history
+async def test_a_drain_ends_with_the_agent_that_it_was_for() -> None:
+    """One that is killed before its drain is done is followed by one that stays."""
+    async with field(group_of("a"), lives={"a": [Life(stop_s=20.0), Life()]}) as made:
+        one = made.join("n1")
+        await asyncio.sleep(3)
+        nodes = nodes_of(made)
+        drained = asyncio.create_task(nodes.drain("n1"))
+        await asyncio.sleep(2)
+        one.kill()
+        one.start_again()
+        with pytest.raises(WorldError, match="its agent is another"):
+            await asyncio.wait_for(drained, 5)
+        await asyncio.sleep(30)
+        assert not one.over
+        assert made.where("a/0") == "n1"
+
+
+@history
+async def test_a_drained_agent_that_was_away_is_let_go_when_it_is_back() -> None:
+    async with field(group_of("a")) as made:
+        one = made.join("n1")
+        await asyncio.sleep(3)
+        made.join("n2")
+        drained = asyncio.create_task(nodes_of(made).drain("n1"))
+        await made.fleet.until(lambda: made.cluster.is_empty("n1"))
+        one.cut = True
+        one.hang_up()
+        await asyncio.wait_for(drained, 5)
+        one.heal()
+        await asyncio.sleep(3)
+        assert one.over == "the node is drained"
+        assert [node.name for node in made.cluster.status()] == ["n2"]
+
+
+@history
+async def test_the_next_supervisor_goes_on_with_the_drain_of_a_node() -> None:
+    async with field(group_of("a")) as made:
+        made.join("n1")
+        await asyncio.sleep(1)
+        made.cluster.drain("n1")
+        again = fleet_cluster.Cluster(cast("fleet_cluster.Site", made), local="local", lease_s=LEASE_S)
+        again.expect(made.cluster.records(), ())
+        assert again.draining() == ["n1"]
 
 
 @history
@@ -446,8 +515,7 @@ async def test_a_lost_node_is_forgotten_when_it_is_drained() -> None:
         assert changes(made, "n1")[-1] == "lost"
         found, _ = await examined(made, "n1")
         assert [line[1] for line in found] == ["problem"]
-        made.cluster.drain("n1")
-        made.cluster.release("n1", "the node is drained")
+        await asyncio.wait_for(nodes_of(made).drain("n1"), 5)
         assert [node.name for node in made.cluster.status()] == ["n2"]
         one.start_again()
         await asyncio.sleep(3)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Iterable
@@ -47,6 +48,7 @@ log = logging.getLogger("replicas.supervisor")
 
 _SILENT_S = 3.5 * BEAT_S
 _PAUSE_S = 1.0
+_DRAINED = "the node is drained"
 State = Literal["up", "away", "lost"]
 Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
 
@@ -99,8 +101,8 @@ class _Member:
         self.limits_refused = ""
         self.link: Link | None = None
         self.heard_at = now
-        self.draining = False
-        self.released = False
+        self.drain = 0
+        """Number of the drain that is under way, or has been done; 0: there is none."""
         self.handles: dict[str, ShimHandle] = {}
         self.cleaning: dict[str, ShimHandle] = {}
         """Of an earlier agent of the node, until the present one has ended them."""
@@ -133,6 +135,9 @@ class Cluster:
         self._hung_up = asyncio.Event()
         self._over = False
         self._replies: dict[tuple[type, int], asyncio.Future[Any]] = {}
+        self._drains = itertools.count(1)
+        self._released: set[str] = set()
+        """Incarnations of agents that were told to end."""
 
     # ------------------------------------------------------------ shims
 
@@ -181,6 +186,7 @@ class Cluster:
         for agent in agents:
             member = self._members[agent.node] = _Member(agent.node, local=agent.local, now=now)
             member.incarnation, member.process = agent.incarnation, agent.process
+            member.drain = next(self._drains) if agent.draining else 0
         found: dict[str, ShimHandle] = {}
         for shim in shims:
             owner = self._members.get(shim.agent)
@@ -220,12 +226,16 @@ class Cluster:
         member.address = hello.address or seen_at
         member.limits_refused = hello.limits_refused
         member.machine = hello.machine or self._site.resources.machine
-        if not again or before == "lost":
-            member.draining = False
+        if not local and (not again or before == "lost"):
+            member.drain = 0  # it offers its node anew
+        if released := hello.incarnation in self._released:
+            member.drain = member.drain or next(self._drains)
         member.send(self._site.welcome(local=local))
         self._compare(member, hello.shims)
         if member.cleaning:
             member.send(wire.Clean(tuple(one.left for one in member.cleaning.values())))
+        if released:
+            member.send(wire.Over(_DRAINED))  # it has not arrived
         self._offer(member)
         self._changed(member, before)
         if local:
@@ -276,7 +286,7 @@ class Cluster:
         if state.gone:
             member.handles.pop(state.nonce, None)
             member.send(wire.Forget(state.nonce))
-            if member.draining:
+            if member.drain:
                 self._site.nodes_changed()
 
     @staticmethod
@@ -291,7 +301,9 @@ class Cluster:
 
         :raises msgspec.DecodeError: it is no message of this protocol.
         """
-        member, message = self._members[node], wire.decode_from_agent(data)
+        message = wire.decode_from_agent(data)
+        if (member := self._members.get(node)) is None:
+            return  # it was drained, and its connection is being closed
         member.heard_at = self._loop.time()
         if member.state == "away":  # it was silent, and what it said has arrived after all
             member.state = "up"
@@ -325,7 +337,7 @@ class Cluster:
             return
         member.link = None
         self._hung_up.set()
-        if member.released and not member.living:
+        if member.incarnation in self._released and not member.living:
             self._lose(member, "it was drained")
             del self._members[node]
         else:
@@ -341,7 +353,7 @@ class Cluster:
         """Find nodes that are away or lost; call it at least each second."""
         now = self._loop.time()
         pause_s, self._ticked_at = now - self._ticked_at, now
-        for member in self._members.values():
+        for member in [*self._members.values()]:
             if pause_s > _PAUSE_S:
                 member.heard_at += pause_s  # what has arrived meanwhile is not handled yet
             silent_s = now - member.heard_at
@@ -349,6 +361,8 @@ class Cluster:
                 self._away(member)
             elif member.state == "away" and not member.local and silent_s > lost_after_s(self._lease_s):
                 self._lose(member, f"nothing was heard of it for {silent_s:.0f} s")
+                if member.incarnation in self._released:
+                    del self._members[member.name]
 
     def silent_s(self, node: str) -> float:
         """Seconds since a beat of this node."""
@@ -376,10 +390,10 @@ class Cluster:
         if member.state == "lost":
             resources.withdraw(member.name)
         elif not member.local:
-            is_open = member.state == "up" and not member.draining
+            is_open = member.state == "up" and not member.drain
             resources.offer(member.name, member.machine, member.labels, open=is_open)
         else:
-            resources.open(member.name, member.state == "up" and not member.draining)
+            resources.open(member.name, member.state == "up" and not member.drain)
 
     def _changed(self, member: _Member, before: State, reason: str = "") -> None:
         if member.state != before and not self._over and not (member.local and member.state == "up"):
@@ -403,23 +417,42 @@ class Cluster:
         """The nodes of other machines that are there."""
         return [name for name, member in self._members.items() if not member.local and member.state == "up"]
 
-    def drain(self, node: str, *, undo: bool = False) -> None:
-        """Let the node take no new replicas; ``undo``: let it take some again."""
+    def drain(self, node: str) -> int:
+        """Let the node take no new replicas; return the number of this drain."""
         member = self._members[node]
-        member.draining = not undo
+        member.drain = member.drain or next(self._drains)
         self._offer(member)
         self._site.nodes_changed()
+        return member.drain
+
+    def undrain(self, node: str) -> None:
+        """Let the node take new replicas again."""
+        member = self._members[node]
+        member.drain = 0
+        self._released.discard(member.incarnation)
+        self._offer(member)
+        self._site.nodes_changed()
+
+    def drains(self, node: str, number: int) -> bool:
+        """Whether this drain still stands: nobody has undone it, and no other agent has
+        taken the place of the one that leaves."""
+        member = self._members.get(node)
+        return member is None or member.drain == number
+
+    def draining(self) -> list[str]:
+        """The nodes that are being drained, or were."""
+        return [name for name, member in self._members.items() if member.drain]
 
     def is_empty(self, node: str) -> bool:
         """Whether no shim is left there, or the node is lost."""
         member = self._members.get(node)
         return member is None or member.state == "lost" or not member.living
 
-    def release(self, node: str, reason: str) -> None:
+    def release(self, node: str) -> None:
         """Let the agent of a drained node end; forget a node that is lost."""
         if (member := self._members.get(node)) is not None:
-            member.released = True
-            member.send(wire.Over(reason))
+            self._released.add(member.incarnation)
+            member.send(wire.Over(_DRAINED))
             if member.state == "lost":
                 del self._members[node]
 
@@ -476,7 +509,13 @@ class Cluster:
     def records(self) -> tuple[AgentRecord, ...]:
         """The agents that another supervisor would have to find."""
         return tuple(
-            AgentRecord(node=member.name, incarnation=member.incarnation, local=member.local, process=member.process)
+            AgentRecord(
+                node=member.name,
+                incarnation=member.incarnation,
+                local=member.local,
+                process=member.process,
+                draining=bool(member.drain),
+            )
             for member in self._members.values()
             if member.state != "lost"
         )
@@ -487,7 +526,7 @@ class Cluster:
         return tuple(
             NodeStatus(
                 name=member.name,
-                state="draining" if member.draining and member.state == "up" else member.state,
+                state="draining" if member.drain and member.state == "up" else member.state,
                 local=member.local,
                 address=member.address,
                 labels=resources.labels(member.name) if member.local else member.labels,

@@ -433,15 +433,20 @@ class Fleet:
                 self._fill(group)  # it may have been scaled up again meanwhile
         self.look()
 
-    async def drain_node(self, node: str, is_empty: Callable[[], bool]) -> None:
-        """Restart the replicas of a closed node, and wait until it is empty."""
+    async def drain_node(self, node: str, is_empty: Callable[[], bool], stands: Callable[[], bool]) -> None:
+        """Restart the replicas of a closed node, and wait until it is empty.
+
+        :raises replicas.errors.WorldError: the drain does not stand any more.
+        """
         cause, began = Cause("node", f"node {node} is being drained"), self._loop.time()
         self.emit(Draining(target=f"node {node}", reason="node"))
         chosen = [self.replica(*key) for key in self._ground.resources.on(node)]
         for replica in chosen:
             if replica is not None and not replica.leaving and replica.life.alive:
                 replica.restart(cause)
-        await self.until(lambda: is_empty() or self.over.is_set())
+        await self.until(lambda: is_empty() or not stands() or self.over.is_set())
+        if not stands():
+            raise errors.WorldError(f"node {node} takes replicas again: its drain was undone, or its agent is another")
         self.emit(Drained(target=f"node {node}", seconds=self._loop.time() - began))
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:

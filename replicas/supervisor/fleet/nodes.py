@@ -85,6 +85,7 @@ class Nodes:
         self._expected: dict[str, ShimHandle] = {}
         self._records: tuple[ShimRecord, ...] = ()
         self._draining: set[str] = set()
+        self._started = False
         self._left = False
         self.adopting = False
         """Whether something of an earlier supervisor goes on."""
@@ -271,14 +272,15 @@ class Nodes:
 
     async def drain(self, node: str, *, undo: bool = False) -> None:
         """See :meth:`replicas.Supervisor.drain_node`."""
-        cluster, site = self.cluster, self._site
+        cluster, fleet = self.cluster, self._site.fleet
         self._refuse_unknown(node)
-        cluster.drain(node, undo=undo)
         if undo:
+            cluster.undrain(node)
             return
-        await site.fleet.drain_node(node, lambda: cluster.is_empty(node))
-        if node != site.resources.local:
-            cluster.release(node, "the node is drained")
+        number = cluster.drain(node)
+        await fleet.drain_node(node, lambda: cluster.is_empty(node), lambda: cluster.drains(node, number))
+        if node != self._site.resources.local:
+            cluster.release(node)
 
     def _refuse_unknown(self, node: str) -> None:
         known = self.cluster.names()
@@ -345,6 +347,19 @@ class Nodes:
 
     def leaving(self, node: str, reason: str) -> None:
         self.say(f"node {node} is leaving: {reason}")
+        self.cluster.drain(node)
+        if self._started:
+            self._drain_on(node)
+
+    def go_on(self) -> None:
+        """Go on with drains of nodes that an earlier supervisor has begun, or that were
+        asked for while this one started."""
+        self._started = True
+        for node in self.cluster.draining():
+            if node != self._site.resources.local or not self.cluster.is_empty(node):
+                self._drain_on(node)
+
+    def _drain_on(self, node: str) -> None:
         if node in self._draining:
             return
         self._draining.add(node)
@@ -352,6 +367,8 @@ class Nodes:
         async def drain() -> None:
             try:
                 await self.drain(node)
+            except errors.ReplicasError as error:
+                self.say(str(error))
             finally:
                 self._draining.discard(node)
 

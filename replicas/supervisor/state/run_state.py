@@ -83,12 +83,17 @@ class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent of a node; ``process`` is valid where it runs."""
+    """The agent of a node.
+
+    :ivar process: valid where it runs.
+    :ivar draining: the node is being drained, or was, and takes no replicas.
+    """
 
     node: str
     incarnation: str
     local: bool = False
     process: ProcessRecord | None = None
+    draining: bool = False
 
 
 class Spent(msgspec.Struct, frozen=True):
