@@ -162,6 +162,25 @@ def test_members_that_are_silent_with_their_node_spend_no_budget(
 
 
 @history
+async def test_last_words_of_a_dead_node_do_not_make_its_ranks_pay() -> None:
+    """A link that is back delivers what a dead agent had sent, and its end."""
+    async with field(group_of("a", restart={"max_restarts": 1})) as made:
+        one = made.join("n1")
+        await asyncio.sleep(3)
+        one.cut = True
+        await asyncio.sleep(3.2)
+        one.heal()  # beats that were under way arrive
+        one.kill()
+        await asyncio.sleep(0.3)
+        told_by_coordinator(made)
+        await asyncio.sleep(5)
+        one.start_again()
+        await asyncio.sleep(30)
+        assert made.states() == {"a/0": "ready"}
+        assert made.fleet.groups["a"].status(0.0).restarts == {"node": 1}
+
+
+@history
 async def test_orders_and_news_that_were_lost_on_the_way_are_repeated() -> None:
     """Those given while nobody knew that the node was cut off."""
     async with field(group_of("a", replicas=1), lives={"a": [Life(ends_s=4.0, code=1), Life()]}) as made:

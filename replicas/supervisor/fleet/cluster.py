@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, TypeVar
@@ -174,7 +175,9 @@ class Cluster:
         start: wire.Start | None = None,
     ) -> ShimHandle:
         def unheard_s() -> float:
-            return 0.0 if member.local else self.silent_s(member.name)
+            if member.local or member.state == "up":
+                return 0.0 if member.local else self.silent_s(member.name)
+            return math.inf  # its last words may have arrived late, with the end of its connection
 
         return ShimHandle(
             nonce, member.name, member.send, changed, start=start, local=member.local, unheard_s=unheard_s
