@@ -100,6 +100,8 @@ class Reloading:
     async def catch_up(self, names: Iterable[str]) -> None:
         """Restart groups whose config has changed while no supervisor was there."""
         for name in names:
+            if name not in self._site.fleet.groups:
+                continue  # a reload has removed it meanwhile
             try:
                 await self._roll(self._site.fleet.groups[name])
             except errors.ReplicasError as error:

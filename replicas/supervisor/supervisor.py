@@ -34,7 +34,7 @@ from replicas.config.diff import digest_of_start
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
-from replicas.control.exit_codes import DONE, PREEMPTED
+from replicas.control.exit_codes import BUG, DONE, PREEMPTED
 from replicas.control.log_files import LogReader, Selection
 from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
@@ -144,6 +144,8 @@ class Supervisor:
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
         self._preempted = False
+        self._crashed = False
+        """Whether a task of this supervisor has failed, and ended it."""
         self.detached: bool = False
         """Whether the run goes on without this supervisor (:meth:`detach`)."""
         self._helpers: dict[int, ProcessRecord] = {}
@@ -236,9 +238,14 @@ class Supervisor:
         return self
 
     def _resume(self, saved: Saved) -> None:
-        """Go on with what an earlier supervisor had begun; apply a changed config."""
-        if saved.draining:
-            self.spawn(self.preempt if saved.draining == "preempted" else self.drain)
+        """Go on with what an earlier supervisor had begun; apply a changed config.
+
+        A preemption concerns the machine on which it was announced: what an agent of
+        this machine has outlived goes on with it, and a job that runs again does not.
+        """
+        preempted = saved.draining == "preempted"
+        if saved.draining and self.config.run.adopt_s and (saved.agent is not None or not preempted):
+            self.spawn(self.preempt if preempted else self.drain)
             return
         before = {name: one.start for name, one in saved.groups.items()}
         groups = self.config.groups.items()
@@ -250,11 +257,15 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._crashed = self._tasks is not None and self._tasks.cancel_scope.cancel_called
+            if self._crashed and self.config.run.adopt_s:
+                self._leave("an error in this program")
             if not self.detached:
                 with anyio.CancelScope(shield=True):
                     await self.fleet.drain(reason="over")
                 self._count_refused()
-                self.emit(RunEnded(exit_code=self.exit_code, reason=self.fleet.ended_by))
+                code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
+                self.emit(RunEnded(exit_code=code, reason=reason or self.fleet.ended_by))
             self._events.close()  # ends its followers, and with them the control port's streams
         finally:
             if self._tasks is not None:
@@ -276,7 +287,7 @@ class Supervisor:
     @property
     def _goes_on(self) -> bool:
         """Whether the next supervisor continues the run."""
-        return self._preempted or self.detached
+        return self._preempted or self.detached or self._crashed
 
     @staticmethod
     async def check_plan(config: Config) -> Machine:
@@ -393,10 +404,13 @@ class Supervisor:
         fleet.refuse_while_draining()
         if fleet.over.is_set():
             raise errors.UsageError("the run is over")
+        self._leave("as ordered")
+        fleet.over.set()
+
+    def _leave(self, why: str) -> None:
         self.detached = True
         self._nodes.leave()
-        self.say(f"leaving the run to the next supervisor, which has {self.config.run.adopt_s:g} s to come")
-        fleet.over.set()
+        self.say(f"{why}: leaving the run to the next supervisor, which has {self.config.run.adopt_s:g} s to come")
 
     async def drain_node(self, node: str, *, undo: bool = False) -> None:
         """Move a node's replicas elsewhere, after their sync, and let none start there.

@@ -3,10 +3,12 @@ lost."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,3 +97,45 @@ async def test_a_program_leaves_its_run_to_the_next_supervisor(tmp_path: Path) -
         with pytest.raises(errors.UsageError, match="being drained"):
             await second.detach()
     assert not any(pid is not None and alive(pid) for pid, _ in before)
+
+
+async def crashed(given: dict[str, Any]) -> int | None:
+    """Pid of the replica of a supervisor that has ended by an error of its own."""
+    pid = None
+
+    async def fail() -> None:
+        raise KeyError("a bug")
+
+    with pytest.raises(BaseExceptionGroup, match="unhandled errors"):
+        async with Supervisor(given) as first:
+            await first.wait_ready(timeout=30)
+            pid = first.status().groups[0].replicas[0].pid
+            first.spawn(fail)
+            await first.run_until_done()
+    return pid
+
+
+@pytest.mark.anyio
+async def test_an_error_in_the_supervisor_is_as_a_kill_of_it(tmp_path: Path) -> None:
+    given = config(tmp_path, a={})
+    given["run"]["adopt"] = "60s"
+    pid = await crashed(given)
+    assert pid is not None
+    assert alive(pid)
+    async with Supervisor(given) as second:
+        await second.wait_ready(timeout=30)
+        (replica,) = second.status().groups[0].replicas
+        assert (replica.pid, replica.generation) == (pid, 1)
+
+
+@pytest.mark.anyio
+async def test_an_error_in_the_supervisor_without_adopt_ends_the_processes_and_not_the_run(tmp_path: Path) -> None:
+    given = config(tmp_path, a={})
+    pid = await crashed(given)
+    assert pid is not None
+    assert not alive(pid)
+    events = [json.loads(line) for line in (tmp_path / "state" / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == {"type": "RunEnded", "exit_code": 70, "reason": "an error in the supervisor"}
+    async with Supervisor(given) as second:
+        await second.wait_ready(timeout=30)
+        assert second.status().groups[0].replicas[0].generation == 2, "its state goes on"

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 import replicas
 from replicas import errors
 from replicas.core.lives.lifecycle import ReplicaEvent, Transition
+from replicas.linux import private
 from replicas.supervisor import Supervisor
+from replicas.supervisor.state.run_state import AgentRecord, Saved, SavedGroup
 from replicas.supervisor.state.state import AlreadySupervised
 from tests.support.runs import alive
 
@@ -178,3 +181,22 @@ async def test_after_a_preemption_the_next_supervisor_goes_on(tmp_path: Path) ->
     async with Supervisor(config(tmp_path, a={})) as third:
         await third.wait_ready(timeout=30)
         assert [one.name for one in third.status().groups[0].replicas] == ["a/0"], "one that ended in order is over"
+
+
+@pytest.mark.parametrize("adopt", ["0s", "60s"])
+async def test_a_preemption_that_a_kill_has_cut_short_does_not_go_on_elsewhere(tmp_path: Path, adopt: str) -> None:
+    """A job that was killed as it drained runs again on other machines."""
+    given = config(tmp_path, a={})
+    given["run"]["adopt"] = adopt
+    saved = Saved(
+        run="embedded",
+        machine="another boot/1",
+        agents=(AgentRecord(node="n1", incarnation="1"),),
+        groups={"a": SavedGroup(size=1, configured=1)},
+        draining="preempted",
+    )
+    (tmp_path / "state").mkdir(mode=0o700)
+    private.replace(tmp_path / "state" / "state.json", msgspec.json.encode(saved))
+    async with Supervisor(given) as supervisor:
+        await supervisor.wait_ready(timeout=30)
+        assert not supervisor.status().draining
