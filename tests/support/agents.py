@@ -82,8 +82,9 @@ class FakeAgent:
         self.field, self.name, self.local = field, name, local
         self.machine = Machine(gpus=tuple(map(str, range(offer.pop("gpus", 0)))), memory_nbytes=64 << 30)
         self.labels: dict[str, str] = offer.pop("labels", {})
+        self.scope: str = offer.pop("scope", "")
         assert not offer
-        self.incarnation = f"{name}.1"
+        self.incarnation = f"{name}.{self.scope}.1"
         self.shims: dict[str, _Shim] = {}
         self.cut = self.dead = self.frozen = False
         self.over = ""
@@ -133,7 +134,7 @@ class FakeAgent:
             local=self.local,
             pid=5,
             start_time=6,
-            scope="",
+            scope=self.scope,
             address=self.name,
             labels=self.labels,
             machine=None if self.local else self.machine,

@@ -22,9 +22,10 @@ from replicas.supervisor.fleet.node_checks import ANSWER_S, examine
 from replicas.supervisor.fleet.nodes import Nodes, Site
 from replicas.supervisor.fleet.resources import Machine
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec
+from replicas.supervisor.state.run_state import ShimRecord
 from replicas.telemetry.events import NodeChanged
 from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
-from tests.support.fleets import Life, group_of
+from tests.support.fleets import Life, config_of, group_of
 from tests.support.virtual import virtually
 
 Story = Callable[[], Coroutine[Any, Any, None]]
@@ -178,6 +179,63 @@ async def test_last_words_of_a_dead_node_do_not_make_its_ranks_pay() -> None:
         await asyncio.sleep(30)
         assert made.states() == {"a/0": "ready"}
         assert made.fleet.groups["a"].status(0.0).restarts == {"node": 1}
+
+
+@history
+async def test_an_agent_of_the_same_name_elsewhere_waits_for_the_lease_of_the_first() -> None:
+    """It cannot end what the first one, which is cut off, still runs."""
+    async with field(group_of("a", restart={"max_restarts": 1})) as made:
+        one = made.agents["cut off"] = made.join("n1", scope="here")
+        await asyncio.sleep(3)
+        one.cut = True
+        await asyncio.sleep(5)
+        one.hang_up()
+        made.join("n1", scope="there")
+        await asyncio.sleep(4)
+        assert made.where("a/0") == "n1"
+        assert len([shim for shim in one.shims.values() if shim.alive]) == 1
+        await asyncio.sleep(lost_after_s(LEASE_S) - 9 + 3)
+        assert made.states() == {"a/0": "ready"}
+        assert [shim.alive for shim in made.agents["n1"].shims.values()] == [True]
+        assert made.fleet.groups["a"].status(0.0).restarts == {"node": 1}
+
+
+@history
+async def test_a_supervisor_with_a_shorter_lease_waits_for_that_of_the_one_before() -> None:
+    async with field(group_of("a")) as made:
+        made.join("n1")
+        await asyncio.sleep(1)
+        again = fleet_cluster.Cluster(cast("fleet_cluster.Site", made), local="local", lease_s=1.0)
+        again.expect(made.cluster.records(), ())
+        began = asyncio.get_running_loop().time()
+        while again.status()[0].state != "lost":
+            await asyncio.sleep(BEAT_S / 2)
+            again.tick()
+        assert asyncio.get_running_loop().time() - began == pytest.approx(lost_after_s(LEASE_S), abs=BEAT_S)
+
+
+@history
+async def test_gpus_of_what_is_not_taken_over_are_free_when_it_is_gone() -> None:
+    """A group that the next supervisor's config has not, or that others start now."""
+    async with field(group_of("a")) as made:
+        await made.fleet.drain()
+        made.join("n1", gpus=2)
+        await asyncio.sleep(2)
+        nodes = nodes_of(made)
+        nodes.adopting = True
+        records = tuple(
+            ShimRecord(nonce=name, group=name, replica=0, generation=1, agent="n1", gpus=(gpu,))
+            for name, gpu in (("removed", "0"), ("external", "1"))
+        )
+        handles = made.cluster.expect((), records)
+        nodes._records, nodes._expected = records, handles
+        config = config_of(group_of("a"), group_of("external", launcher="external"))
+        assert nodes.adopted(config) == {}
+        assert all(handle.stopping for handle in handles.values())
+        assert made.resources.free_on("n1") == ()
+        for handle in handles.values():
+            handle.end(ExitReport("stopped"))
+        assert made.resources.free_on("n1") == ("0", "1")
 
 
 @history

@@ -17,8 +17,11 @@ One :class:`_Member` of the cluster for each node that has ever joined, by its n
 
 Another process of an agent on the same node (another *incarnation*) has none of the
 earlier one's shims: it is told to end what they have left, and only then have the
-replicas ended. A supervisor that takes a run over expects the nodes that its state
-names, with their shims, as if they were away.
+replicas ended. It can do that only where the earlier one's processes can be seen: an
+agent of the same name elsewhere (another machine or boot, another pid namespace, such
+as another pod) waits for the earlier one's lease. A supervisor that takes a run over
+expects the nodes that its state names, with their shims, as if they were away, and for
+as long as the lease that they were given.
 """
 
 from __future__ import annotations
@@ -107,6 +110,12 @@ class _Member:
         self.handles: dict[str, ShimHandle] = {}
         self.cleaning: dict[str, ShimHandle] = {}
         """Of an earlier agent of the node, until the present one has ended them."""
+        self.scope = ""
+        """Where pids of the agent are valid."""
+        self.lease_s = 0.0
+        """The lease that it was given, which an earlier supervisor may have done."""
+        self.elsewhere: list[tuple[float, dict[str, ShimHandle]]] = []
+        """Of earlier agents of that name elsewhere, and when their lease is over."""
 
     def send(self, order: Order) -> None:
         if self.link is not None:
@@ -114,7 +123,8 @@ class _Member:
 
     @property
     def living(self) -> list[ShimHandle]:
-        return [one for one in (*self.handles.values(), *self.cleaning.values()) if not one.gone.is_set()]
+        there = itertools.chain(*(handles.values() for _, handles in self.elsewhere))
+        return [one for one in (*self.handles.values(), *self.cleaning.values(), *there) if not one.gone.is_set()]
 
 
 class Cluster:
@@ -188,7 +198,8 @@ class Cluster:
         now = self._loop.time()
         for agent in agents:
             member = self._members[agent.node] = _Member(agent.node, local=agent.local, now=now)
-            member.incarnation, member.process = agent.incarnation, agent.process
+            member.incarnation, member.process, member.scope = agent.incarnation, agent.process, agent.scope
+            member.lease_s = max(agent.lease_s, self._lease_s)
             member.drain = next(self._drains) if agent.draining else 0
         found: dict[str, ShimHandle] = {}
         for shim in shims:
@@ -222,7 +233,8 @@ class Cluster:
             member.link.close()
         before, again = member.state, member.incarnation == hello.incarnation
         if not again:
-            self._inherit(member)
+            self._inherit(member, hello.scope)
+        member.scope, member.lease_s = hello.scope, self._lease_s
         member.incarnation, member.link, member.heard_at, member.state = hello.incarnation, link, now, "up"
         member.process = ProcessRecord(hello.pid, hello.start_time)
         member.local, member.release, member.labels = local, hello.release, dict(hello.labels)
@@ -257,13 +269,18 @@ class Cluster:
                 return wire.Refused(message=f"node {hello.node} has an agent already ({member.address})", again=True)
         return None
 
-    def _inherit(self, member: _Member) -> None:
-        """Have a new agent of the node end what the earlier one has left."""
-        for nonce, handle in member.handles.items():
-            if not handle.gone.is_set():
-                member.cleaning[nonce] = handle
-                handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
-        member.handles = {}
+    def _inherit(self, member: _Member, scope: str) -> None:
+        """Have a new agent of the node end what the earlier one has left, if it can."""
+        handles = member.cleaning | member.handles
+        left = {nonce: handle for nonce, handle in handles.items() if not handle.gone.is_set()}
+        member.cleaning, member.handles = {}, {}
+        if scope == member.scope or member.local:
+            member.cleaning = left
+        elif left:
+            until = member.heard_at + lost_after_s(member.lease_s)
+            member.elsewhere.append((until, left))
+        for handle in left.values():
+            handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
 
     def _compare(self, member: _Member, states: tuple[ShimState, ...]) -> None:
         """Bring what the agent has and what it should have together."""
@@ -359,13 +376,22 @@ class Cluster:
         for member in [*self._members.values()]:
             if pause_s > _PAUSE_S:
                 member.heard_at += pause_s  # what has arrived meanwhile is not handled yet
+            self._end_elsewhere(member, now)
             silent_s = now - member.heard_at
             if member.state == "up" and silent_s > _SILENT_S and not member.local:
                 self._away(member)
-            elif member.state == "away" and not member.local and silent_s > lost_after_s(self._lease_s):
+            elif member.state == "away" and not member.local and silent_s > lost_after_s(member.lease_s):
                 self._lose(member, f"nothing was heard of it for {silent_s:.0f} s")
                 if member.incarnation in self._released:
                     del self._members[member.name]
+
+    @staticmethod
+    def _end_elsewhere(member: _Member, now: float) -> None:
+        """Take what an agent of that name had elsewhere for ended, with its lease."""
+        over = [handles for until, handles in member.elsewhere if now > until]
+        member.elsewhere = [(until, handles) for until, handles in member.elsewhere if now <= until]
+        for handle in itertools.chain(*(handles.values() for handles in over)):
+            handle.end(ExitReport("node", text=f"the agent of node {member.name} died"))
 
     def silent_s(self, node: str) -> float:
         """Seconds since a beat of this node."""
@@ -382,7 +408,7 @@ class Cluster:
         if member.link is not None:
             member.link.close()
             member.link = None
-        lost, member.handles, member.cleaning = member.living, {}, {}
+        lost, member.handles, member.cleaning, member.elsewhere = member.living, {}, {}, []
         self._offer(member)
         self._changed(member, before, reason)
         for handle in lost:
@@ -518,6 +544,8 @@ class Cluster:
                 local=member.local,
                 process=member.process,
                 draining=bool(member.drain),
+                scope=member.scope,
+                lease_s=member.lease_s,
             )
             for member in self._members.values()
             if member.state != "lost"

@@ -33,6 +33,7 @@ from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.control.socket import SOCKET_FILE
 from replicas.coordinator import Coordinator
 from replicas.core.lives.leases import BEAT_S
+from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
 from replicas.supervisor.agent import messages as wire
@@ -231,8 +232,9 @@ class Nodes:
             handle, key = self._expected.get(record.nonce), (record.group, record.replica)
             if handle is None:
                 continue
-            if record.group not in config.groups or record.generation != newest[key]:
-                handle.stop(0.0)
+            wanted = config.groups.get(record.group)
+            if wanted is None or wanted.external or record.generation != newest[key]:
+                self._end(record, handle)
                 continue
             _, records, nodes = found.setdefault(key, (record.generation, [], []))
             records.append(record)
@@ -243,6 +245,19 @@ class Nodes:
                     handle.lose(ExitReport("node", text="another node of it was lost"))
                     handle.stop(0.0)
         return found
+
+    def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
+        """End a shim that nobody takes over; it keeps its share until it is gone."""
+        share = Share(group=record.group, node=record.agent, gpus=record.gpus, memory_nbytes=record.memory_nbytes)
+        let_go = self._site.resources.hold(record.nonce, share)
+
+        def changed() -> None:
+            if handle.gone.is_set():
+                let_go()
+                self.nodes_changed()
+
+        handle.changed = changed
+        handle.stop(0.0)
 
     # ------------------------------------------------------------ the route
 

@@ -337,6 +337,8 @@ class Resources:
         self._machines: dict[str, Machine] = {local: self.machine}
         self._offers: dict[str, Offer] = {local: Offer(node=local)}
         self._held: dict[tuple[str, int], tuple[Share, ...]] = {}
+        self._ending: dict[str, Share] = {}
+        """Of processes that end, and belong to no replica."""
         self._managed = False
         self._min_nodes = 0
         """How many nodes must be there before the first share is taken."""
@@ -397,10 +399,13 @@ class Resources:
 
     def free_on(self, node: str) -> tuple[str, ...]:
         """GPUs of a node that no replica holds."""
-        shares = [share for held in self._held.values() for share in held if share.node == node]
+        shares = [share for share in self._taken_shares() if share.node == node]
         taken = {gpu for share in shares for gpu in share.gpus}
         machine = self._machines.get(node)
         return tuple(gpu for gpu in machine.gpus if gpu not in taken) if machine is not None else ()
+
+    def _taken_shares(self) -> list[Share]:
+        return [*(share for held in self._held.values() for share in held), *self._ending.values()]
 
     def held(self, group: str, index: int) -> tuple[str, ...]:
         return tuple(gpu for share in self._held.get((group, index), ()) for gpu in share.gpus)
@@ -430,8 +435,7 @@ class Resources:
         if held and self._still_good(need, held):
             self._held[key] = held
             return ""
-        taken = [share for shares in self._held.values() for share in shares]
-        found = place(need, list(self._offers.values()), taken)
+        found = place(need, list(self._offers.values()), self._taken_shares())
         if isinstance(found, str):
             return found
         self._held[key] = found
@@ -451,6 +455,16 @@ class Resources:
         """Note what a replica holds that an earlier supervisor has started."""
         self._taken, self._min_nodes = True, 0
         self._held[group.name, index] = shares
+
+    def hold(self, name: str, share: Share) -> Callable[[], None]:
+        """Hold a share for processes that belong to no replica any more; the result
+        frees it."""
+        self._ending[name] = share
+
+        def let_go() -> None:
+            self._ending.pop(name, None)
+
+        return let_go
 
     def shares(self, group: str, index: int) -> tuple[Share, ...]:
         return self._held.get((group, index), ())

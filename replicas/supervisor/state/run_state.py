@@ -87,6 +87,8 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     :ivar process: valid where it runs.
     :ivar draining: the node is being drained, or was, and takes no replicas.
+    :ivar scope: where its pids are valid (:func:`machine`).
+    :ivar lease_s: for how long it may go on without a supervisor.
     """
 
     node: str
@@ -94,6 +96,8 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
     local: bool = False
     process: ProcessRecord | None = None
     draining: bool = False
+    scope: str = ""
+    lease_s: float = 0.0
 
 
 class Spent(msgspec.Struct, frozen=True):
