@@ -7,8 +7,8 @@ A trainer and two rollouts of one machine; the trainer makes steps of 10 ms, and
 publishes 1 MiB after each, waiting for the commit. The supervisor is killed with -9 and
 another one started at once. *Taken over*: from its start to the first status in which
 all are ready. *Commit*: from its start to the next commit. *Step*: the trainer's
-longest step around that, without its publishes, beyond the median of all. *Publish*: the
-longest call of ``publish`` and wait for its commit, which has to wait for the new
+longest step around that, without its publishes, beyond the median of all. *Publish*:
+the longest call of ``publish`` and wait for its commit, which has to wait for the new
 supervisor. *Start*: of a whole run, from the start of the supervisor to all ready, for
 comparison.
 """

@@ -216,6 +216,7 @@ def main() -> int:
     shutil.rmtree(out, ignore_errors=True)
     (out / "records").mkdir(parents=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # machines that are only processes would offer the same GPUs
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
     with machines("head", "left", "right") as (words, (head, *nodes)):
         demo = Demo(out, head, nodes, options.adopt)

@@ -82,12 +82,12 @@ class FakeAgent:
         self.field, self.name, self.local = field, name, local
         self.machine = Machine(gpus=tuple(map(str, range(offer.pop("gpus", 0)))), memory_nbytes=64 << 30)
         self.labels: dict[str, str] = offer.pop("labels", {})
-        self.scope: str = offer.pop("scope", "")
+        self.scope: str = offer.pop("scope", name)
         assert not offer
         self.incarnation = f"{name}.{self.scope}.1"
         self.shims: dict[str, _Shim] = {}
         self.cut = self.dead = self.frozen = False
-        self.over = ""
+        self.over = self.refused = ""
         self.asked: list[wire.Examine] = []
         self._held: list[Callable[[], None]] = []
         self._tenancy = Tenancy()
@@ -153,6 +153,8 @@ class FakeAgent:
         match order := wire.decode_order(data):
             case wire.Welcome(lease_s=lease_s):
                 self._tenancy.granted(lease_s, self._asked_at)
+            case wire.Refused(message=message):
+                self.refused = message
             case wire.Heard(number):
                 self._tenancy.heard(number)
             case wire.Start():

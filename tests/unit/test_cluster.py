@@ -239,6 +239,21 @@ async def test_gpus_of_what_is_not_taken_over_are_free_when_it_is_gone() -> None
 
 
 @history
+async def test_two_agents_of_one_machine_do_not_offer_a_gpu_twice() -> None:
+    async with field(group_of("a", resources=ResourcesConfig(gpus=1))) as made:
+        made.join("n1", gpus=2, scope="m")
+        await asyncio.sleep(2)
+        other, elsewhere = made.join("n2", gpus=1, scope="m"), made.join("n3", gpus=1, scope="another")
+        await asyncio.sleep(2)
+        assert (other.refused, elsewhere.refused) == (
+            "node n1 is on the same machine and offers its GPUs 0 already: "
+            "give each agent its own CUDA_VISIBLE_DEVICES",
+            "",
+        )
+        assert [node.name for node in made.cluster.status()] == ["n1", "n3"]
+
+
+@history
 async def test_orders_and_news_that_were_lost_on_the_way_are_repeated() -> None:
     """Those given while nobody knew that the node was cut off."""
     async with field(group_of("a", replicas=1), lives={"a": [Life(ends_s=4.0, code=1), Life()]}) as made:

@@ -267,6 +267,21 @@ class Cluster:
                 return wire.Refused(message=f"{hello.node} is the supervisor's own node: give it another --name")
             if member.state == "up" and self._loop.time() - member.heard_at < _SILENT_S:
                 return wire.Refused(message=f"node {hello.node} has an agent already ({member.address})", again=True)
+        return None if local else self._offered_twice(hello)
+
+    def _offered_twice(self, hello: Hello) -> wire.Refused | None:
+        """The refusal of an agent whose GPUs another agent beside it offers."""
+        gpus = set(hello.machine.gpus if hello.machine is not None else ())
+        for member in self._members.values():
+            beside = member.name != hello.node and member.scope == hello.scope and member.state != "lost"
+            if beside and (shared := sorted(gpus.intersection(member.machine.gpus))):
+                text = (
+                    f"node {member.name} is on the same machine and offers its GPUs {', '.join(shared)} already: "
+                    "give each agent its own CUDA_VISIBLE_DEVICES"
+                )
+                if member.local:
+                    text += ", or set [cluster] local = false"
+                return wire.Refused(message=text, again=member.state == "away")
         return None
 
     def _inherit(self, member: _Member, scope: str) -> None:
