@@ -14,7 +14,7 @@ that began those raises an error. A group that is added again waits for its own 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from replicas.config.structs import Config
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
+from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import Machine, Resources, with_sizes
 from replicas.telemetry.events import Event, Reloaded, ReloadRefused
 
@@ -97,13 +98,15 @@ class Reloading:
         await self._carry_out(found)
         return reloaded
 
-    async def catch_up(self, names: Iterable[str]) -> None:
-        """Restart groups whose config has changed while no supervisor was there."""
-        for name in names:
-            if name not in self._site.fleet.groups:
+    async def catch_up(self, outdated: Mapping[str, Sequence[Replica]]) -> None:
+        """Restart replicas whose config has changed while no supervisor was there, or
+        that an earlier one had not come to yet."""
+        for name, replicas in outdated.items():
+            group = self._site.fleet.groups.get(name)
+            if group is None:
                 continue  # a reload has removed it meanwhile
             try:
-                await self._roll(self._site.fleet.groups[name])
+                await self._roll(group, replicas)
             except errors.ReplicasError as error:
                 self._site.say(f"group {name}, whose config has changed: {error}")
 
@@ -150,15 +153,15 @@ class Reloading:
         fleet = self._site.fleet
         group = fleet.groups[name]
         if again:
-            await self._roll(group)
+            await self._roll(group, fleet.targets(name))
         size = self._sizes.pop(name, None)
         if size is not None and size != group.size:
             await fleet.scale(name, size)
 
-    async def _roll(self, group: Group) -> None:
+    async def _roll(self, group: Group, replicas: Iterable[Replica]) -> None:
         """Restart the replicas, rolling, until a newer reload takes over."""
         fleet, name = self._site.fleet, group.config.name
-        chosen = [one for one in fleet.targets(name) if one.life.state != "finished" and not one.unwanted]
+        chosen = [one for one in replicas if one.life.state != "finished" and not one.unwanted]
         task = self._rolls[name] = asyncio.create_task(fleet.roll(group, chosen, _CHANGED))
         try:
             await asyncio.wait((task,))

@@ -30,7 +30,6 @@ from anyio.abc import TaskGroup
 import replicas
 from replicas import environ, errors
 from replicas.config import file as config_file
-from replicas.config.diff import digest_of_start
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
@@ -247,11 +246,9 @@ class Supervisor:
         if saved.draining and self.config.run.adopt_s and (saved.agent is not None or not preempted):
             self.spawn(self.preempt if preempted else self.drain)
             return
-        before = {name: one.start for name, one in saved.groups.items()}
-        groups = self.config.groups.items()
-        changed = [name for name, one in groups if before.get(name, "") not in ("", digest_of_start(one))]
-        if changed:
-            self.spawn(lambda: self.reloading.catch_up(changed))
+        outdated = {name: found for name, group in self.fleet.groups.items() if (found := group.outdated)}
+        if outdated:
+            self.spawn(lambda: self.reloading.catch_up(outdated))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -19,6 +19,8 @@ from replicas.supervisor.agent.messages import ShimState
 from replicas.supervisor.checks import Finding
 from replicas.supervisor.fleet.cluster import Cluster, Site
 from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.nodes import Nodes
+from replicas.supervisor.fleet.nodes import Site as NodesSite
 from replicas.supervisor.fleet.resources import Machine
 from replicas.supervisor.shim.orders import ExitReport, RankExit
 from tests.support.fleets import Life, Yard, config_of
@@ -268,6 +270,25 @@ class Field(Yard):
         ]
         return " and ".join(found)
 
+    async def replace_supervisor(self, *groups: GroupConfig) -> None:
+        """Another supervisor takes over, with these groups or the same, from what the
+        one before had last saved."""
+        saved, shims, agents = self.saved, self.fleet.shims(), self.cluster.records()
+        await self.end()
+        self._scopes, self._tasks = [], []
+        self.config = config_of(*groups) if groups else self.config
+        self.cluster = Cluster(cast("Site", self), local="local", lease_s=LEASE_S)
+        nodes = Nodes(cast("NodesSite", self))
+        nodes._cluster, nodes.adopting, nodes._records = self.cluster, True, shims
+        nodes._expected = self.cluster.expect(agents, shims)
+        start = self.cluster.start
+        self.fleet = Fleet(self.config, self, saved=saved, start_shim=start, adopted=nodes.adopted(self.config))
+        self.fleet.on_channel = lambda group: group in self.on_channel  # type: ignore[method-assign]
+        self.fleet.start()
+        self.spawn(self.tend)
+        for agent in self.agents.values():
+            agent.hang_up()
+
     # ------------------------------------------------------------ what the cluster asks
 
     def welcome(self, *, local: bool) -> wire.Welcome:
@@ -302,7 +323,7 @@ async def field(*groups: GroupConfig, lives: Mapping[str, list[Life]] | None = N
     made = Field(groups, lives or {})
     made.resources.withdraw("local")
     made.fleet = Fleet(made.config, made, start_shim=made.cluster.start)
-    made.fleet.on_channel = lambda group: False  # type: ignore[method-assign]  # there are no channels
+    made.fleet.on_channel = lambda group: group in made.on_channel  # type: ignore[method-assign]
     made.fleet.start()
     made.spawn(made.tend)
     try:

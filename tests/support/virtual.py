@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["VirtualLoop", "virtually"]
+__all__ = ["VirtualLoop", "history", "virtually"]
 
 T = TypeVar("T")
 
 _REAL_S = 10.0
+_HISTORY_S = 5000.0
 
 
 class _Selector(selectors.SelectSelector):
@@ -52,3 +53,13 @@ def virtually(work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` to its end in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
+
+
+def history(story: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test that runs in virtual time, and comes to an end."""
+
+    def test() -> None:
+        virtually(asyncio.wait_for(story(), _HISTORY_S))
+
+    test.__doc__ = story.__doc__
+    return test

@@ -4,8 +4,8 @@ are cut off and come back."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import msgspec
 import pytest
@@ -26,20 +26,9 @@ from replicas.supervisor.state.run_state import ShimRecord
 from replicas.telemetry.events import NodeChanged
 from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
 from tests.support.fleets import Life, config_of, group_of
-from tests.support.virtual import virtually
+from tests.support.virtual import history, virtually
 
-Story = Callable[[], Coroutine[Any, Any, None]]
 SPREAD = PlacementConfig(spread=True)
-
-
-def history(story: Story) -> Callable[[], None]:
-    """A test that runs in virtual time."""
-
-    def test() -> None:
-        virtually(story())
-
-    test.__doc__ = story.__doc__
-    return test
 
 
 def nodes_of(made: Field) -> Nodes:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -17,20 +16,7 @@ from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.resources import Machine
 from replicas.telemetry.events import Drained, Draining, FailedReset, HeldUp, RestartAsked, Scaled, Transition
 from tests.support.fleets import DIES, DONE, Life, fleet, group_of
-from tests.support.virtual import virtually
-
-Story = Callable[[], Coroutine[Any, Any, None]]
-
-
-def history(story: Story) -> Callable[[], None]:
-    """A test that runs in virtual time."""
-
-    def test() -> None:
-        virtually(story())
-
-    test.__doc__ = story.__doc__
-    return test
-
+from tests.support.virtual import history, virtually
 
 # ---------------------------------------------------------------- restarts
 

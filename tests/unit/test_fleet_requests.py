@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,21 +15,9 @@ from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.shim.orders import NodeSpec
 from tests.support.fleets import DONE, Life, Yard, fleet, group_of
-from tests.support.virtual import virtually
-
-Story = Callable[[], Coroutine[Any, Any, None]]
+from tests.support.virtual import history
 
 RELOAD = Cause("reload", "its config has changed")
-
-
-def history(story: Story) -> Callable[[], None]:
-    """A test that runs in virtual time, and comes to an end."""
-
-    def test() -> None:
-        virtually(asyncio.wait_for(story(), 5000))
-
-    test.__doc__ = story.__doc__
-    return test
 
 
 # ---------------------------------------------------------------- drains

@@ -15,7 +15,7 @@ from replicas.core.lives.ordering import enough, is_done, is_good, is_lost, is_o
 from replicas.core.lives.restarts import Restarts
 from replicas.status import GroupStatus, ReplicaState
 from replicas.supervisor.fleet.replica import Replica
-from replicas.supervisor.state.run_state import SavedGroup, SavedReplica, Spent
+from replicas.supervisor.state.run_state import SavedCause, SavedGroup, SavedReplica, Spent
 
 __all__ = ["Group"]
 
@@ -43,7 +43,6 @@ class Group:
         A reload sets both only after its rolling restart.
         """
         self.replicas: dict[int, Replica] = {}
-        self._start = digest_of_start(config)
         self.rules = Restarts(config.restart, rng=rng)
         self._retired: dict[int, SavedReplica] = {}
         """State of replicas that are not there (any more), for a later one by index."""
@@ -76,13 +75,11 @@ class Group:
                 for index, one in sorted(known.items())
             },
             spent=tuple(Spent(wall - age, replica) for age, replica in self.rules.ages(now)),
-            start=self._start,
         )
 
     def use(self, config: GroupConfig) -> None:
         """Take a reloaded config; running replicas keep their processes."""
         self.config = config
-        self._start = digest_of_start(config)
         self.rules.use(config.restart)
         for replica in self.replicas.values():
             replica.group = config
@@ -105,6 +102,16 @@ class Group:
                 replica.life.restore(before.settled, before.last_exit)
             elif before.halted:
                 replica.halt()
+            elif replica.life.alive:
+                replica.started_with = before.start
+                replica.end_as(before.ending)
+
+    @property
+    def outdated(self) -> list[Replica]:
+        """Replicas whose processes were started with another config than the present
+        one."""
+        now = digest_of_start(self.config)
+        return [one for one in self.replicas.values() if one.life.alive and one.started_with not in ("", now)]
 
     def retire(self, replica: Replica) -> None:
         del self.replicas[replica.index]
@@ -200,5 +207,12 @@ class Group:
 
 
 def _kept(replica: Replica) -> SavedReplica:
-    life = replica.life
-    return SavedReplica(generation=life.generation, restarts=dict(life.restarts), last_exit=replica.last_exit)
+    life, cause = replica.life, replica.cause
+    again = life.alive and cause is not None and replica.asked in ("restart", "fault")
+    return SavedReplica(
+        generation=life.generation,
+        restarts=dict(life.restarts),
+        last_exit=replica.last_exit,
+        start=replica.started_with,
+        ending=SavedCause(cause.reason, cause.text) if again and cause is not None else None,
+    )

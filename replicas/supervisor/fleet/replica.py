@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from replicas import errors
 from replicas.common.table import Machine
+from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import ASKED, ASKED_ACTIONS, LEAVING, UNWANTED, Asked, Request, request_of
 from replicas.core.lives.leases import BEAT_S
@@ -30,7 +31,7 @@ from replicas.supervisor.fleet.causes import Cause, Health
 from replicas.supervisor.fleet.course import Course, new_turns
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.shim.generation import Host, ShimStarter
-from replicas.supervisor.state.run_state import ShimRecord
+from replicas.supervisor.state.run_state import SavedCause, ShimRecord
 
 __all__ = ["REQUESTED", "Replica"]
 
@@ -88,6 +89,9 @@ class Replica:
         self.cause: Cause | None = None
         """Why the generation ends, once something has a reason for it."""
         self.last_exit = ""
+        self.started_with = digest_of_start(self.group)
+        """Of what its processes are started with; empty: it is not known."""
+        self._adopted = False
 
     @property
     def _key(self) -> tuple[str, int]:
@@ -143,9 +147,21 @@ class Replica:
         """Go on with a generation that an earlier supervisor has started."""
         self.life.generation = number
         self._begin()
+        self.started_with, self._adopted = "", True
         self._generation.adopt(records, nodes)
         self._course.take("launched")
         self._apply(ReplicaEvent.ADOPT)
+
+    def end_as(self, saved: SavedCause | None) -> None:
+        """End an adopted generation as an earlier supervisor did; None: it did not."""
+        if saved is None:
+            return
+        cause = Cause(saved.reason, saved.text)
+        if request_of(saved.reason) == "fault":
+            self.fall(cause)
+            self._end_processes(self.group.stop_timeout_s)
+        else:
+            self.restart(cause, drain=saved.reason != "group")
 
     def stop(self, hurry_s: float | None = None, *, run_over: bool = False) -> None:
         """Stop the replica for good.
@@ -274,8 +290,9 @@ class Replica:
 
     @property
     def progressed(self) -> bool | None:
-        """Whether this generation made a new step or version; None: on no channel."""
-        if not self._host.on_channel(self.group.name):
+        """Whether this generation made a new step or version; None: it is on no
+        channel, or what it did for an earlier supervisor is not known."""
+        if self._adopted or not self._host.on_channel(self.group.name):
             return None
         return self._host.coordinator.progress(*self._key) != self._mark
 

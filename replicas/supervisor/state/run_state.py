@@ -26,6 +26,7 @@ from typing import Literal
 import msgspec
 
 from replicas.common.decoding import MALFORMED
+from replicas.core.lives.lifecycle import RestartReason
 from replicas.linux import private
 from replicas.linux.processes import boot_id, namespace, start_time
 from replicas.telemetry.tally import Tally
@@ -36,6 +37,7 @@ __all__ = [
     "ProcessRecord",
     "RunState",
     "Saved",
+    "SavedCause",
     "SavedGroup",
     "SavedReplica",
     "ShimRecord",
@@ -107,6 +109,13 @@ class Spent(msgspec.Struct, frozen=True):
     replica: int
 
 
+class SavedCause(msgspec.Struct, frozen=True):
+    """Why a generation ends; ``reason``: the label of the restart that follows."""
+
+    reason: RestartReason
+    text: str
+
+
 class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """The saved state of a replica.
 
@@ -115,6 +124,8 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
     :ivar halted: it was stopped by hand, and rests until it is restarted.
     :ivar settled: it has ``finished`` or ``failed``; empty: it has not. Only who adopts
         the run goes on from that: else all replicas start again.
+    :ivar start: digest of what its processes were started with.
+    :ivar ending: why its generation was being ended, to be followed by another.
     """
 
     generation: int = 0
@@ -123,20 +134,20 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
     last_exit: str = ""
     halted: bool = False
     settled: Literal["", "finished", "failed"] = ""
+    start: str = ""
+    ending: SavedCause | None = None
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The saved state of a group; ``spent``: the restarts in the budget's window.
 
     :ivar configured: the config's number; another one there overrides ``size``.
-    :ivar start: digest of what its processes were started with.
     """
 
     size: int
     configured: int = 0
     replicas: dict[int, SavedReplica] = {}
     spent: tuple[Spent, ...] = ()
-    start: str = ""
 
     @property
     def once_removed(self) -> SavedGroup:
