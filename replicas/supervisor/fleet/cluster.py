@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, TypeVar
 
 from replicas.common.foreign import one_line
+from replicas.common.patience import PauseClock
 from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.status import NodeStatus
 from replicas.supervisor.agent import messages as wire
@@ -51,7 +52,6 @@ __all__ = ["Cluster", "Link", "Site"]
 log = logging.getLogger("replicas.supervisor")
 
 _SILENT_S = 3.5 * BEAT_S
-_PAUSE_S = 1.0
 _DRAINED = "the node is drained"
 State = Literal["up", "away", "lost"]
 Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
@@ -138,7 +138,7 @@ class Cluster:
         self._site, self._local, self._lease_s = site, local, lease_s
         self._members: dict[str, _Member] = {}
         self._loop = asyncio.get_running_loop()
-        self._ticked_at = self._loop.time()
+        self._clock = PauseClock(math.inf)
         self.incarnation = secrets.token_hex(8)
         """Random, new for each process of a supervisor."""
         self.joined = asyncio.Event()
@@ -387,10 +387,9 @@ class Cluster:
     def tick(self) -> None:
         """Find nodes that are away or lost; call it at least each second."""
         now = self._loop.time()
-        pause_s, self._ticked_at = now - self._ticked_at, now
+        pause_s, self._clock.due = self._clock.look(now), now + BEAT_S
         for member in [*self._members.values()]:
-            if pause_s > _PAUSE_S:
-                member.heard_at += pause_s  # what has arrived meanwhile is not handled yet
+            member.heard_at += pause_s  # what has arrived meanwhile is not handled yet
             self._end_elsewhere(member, now)
             silent_s = now - member.heard_at
             if member.state == "up" and silent_s > _SILENT_S and not member.local:

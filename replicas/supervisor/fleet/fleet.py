@@ -40,6 +40,7 @@ import anyio
 
 from replicas import errors
 from replicas.common.foreign import one_line
+from replicas.common.patience import PauseClock
 from replicas.config.structs import Config, GroupConfig
 from replicas.control.exit_codes import DONE, FAILED, USAGE
 from replicas.core.lives.lifecycle import SETTLED
@@ -62,8 +63,6 @@ from replicas.telemetry.events import Drained, Draining, DrainReason, FailedRese
 __all__ = ["Adopted", "Fleet"]
 
 TICK_S = 0.25
-_PAUSE_S = 1.0
-"""A monitor that comes this late was paused with its process: no replica's fault."""
 _SETTLE_S = 0.75
 _DIGITS = 7
 
@@ -188,13 +187,14 @@ class Fleet:
 
     async def _monitor(self) -> None:
         self.looked_at = self._loop.time()
+        clock = PauseClock(self.looked_at + TICK_S)
         while True:
             with anyio.move_on_after(TICK_S):
                 await self._dirty.wait()
             self._dirty.clear()
-            now = self._loop.time()
-            late_s, self.looked_at = now - self.looked_at - TICK_S, now
-            if late_s > _PAUSE_S:
+            now = self.looked_at = self._loop.time()
+            late_s, clock.due = clock.look(now), now + TICK_S
+            if late_s:
                 # Let messages that have arrived be handled before judging any replica,
                 # as the coordinator does.
                 for replica in self.all():
@@ -203,6 +203,7 @@ class Fleet:
                     self._short_since += late_s
                 await anyio.sleep(_SETTLE_S)
                 self.looked_at = self._loop.time()
+                clock.due = self.looked_at + TICK_S
                 continue
             for group in [group for group in self.groups.values() if group.config.external and not self.draining]:
                 self._fill(group)
