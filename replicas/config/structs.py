@@ -244,7 +244,9 @@ class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
     Set it for every group that uses GPUs when several share a machine.
     """
     cpu_threads: _Count | None = None
-    """Number of compute threads of each rank, set as OMP_NUM_THREADS."""
+    """Number of compute threads of each rank, set as OMP_NUM_THREADS. Where agents may
+    join, a node must have so many CPUs for each of nproc_per_node ranks.
+    """
     memory_nbytes: Annotated[int | None, forms.size(1 << 20), AsKey(default="no limit", name="memory")] = None
     """Host memory that a replica may use, limited by a control group. Set it when one
     replica's leak must not end the others.

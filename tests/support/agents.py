@@ -82,7 +82,8 @@ class FakeAgent:
 
     def __init__(self, field: Field, name: str, *, local: bool = False, **offer: Any) -> None:
         self.field, self.name, self.local = field, name, local
-        self.machine = Machine(gpus=tuple(map(str, range(offer.pop("gpus", 0)))), memory_nbytes=64 << 30)
+        gpus, cpus = tuple(map(str, range(offer.pop("gpus", 0)))), offer.pop("cpus", 1)
+        self.machine = Machine(gpus=gpus, cpus=cpus, memory_nbytes=64 << 30)
         self.labels: dict[str, str] = offer.pop("labels", {})
         self.scope: str = offer.pop("scope", name)
         assert not offer

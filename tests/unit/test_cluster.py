@@ -394,6 +394,19 @@ async def test_gpus_of_a_node_are_given_once() -> None:
 
 
 @history
+async def test_a_part_waits_for_a_node_with_as_many_cpus() -> None:
+    wide = group_of("a", replicas=2, nproc_per_node=4, resources=ResourcesConfig(cpu_threads=2))
+    async with field(wide) as made:
+        made.join("n1", cpus=7)
+        await asyncio.sleep(3)
+        (first, _) = made.fleet.groups["a"].status(0.0).replicas
+        assert (first.state, first.reason) == ("pending", "waits for 8 CPUs (at most 7 on a node)")
+        made.join("n2", cpus=8)
+        await asyncio.sleep(3)
+        assert made.where("a/0") == made.where("a/1") == "n2", "they share its CPUs"
+
+
+@history
 async def test_a_node_that_goes_away_before_a_start_is_no_failure_of_the_replica() -> None:
     group = group_of("a", restart={"max_restarts": 0})
     async with field(group) as made:

@@ -76,6 +76,16 @@ def test_no_node_takes_more_than_it_may() -> None:
         ({"gpus": 2}, [node("a", 1)], "2 GPUs (1 free)"),
         ({"memory_nbytes": 9 << 30}, [node("a")], "9.0 GiB of memory (at most 8.0 GiB free)"),
         (
+            {"cpus": 16, "labels": {"p": "x"}},
+            [node("a", cpus=32), node("b", labels={"p": "x"}, cpus=8), node("c", labels={"p": "x"}, cpus=12)],
+            "16 CPUs (at most 12 on a node) with p=x",
+        ),
+        (
+            {"cpus": 16, "gpus": 1, "labels": {"p": "x"}},
+            [node("a", 1, labels={"p": "x"}, cpus=8), node("b", labels={"p": "x"}, cpus=16)],
+            "1 GPU (0 free on b) with 16 CPUs, p=x",
+        ),
+        (
             {"gpus": 1, "labels": {"p": "x"}},
             [node("a", labels={"p": "x"}), node("b", 1)],
             "1 GPU (0 free on a) with p=x",
@@ -86,6 +96,17 @@ def test_what_is_missing_is_said(need: dict[str, Any], offers: list[Offer], says
     found = place(Need(group="g", **need), offers, ())
     assert isinstance(found, str)
     assert found.startswith(says)
+
+
+def test_cpus_are_asked_for_and_shared() -> None:
+    offers, need = [node("a", cpus=7), node("b", cpus=8), node("c")], Need(group="g", cpus=8, spread=True)
+    taken: list[Share] = []
+    for _ in range(4):
+        found = place(need, offers, taken)
+        assert not isinstance(found, str)
+        taken += found
+    assert "".join(share.node for share in taken) == "bcbc", "c's do not matter"
+    assert nodes_of(place(Need(group="g", cpus=7), offers, ())) == ["a"]
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from replicas.config.file import parse
-from replicas.config.structs import Config
+from replicas.config.structs import Config, ControlConfig
 from replicas.errors import BadConfig
 from replicas.supervisor.fleet import resources
 from replicas.supervisor.fleet.resources import (
@@ -92,6 +93,37 @@ def test_shared_cpus_are_noted() -> None:
     assert problems(plan, EIGHT) == []
     assert notes(plan, EIGHT) == ["16 CPU threads at once (a) share 8 CPUs"]
     assert notes(config(a={"resources": {"cpu_threads": 8}}), EIGHT) == []
+
+
+def grown(**groups: dict[str, Any]) -> Config:
+    """The same, of a run that agents may join."""
+    return replace(config(**groups), control=ControlConfig(host="10.0.0.5"))
+
+
+def test_cpus_of_one_machine_are_shared_and_of_several_asked_for() -> None:
+    """Where agents may join, a node with too few CPUs takes no part."""
+    wants: dict[str, Any] = {"nproc_per_node": 3, "resources": {"cpu_threads": 3}}
+    alone = config(a=wants)
+    assert notes(alone, EIGHT) == ["9 CPU threads at once (a) share 8 CPUs"]
+    assert ledger(alone).take(alone.groups["a"], 0) == ""
+    plan = grown(a=wants, b={"resources": {"cpu_threads": 9}}, c={"replicas": 9, "resources": {"cpu_threads": 8}})
+    assert notes(plan, EIGHT) == [
+        "groups.b.resources.cpu_threads: 9 for each rank, but this process may use 8 CPUs; "
+        "it waits for agents on other machines",
+        "groups.a.resources.cpu_threads: 3 for each of 3 ranks, but this machine has 8 CPUs; "
+        "it waits for agents on other machines",
+    ]
+    nodes = ledger(plan)
+    assert nodes.take(plan.groups["a"], 0) == "9 CPUs (at most 8 on a node)"
+    assert {nodes.take(plan.groups["c"], index) for index in range(9)} == {""}, "shared"
+    nodes.offer("n1", replace(EIGHT, cpus=9), {})
+    assert nodes.take(plan.groups["a"], 0) == ""
+    assert nodes.nodes_of("a", 0) == ("n1",)
+    assert nodes.take(plan.groups["c"], 0) == ""
+    assert nodes.nodes_of("c", 0) == ("local",), "it keeps its place"
+    more = grown(c={"resources": {"cpu_threads": 9}}).groups["c"]
+    assert nodes.take(more, 0) == ""
+    assert nodes.nodes_of("c", 0) == ("n1",), "its own has too few by now"
 
 
 # ---------------------------------------------------------------- the ledger

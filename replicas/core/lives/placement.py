@@ -1,13 +1,14 @@
 """Which node each part of a replica runs on, and with which GPUs. Pure.
 
-A *node* is what an agent offers: GPUs, memory and labels. A replica of ``nnodes`` has
-as many *parts*, each one process tree on one node. :func:`place` finds a node for each
-part of one replica, or says what is missing. It is deterministic: the same offers and
-shares give the same places, so that a history can be repeated.
+A *node* is what an agent offers: GPUs, CPUs, memory and labels. A replica of ``nnodes``
+has as many *parts*, each one process tree on one node. :func:`place` finds a node for
+each part of one replica, or says what is missing. It is deterministic: the same offers
+and shares give the same places, so that a history can be repeated.
 
-A node can take a part if it is open, has all labels that the group asks for, and has as
-many GPUs, and as much memory, as the part needs beyond the shares of others. Among
-these, ``spread`` takes the one with the fewest parts of the same group, so that the
+A node can take a part if it is open, has all labels and as many CPUs as the group asks
+for, and has as many GPUs, and as much memory, as the part needs beyond the shares of
+others. CPUs are shared: what others use of them does not count. Among the nodes that
+fit, ``spread`` takes the one with the fewest parts of the same group, so that the
 loss of a node costs the group little; else the parts are packed: the one that is left
 with the fewest GPUs, so that large replicas find room later. Ties go to the node that
 was offered first.
@@ -28,11 +29,13 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """What a node has for replicas; ``open``: it takes new parts.
 
     :ivar gpus: names for ``CUDA_VISIBLE_DEVICES``.
+    :ivar cpus: None: they do not matter.
     :ivar memory_nbytes: host memory.
     """
 
     node: str
     gpus: tuple[str, ...] = ()
+    cpus: int | None = None
     memory_nbytes: int = 0
     labels: Mapping[str, str] = {}
     open: bool = True
@@ -41,6 +44,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What each of the ``parts`` of a replica needs.
 
+    :ivar cpus: how many a node must have; none of them is taken.
     :ivar memory_nbytes: None: it has no limit, and none is accounted for.
     :ivar spread: prefer nodes with few parts of the same group.
     :ivar per_node: most parts of the group on one node; None: any number.
@@ -49,14 +53,21 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     parts: int = 1
     gpus: int = 0
+    cpus: int = 0
     memory_nbytes: int | None = None
     labels: Mapping[str, str] = {}
     spread: bool = False
     per_node: int | None = None
 
     def accepts(self, offer: Offer) -> bool:
-        """Whether the node has all labels that are asked for."""
+        """Whether the node has all labels and as many CPUs as are asked for."""
+        return self.has_labels(offer) and self.has_cpus(offer)
+
+    def has_labels(self, offer: Offer) -> bool:
         return all(offer.labels.get(name) == value for name, value in self.labels.items())
+
+    def has_cpus(self, offer: Offer) -> bool:
+        return offer.cpus is None or offer.cpus >= self.cpus
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,22 +122,41 @@ def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[
 def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str:
     if not offers:
         return "a node: no agent has joined"
-    with_labels = [offer for offer in offers if need.accepts(offer)]
-    labels = ", ".join(f"{name}={value}" for name, value in sorted(need.labels.items()))
+    with_labels = [offer for offer in offers if need.has_labels(offer)]
+    marks = [f"{name}={value}" for name, value in sorted(need.labels.items())]
     if not with_labels:
-        return f"a node with {labels}"
-    if not any(offer.open for offer in with_labels):
-        return f"a node{f' with {labels}' if labels else ''} that is not being drained"
-    rooms = [_Room(one, [s for s in taken if s.node == one.node], need.group) for one in with_labels if one.open]
+        return f"a node{_having(marks)}"
+    there = [offer for offer in with_labels if offer.open]
+    if not there:
+        return f"a node{_having(marks)} that is not being drained"
+    able = [offer for offer in there if need.has_cpus(offer)]
+    if not able:
+        most = max(offer.cpus or 0 for offer in there)
+        return f"{_count(need.cpus, 'CPU')} (at most {most} on a node){_having(marks)}"
+    if len(able) < len(there):
+        marks.insert(0, _count(need.cpus, "CPU"))
+    rooms = [_Room(one, [s for s in taken if s.node == one.node], need.group) for one in able]
+    return " and ".join(_wanted(need, rooms, named=len(offers) > 1)) + _having(marks)
+
+
+def _wanted(need: Need, rooms: Sequence[_Room], *, named: bool) -> list[str]:
+    """What these nodes have too little of; ``named``: there are several nodes."""
     wanted = []
     if need.per_node is not None and sum(max(0, need.per_node - room.parts) for room in rooms) < need.parts:
         wanted.append(f"a node with fewer than {need.per_node} of the group")
     if need.gpus:
-        free = [f"{len(room.gpus)} free{f' on {room.offer.node}' if len(offers) > 1 else ''}" for room in rooms]
-        total = need.gpus * need.parts
-        each = f", {need.gpus} on each of {need.parts} nodes" if need.parts > 1 and len(offers) > 1 else ""
-        wanted.append(f"{total} GPU{'s' if total != 1 else ''}{each} ({', '.join(free)})")
+        free = [f"{len(room.gpus)} free{f' on {room.offer.node}' if named else ''}" for room in rooms]
+        each = f", {need.gpus} on each of {need.parts} nodes" if need.parts > 1 and named else ""
+        wanted.append(f"{_count(need.gpus * need.parts, 'GPU')}{each} ({', '.join(free)})")
     if need.memory_nbytes and not any(room.memory_nbytes >= need.memory_nbytes for room in rooms):
         most = max(room.memory_nbytes for room in rooms)
         wanted.append(f"{need.memory_nbytes / _GIB:.1f} GiB of memory (at most {most / _GIB:.1f} GiB free)")
-    return " and ".join(wanted) + (f" with {labels}" if labels else "")
+    return wanted
+
+
+def _having(marks: Sequence[str]) -> str:
+    return f" with {', '.join(marks)}" if marks else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

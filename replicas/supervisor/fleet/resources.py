@@ -217,7 +217,8 @@ def problems(config: Config, machine: Machine) -> list[str]:
 
 def notes(config: Config, machine: Machine) -> list[str]:
     if may_grow(config):
-        return [f"{problem}; it waits for agents on other machines" for problem in problems(config, machine)]
+        found = [*problems(config, machine), *_too_large_parts(config, machine)]
+        return [f"{problem}; it waits for agents on other machines" for problem in found]
     threads = {
         group.name: group.replicas * group.world_size * (group.resources.cpu_threads or 0)
         for group in config.groups.values()
@@ -226,6 +227,15 @@ def notes(config: Config, machine: Machine) -> list[str]:
     if total <= machine.cpus:
         return []
     return [f"{total} CPU threads at once ({', '.join(names)}) share {machine.cpus} CPUs"]
+
+
+def _too_large_parts(config: Config, machine: Machine) -> Iterator[str]:
+    """Groups that a node like this machine takes no part of, for its few CPUs."""
+    for group in config.groups.values():
+        threads, ranks = group.resources.cpu_threads or 0, group.nproc_per_node
+        if threads <= machine.cpus < threads * ranks:
+            place = f"groups.{group.name}.resources.cpu_threads"
+            yield f"{place}: {threads} for each of {ranks} ranks, but this machine has {machine.cpus} CPUs"
 
 
 def _product(group: GroupConfig) -> str:
@@ -340,6 +350,7 @@ class Resources:
         self._ending: dict[str, Share] = {}
         """Of processes that end, and belong to no replica."""
         self._managed = False
+        self._grows = False
         self._min_nodes = 0
         """How many nodes must be there before the first share is taken."""
         self._asked = self._taken = False
@@ -349,7 +360,7 @@ class Resources:
 
     def plan(self, config: Config, machine: Machine) -> None:
         """Take a config that fits; replicas keep what they hold until its release."""
-        self.machine = machine
+        self.machine, self._grows = machine, may_grow(config)
         self._managed = any(group.resources.gpus for group in config.groups.values())
         self._min_nodes = 0 if self._taken else config.cluster.min_nodes
         if config.cluster.local:
@@ -361,10 +372,18 @@ class Resources:
     # ------------------------------------------------------------ nodes
 
     def offer(self, node: str, machine: Machine, labels: Mapping[str, str], *, open: bool = True) -> None:
-        """Add a node, or change what it offers; ``open``: it takes new replicas."""
+        """Add a node, or change what it offers; ``open``: it takes new replicas.
+
+        The ranks of a run that has this machine only share its CPUs, however many.
+        """
         self._machines[node] = machine
         self._offers[node] = Offer(
-            node=node, gpus=machine.gpus, memory_nbytes=machine.memory_nbytes, labels=labels, open=open
+            node=node,
+            gpus=machine.gpus,
+            cpus=machine.cpus if self._grows or node != self.local else None,
+            memory_nbytes=machine.memory_nbytes,
+            labels=labels,
+            open=open,
         )
 
     def open(self, node: str, is_open: bool) -> None:
@@ -505,6 +524,7 @@ def _need(group: GroupConfig) -> Need:
         group=group.name,
         parts=group.nnodes,
         gpus=(group.resources.gpus or 0) * group.nproc_per_node,
+        cpus=(group.resources.cpu_threads or 0) * group.nproc_per_node,
         memory_nbytes=group.resources.memory_nbytes,
         labels=group.placement.labels,
         spread=group.placement.spread,
