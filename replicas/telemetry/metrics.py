@@ -4,10 +4,10 @@ Nothing is kept here: each scrape makes gauges from one
 :class:`replicas.status.RunStatus`, and counters and histograms from the fold of the
 run's events (:class:`replicas.telemetry.tally.Tally`). So a metric cannot disagree with
 ``GET /status`` or ``GET /events``, counters continue under a new supervisor, and the
-series of a removed replica disappear with it. The registry is private: an embedding
-program's own metrics are neither changed nor exported. Labels are bounded: ``group``,
-``replica``, ``channel``, ``phase``, ``reason``, ``state`` and ``outcome``; never a
-rank, pid, host, version or error text.
+series of a removed replica or node disappear with it. The registry is private: an
+embedding program's own metrics are neither changed nor exported. Labels are bounded:
+``group``, ``replica``, ``channel``, ``node``, ``phase``, ``reason``, ``state`` and
+``outcome``; never a rank, pid, address, version or error text.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Metrics(Collector):
         text = "Always 1; its labels are the versions in use."
         yield _gauge("build_info", text, tuple(self._build), [(tuple(self._build.values()), 1)])
         yield from _run_metrics(status, tally)
+        yield from _node_metrics(status)
         yield from _group_metrics(status, tally)
         yield from _version_metrics(status)
         yield from _channel_metrics(status, tally)
@@ -119,9 +120,24 @@ def _run_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     yield _counter("sidecar_replacements_total", text, ("reason",), _by_key((), status.sidecar_replacements))
     text = "Connections and messages that the control port refused."
     yield _counter("refused_total", text, ("reason",), _by_key((), status.refused))
-    series = [((state,), number) for state, number in _by_state(status.nodes, _NODE_STATES)]
-    yield _gauge("nodes", "Nodes of the run by state.", ("state",), series)
     yield _counter("events_lost_total", "Events that could not be written to disk.", (), [((), tally.events_lost)])
+
+
+def _node_metrics(status: RunStatus) -> Iterator[Metric]:
+    nodes, node_only = status.nodes, ("node",)
+    series: Series = [((state,), number) for state, number in _by_state(nodes, _NODE_STATES)]
+    yield _gauge("nodes", "Nodes of the run by state.", ("state",), series)
+    text = "1 when the node is up and takes new replicas; 0 when it is draining, away or lost."
+    yield _gauge("node_up", text, node_only, [((one.name,), float(one.state == "up")) for one in nodes])
+    yield _gauge(
+        "node_gpus", "GPUs that the node has for the run.", node_only, [((one.name,), one.gpus) for one in nodes]
+    )
+    series = [((one.name,), one.gpus_free) for one in nodes]
+    yield _gauge("node_gpus_free", "GPUs of the node that no replica holds.", node_only, series)
+    series = [((one.name,), len(one.replicas)) for one in nodes]
+    yield _gauge("node_replicas", "Replicas with a place on the node.", node_only, series)
+    series = [((one.name,), one.heard_age_s) for one in nodes]
+    yield _gauge("node_heard_age_seconds", "Age of the last word of the node's agent.", node_only, series)
 
 
 def _group_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:

@@ -13,6 +13,7 @@ from replicas.status import (
     ChannelStatus,
     GroupStatus,
     MemberStatus,
+    NodeStatus,
     ReplicaStatus,
     RunStatus,
     StoreStatus,
@@ -48,10 +49,15 @@ CONTRACT = {
     "store_up",
     "store_keys",
     "nodes",
+    "node_up",
+    "node_gpus",
+    "node_gpus_free",
+    "node_replicas",
+    "node_heard_age_seconds",
     "event_loop_lag_seconds",
     "config_last_reload_successful",
 }
-LABELS = {"group", "replica", "channel", "phase", "reason", "state", "outcome", "le"}
+LABELS = {"group", "replica", "channel", "node", "phase", "reason", "state", "outcome", "le"}
 BUILD_LABELS = {"version", "python_version", "torch_version"}
 
 
@@ -61,7 +67,14 @@ def a_record(outcome: str = "committed") -> SyncRecord:
     )
 
 
-def a_status(*, rollouts: int = 2) -> RunStatus:
+NODES = (
+    NodeStatus(name="gpu2", state="up", gpus=8, gpus_free=6, replicas=("rollout/0", "rollout/1"), heard_age_s=0.25),
+    NodeStatus(name="gpu3", state="away", gpus=8, heard_age_s=4.5),
+    NodeStatus(name="gpu4", state="draining"),
+)
+
+
+def a_status(*, rollouts: int = 2, nodes: tuple[NodeStatus, ...] = NODES) -> RunStatus:
     rollout = [
         ReplicaStatus(
             name=f"rollout/{index}",
@@ -106,6 +119,7 @@ def a_status(*, rollouts: int = 2) -> RunStatus:
             ),
         ),
         channels=(policy,),
+        nodes=nodes,
         event_loop_lag_s=0.002,
         refused={"origin": 0, "token": 0},
     )
@@ -191,7 +205,16 @@ def test_every_metric_of_the_contract_and_no_other_is_there_with_bounded_labels(
         ("log_lines_dropped_total", {"group": "rollout"}, 6),
         ("store_up", {}, 1),
         ("store_keys", {}, 11),
-        ("nodes", {"state": "up"}, 0),
+        ("nodes", {"state": "up"}, 1),
+        ("nodes", {"state": "lost"}, 0),
+        ("node_up", {"node": "gpu2"}, 1),
+        ("node_up", {"node": "gpu3"}, 0),
+        ("node_up", {"node": "gpu4"}, 0),
+        ("node_gpus", {"node": "gpu2"}, 8),
+        ("node_gpus_free", {"node": "gpu2"}, 6),
+        ("node_replicas", {"node": "gpu2"}, 2),
+        ("node_replicas", {"node": "gpu3"}, 0),
+        ("node_heard_age_seconds", {"node": "gpu3"}, 4.5),
         ("event_loop_lag_seconds", {}, 0.002),
         ("config_last_reload_successful", {}, 0),
     ],
@@ -200,12 +223,13 @@ def test_a_value(name: str, labels: dict[str, str], expected: float | None) -> N
     assert value(fed(), name, **labels) == expected
 
 
-def test_the_series_of_a_removed_replica_are_gone() -> None:
+def test_the_series_of_a_removed_replica_or_node_are_gone() -> None:
     now = a_status()
     metrics = Metrics(lambda: now)
     assert value(metrics, "replica_up", group="rollout", replica="1") == 0
-    now = a_status(rollouts=1)
+    now = a_status(rollouts=1, nodes=NODES[:1])
     assert not [labels for _, labels in samples(metrics) if ("replica", "1") in labels]
+    assert {one for _, labels in samples(metrics) for one in labels if one[0] == "node"} == {("node", "gpu2")}
 
 
 def test_two_runs_in_one_process_share_nothing_with_each_other_or_the_global_registry() -> None:
