@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 import replicas
 from replicas.cli import render
 from replicas.cli.agent import agent
 from replicas.cli.base import Json, Screen, app, command, complain, json_text
+from replicas.cli.find_run import RunAddress
 from replicas.cli.look import doctor, events, logs, status
 from replicas.cli.orders import detach, drain, reload, reset_failed, restart, scale, stacks, wait
 from replicas.cli.ray import ray
@@ -27,10 +29,16 @@ from replicas.cli.slurm import slurm
 from replicas.cli.tokens import token
 from replicas.common.foreign import lines
 from replicas.config.file import load
+from replicas.config.structs import Config
 from replicas.control.exit_codes import BUG, DONE, FAILED
+from replicas.errors import Disconnected, UsageError
 from replicas.linux import inherited
+from replicas.status import NodeStatus
 
 __all__ = ["app", "check", "main", "run", "supervisor_main"]
+
+_ANSWER_S = 0.9
+"""How long a check waits for a run that may not be there, or may be stopped."""
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
 
@@ -64,20 +72,37 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
     """Check CONFIG and print the resolved plan.
 
     A CONFIG that is invalid, or does not fit this machine, gets exit code 78 and all
-    its problems printed.
+    its problems printed. While its run is alive, what would fit on none of the run's
+    nodes is printed, too.
     """
     loaded = load(config)
-    from replicas.supervisor.fleet.resources import machine_for, notes, refuse_unfit
+    from replicas.supervisor.fleet.outlook import waiting
+    from replicas.supervisor.fleet.resources import machine_for, may_grow, notes, refuse_unfit
 
     machine = machine_for(loaded)
     refuse_unfit(loaded, machine)
+    nodes = _nodes(config, loaded)
+    waits = None if nodes is None else waiting(loaded, nodes)
     if as_json:
-        print(json_text(loaded))
+        print(json_text(loaded if waits is None else {**msgspec.structs.asdict(loaded), "waiting": waits}))
         return
     screen = Screen()
     screen.print(render.plan(loaded))
-    for note in notes(loaded, machine):
-        screen.print(f"note: {note}")
+    if waits is None or not may_grow(loaded):
+        for note in notes(loaded, machine):
+            screen.print(f"note: {note}")
+    for line in render.outlook(waits, nodes) if waits is not None and nodes is not None else ():
+        screen.print(line, soft_wrap=True)
+
+
+def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
+    """The nodes of the config's run; None: it is not there, or starts."""
+    try:
+        found = RunAddress(path).status(timeout_s=_ANSWER_S).nodes
+    except (Disconnected, UsageError):  # a check needs no run, and nobody said that there is one
+        return None
+    starts = config.cluster.local and not any(node.local for node in found)
+    return None if starts else found
 
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from rich import box
@@ -21,7 +21,7 @@ from replicas.core.lives.ordering import enough
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaStatus, RunStatus
 from replicas.telemetry import events as happened
 
-__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "plan", "run_status"]
+__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "outlook", "plan", "run_status"]
 
 STATE_STYLES = {
     "pending": "dim",
@@ -85,6 +85,18 @@ def plan(config: Config) -> RenderableType:
     if config.channels:
         parts.append(_table("Channels", _CHANNEL, map(_channel_row, config.channels.values())))
     return Group(*parts)
+
+
+def outlook(waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
+    """Lines with what fits on none of the nodes, by replica."""
+    where, width = _count(len(nodes), "node"), max(map(len, waits), default=0)
+    if waits:
+        return [
+            f"note: on the {where} of its run",
+            *(f"{one:{width}}  waits for {what}" for one, what in waits.items()),
+        ]
+    alone = all(node.local for node in nodes)
+    return [] if alone else [f"note: all replicas fit on the {where} of its run"]
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:

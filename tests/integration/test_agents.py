@@ -223,6 +223,40 @@ def test_a_run_whose_nodes_do_not_come_ends(tmp_path: Path) -> None:
         run.assert_nothing_left()
 
 
+def test_a_check_asks_a_living_run_for_its_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says of a plan what the status says of replicas that wait."""
+
+    def checked(run: Run, *words: str) -> str:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+        assert cli.main(["check", str(run.config), *words]) == 0
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # of the agent
+    text = there("a", SLEEPS, "replicas = 2\nresources = { gpus = 1 }")
+    command = ("env", "CUDA_VISIBLE_DEVICES=0,1,2", sys.executable, "-m", "replicas.supervisor")
+    with over_nodes(tmp_path, text, ["n1"], command=command) as (run, agents):
+        missing = "1 GPU (0 free on n1) with place=there"
+
+        def waits() -> list[str]:
+            return [one.name for one in run.status().groups[0].replicas if one.reason == f"waits for {missing}"]
+
+        assert len(eventually(waits, "a replica that waits")) == 1
+        assert checked(run).splitlines()[-2:] == ["note: on the 2 nodes of its run", f"a/1  waits for {missing}"]
+        assert json.loads(checked(run, "--json"))["waiting"] == {"a/1": missing}
+        run.config.write_text(run.config.read_text().replace("replicas = 2", "replicas = 1"))
+        assert checked(run).endswith("note: all replicas fit on the 2 nodes of its run\n")
+        run.signal(signal.SIGSTOP)
+        stopped = checked(run)
+        run.signal(signal.SIGCONT)
+        run.kill()
+        assert checked(run) == stopped
+        assert "its run" not in stopped
+        agents["n1"].kill()
+        run.assert_nothing_left()
+
+
 # ---------------------------------------------------------------- loss
 
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,16 @@ from replicas.cli import main as cli
 from replicas.config.values import size_text
 from replicas.control.commands import Answer
 from replicas.errors import Disconnected
-from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
+from replicas.status import (
+    ChannelStatus,
+    GroupStatus,
+    MemberStatus,
+    NodeStatus,
+    ReplicaStatus,
+    RunStatus,
+    StoreStatus,
+    SyncRecord,
+)
 
 CONFIG = """
 schema_version = 1
@@ -161,6 +172,45 @@ def test_check_json_is_the_resolved_config(folder: Path, capsys: pytest.CaptureF
     plan = json.loads(capsys.readouterr().out)
     assert plan["groups"]["rollout"]["health"]["start_timeout_s"] == 300.0
     assert plan["run"]["state_dir"] == str(folder / ".replicas" / "grpo")
+
+
+def checked(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["check", "grpo.toml", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_check_says_what_fits_on_no_node_of_the_living_run(
+    folder: Path, capsys: pytest.CaptureFixture[str], supervisor: tuple[type[Handler], str]
+) -> None:
+    (folder / "grpo.toml").write_text(CONFIG + '[groups.rollout.placement]\nlabels = { pool = "x" }\nper_node = 1\n')
+    alone, plan = checked(capsys), json.loads(checked(capsys, "--json"))
+    write_endpoint(folder, supervisor[1])
+    assert checked(capsys) == alone, "of a run that starts, no node is known"
+    nodes = [NodeStatus(name="head", state="up", local=True), NodeStatus(name="n1", state="up", labels={"pool": "x"})]
+    supervisor[0].answer = msgspec.json.encode(msgspec.structs.replace(a_status(), nodes=(*nodes[:1],)))
+    assert checked(capsys).removeprefix(alone).splitlines() == [
+        "note: on the 1 node of its run",
+        "rollout/0  waits for a node with pool=x",
+        "rollout/1  waits for a node with pool=x",
+    ]
+    supervisor[0].answer = msgspec.json.encode(msgspec.structs.replace(a_status(), nodes=(*nodes,)))
+    why = "a node with fewer than 1 of the group with pool=x"
+    assert checked(capsys).removeprefix(alone) == f"note: on the 2 nodes of its run\nrollout/1  waits for {why}\n"
+    assert json.loads(checked(capsys, "--json")) == {**plan, "waiting": {"rollout/1": why}}
+    (folder / "grpo.toml").write_text(CONFIG)
+    assert checked(capsys).endswith("note: all replicas fit on the 2 nodes of its run\n")
+
+
+def test_check_waits_for_a_run_that_does_not_answer_for_less_than_a_second(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = checked(capsys)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        write_endpoint(folder, f"127.0.0.1:{silent.getsockname()[1]}")
+        assert cli._ANSWER_S < 1
+        began = time.monotonic()
+        assert checked(capsys) == alone
+        assert cli._ANSWER_S <= time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("command", ["check", "run", "status"])

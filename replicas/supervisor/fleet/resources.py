@@ -49,6 +49,7 @@ __all__ = [
     "look",
     "machine_for",
     "may_grow",
+    "need_of",
     "node_name",
     "notes",
     "nvml_count",
@@ -449,7 +450,7 @@ class Resources:
         if self.short:
             return f"{self._min_nodes} nodes ({len(self._offers)} there)"
         self._taken, self._min_nodes = True, 0
-        need, key = _need(group), (group.name, index)
+        need, key = need_of(group), (group.name, index)
         held = self._held.pop(key, ())
         if held and self._still_good(need, held):
             self._held[key] = held
@@ -519,7 +520,8 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
-def _need(group: GroupConfig) -> Need:
+def need_of(group: GroupConfig) -> Need:
+    """What each part of a replica of the group needs of its node."""
     return Need(
         group=group.name,
         parts=group.nnodes,
