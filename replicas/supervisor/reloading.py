@@ -2,7 +2,8 @@
 
 A config that is invalid, or changes what cannot change while the run lives, is refused
 as a whole. New groups start; removed groups drain; groups whose processes would be
-started differently restart, rolling; sizes change; all other settings apply from now
+started differently restart, rolling, and so do single replicas on this machine when it
+has the labels no more that they need; sizes change; all other settings apply from now
 on. These steps run side by side: one that fails does not stop the others.
 
 Configs are accepted one after the other, but the changes of one may take long, or never
@@ -14,7 +15,7 @@ that began those raises an error. A group that is added again waits for its own 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ from replicas.telemetry.events import Event, Reloaded, ReloadRefused
 __all__ = ["Reloading"]
 
 _CHANGED = Cause("reload", "its config has changed")
+_MISPLACED = Cause("reload", "the labels of its node have changed")
 
 
 class Site(Protocol):
@@ -53,7 +55,7 @@ class Reloading:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._one_at_a_time = asyncio.Lock()
-        self._rolls: dict[str, asyncio.Task[None]] = {}
+        self._rolls: dict[str, tuple[Cause, asyncio.Task[None]]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
         """New sizes of groups that have not been scaled to them yet."""
@@ -93,9 +95,10 @@ class Reloading:
                 await asyncio.wait(leaving)
             site.fleet.refuse_while_draining()
             site.resources.plan(config, machine)
-            reloaded = self._begin(config, found)
+            rolls = self._rolls_for(config, found)
+            reloaded = self._begin(config, found, rolls)
             accepted(reloaded)
-        await self._carry_out(found)
+        await self._carry_out(found, rolls)
         return reloaded
 
     async def catch_up(self, outdated: Mapping[str, Sequence[Replica]]) -> None:
@@ -106,17 +109,33 @@ class Reloading:
             if group is None:
                 continue  # a reload has removed it meanwhile
             try:
-                await self._roll(group, replicas)
+                await self._roll(group, _CHANGED, [one.index for one in replicas])
             except errors.ReplicasError as error:
                 self._site.say(f"group {name}, whose config has changed: {error}")
 
-    def _begin(self, new: Config, found: ConfigDiff) -> Reloaded:
+    def _rolls_for(self, new: Config, found: ConfigDiff) -> dict[str, tuple[Cause, frozenset[int]]]:
+        """Which replicas of a group are to be restarted, and why, by its name.
+
+        All, if an earlier reload may not have restarted each of them yet.
+        """
+        rolls: dict[str, tuple[Cause, frozenset[int]]] = {}
+        groups, resources = self._site.fleet.groups, self._site.resources
+        for name in (name for name in groups if name in new.groups):
+            moved = frozenset(one for one in groups[name].replicas if resources.misplaced(new.groups[name], one))
+            cause, _ = self._rolls.get(name, (None, None))
+            if name in found.restarted or (moved and cause is _CHANGED):
+                rolls[name] = _CHANGED, frozenset(groups[name].replicas)
+            elif moved:
+                rolls[name] = _MISPLACED, moved
+        return rolls
+
+    def _begin(self, new: Config, found: ConfigDiff, rolls: Iterable[str]) -> Reloaded:
         """Put the config in use and take the steps that need no waiting."""
         site = self._site
         fleet = site.fleet
-        for name in (*found.restarted, *found.removed):
+        for name in (*rolls, *found.removed):
             if name in self._rolls:
-                self._rolls.pop(name).cancel()
+                self._rolls.pop(name)[1].cancel()
         self._sizes.update(found.resized)
         for name in found.removed:
             self._sizes.pop(name, None)
@@ -134,10 +153,10 @@ class Reloading:
         fleet.look()
         return reloaded
 
-    async def _carry_out(self, found: ConfigDiff) -> None:
+    async def _carry_out(self, found: ConfigDiff, rolls: Mapping[str, tuple[Cause, frozenset[int]]]) -> None:
         steps: list[Coroutine[Any, Any, None]] = [self._remove(name) for name in found.removed]
-        for name in dict.fromkeys((*found.resized, *found.restarted)):
-            steps.append(self._restart_and_scale(name, again=name in found.restarted))
+        for name in dict.fromkeys((*found.resized, *rolls)):
+            steps.append(self._restart_and_scale(name, *rolls.get(name, (_CHANGED, frozenset()))))
         for ended in await asyncio.gather(*steps, return_exceptions=True):
             if ended is not None:
                 raise ended
@@ -148,25 +167,27 @@ class Reloading:
         task.add_done_callback(lambda _: self._removals.pop(name))
         await asyncio.shield(task)
 
-    async def _restart_and_scale(self, name: str, *, again: bool) -> None:
-        """Restart the present replicas, then scale: none is started twice."""
+    async def _restart_and_scale(self, name: str, cause: Cause, indices: frozenset[int]) -> None:
+        """Restart these of the present replicas, then scale: none is started twice."""
         fleet = self._site.fleet
         group = fleet.groups[name]
-        if again:
-            await self._roll(group, fleet.targets(name))
+        if indices:
+            await self._roll(group, cause, indices)
         size = self._sizes.pop(name, None)
         if size is not None and size != group.size:
             await fleet.scale(name, size)
 
-    async def _roll(self, group: Group, replicas: Iterable[Replica]) -> None:
+    async def _roll(self, group: Group, cause: Cause, indices: Collection[int]) -> None:
         """Restart the replicas, rolling, until a newer reload takes over."""
         fleet, name = self._site.fleet, group.config.name
-        chosen = [one for one in replicas if one.life.state != "finished" and not one.unwanted]
-        task = self._rolls[name] = asyncio.create_task(fleet.roll(group, chosen, _CHANGED))
+        there = [one for one in fleet.targets(name) if one.index in indices]
+        chosen = [one for one in there if one.life.state != "finished" and not one.unwanted]
+        task = asyncio.create_task(fleet.roll(group, chosen, cause))
+        mine = self._rolls[name] = (cause, task)
         try:
             await asyncio.wait((task,))
         finally:
-            superseded = self._rolls.get(name) is not task
+            superseded = self._rolls.get(name) is not mine
             if not superseded:
                 del self._rolls[name]
             task.cancel()

@@ -497,6 +497,11 @@ class Resources:
 
         return len(held) == need.parts and all(good(share) for share in held)
 
+    def misplaced(self, group: GroupConfig, index: int) -> bool:
+        """Whether it holds a place on a node that it would not be given any more."""
+        need, offers = need_of(group), (self._offers.get(share.node) for share in self.shares(group.name, index))
+        return any(offer is not None and not need.accepts(offer) for offer in offers)
+
     def release(self, group: str, index: int) -> None:
         """Free the share of a replica that has settled and has no process left."""
         self._held.pop((group, index), None)
