@@ -133,6 +133,7 @@ class Agent:
         self._empty_since: float | None = None
         """When everything began to end with the lease; None: it has not."""
         self._hang_up = asyncio.Event()
+        """Set when the lease ends: a connection from before is of no use any more."""
         self._may_join = asyncio.Event()
         """Clear while what ends with the lease is not gone yet."""
         self._may_join.set()
@@ -218,7 +219,7 @@ class Agent:
         log.warning("node %s: %s within the lease: everything of the run ends here", self.node, _UNREACHED)
         self._empty_since = self._loop.time()
         self._may_join.clear()
-        self._hang_up.set()  # orders that are on their way are too late
+        self._hang_up.set()  # what is on its way is too late: orders, and the answer to a Hello
         await self._end_everything()
         self._tenancy.until = None
         self._may_join.set()
@@ -229,6 +230,7 @@ class Agent:
         failures, give_up_at = 0, self._loop.time() + JOIN_S
         while not self._over:
             await self._may_join.wait()
+            self._hang_up.clear()
             try:
                 link, seen = await self._dial()
             except (InvalidStatus, errors.UsageError) as error:
@@ -289,9 +291,13 @@ class Agent:
 
     async def _converse(self, link: Link) -> None:
         asked_at = self._loop.time()
+        if self._hang_up.is_set():
+            return
         await link.send(wire.encode(self._hello()))
         async with asyncio.timeout(_ANSWER_S):
             answer = _order(await link.recv())
+        if self._hang_up.is_set():
+            return  # it takes a node whose processes are being ended
         if isinstance(answer, wire.Refused):
             if answer.again:
                 raise TimeoutError(answer.message)
@@ -299,7 +305,6 @@ class Agent:
         if not isinstance(answer, wire.Welcome):
             raise _Refused(f"the supervisor answered {type(answer).__name__} to a Hello")
         before, self._welcome, self._empty_since = self._welcome, answer, None
-        self._hang_up.clear()
         if before is None or before.supervisor != answer.supervisor:
             log.info("node %s: joined run %s", self.node, answer.run)
         if before is not None and before.supervisor != answer.supervisor and not before.adopt_s:
@@ -312,8 +317,8 @@ class Agent:
             while not self._over:
                 async with asyncio.timeout(None if self._local else _SILENCE_S):  # each beat is answered
                     data = await link.recv()
-                if self._hang_up.is_set():
-                    return  # what it said was for processes that have ended
+                if self._hang_up.is_set() or self._over:
+                    return  # what it said was for processes that are ended
                 try:
                     order = _order(data)
                 except _Refused as error:

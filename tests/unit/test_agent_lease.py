@@ -1,0 +1,163 @@
+"""What an agent does with its lease, in virtual time: over a supervisor that answers
+late or not at all, and over fake shims."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from replicas.supervisor.agent import agent as agent_module
+from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.agent import Agent
+from tests.support.virtual import virtually
+
+LEASE_S = 10.0
+ENDS_S = 0.2
+"""How long the fake processes take to die of SIGKILL."""
+
+
+class Line:
+    """A connection to a supervisor that takes every agent.
+
+    :ivar said: what the agent has said.
+    :ivar mute: nothing passes any more, in either direction.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._orders: asyncio.Queue[bytes] = asyncio.Queue()
+        self.said: list[wire.AgentMessage] = []
+        self.mute = False
+
+    async def send(self, message: bytes) -> None:
+        if self.mute:
+            return
+        self.said.append(wire.decode_from_agent(message))
+        match self.said[-1]:
+            case wire.Hello():
+                await asyncio.sleep(self._world.answer_s)
+                self.say(self._world.welcome)
+            case wire.Beat(number) if self._world.hears:
+                self.say(wire.Heard(number))
+
+    def say(self, order: wire.Order) -> None:
+        if not self.mute:
+            self._orders.put_nowait(wire.encode(order))
+
+    async def recv(self) -> bytes:
+        return await self._orders.get()
+
+    async def close(self) -> None: ...
+
+
+class World:
+    """An agent, its fake shims and its supervisor.
+
+    :ivar dial_s: how long a connection takes; ``answer_s``: and the answer to a Hello.
+    :ivar hears: whether the supervisor answers beats.
+    :ivar refused: nobody listens there.
+    :ivar log: what has happened, and when.
+    """
+
+    def __init__(self, folder: Path, *, local: bool = False, adopt_s: float = 0.0) -> None:
+        self.dial_s = self.answer_s = 0.0
+        self.hears, self.refused = True, False
+        self.lines: list[Line] = []
+        self.log: list[tuple[float, str]] = []
+        self.leases: list[tuple[float, float | None]] = []
+        self.welcome = self.welcomes(local=local, adopt_s=adopt_s)
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self.agent = Agent("n1", self._dial, self._shims, folder, local=local)
+        self.running = asyncio.create_task(self.agent.run())
+
+    @staticmethod
+    def welcomes(*, local: bool = False, adopt_s: float = 0.0, token: str = "t") -> wire.Welcome:
+        lease_s = 0.0 if local else max(LEASE_S, adopt_s)
+        return wire.Welcome(
+            run="r", supervisor="1", endpoint="", token=token, state_id="", lease_s=lease_s, adopt_s=adopt_s
+        )
+
+    @property
+    def now(self) -> float:
+        return round(self._loop.time() - self._began, 3)
+
+    def note(self, what: str) -> None:
+        self.log.append((self.now, what))
+
+    def when(self, what: str) -> list[float]:
+        return [at for at, one in self.log if one == what]
+
+    async def _dial(self) -> tuple[Line, str]:
+        self.note("dial")
+        await asyncio.sleep(self.dial_s)
+        if self.refused:
+            raise ConnectionRefusedError("refused")
+        self.lines.append(Line(self))
+        return self.lines[-1], "10.0.0.2"
+
+    def _shims(self, _: Callable[[], None]) -> Any:
+        """One shim lives until everything is ended."""
+        fake = mock.Mock()
+        fake.all.return_value, fake.news.return_value, fake.saved_stacks.return_value = (), [], []
+        fake.address, fake.empty = "10.0.0.2", asyncio.Event()
+
+        def start(order: wire.Start) -> None:
+            self.note("start")
+            fake.empty.clear()
+
+        def kill_all() -> None:
+            self.note("kill")
+            self._loop.call_later(ENDS_S, fake.empty.set)
+
+        fake.start, fake.kill_all = start, kill_all
+        fake.end = lambda _: self.note("end")
+        fake.look = lambda _, until, *__: self.leases.append(
+            (self.now, None if until is None else round(until - self._began, 3))
+        )
+        self.shims = fake
+        return fake
+
+
+@asynccontextmanager
+async def world(folder: Path, **options: Any) -> AsyncIterator[World]:
+    made = World(folder, **options)
+    try:
+        yield made
+    finally:
+        made.running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await made.running
+
+
+def test_a_dial_under_way_when_the_lease_ends_is_not_taken(tmp_path: Path) -> None:
+    """Neither one that is connected nor one that is answered while everything ends: the
+    next one is, with a lease of its own, and only that is told to start anything."""
+
+    async def story(dial_s: float, answer_s: float) -> None:
+        async with world(tmp_path) as here:
+            await asyncio.sleep(2.5)
+            here.hears, here.dial_s, here.answer_s = False, dial_s, answer_s
+            await asyncio.sleep(10.0)  # heard last at 2, so the lease ends at 12
+            assert here.when("end") == [12.0]
+            here.hears, here.dial_s, here.answer_s = True, 0.0, 0.0
+            for _ in range(60):
+                await asyncio.sleep(0.1)
+                here.lines[-1].say(wire.Start(spec={"nonce": "new"}))
+            (killed,) = here.when("kill")
+            assert killed == 15.0
+            assert here.when("start"), "the node is offered anew"
+            assert min(here.when("start")) > killed + ENDS_S
+            assert all(until is not None for at, until in here.leases if at > killed + ENDS_S + 1.0)
+            here.lines[-1].mute = here.refused = True
+            await asyncio.sleep(LEASE_S)
+            assert len(here.when("end")) == 2, "the new lease is over, too"
+
+    with mock.patch.object(agent_module, "private"):
+        virtually(story(dial_s=5.7, answer_s=0.0))
+        virtually(story(dial_s=0.0, answer_s=5.7))
