@@ -435,6 +435,20 @@ def test_when_nobody_comes_in_time_nothing_is_left(tmp_path: Path) -> None:
         run.assert_nothing_left()
 
 
+def test_a_frozen_agent_keeps_nothing_alive_when_nobody_comes_in_time(tmp_path: Path) -> None:
+    with over_nodes(tmp_path, there("a", SLEEPS, where="here"), [], stop_when=f"[]\n{adopting(5)}") as (run, _):
+        (_, _, pid, _) = ready(run, "a")["a/0"]
+        agent = run.find(AGENT)
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            run.kill()
+            assert pid is not None
+            eventually(lambda: not alive(pid), "the end of the rank", timeout_s=40)
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        run.assert_nothing_left()
+
+
 def test_of_two_supervisors_that_come_at_once_one_wins(tmp_path: Path) -> None:
     text = there("a", SLEEPS, where="here")
     with over_nodes(tmp_path, text, [], stop_when=f"[]\n{adopting(60)}") as (run, _):

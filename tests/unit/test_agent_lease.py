@@ -161,3 +161,20 @@ def test_a_dial_under_way_when_the_lease_ends_is_not_taken(tmp_path: Path) -> No
     with mock.patch.object(agent_module, "private"):
         virtually(story(dial_s=5.7, answer_s=0.0))
         virtually(story(dial_s=0.0, answer_s=5.7))
+
+
+def test_the_shims_of_the_supervisor_s_machine_have_a_patience(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with world(tmp_path, local=True, adopt_s=60.0) as here:
+            await asyncio.sleep(2.5)
+            assert here.shims.patience_s == 60.0
+        async with world(tmp_path, local=True) as here:
+            await asyncio.sleep(2.5)
+            assert here.shims.patience_s == 20.0
+        async with world(tmp_path) as here:
+            here.shims.patience_s = 0.0
+            await asyncio.sleep(2.5)
+            assert here.shims.patience_s == 0.0, "a lease is enough"
+
+    with mock.patch.object(agent_module, "private"):
+        virtually(story())

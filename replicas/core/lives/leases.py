@@ -10,11 +10,15 @@ fast as another:
   earlier than ``lease_s + END_S + MARGIN_S`` after it *received* that beat.
 
 The beat was received after it was sent, so the agent has always ended first.
+
+On the supervisor's own machine there is no lease: the end of either process cannot be
+missed there. One that is frozen has not ended, so the shims have a patience of their
+own, :func:`local_patience_s`, for the case that the supervisor dies meanwhile.
 """
 
 from __future__ import annotations
 
-__all__ = ["BEAT_S", "END_S", "MARGIN_S", "Tenancy", "lost_after_s"]
+__all__ = ["BEAT_S", "END_S", "FROZEN_S", "MARGIN_S", "Tenancy", "local_patience_s", "lost_after_s"]
 
 BEAT_S = 1.0
 """Interval of an agent's beats, in seconds."""
@@ -22,6 +26,17 @@ END_S = 4.0
 """Longest time that an agent, or a shim, takes to end the processes of a run."""
 MARGIN_S = 1.0
 """Allowance for clocks of different speed and for processes that are slow to die."""
+FROZEN_S = 10.0
+"""An agent of the supervisor's own machine that is silent for so long is replaced."""
+
+
+def local_patience_s(adopt_s: float) -> float:
+    """How long shims of the supervisor's own machine go on without their agent.
+
+    Longer than a living supervisor takes to replace a frozen agent, and no shorter than
+    they are to outlive a dead one.
+    """
+    return max(2 * FROZEN_S, adopt_s)
 
 
 def lost_after_s(lease_s: float) -> float:

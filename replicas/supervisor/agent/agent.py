@@ -10,7 +10,8 @@ everything, which is
   supervisor for so long, whatever the reason, and the replicas may be started
   elsewhere soon. Then it tries for a minute more to offer its node anew, unless its
   supervisor is plainly gone. The shims have the same lease, from the agent's pings:
-  so they end in time, too, if the agent is frozen or dead.
+  so they end in time, too, if the agent is frozen or dead. Those of the supervisor's
+  own machine, where there is no lease, have a patience instead.
 * on the supervisor's own machine, where a closed connection means that its process is
   gone: at once, or after ``adopt`` if no other supervisor has come by then;
 * when another supervisor comes, and the one before wanted no adoption.
@@ -42,7 +43,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from replicas import __version__, errors
 from replicas.common.backoff import Backoff
-from replicas.core.lives.leases import BEAT_S, END_S, Tenancy
+from replicas.core.lives.leases import BEAT_S, END_S, Tenancy, local_patience_s
 from replicas.linux import private
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent import messages as wire
@@ -350,6 +351,7 @@ class Agent:
         self._shims.lease_until = self._tenancy.until  # of shims that are started before the next look
         if self._local:
             self._shims.identity = welcome.state_id
+            self._shims.patience_s = local_patience_s(welcome.adopt_s)
         else:
             self._keep_token(welcome.token)
 

@@ -19,6 +19,7 @@ import anyio.to_thread
 
 from replicas import __version__, environ
 from replicas.common import own_code
+from replicas.common.patience import PAUSE_S, PauseClock
 from replicas.linux import cgroups, private
 from replicas.linux.processes import MARK, SHIM, command_line, python_module, send_signal, signal_name
 from replicas.supervisor.cleanup.inventory import Belongings
@@ -32,7 +33,6 @@ __all__ = ["Node", "base_environment", "start_helper"]
 log = logging.getLogger("replicas.agent")
 
 _PING_INTERVAL_S = 1.0
-_PAUSE_S = 1.0
 _SWEEP_S = 2.0
 """Duration of the first sweep; what is left then is reported, and looked at again."""
 _MAX_SWEEP_INTERVAL_S = 1.0
@@ -106,8 +106,12 @@ class Node:
         self.lease_until: float | None = None
         """When the shim ends by itself, unless it is told a later time before; seconds
         of the machine's monotonic clock."""
+        self.patience_s = 0.0
+        """How long the shim goes on without a ping; 0: without limit."""
+        self._told_until = spec.lease_until or None
         self._asked_at: float | None = None
-        self._answered_at = self._looked_at = time.monotonic()
+        self._answered_at = time.monotonic()
+        self._clock = PauseClock(self._answered_at + _PING_INTERVAL_S)
         ours, theirs = orders.pair()
         ours.setblocking(False)
         with theirs:
@@ -189,19 +193,27 @@ class Node:
     @property
     def remains(self) -> Remains | None:
         """Processes that SIGKILL has not ended; None: none, or the shim is silent."""
-        heard = self._finishing or time.monotonic() - self._answered_at < REMAINS_INTERVAL_S + _PAUSE_S
+        heard = self._finishing or time.monotonic() - self._answered_at < REMAINS_INTERVAL_S + PAUSE_S
         return self._remains if heard else None
 
     def silent_s(self, now: float) -> float:
         """Seconds since a ping, less our own pauses. Call it every second: it pings."""
-        late_s, self._looked_at = now - self._looked_at - _PING_INTERVAL_S, now
-        if self._asked_at is not None and late_s > _PAUSE_S:
-            self._asked_at += late_s
+        pause_s = self._clock.look(now)
+        self._clock.due = now + _PING_INTERVAL_S
+        if self._asked_at is not None:
+            self._asked_at += pause_s
         due = self._asked_at is None and now - self._answered_at >= _PING_INTERVAL_S
-        if self.report is None and (due or self.lease_until is not None):
+        if self.report is None and (due or self.lease_until is not None or self._told_until is not None):
             self._asked_at = now if self._asked_at is None else self._asked_at
-            self._order({"type": "ping"} | ({} if self.lease_until is None else {"until": self.lease_until}))
+            self._ping()
         return 0.0 if self._asked_at is None else max(0.0, now - self._asked_at)
+
+    def _ping(self) -> None:
+        message: orders.Message = {"type": "ping"}
+        message |= {} if self.lease_until is None else {"until": self.lease_until}
+        message |= {"patience_s": self.patience_s} if self.patience_s else {}
+        if self._order(message):
+            self._told_until = self.lease_until
 
     def abandon(self) -> None:
         """Leave the shim, which then ends its node within some seconds."""
@@ -214,9 +226,8 @@ class Node:
             os.close(self._pidfd)
             self._popen.returncode = 0  # not waited for any more; reparented when this process ends
 
-    def _order(self, message: orders.Message) -> None:
-        if self._control is not None:
-            orders.send(self._control, message)
+    def _order(self, message: orders.Message) -> bool:
+        return self._control is not None and orders.send(self._control, message)
 
     def _on_message(self) -> bool:
         assert self._control is not None

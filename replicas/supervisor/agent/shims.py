@@ -96,6 +96,8 @@ class Shims:
         """At which ranks of other nodes reach those of this one."""
         self.lease_until: float | None = None
         """When a shim that is started now ends by itself, unless it is pinged."""
+        self.patience_s = 0.0
+        """How long shims go on without a ping; 0: without limit."""
         self.endpoint = ""
         """Where this node reaches the supervisor; empty: as that says.
 
@@ -154,6 +156,7 @@ class Shims:
             log_dir=str(folder),
             local_addr=self.address or spec.local_addr,
             lease_until=self.lease_until or 0.0,
+            patience_s=self.patience_s,
         )
 
     def stop(self, nonce: str, timeout_s: float, *, stacks: bool = False) -> None:
@@ -196,7 +199,7 @@ class Shims:
         self.lease_until = lease_until
         for shim in self._living():
             assert shim.node is not None
-            shim.node.lease_until = lease_until
+            shim.node.lease_until, shim.node.patience_s = lease_until, self.patience_s
             silent_s = shim.node.silent_s(now)
             shim.silent_s = silent_s if silent_s > 1.5 else 0.0
         self._changed()

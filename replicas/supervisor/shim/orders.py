@@ -4,13 +4,14 @@ A message is one JSON object, a packet of a SOCK_SEQPACKET socketpair.
 
 Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for
 nodes other than 0), ``stop`` (with ``stacks``: after they have been saved), ``stacks``,
-``ping`` (``until``: the shim's lease, in seconds of the monotonic clock). Shim →
-supervisor: ``started`` (pid of the main process), ``rendezvous`` (of
-node 0), ``ended`` (an :class:`ExitReport`: the main process is gone), ``gone`` (no
-process is left), ``pong``, ``stacks`` (rank, pid and text of each), ``belongings``
-(resources of its processes, :mod:`replicas.supervisor.cleanup.inventory`), ``dropped``
-(a :class:`LogLoss`), ``remains`` (a :class:`Remains`). Between shim and launcher:
-``start``, ``rendezvous`` and ``report``.
+``ping`` (``until``: the shim's lease, in seconds of the monotonic clock;
+``patience_s``: how long it goes on without another ping). Shim → supervisor:
+``started`` (pid of the main process), ``rendezvous`` (of node 0), ``ended`` (an
+:class:`ExitReport`: the main process is gone), ``gone`` (no process is left), ``pong``,
+``stacks`` (rank, pid and text of each), ``belongings`` (resources of its processes,
+:mod:`replicas.supervisor.cleanup.inventory`), ``dropped`` (a :class:`LogLoss`),
+``remains`` (a :class:`Remains`). Between shim and launcher: ``start``, ``rendezvous``
+and ``report``.
 
 Standard library only, and no dataclasses: they would take a fifth of a shim's start-up
 time.
@@ -91,6 +92,7 @@ class NodeSpec(NamedTuple):
     :param tee: True if the ranks' lines also go to the supervisor's stderr.
     :param lease_until: when the shim ends by itself, unless a ping gives it a later
         time, in seconds of the machine's monotonic clock; 0: there is no such time.
+    :param patience_s: how long it goes on without a ping; 0: without limit.
     :param shim: pid of the shim; like ``pipes`` and ``scratch``, the shim sets it for
         the launcher.
     :param pipes: the shim's descriptors of each local rank's stdout and stderr.
@@ -123,6 +125,7 @@ class NodeSpec(NamedTuple):
     log_keep_generations: int = 10
     tee: bool = False
     lease_until: float = 0.0
+    patience_s: float = 0.0
     shim: int = 0
     pipes: tuple[tuple[int, int], ...] = ()
     scratch: str = ""

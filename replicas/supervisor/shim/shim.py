@@ -26,8 +26,9 @@ whichever comes first; either way there are ``ORPHAN_GRACE_S`` from SIGTERM to S
 A parent-death signal is less reliable: it is bound to the *thread* that spawned the
 shim, which an embedding program may end at any time.
 
-An agent of another machine gives a lease with each ping: a shim that hears of none for
-so long ends as if its supervisor were gone, as its replica may be started elsewhere.
+An agent of another machine gives a lease with each ping, that of the supervisor's
+machine a patience (:mod:`replicas.supervisor.shim.lease`): a shim that hears nothing
+for so long ends as if its supervisor were gone.
 
 If the shim itself is killed, the launcher and the ranks have their parent-death
 signals, and the supervisor sweeps the rest by its control group and by the mark in its
@@ -60,6 +61,7 @@ from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.deaths import DeathWatch, StoppedWatch, exit_report
 from replicas.supervisor.shim.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
+from replicas.supervisor.shim.lease import Lease
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains, note
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
 from replicas.supervisor.shim.starting import ForkserverWatcher, Starter
@@ -96,7 +98,7 @@ class Shim:
         self._deaths = DeathWatch(self._selector, self._own, self._helpers, time.monotonic)
         self._phases = Phases()
         self._childless = False
-        self._lease_until = spec.lease_until or math.inf
+        self._lease = Lease(time.monotonic(), spec.lease_until, spec.patience_s)
         self._grace = Grace()
         self._killing_since = 0.0
         self._wake = _wakeup_fd()
@@ -148,7 +150,8 @@ class Shim:
                 orders.send(self._launcher, message)
         elif message["type"] == "ping":
             with orders.reading("ping"):
-                self._lease_until = float(message.get("until", math.inf))
+                until, patience_s = float(message.get("until", 0.0)), float(message.get("patience_s", 0.0))
+            self._lease.pinged(time.monotonic(), until, patience_s)
             self._tell({"type": "pong"})
             if self._phases.now == "running":
                 self._deaths.look()
@@ -333,9 +336,8 @@ class Shim:
             self._tell(found.message())
 
     def _on_time(self, now: float) -> None:
-        if now >= self._lease_until:
-            self._lease_until = math.inf
-            note("nothing was heard of the agent within the lease: ending")
+        if self._lease.over(now):
+            note("nothing was heard of the agent in time: ending")
             self._stop(ORPHAN_GRACE_S)
         self._without_forkserver(self._forkserver.on_time(now))
         if self._stopped is not None and self._main is not None and self._main_runs and self._stopped.blind(now):
@@ -375,7 +377,7 @@ class Shim:
     def _timeout(self) -> float | None:
         times = [
             self._phases.kill_at,
-            self._lease_until,
+            self._lease.wakes,
             *self._forkserver.wakes,
             *self._logs.wakes,
             *self._stacks.wakes,

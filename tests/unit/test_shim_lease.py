@@ -1,0 +1,112 @@
+"""How long a shim goes on without its agent, and what its agent tells it of that."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from replicas.common.patience import PauseClock
+from replicas.core.lives.leases import FROZEN_S, local_patience_s
+from replicas.supervisor.agent.node import Node
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.lease import LAST_S, Lease
+
+
+def ends_at(lease: Lease, now: float = 0.0) -> float:
+    """When a shim that is not paused ends."""
+    while not lease.over(now):
+        assert lease.wakes > now
+        now = lease.wakes
+    return now
+
+
+def test_a_lease_ends_at_its_time_even_if_the_shim_was_paused() -> None:
+    assert ends_at(Lease(0.0, until=5.0)) == 5.0
+    assert Lease(0.0, until=5.0).over(60.0)
+    lease = Lease(0.0, until=5.0)
+    lease.pinged(4.9, until=15.0)
+    assert ends_at(lease) == 15.0
+    assert not lease.over(15.1), "it is said once"
+
+
+def test_without_a_lease_and_patience_a_shim_goes_on() -> None:
+    lease = Lease(0.0, until=5.0, patience_s=5.0)
+    lease.pinged(4.0)
+    assert lease.wakes == float("inf")
+    assert not lease.over(1e9)
+
+
+def test_a_patience_ends_some_seconds_after_its_time_without_a_ping() -> None:
+    lease = Lease(0.0, patience_s=20.0)
+    assert ends_at(lease) == 20.0 + LAST_S
+    lease = Lease(0.0, patience_s=20.0)
+    assert not lease.over(20.0)
+    lease.pinged(20.5, patience_s=20.0)
+    assert ends_at(lease) == 40.5 + LAST_S
+
+
+@pytest.mark.parametrize("wakes_at", [20.0, 21.5, 600.0])
+def test_a_machine_that_was_paused_for_longer_than_the_patience_goes_on(wakes_at: float) -> None:
+    """Whichever of its processes runs first."""
+    lease = Lease(0.0, patience_s=20.0)
+    assert not lease.over(wakes_at)
+    lease.pinged(wakes_at + 0.1, patience_s=20.0)
+    assert ends_at(lease) == wakes_at + 20.1 + LAST_S
+
+
+def test_a_pause_within_the_last_seconds_is_none_of_them() -> None:
+    lease = Lease(0.0, patience_s=20.0)
+    assert not lease.over(20.0)
+    assert not lease.over(600.0)
+    assert ends_at(lease) == 600.0 + LAST_S
+
+
+def test_a_living_supervisor_replaces_a_frozen_agent_before_its_shims_end() -> None:
+    assert local_patience_s(0.0) > FROZEN_S + LAST_S
+    assert local_patience_s(120.0) == 120.0
+
+
+class Told(Node):
+    """A node that keeps what its shim is told; ``reads``: whether that is taken."""
+
+    def __init__(self) -> None:
+        self.report = self.lease_until = self._told_until = self._asked_at = None
+        self._answered_at = self.patience_s = 0.0
+        self._clock = PauseClock(1.0)
+        self.told: list[orders.Message] = []
+        self.reads = True
+
+    def _order(self, message: orders.Message) -> bool:
+        self.told += [message] if self.reads else []
+        return self.reads
+
+    def looks(self, now: float, until: float | None = None, patience_s: float = 0.0) -> list[dict[str, Any]]:
+        self.told, self.lease_until, self.patience_s = [], until, patience_s
+        self.silent_s(now)
+        return [{key: value for key, value in one.items() if key != "type"} for one in self.told]
+
+    def answers(self, now: float) -> None:
+        self._asked_at, self._answered_at = None, now
+
+
+def test_each_ping_says_how_long_the_shim_may_go_on() -> None:
+    node = Told()
+    assert node.looks(1.0, patience_s=20.0) == [{"patience_s": 20.0}]
+    node.answers(1.0)
+    assert node.looks(1.5, patience_s=20.0) == [], "an answer is a second old at most"
+    assert node.looks(2.0, patience_s=20.0) == [{"patience_s": 20.0}]
+    assert node.looks(3.0, 9.0, patience_s=20.0) == [{"until": 9.0, "patience_s": 20.0}]
+    assert node.looks(4.0, 9.0) == [{"until": 9.0}], "a lease is told at each look, answered or not"
+
+
+def test_the_end_of_a_lease_that_is_lifted_is_told_at_once() -> None:
+    """On the supervisor's machine, when another supervisor takes the agent."""
+    node = Told()
+    assert node.looks(1.0, 2.0) == [{"until": 2.0}]
+    node.answers(1.1)
+    node.reads = False
+    assert node.looks(1.2) == [], "the socket is full"
+    node.reads = True
+    assert cast("list[Any]", node.looks(1.3)) == [{}]
+    assert node.looks(1.4) == []
