@@ -449,6 +449,24 @@ def test_a_frozen_agent_keeps_nothing_alive_when_nobody_comes_in_time(tmp_path: 
         run.assert_nothing_left()
 
 
+def test_a_frozen_agent_is_replaced_by_the_next_supervisor(tmp_path: Path) -> None:
+    """Who cannot take its replicas over, and starts them again."""
+    with over_nodes(tmp_path, there("a", SLEEPS, where="here"), [], stop_when=f"[]\n{adopting(60)}") as (run, _):
+        (_, _, pid, _) = ready(run, "a")["a/0"]
+        agent = run.find(AGENT)
+        os.kill(agent, signal.SIGSTOP)
+        run.kill()
+        again(run)
+        eventually(lambda: replicas_of(run.status(), "a")["a/0"][:2] == ("ready", 2), "another start", timeout_s=30)
+        assert pid is not None
+        assert not alive(pid)
+        assert not alive(agent)
+        assert run.status().groups[0].restarts == {"node": 1}
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 0
+        run.assert_nothing_left()
+
+
 def test_of_two_supervisors_that_come_at_once_one_wins(tmp_path: Path) -> None:
     text = there("a", SLEEPS, where="here")
     with over_nodes(tmp_path, text, [], stop_when=f"[]\n{adopting(60)}") as (run, _):

@@ -5,8 +5,8 @@ One that dies is replaced, and the next one ends what it has left; one that free
 killed first. At the end it gets the order to end; while something of the run does not
 die, it stays and looks after that.
 
-An agent that an earlier supervisor has started is kept if it lives and has replicas:
-it dials by itself.
+An agent that an earlier supervisor has started is kept if it lives and dials by itself,
+as it does within some seconds; one that is frozen is replaced like any other.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import logging
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 
 from replicas import errors
 from replicas.common import own_code
 from replicas.common.backoff import Backoff
+from replicas.common.child import ChildLife
+from replicas.common.patience import Patience, PauseClock
+from replicas.core.lives.leases import BEAT_S, FROZEN_S
 from replicas.linux.processes import python_module, send_signal
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.state.run_state import ProcessRecord
@@ -35,9 +37,8 @@ AGENT = "replicas.supervisor.agent.local"
 AGAIN = Backoff(0.05, 5.0)
 JOIN_S = 60.0
 _STEADY_S = 60.0
-_FROZEN_S = 10.0
 _END_S = 8.0
-_PAUSE_S = 1.0
+_LOOK_S = 1.0
 
 
 class LocalAgent:
@@ -59,28 +60,41 @@ class LocalAgent:
     ) -> None:
         self._node, self._cluster, self._arguments, self._keep = node, cluster, tuple(arguments), keep
         self._loop = asyncio.get_running_loop()
+        self._life = ChildLife(AGAIN, steady_s=_STEADY_S)
+        self._clock = PauseClock(self._loop.time())
         self._popen: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self.pid: int | None = None
         self._known = known
         self._began = 0.0
-        self._deaths = 0
         self._again: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
-        self._closing = False
-        self._ticked_at = time.monotonic()
 
     def start(self) -> None:
         """Start it, or watch the one that is known. OSError: it cannot be started."""
         self._again = None
-        if self._known is not None:
-            known, self._known = self._known, None
-            with contextlib.suppress(ProcessLookupError):
-                pidfd = os.pidfd_open(known.pid)
-                if known.alive():
-                    self._watch(known.pid, pidfd)
-                    return
-                os.close(pidfd)
+        self._began = self._loop.time()
+        self._life.start(self._began)
+        try:
+            if not self._find_known():
+                self._spawn()
+        except OSError:
+            self._life.ended(self._loop.time())
+            raise
+
+    def _find_known(self) -> bool:
+        known, self._known = self._known, None
+        if known is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(known.pid)
+            if known.alive():
+                self._watch(known.pid, pidfd)
+                return True
+            os.close(pidfd)
+        return False
+
+    def _spawn(self) -> None:
         self._popen = subprocess.Popen(
             python_module(AGENT, "--parent", str(os.getpid()), *self._arguments),
             env=own_code.findable(os.environ),
@@ -91,55 +105,70 @@ class LocalAgent:
         self._watch(self._popen.pid, os.pidfd_open(self._popen.pid))
 
     def _watch(self, pid: int, pidfd: int) -> None:
-        self.pid, self._pidfd, self._began = pid, pidfd, time.monotonic()
+        self.pid, self._pidfd = pid, pidfd
         self._ended.clear()
         self._loop.add_reader(pidfd, self._on_exit)
 
     async def joined(self, cluster: Cluster) -> None:
-        """Wait until it has joined. WorldError: it does not within 60 s."""
+        """Wait until it has joined. WorldError: it does not within 60 s.
+
+        One that was found alive, and has not joined after 10 s, is replaced.
+        """
+        unheard = Patience(self._loop.time(), _LOOK_S)
         try:
             async with asyncio.timeout(JOIN_S):
-                await cluster.joined.wait()
+                while not await _is_set_within(cluster.joined, _LOOK_S):
+                    found_alive = self._popen is None and self._life.state == "starting"
+                    if unheard.lasts(self._loop.time(), found_alive) > FROZEN_S:
+                        self._replace()
         except TimeoutError:
             hint = "what it wrote to standard error says why"
             raise errors.WorldError(
                 f"the agent of this machine has not joined within {JOIN_S:g} s", hint=hint
             ) from None
+        self._life.ready()
 
     def _on_exit(self) -> None:
-        code = self._popen.wait() if self._popen is not None else 0
+        ended = "ended" if self._popen is None else f"ended with code {self._popen.wait()}"
         self._forget()
         self._ended.set()
-        cluster = self._cluster()
-        if self._closing or cluster is None:
-            return
-        steady = time.monotonic() - self._began > _STEADY_S
-        self._deaths = 1 if steady else self._deaths + 1
-        delay_s = AGAIN.after(self._deaths - 1)
-        log.warning("the agent of this machine ended with code %d; a new one starts in %.2g s", code, delay_s)
-        self._again = self._loop.call_later(delay_s, self._start_again)
+        now = self._loop.time()
+        self._life.ended(now)
+        self._schedule(now, ended)
+
+    def _schedule(self, now: float, problem: str) -> None:
+        for due in self._life.wakes:  # none: it is not to be started again
+            log.warning("the agent of this machine %s; a new one starts in %.2g s", problem, due - now)
+            self._again = self._loop.call_at(due, self._start_again)
 
     def _start_again(self) -> None:
         try:
             self.start()
         except OSError as error:
-            log.warning("the agent of this machine cannot be started: %s", error)
-            self._again = self._loop.call_later(AGAIN.max_s, self._start_again)
+            self._schedule(self._loop.time(), f"cannot be started: {error}")
 
     def tick(self, cluster: Cluster) -> None:
         """Kill it if nothing is heard of it for 10 s; call it each second."""
-        now = time.monotonic()
-        late_s, self._ticked_at = now - self._ticked_at, now
-        frozen = late_s < _PAUSE_S and cluster.joined.is_set() and cluster.silent_s(self._node) > _FROZEN_S
-        if frozen and self.pid is not None and now - self._began > _FROZEN_S:
-            log.warning("the agent of this machine does not answer: it is replaced")
-            send_signal(self._pidfd, signal.SIGKILL)
+        now = self._loop.time()
+        pause_s = self._clock.look(now)
+        self._clock.due = now + BEAT_S
+        self._began += pause_s
+        if pause_s or self._life.state not in ("starting", "up") or not cluster.joined.is_set():
+            return
+        lived_s, silent_s = now - self._began, cluster.silent_s(self._node)
+        if silent_s < lived_s:
+            self._life.ready()
+        if min(silent_s, lived_s) > FROZEN_S:
+            self._replace()
+
+    def _replace(self) -> None:
+        log.warning("the agent of this machine does not answer: it is replaced")
+        self._life.give_up()
+        send_signal(self._pidfd, signal.SIGKILL)
 
     async def aclose(self) -> None:
         """Wait until it has ended, as ordered; one with processes left stays."""
-        self._closing = True
-        if self._again is not None:
-            self._again.cancel()
+        self._stop()
         if self.pid is None:
             return
         cluster = self._cluster()
@@ -157,11 +186,14 @@ class LocalAgent:
 
     def leave(self) -> None:
         """Leave it to the next supervisor."""
-        self._closing = True
-        if self._again is not None:
-            self._again.cancel()
+        self._stop()
         if self.pid is not None:
             self._let_go()
+
+    def _stop(self) -> None:
+        self._life.stop()
+        if self._again is not None:
+            self._again.cancel()
 
     def _let_go(self) -> None:
         if self._popen is not None:
@@ -172,3 +204,10 @@ class LocalAgent:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.pid, self._popen, self._pidfd = None, None, -1
+
+
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
