@@ -30,7 +30,7 @@ class Line:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._orders: asyncio.Queue[bytes] = asyncio.Queue()
+        self._orders: asyncio.Queue[bytes | OSError] = asyncio.Queue()
         self.said: list[wire.AgentMessage] = []
         self.mute = False
 
@@ -49,8 +49,13 @@ class Line:
         if not self.mute:
             self._orders.put_nowait(wire.encode(order))
 
+    def fail(self) -> None:
+        self._orders.put_nowait(ConnectionResetError("reset"))
+
     async def recv(self) -> bytes:
-        return await self._orders.get()
+        if isinstance(order := await self._orders.get(), OSError):
+            raise order
+        return order
 
     async def close(self) -> None: ...
 
@@ -178,3 +183,44 @@ def test_the_shims_of_the_supervisor_s_machine_have_a_patience(tmp_path: Path) -
 
     with mock.patch.object(agent_module, "private"):
         virtually(story())
+
+
+def test_a_lease_that_is_renewed_in_its_last_second_reaches_the_shims_at_once(tmp_path: Path) -> None:
+    """They have the same lease, and would end before the agent's next look."""
+
+    async def heard() -> None:
+        async with world(tmp_path) as here:
+            await asyncio.sleep(0.5)
+            here.hears = False
+            await asyncio.sleep(9.2)
+            number = max(one.number for one in here.lines[0].said if isinstance(one, wire.Beat))
+            here.lines[0].say(wire.Heard(number))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert here.leases[-1] == (9.7, 19.0), "from when the beat was sent"
+
+    async def taken_again() -> None:
+        async with world(tmp_path) as here:
+            await asyncio.sleep(0.5)
+            here.hears, here.dial_s = False, 4.6
+            await asyncio.sleep(9.5)
+            (_, dialed) = here.when("dial")
+            at = round(dialed + here.dial_s, 3)
+            assert 9.0 < at < 10.0
+            assert (at, at + LEASE_S) in here.leases
+
+    async def by_another_supervisor() -> None:
+        async with world(tmp_path, local=True, adopt_s=5.0) as here:
+            await asyncio.sleep(0.5)
+            here.dial_s = 4.6
+            here.lines[0].fail()
+            await asyncio.sleep(4.9)
+            (_, dialed) = here.when("dial")
+            assert (5.0, 5.5) in here.leases
+            assert here.leases[-1] == (round(dialed + here.dial_s, 3), None)
+
+    with mock.patch.object(agent_module, "private"):
+        with mock.patch.object(agent_module, "_SILENCE_S", 3600.0):
+            virtually(heard())
+        virtually(taken_again())
+        virtually(by_another_supervisor())

@@ -347,6 +347,7 @@ class Agent:
         )
 
     def _take(self, welcome: wire.Welcome, asked_at: float) -> None:
+        before = self._tenancy.until
         self._tenancy.granted(welcome.lease_s, asked_at)
         self._shims.lease_until = self._tenancy.until  # of shims that are started before the next look
         if self._local:
@@ -354,6 +355,13 @@ class Agent:
             self._shims.patience_s = local_patience_s(welcome.adopt_s)
         else:
             self._keep_token(welcome.token)
+        self._renewed(before)
+
+    def _renewed(self, before: float | None) -> None:
+        """Tell shims that would end before the next look that they do not."""
+        now = self._loop.time()
+        if before is not None and before - now < 2 * BEAT_S:
+            self._shims.look(now, self._tenancy.until)
 
     def _keep_token(self, token: str) -> None:
         """Write the token where ranks read it."""
@@ -382,7 +390,9 @@ class Agent:
     def _obey(self, order: wire.Order) -> None:
         match order:
             case wire.Heard(number):
+                before = self._tenancy.until
                 self._tenancy.heard(number)
+                self._renewed(before)
             case wire.NewToken(member, operator):
                 self._keep_token(member)
                 self._on_token(operator)
