@@ -224,3 +224,109 @@ def test_a_lease_that_is_renewed_in_its_last_second_reaches_the_shims_at_once(tm
             virtually(heard())
         virtually(taken_again())
         virtually(by_another_supervisor())
+
+
+def leavings(line: Line) -> int:
+    return sum(isinstance(one, wire.Leaving) for one in line.said)
+
+
+def test_a_node_that_is_leaving_dials_again_within_its_lease(tmp_path: Path) -> None:
+    """And says that it leaves to whoever answers: its replicas may be in a sync."""
+
+    async def story() -> None:
+        async with world(tmp_path, adopt_s=60.0) as here:
+            await asyncio.sleep(2.5)
+            here.lines[0].say(wire.Start(spec={"nonce": "new"}))
+            here.agent.leave("SIGTERM")
+            await asyncio.sleep(1.0)
+            assert leavings(here.lines[0]) == 1
+            here.refused = True
+            here.lines[0].fail()
+            await asyncio.sleep(30.0)
+            assert here.when("end") == []
+            here.refused = False
+            await asyncio.sleep(1.5)
+            assert leavings(here.lines[1]) == 1
+            here.lines[1].say(wire.Over("the node is drained"))
+            assert await here.running == 0
+
+    with mock.patch.object(agent_module, "private"):
+        virtually(story())
+
+
+def test_a_node_that_is_leaving_ends_with_its_lease(tmp_path: Path) -> None:
+    """It does not offer itself anew."""
+
+    async def story() -> None:
+        async with world(tmp_path) as here:
+            await asyncio.sleep(2.5)
+            here.lines[0].say(wire.Start(spec={"nonce": "new"}))
+            here.agent.leave("SIGTERM")
+            await asyncio.sleep(0)
+            here.refused = True
+            here.lines[0].fail()
+            assert await here.running == 1
+            assert here.when("end") == [12.0]
+            assert here.now < 16.0
+
+    with mock.patch.object(agent_module, "private"):
+        virtually(story())
+
+
+def test_a_node_that_is_leaving_and_has_nothing_does_not_wait_for_its_lease(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with world(tmp_path, adopt_s=60.0) as here:
+            await asyncio.sleep(2.5)
+            here.shims.empty.set()
+            here.agent.leave("SIGTERM")
+            here.refused = True
+            here.lines[0].fail()
+            assert await here.running == 1
+            assert here.now < 6.0
+
+    with mock.patch.object(agent_module, "private"):
+        virtually(story())
+
+
+def test_a_second_signal_ends_a_node_at_once(tmp_path: Path) -> None:
+    """Also one that has no connection, and one whose lease is over; what it is told
+    meanwhile is not obeyed."""
+
+    async def connected() -> None:
+        async with world(tmp_path) as here:
+            await asyncio.sleep(2.5)
+            here.lines[0].say(wire.Start(spec={"nonce": "new"}))
+            here.agent.leave("SIGTERM")
+            await asyncio.sleep(1.0)
+            here.agent.leave("SIGTERM")
+            await asyncio.sleep(0.1)
+            here.lines[0].say(wire.Start(spec={"nonce": "another"}))
+            assert await here.running == 0
+            assert (here.when("end"), len(here.when("start"))) == ([3.5], 1)
+
+    async def away() -> None:
+        async with world(tmp_path, adopt_s=60.0) as here:
+            await asyncio.sleep(2.5)
+            here.lines[0].say(wire.Start(spec={"nonce": "new"}))
+            here.agent.leave("SIGTERM")
+            here.refused = True
+            here.lines[0].fail()
+            await asyncio.sleep(10.0)
+            here.agent.leave("SIGTERM")
+            await here.running
+            assert here.when("end") == [12.5]
+
+    async def over() -> None:
+        async with world(tmp_path) as here:
+            await asyncio.sleep(2.5)
+            here.hears, here.dial_s = False, 3600.0
+            await asyncio.sleep(20.0)
+            assert here.when("end") == [12.0]
+            here.agent.leave("SIGTERM")
+            await here.running
+            assert here.now < 27.0
+
+    with mock.patch.object(agent_module, "private"):
+        virtually(connected())
+        virtually(away())
+        virtually(over())

@@ -17,7 +17,8 @@ everything, which is
 * when another supervisor comes, and the one before wanted no adoption.
 
 A signal to end (SIGTERM, SIGINT) makes a node leave in order: the supervisor moves its
-replicas first. The agent of the supervisor's own machine ignores it: a signal to a
+replicas first, or the next one does, within the lease; a second signal ends it at once.
+The agent of the supervisor's own machine ignores it: a signal to a
 whole session or process tree must not end it before the supervisor has ended the
 replicas.
 
@@ -150,7 +151,7 @@ class Agent:
 
     def leave(self, reason: str) -> None:
         """Leave in order; the second time at once."""
-        if self._leaving or self._welcome is None:
+        if self._leaving or self._welcome is None or self._empty_since is not None:
             self._end(reason)
         else:
             self._leaving = reason
@@ -201,7 +202,7 @@ class Agent:
         """Ping the shims, send beats, and end everything when the lease is over."""
         while True:
             now = self._loop.time()
-            if self._tenancy.over(now) and self._local:
+            if self._tenancy.over(now) and (self._local or self._leaving):
                 self._end(_UNREACHED, 1)
                 return
             if self._tenancy.over(now):
@@ -255,9 +256,6 @@ class Agent:
                 finally:
                     await link.close()
                 self._disconnected()
-            if self._leaving:
-                self._end(f"{self._leaving}, and the supervisor is gone", 1)
-                return
             if self._welcome is None and self._loop.time() > give_up_at:
                 raise errors.WorldError(f"no supervisor took this node within {JOIN_S:g} s: {problem}")
             await asyncio.sleep(AGAIN.after(failures))
@@ -277,9 +275,9 @@ class Agent:
 
         Where the connection is refused, the machine is there and its supervisor is not.
         """
-        if self._empty_since is None or not self._shims.empty.is_set():
+        if not self._shims.empty.is_set() or (self._empty_since is None and not self._leaving):
             return False
-        late = self._loop.time() - self._empty_since > REJOIN_S
+        late = self._empty_since is not None and self._loop.time() - self._empty_since > REJOIN_S
         return late or isinstance(error, ConnectionRefusedError)
 
     def _disconnected(self) -> None:
