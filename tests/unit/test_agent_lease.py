@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
+from replicas.linux import private
 from replicas.supervisor.agent import agent as agent_module
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.agent import Agent
@@ -163,9 +167,8 @@ def test_a_dial_under_way_when_the_lease_ends_is_not_taken(tmp_path: Path) -> No
             await asyncio.sleep(LEASE_S)
             assert len(here.when("end")) == 2, "the new lease is over, too"
 
-    with mock.patch.object(agent_module, "private"):
-        virtually(story(dial_s=5.7, answer_s=0.0))
-        virtually(story(dial_s=0.0, answer_s=5.7))
+    virtually(story(dial_s=5.7, answer_s=0.0))
+    virtually(story(dial_s=0.0, answer_s=5.7))
 
 
 def test_the_shims_of_the_supervisor_s_machine_have_a_patience(tmp_path: Path) -> None:
@@ -181,8 +184,7 @@ def test_the_shims_of_the_supervisor_s_machine_have_a_patience(tmp_path: Path) -
             await asyncio.sleep(2.5)
             assert here.shims.patience_s == 0.0, "a lease is enough"
 
-    with mock.patch.object(agent_module, "private"):
-        virtually(story())
+    virtually(story())
 
 
 def test_a_lease_that_is_renewed_in_its_last_second_reaches_the_shims_at_once(tmp_path: Path) -> None:
@@ -219,11 +221,10 @@ def test_a_lease_that_is_renewed_in_its_last_second_reaches_the_shims_at_once(tm
             assert (5.0, 5.5) in here.leases
             assert here.leases[-1] == (round(dialed + here.dial_s, 3), None)
 
-    with mock.patch.object(agent_module, "private"):
-        with mock.patch.object(agent_module, "_SILENCE_S", 3600.0):
-            virtually(heard())
-        virtually(taken_again())
-        virtually(by_another_supervisor())
+    with mock.patch.object(agent_module, "_SILENCE_S", 3600.0):
+        virtually(heard())
+    virtually(taken_again())
+    virtually(by_another_supervisor())
 
 
 def leavings(line: Line) -> int:
@@ -250,8 +251,7 @@ def test_a_node_that_is_leaving_dials_again_within_its_lease(tmp_path: Path) -> 
             here.lines[1].say(wire.Over("the node is drained"))
             assert await here.running == 0
 
-    with mock.patch.object(agent_module, "private"):
-        virtually(story())
+    virtually(story())
 
 
 def test_a_node_that_is_leaving_ends_with_its_lease(tmp_path: Path) -> None:
@@ -269,8 +269,7 @@ def test_a_node_that_is_leaving_ends_with_its_lease(tmp_path: Path) -> None:
             assert here.when("end") == [12.0]
             assert here.now < 16.0
 
-    with mock.patch.object(agent_module, "private"):
-        virtually(story())
+    virtually(story())
 
 
 def test_a_node_that_is_leaving_and_has_nothing_does_not_wait_for_its_lease(tmp_path: Path) -> None:
@@ -284,8 +283,7 @@ def test_a_node_that_is_leaving_and_has_nothing_does_not_wait_for_its_lease(tmp_
             assert await here.running == 1
             assert here.now < 6.0
 
-    with mock.patch.object(agent_module, "private"):
-        virtually(story())
+    virtually(story())
 
 
 def test_a_second_signal_ends_a_node_at_once(tmp_path: Path) -> None:
@@ -326,7 +324,42 @@ def test_a_second_signal_ends_a_node_at_once(tmp_path: Path) -> None:
             await here.running
             assert here.now < 27.0
 
-    with mock.patch.object(agent_module, "private"):
-        virtually(connected())
-        virtually(away())
-        virtually(over())
+    virtually(connected())
+    virtually(away())
+    virtually(over())
+
+
+def test_a_node_whose_disk_is_full_when_the_tokens_change_serves_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the earlier token, which is valid still, until there is room again."""
+    full, replace = False, private.replace
+
+    def on_disk(path: Path, data: bytes) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(path, data)
+
+    async def story() -> None:
+        nonlocal full
+        async with world(tmp_path) as here:
+            await asyncio.sleep(2.5)
+            full = True
+            here.welcome = here.welcomes(token="new")
+            here.lines[0].say(wire.NewToken("new", "operator"))
+            await asyncio.sleep(5.0)
+            here.lines[0].fail()
+            await asyncio.sleep(5.0)
+            assert len(here.lines) == 2
+            here.lines[1].say(wire.Start(spec={"nonce": "x"}))
+            await asyncio.sleep(0.1)
+            assert len(here.when("start")) == 1
+            assert (tmp_path / "token").read_text() == "t"
+            assert caplog.text.count("the token cannot be written") == 1
+            full = False
+            await asyncio.sleep(1.5)
+            assert (tmp_path / "token").read_text() == "new"
+            assert here.when("end") == []
+
+    with mock.patch.object(private, "replace", on_disk):
+        virtually(story())

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 
-from replicas.supervisor.agent import agent as agent_module
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.agent import Agent
 from tests.support.virtual import virtually
@@ -76,5 +75,4 @@ def test_an_agent_that_hears_nothing_dials_again(tmp_path: Path, *, local: bool,
         with contextlib.suppress(asyncio.CancelledError):
             await running
 
-    with mock.patch.object(agent_module, "private"):
-        virtually(story())
+    virtually(story())

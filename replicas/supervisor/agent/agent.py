@@ -45,12 +45,12 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from replicas import __version__, errors
 from replicas.common.backoff import Backoff
 from replicas.core.lives.leases import BEAT_S, END_S, Tenancy, local_patience_s
-from replicas.linux import private
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.log_reader import LogReader
 from replicas.supervisor.agent.orphans import clean_up
 from replicas.supervisor.agent.shims import Shims
+from replicas.supervisor.agent.token_file import TokenFile
 from replicas.supervisor.checks import examine_node
 from replicas.supervisor.fleet.resources import Machine
 from replicas.supervisor.shim.orders import Malformed
@@ -144,8 +144,7 @@ class Agent:
         self._code = 0
         self._stop = asyncio.Event()
         self._leaving = ""
-        self._token = ""
-        """What is in the file that ranks read: it is written only if it changes."""
+        self._token = TokenFile(state_dir / "token")
         self._examining = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -211,6 +210,7 @@ class Agent:
                 self._end("the supervisor that started it is gone", 1)
                 return
             self._shims.look(now, self._tenancy.until)
+            self._token.look()
             if self._welcome is not None:
                 self._tell(wire.Beat(self._tenancy.beat(now)))
             until = self._tenancy.until
@@ -352,7 +352,7 @@ class Agent:
             self._shims.identity = welcome.state_id
             self._shims.patience_s = local_patience_s(welcome.adopt_s)
         else:
-            self._keep_token(welcome.token)
+            self._token.keep(welcome.token)
         self._renewed(before)
 
     def _renewed(self, before: float | None) -> None:
@@ -360,14 +360,6 @@ class Agent:
         now = self._loop.time()
         if before is not None and before - now < 2 * BEAT_S:
             self._shims.look(now, self._tenancy.until)
-
-    def _keep_token(self, token: str) -> None:
-        """Write the token where ranks read it."""
-        if self._local or token == self._token:
-            return
-        private.make_folder(self._state_dir)
-        private.replace(self._state_dir / "token", token.encode())
-        self._token = token
 
     async def _write(self, link: Link) -> None:
         while True:
@@ -392,7 +384,8 @@ class Agent:
                 self._tenancy.heard(number)
                 self._renewed(before)
             case wire.NewToken(member, operator):
-                self._keep_token(member)
+                if not self._local:
+                    self._token.keep(member)
                 self._on_token(operator)
             case wire.Start():
                 try:
