@@ -5,7 +5,8 @@ The agent dials, says :class:`Hello`, and is answered with :class:`Welcome` or
 changes, and once more after each reconnection: a state that is lost on the way is
 replaced by the next one, and one that comes twice changes nothing. Orders are repeated
 by the supervisor after a reconnection, for the same reason; each has the shim's mark
-(``nonce``), and one for an unknown shim is answered with its end.
+(``nonce``). One for a shim that the agent does not have is ignored: the supervisor
+knows from the states after a Hello that it is gone.
 
 :class:`Beat` and :class:`Heard` carry the lease: the agent may go on for so long after
 it *sent* a beat that was heard, and the supervisor waits longer than that after it
