@@ -32,6 +32,7 @@ FAR = (1, 2, 3)
 ANY = (0, 1, 2, 3)
 KINDS: dict[str, tuple[int, tuple[int, ...], tuple[float, float]]] = {
     "kill agent": (3, ANY, (0.3, 2.0)),
+    "kill agent, a frozen shim": (2, FAR, (8.0, 12.0)),
     "kill agent, long": (1, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
     "kill node": (3, FAR, (0.3, 3.0)),
     "kill node, long": (2, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
@@ -39,9 +40,12 @@ KINDS: dict[str, tuple[int, tuple[int, ...], tuple[float, float]]] = {
     "power cut, long": (3, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
     "partition 1 s": (2, FAR, (1.0, 1.0)),
     "partition, short": (2, FAR, (ADOPT_S * 0.6, ADOPT_S * 0.6)),
+    "partition, about a lease": (3, FAR, (ADOPT_S - 1.0, LOST_S + 1.0)),
     "partition 20 s": (2, FAR, (20.0, 20.0)),
     "partition, long": (3, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
     "freeze agent": (2, ANY, (1.0, ADOPT_S * 0.6)),
+    "freeze agent, about a lease": (2, FAR, (ADOPT_S - 1.0, LOST_S + 1.0)),
+    "freeze agent, killed supervisor": (2, (0,), (1.0, ADOPT_S * 1.5)),
     "freeze agent, long": (2, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
     "freeze node": (1, FAR, (1.0, 3.0)),
     "freeze node, long": (2, FAR, (LOST_S + _LATER_S, LOST_S + _LATER_S)),
@@ -130,6 +134,9 @@ class NodeFault:
         match self.kind.partition(",")[0]:
             case "kill agent":
                 host.off_until = self.hit + self.lasts_s if self.host else 0.0
+                if "frozen shim" in self.kind:
+                    host.off_until = self.hit  # the next one meets it
+                    self._one(host, shims, signal.SIGSTOP)
                 send_each(host, signal.SIGKILL, agent)
             case "kill node" | "kill supervisor's host":
                 host.off_until = self.hit + self.lasts_s
@@ -142,6 +149,8 @@ class NodeFault:
                 world.switch.cut_off(self.host)
             case "freeze agent":
                 send_each(host, signal.SIGSTOP, agent)
+                if self.of_supervisor:
+                    send_each(host, signal.SIGKILL, supervisor)
             case "freeze node":
                 freeze_all(host)
             case "full disk":
@@ -177,7 +186,7 @@ class NodeFault:
                 host.off_until = now()
             case "partition" | "partition 1 s" | "partition 20 s":
                 world.switch.heal(self.host)
-            case "freeze agent" | "freeze node":
+            case "freeze agent" | "freeze node" | "kill agent":
                 host.go_on()
             case "full disk":
                 self._full.close()
@@ -187,8 +196,8 @@ class NodeFault:
                 self._order(world, Scale(group="serve", replicas=ROLLOUTS))
         self.over = now()
 
-    def _one(self, host: Host, pids: list[int]) -> None:
-        send_each(host, signal.SIGKILL, sorted(pids)[int(self.pick * len(pids)) :][:1])
+    def _one(self, host: Host, pids: list[int], signum: int = signal.SIGKILL) -> None:
+        send_each(host, signum, sorted(pids)[int(self.pick * len(pids)) :][:1])
 
     def _name(self, world: NodeWorld) -> str:
         if self.host:
