@@ -123,6 +123,7 @@ def train(kind: str, steps: int) -> None:
     trainer.train()
     if trainer.is_world_process_zero():
         write("history.jsonl", {"history": trainer.state.log_history})
+    torch.distributed.destroy_process_group()  # else torch may abort as the interpreter ends
 
 
 if __name__ == "__main__":

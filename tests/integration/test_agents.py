@@ -113,6 +113,7 @@ dist.init_process_group("gloo")
 mine = torch.tensor([float(dist.get_rank())])
 dist.all_reduce(mine)
 print("sum", mine.item(), os.environ["MASTER_ADDR"], flush=True)
+dist.destroy_process_group()  # else torch may abort as the interpreter ends
 """
 
 
