@@ -20,6 +20,7 @@ from replicas import environ
 from replicas.cli import main as cli
 from replicas.control.exit_codes import SUPERVISED, USAGE
 from replicas.linux.processes import MARK as PROCESS_MARK
+from replicas.linux.processes import SHIM, command_line
 from replicas.status import RunStatus
 from replicas.supervisor.fleet.local_agent import AGENT
 from replicas.supervisor.state.state import identity_of
@@ -297,6 +298,26 @@ def test_a_killed_agent_that_comes_back_cleans_up_first(tmp_path: Path) -> None:
         eventually(lambda: replicas_of(run.status(), "a")["a/0"][1] == 2, "the next generation", timeout_s=30)
         assert pid is not None
         assert not alive(pid)
+        ready(run, "a")
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 0
+        assert agents["n1"].wait() == 0
+        run.assert_nothing_left()
+
+
+def test_a_frozen_shim_of_a_killed_agent_does_not_keep_the_next_one_out(tmp_path: Path) -> None:
+    """Whose start may not end with exit code 2: its unit would not try again."""
+    with over_nodes(tmp_path, there("a", SLEEPS), ["n1"]) as (run, agents):
+        (_, _, pid, _) = ready(run, "a")["a/0"]
+        (shim,) = [one for one in processes_below(agents["n1"].popen.pid) if SHIM in command_line(one, 1000)]
+        os.kill(shim, signal.SIGSTOP)
+        agents["n1"].kill()
+        agents["n1"] = Agent(run, "n1", "--label", "place=there")
+        eventually(lambda: replicas_of(run.status(), "a")["a/0"][1] == 2, "the next generation", timeout_s=40)
+        assert pid is not None
+        assert not alive(pid)
+        assert not alive(shim)
+        assert f"have the state folder: [{shim}]" in agents["n1"].output.read_text()
         ready(run, "a")
         run.signal(signal.SIGTERM)
         assert run.wait() == 0

@@ -8,7 +8,8 @@ The state folder of an agent belongs to it alone while it lives::
     <state_dir>/logs/   as in the state folder of a supervisor
 
 An agent that starts where another one was killed waits until the shims of that have
-ended, and sweeps what is left by the folder's identity.
+ended, kills those that are slow or frozen, and sweeps what is left by the folder's
+identity.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import signal
 import ssl
@@ -30,6 +32,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from replicas import errors
 from replicas.linux import inherited, private
+from replicas.linux.processes import command_line, signal_each
 from replicas.linux.sockets import listener_uids, whose
 from replicas.messages import arguments
 from replicas.supervisor.agent.agent import Agent, Link
@@ -48,6 +51,8 @@ log = logging.getLogger("replicas.agent")
 _SETTLE_S = 8.0
 """How long processes of a dead agent may take to end by themselves."""
 _SETTLE_INTERVAL_S = 0.05
+_ORPHANS_S = 300.0
+_SAY_INTERVAL_S = 60.0
 _SWEEP_S = 5.0
 """Shorter than a lease: what a dead link has swallowed of a dial comes ever later."""
 
@@ -112,7 +117,10 @@ class _Folder:
     def acquire(self) -> str:
         """Take the folder, and end what a dead agent has left; return its identity.
 
-        Blocks up to about 15 s. UsageError: another agent has it, or it is unusable.
+        Blocks up to about 15 s; longer while shims of a dead agent do not die.
+
+        :raises replicas.errors.UsageError: another agent has it, or it is unusable.
+        :raises replicas.errors.WorldError: they have not died within 5 minutes.
         """
         try:
             private.make_folder(self.path)
@@ -120,25 +128,52 @@ class _Folder:
         except OSError as error:
             text = f"cannot use the state folder {self.path}: {error.strerror or error}"
             raise errors.UsageError(text, hint="name another one with --state-dir") from error
-        identity = give_identity(self.path) if self._taken() else ""
-        if not identity:
-            raise errors.UsageError(
-                f"another agent uses the state folder {self.path}", hint="name another one with --state-dir"
-            )
+        self._take()
+        identity = give_identity(self.path)
         leftovers.sweep(None, identity, _SWEEP_S)
         private.make_folder(self.path / "logs")
         return identity
 
-    def _taken(self) -> bool:
-        deadline = time.monotonic() + _SETTLE_S
-        while True:
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    return False
-            time.sleep(_SETTLE_INTERVAL_S)  # the end of a flock is not announced
+    def _take(self) -> None:
+        """Lock it; the end of a flock is not announced, so ask again and again."""
+        settled_at, give_up_at = (time.monotonic() + limit_s for limit_s in (_SETTLE_S, _ORPHANS_S))
+        said_at = -math.inf
+        while not self._locked():
+            now = time.monotonic()
+            if now > settled_at:
+                orphans = self._orphans()
+                if now > give_up_at:
+                    pids = leftovers.lock_holders(self.path / "lock")
+                    raise errors.WorldError(
+                        f"processes of an earlier agent in {self.path} do not die: {', '.join(map(str, pids))}",
+                        hint="see what they wait for; restart the machine, or name another folder with --state-dir",
+                    )
+                if orphans and now - said_at > _SAY_INTERVAL_S:
+                    said_at = now
+                    log.warning("shims of an earlier agent have the state folder: %s; they are killed", orphans)
+                signal_each(orphans, signal.SIGKILL, leftovers.is_orphan)
+            time.sleep(_SETTLE_INTERVAL_S)
+
+    def _locked(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def _orphans(self) -> list[int]:
+        """Shims of a dead agent that hold the lock; none: those that did are dying.
+
+        :raises replicas.errors.UsageError: a living agent, or somebody who cannot be
+            seen from here, holds it.
+        """
+        holders = leftovers.lock_holders(self.path / "lock")
+        orphans = [pid for pid in holders if leftovers.is_orphan(pid)]
+        others = [command_line(pid) for pid in holders if pid not in orphans]
+        if any(line and not line.startswith("[") for line in others) or not (holders or self._locked()):
+            raise errors.UsageError(
+                f"another agent uses the state folder {self.path}", hint="name another one with --state-dir"
+            )
+        return orphans
 
     def release(self) -> None:
         with contextlib.suppress(OSError):  # the disk is read-only by now: the next agent writes another token

@@ -48,7 +48,7 @@ from replicas.supervisor.cleanup.sweeping import Grace, until_quiet
 from replicas.supervisor.state.run_state import Saved, ShimRecord
 from replicas.telemetry.events import How, LeftoverFound
 
-__all__ = ["find", "lock_holders", "sweep"]
+__all__ = ["find", "is_orphan", "lock_holders", "sweep"]
 
 
 def find(
@@ -187,13 +187,25 @@ def _words(pid: int, file: str) -> list[bytes]:
         return []
 
 
+def is_orphan(pid: int) -> bool:
+    """Whether it is a shim, and what started it (supervisor or agent) is dead."""
+    starter = _starter(pid)
+    return starter is not None and parents(pid)[:1] != [starter]
+
+
 def _has_supervisor(pid: int) -> bool:
     """Whether it is a shim and still the child of the supervisor that started it."""
+    starter = _starter(pid)
+    return starter is not None and parents(pid)[:1] == [starter]
+
+
+def _starter(pid: int) -> int | None:
+    """The process that started this shim; None: it is no shim."""
     words = _words(pid, "cmdline")
     if SHIM.encode() not in words or b"--parent" not in words[:-1]:
-        return False
+        return None
     told = words[words.index(b"--parent") + 1]
-    return parents(pid)[:1] == [int(told)] if told.isdigit() else False
+    return int(told) if told.isdigit() else None
 
 
 def _holds(pid: int, lock: os.stat_result) -> bool:

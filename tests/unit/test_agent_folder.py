@@ -1,0 +1,80 @@
+"""Who gets the state folder of an agent, and what becomes of shims that hold it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from replicas import errors
+from replicas.linux import private
+from replicas.supervisor.agent import remote
+from replicas.supervisor.agent.remote import _Folder
+
+SHIM, AGENT, DYING = 71, 72, 73
+LINES = {SHIM: "python -m shim", AGENT: "replicas agent", DYING: "[python]"}
+
+
+@contextmanager
+def held(folder: Path, by: Collection[int], dies: bool = True) -> Iterator[list[int]]:
+    """Somebody has the folder; the pids that are killed. ``dies``: that frees it."""
+    private.make_folder(folder)
+    lock = private.open_file(folder / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    killed: list[int] = []
+
+    def kill(pids: list[int], signum: int, still: Any) -> None:
+        assert signum == signal.SIGKILL
+        killed.extend(pids)
+        if dies:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+    leftovers = mock.Mock(lock_holders=lambda _: [*by], is_orphan=lambda pid: pid == SHIM)
+    given: dict[str, Any] = {"leftovers": leftovers, "signal_each": kill, "command_line": LINES.get}
+    try:
+        with mock.patch.multiple(remote, **given, _SETTLE_S=0.0, _ORPHANS_S=0.2, _SETTLE_INTERVAL_S=0.01):
+            yield killed
+    finally:
+        os.close(lock)
+
+
+def test_shims_of_a_dead_agent_are_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = _Folder(tmp_path / "a")
+    with held(folder.path, [SHIM, DYING]) as killed:
+        assert len(folder.acquire()) == 32
+        assert killed == [SHIM]
+    assert caplog.text.count("have the state folder: [71]") == 1
+    folder.release()
+
+
+@pytest.mark.parametrize("holders", [(AGENT,), (SHIM, AGENT), ()])
+def test_a_living_agent_and_one_that_cannot_be_seen_keep_it(tmp_path: Path, holders: tuple[int, ...]) -> None:
+    folder = _Folder(tmp_path / "a")
+    with held(folder.path, holders) as killed, pytest.raises(errors.UsageError, match="another agent uses"):
+        folder.acquire()
+    assert killed == []
+    folder.release()
+
+
+@pytest.mark.parametrize("holder", [SHIM, DYING])
+def test_what_does_not_die_is_no_error_of_the_user(
+    tmp_path: Path, holder: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The unit of an agent tries again after a WorldError."""
+    folder = _Folder(tmp_path / "a")
+    with (
+        caplog.at_level(logging.WARNING),
+        held(folder.path, [holder], dies=False),
+        pytest.raises(errors.WorldError, match="do not die"),
+    ):
+        folder.acquire()
+    assert caplog.text.count("they are killed") == (holder == SHIM), "once a minute"
+    folder.release()
