@@ -73,7 +73,8 @@ def script(config: Config, order: SlurmConfig, command: Sequence[str]) -> str:
     :param command: runs the command ``replicas slurm CONFIG``, with absolute paths.
     """
     head = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(config, order))]
-    step = ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+    # A job that may lose nodes goes on without them only if its step may, too.
+    step = ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill"]
     if order.cpus_per_node is not None:
         step.append(f"--cpus-per-task={order.cpus_per_node}")  # srun does not take it from the job
     body = _BODY.format(command=shlex.join(command), step=" ".join(step), preempted=PREEMPTED)

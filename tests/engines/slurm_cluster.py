@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -79,6 +80,7 @@ class Slurm:
     def __init__(self, folder: Path, machines: tuple[Machine, ...]) -> None:
         self.folder, self.machines = folder, machines
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._off: set[Machine] = set()
         libraries = ""
         if _program("slurmctld").startswith(str(UNPACKED)):
             places = UNPACKED / "usr/lib"
@@ -161,9 +163,15 @@ class Slurm:
         )
         return self.job(number)
 
+    def switch_off(self, node: str) -> None:
+        """End a host with all that runs on it, for good."""
+        machine = self.machines[int(node[1:]) - 1]
+        self._off.add(machine)
+        os.kill(machine.holder, signal.SIGKILL)
+
     def processes(self) -> list[str]:
         """Command lines of what runs on the hosts beside Slurm's own daemons."""
-        return [line for machine in self.machines for line in _commands(machine).values()]
+        return [line for machine in self.machines if machine not in self._off for line in _commands(machine).values()]
 
     def pids(self, node: str, words: str) -> list[int]:
         """Processes on a node with these words in their command lines."""

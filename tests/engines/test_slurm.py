@@ -58,11 +58,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 class Job:
     """A run in a folder of its own, submitted."""
 
-    def __init__(self, cluster: Slurm, folder: Path, steps: int = FOR_EVER) -> None:
+    def __init__(self, cluster: Slurm, folder: Path, steps: int = FOR_EVER, *options: str) -> None:
         self.cluster, self.folder = cluster, folder
         write(folder, steps)
         self.submitted = time.time()
-        command = (sys.executable, "-m", "replicas", "slurm", "run.toml", "--submit")
+        command = (sys.executable, "-m", "replicas", "slurm", "run.toml", "--submit", *options)
         self.number = cluster.run(*command, cwd=folder).strip()
 
     def commits(self) -> list[tuple[int, float, list[str]]]:
@@ -113,9 +113,9 @@ def write(folder: Path, steps: int) -> None:
 
 
 @contextlib.contextmanager
-def submitted(cluster: Slurm, folder: Path, steps: int = FOR_EVER) -> Iterator[Job]:
+def submitted(cluster: Slurm, folder: Path, steps: int = FOR_EVER, *options: str) -> Iterator[Job]:
     """Cancelled at the end, whatever happened: then nothing is left of it."""
-    job = Job(cluster, folder, steps)
+    job = Job(cluster, folder, steps, *options)
     try:
         yield job
     finally:
@@ -143,6 +143,25 @@ def test_an_agent_that_is_killed_comes_back(cluster: Slurm, tmp_path: Path) -> N
         eventually(lambda: "starting another" in job.said(), "the next agent")
         eventually(lambda: len(job.commits()[-1][2]) == 2, "both rollouts", timeout_s=60)
         assert [version for version, _, _ in job.commits()] == [*range(1, len(job.commits()) + 1)]
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_may_lose_nodes_goes_on_without_one(tmp_path: Path) -> None:
+    """On a cluster of its own, which has lost a node at the end."""
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    (folder := tmp_path / "run").mkdir()
+    (tmp_path / "slurm").mkdir()
+    with slurm(tmp_path / "slurm") as cluster, submitted(cluster, folder, FOR_EVER, "--option=--no-kill") as job:
+        job.wait_for_commits(3, of=2)
+        cluster.switch_off("n2")
+        state = ("sinfo", "--noheader", "--nodes=n2", "--partition=work", "--format=%T")
+        eventually(lambda: "down" in cluster.run(*state), "what Slurm does when a node is down", timeout_s=60)
+        before = len(job.commits())
+        job.wait_for_commits(before + 20)
+        eventually(lambda: len(job.commits()[-1][2]) == 2, f"both rollouts; {job.commits()[-3:]}", timeout_s=60)
+        found = cluster.job(job.number)
+        assert (found["JobState"], found["Restarts"]) == ("RUNNING", "0"), job.said()
 
 
 @pytest.mark.parametrize("by", ["notice", "priority"])

@@ -68,7 +68,7 @@ def test_a_job_asks_for_whole_nodes_unless_it_is_told_how_many_cpus() -> None:
         "--account=grpo",
         "--constraint=a100",
     ]
-    assert "--cpu-bind=none --kill-on-bad-exit=0 --cpus-per-task=32" in text
+    assert "--cpu-bind=none --kill-on-bad-exit=0 --no-kill --cpus-per-task=32" in text
     assert "'/opt/a venv/bin/python' -m replicas slurm /runs/grpo.toml --here agent" in text
 
 
