@@ -20,11 +20,14 @@ from collections.abc import Iterator, Sequence
 
 from replicas.config.structs import Config, SlurmConfig
 from replicas.control.exit_codes import PREEMPTED
+from replicas.errors import UsageError
 
 __all__ = ["grace_s", "script", "time_text"]
 
 _MARGIN_S = 30.0
 """For the end of the agents, and for Slurm to send the signal."""
+_EARLIER_S = 60.0
+"""How much earlier than asked Slurm may send it."""
 
 _BODY = """
 # Slurm's notice; one that comes before the supervisor listens must kill neither.
@@ -71,7 +74,9 @@ def script(config: Config, order: SlurmConfig, command: Sequence[str]) -> str:
 
     :param order: what to ask of Slurm.
     :param command: runs the command ``replicas slurm CONFIG``, with absolute paths.
+    :raises replicas.errors.UsageError: the job would drain as it starts, for ever.
     """
+    _refuse_too_short(config, order)
     head = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(config, order))]
     # A job that may lose nodes goes on without them only if its step may, too.
     step = ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill"]
@@ -107,6 +112,17 @@ def grace_s(config: Config, order: SlurmConfig) -> float:
     if order.grace_s is not None:
         return order.grace_s
     return max(group.drain_timeout_s + group.stop_timeout_s for group in config.groups.values()) + _MARGIN_S
+
+
+def _refuse_too_short(config: Config, order: SlurmConfig) -> None:
+    grace = grace_s(config, order)
+    if order.time_s is not None and order.time_s <= grace + _EARLIER_S:
+        raise UsageError(
+            f"slurm.time ({order.time_s:g} s) is too short: the job is told {grace:g} s before its end (slurm.grace), "
+            f"or up to {_EARLIER_S:g} s earlier, so it would drain as it starts",
+            hint="raise slurm.time, or lower slurm.grace, which is by default "
+            f"{_MARGIN_S:g} s more than the longest drain of a group takes",
+        )
 
 
 def time_text(seconds: float) -> str:

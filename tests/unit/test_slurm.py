@@ -85,6 +85,14 @@ def test_the_grace_covers_the_longest_drain() -> None:
     assert grace_s(read, config({"grace": "2m"}).slurm) == 120
 
 
+@pytest.mark.parametrize("table", [{"time": "7m"}, {"time": "1m"}, {"time": "30m", "grace": "30m"}])
+def test_a_job_that_would_drain_as_it_starts_is_refused(table: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"slurm\.time \(.* s\) is too short: .* \(slurm\.grace\)"):
+        made(table)
+    made({"time": "7m", "grace": "5m"})
+    made({"time": "8m"})
+
+
 @pytest.mark.parametrize(
     ("table", "problem"),
     [
@@ -126,6 +134,8 @@ def test_options_of_the_command_replace_those_of_the_table(path: Path, capsys: p
     assert cli.main(["slurm", str(path), *given]) == 0
     found = asked(capsys.readouterr().out)
     assert {"--nodes=3", "--partition=gpu", "--time=0-02:00:00", "--account=a", "--qos=high"} <= set(found)
+    assert cli.main(["slurm", str(path), *given, "--grace", "2h"]) == 2
+    assert "slurm.time (7200 s) is too short" in capsys.readouterr().err
 
 
 def test_wrong_options_are_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
