@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -65,7 +66,7 @@ from replicas.telemetry.event_log import EventLog
 from replicas.telemetry.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, TokenChanged, Transition
 from replicas.telemetry.metrics import Metrics
 from replicas.telemetry.tally import CounterDeltas
-from replicas.trust.tokens import ROLES, Role
+from replicas.trust.tokens import ROLES, Role, Tokens
 
 __all__ = ["Supervisor"]
 
@@ -476,20 +477,19 @@ class Supervisor:
         :return: ``{"member": {"token": "...", "old_is_valid": False}, ...}``.
         :raises replicas.errors.UsageError: no such role; or the config names a file for
             it, which has no new token.
+        :raises replicas.errors.WorldError: the state folder cannot be written; the
+            tokens of that role are as they were.
         """
         chosen = (arguments.one_of("tokens: role", role, ROLES),) if role is not None else ROLES
-        found = self.coordinator.tokens
-        for one in chosen:
-            if arguments.flag("tokens: rotate", rotate):
-                self.state.tokens.rotate(found, one)
-                self.emit(TokenChanged(role=one, change="rotated"))
+        found, state = self.coordinator.tokens, self.state
+        for one in chosen if arguments.flag("tokens: rotate", rotate) else ():
+            state.change_tokens(found, one, partial(state.tokens.rotate, role=one))
+            self.emit(TokenChanged(role=one, change="rotated"))
         self._nodes.cluster.tell_tokens(found.text("member"), found.text("operator"))
         for one in chosen if arguments.flag("tokens: revoke_old", revoke_old) else ():
             if found.both_valid(one):
-                found.revoke_old(one)
+                state.change_tokens(found, one, partial(Tokens.revoke_old, role=one))
                 self.emit(TokenChanged(role=one, change="revoked"))
-        if rotate or revoke_old:
-            self.state.write_tokens(found)
         return {one: {"token": found.text(one), "old_is_valid": found.both_valid(one)} for one in chosen}
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:

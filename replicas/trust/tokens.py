@@ -129,6 +129,19 @@ class Tokens:
             retired=tuple(self._retired),
         )
 
+    def copy(self) -> Tokens:
+        """The same secrets, to be changed before these are: see :meth:`become`."""
+        made = Tokens.restored(self.saved())
+        made.key = self.key
+        return made
+
+    def become(self, changed: Tokens) -> None:
+        """Let what a changed copy has be valid; end what uses a secret it lacks."""
+        old = [one for role in ROLES for one in self._secrets[role] if one not in changed._secrets[role]]
+        self._secrets = {role: [*changed._secrets[role]] for role in ROLES}
+        self._retired = [*changed._retired]
+        self._end_users_of(old)
+
     def text(self, role: Role) -> str:
         """The present join token of a role."""
         return str(JoinToken(self.key, self._secrets[role][0]))
@@ -187,6 +200,9 @@ class Tokens:
 
     def _retire(self, old: list[str]) -> None:
         self._retired = [*self._retired, *(_digest(one.encode()) for one in old)][-_RETIRED:]
+        self._end_users_of(old)
+
+    def _end_users_of(self, old: list[str]) -> None:
         for secret, end in [*self._watched.values()]:
             if secret in old:
                 end()

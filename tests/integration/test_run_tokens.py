@@ -15,11 +15,13 @@ import pytest
 from replicas.cli import main as cli
 from replicas.cli.client import Client
 from replicas.control.commands import ORDERS, Restart, Scale, TokensOrder
-from replicas.errors import UsageError
+from replicas.errors import UsageError, WorldError
+from replicas.supervisor.supervisor import Supervisor
 from replicas.telemetry.events import TokenChanged, decode
 from replicas.trust.certificate import PortKey
 from replicas.trust.tokens import JoinToken
 from tests.integration.test_external import EXTERNAL, SERVES, TRAINS, Others
+from tests.support.full_disk import file_size_limit
 from tests.support.networks import hosts, why_no_hosts
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import ROOT, Run, eventually, running
@@ -108,6 +110,31 @@ def test_tokens_are_shown_and_replaced(
         *(("member", "rotated"), ("member", "revoked"), ("operator", "rotated"), ("operator", "revoked")),
     ]
     assert not any(JoinToken.parse(one).secret in told for one in (first, second, operator))
+
+
+@pytest.mark.anyio
+async def test_a_rotation_for_which_the_disk_has_no_room_cuts_nobody_off(tmp_path: Path) -> None:
+    external = {"launcher": "external"}
+    config = {
+        "schema_version": 1,
+        "run": {"name": "grpo", "state_dir": str(tmp_path / "state")},
+        "control": {"listen": "127.0.0.1:0"},
+        "cluster": {"local": False},
+        "groups": {"trainer": external, "rollout": external},
+        "channels": {"policy": {"sources": ["trainer"], "targets": ["rollout"]}},
+    }
+    async with Supervisor(config) as supervisor:
+        tokens = supervisor.coordinator.tokens
+        held = {"authorization": f"Bearer {(tmp_path / 'state/token').read_text()}"}
+        for _ in range(2):
+            with pytest.raises(WorldError, match="make room on its disk"), file_size_limit(0):
+                await supervisor.tokens("member", rotate=True)
+            assert tokens.role_of(held) == "member"
+        assert (await supervisor.tokens("member", rotate=True))["member"]["old_is_valid"]
+        assert tokens.role_of(held) == "member"
+        await supervisor.tokens("member", revoke_old=True)
+        assert tokens.role_of(held) is None
+        assert tokens.role_of({"authorization": f"Bearer {(tmp_path / 'state/token').read_text()}"}) == "member"
 
 
 def test_a_run_that_goes_on_has_the_same_key_and_tokens(tmp_path: Path) -> None:

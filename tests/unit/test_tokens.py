@@ -3,6 +3,8 @@ them."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import cast
 
@@ -10,6 +12,7 @@ import msgspec
 import pytest
 
 from replicas import errors
+from replicas.linux import private
 from replicas.supervisor.state.token_files import TokenFiles
 from replicas.trust.tokens import JoinToken, Role, SavedTokens, Tokens
 from replicas.trust.way import way_to
@@ -112,6 +115,7 @@ def test_a_run_that_goes_on_has_the_tokens_that_it_had(tmp_path: Path) -> None:
     files.write(tokens)
     assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
         "tokens.json": 0o600,
+        "token": 0o600,
         "operator-token": 0o600,
     }
     assert TokenFiles(tmp_path).open(tokens.text("member"), {}).saved() == tokens.saved()
@@ -120,6 +124,43 @@ def test_a_run_that_goes_on_has_the_tokens_that_it_had(tmp_path: Path) -> None:
     assert older.secret("member") == "secret"
     files.remove()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("unwritable", ["tokens.json", "token", "operator-token"])
+@pytest.mark.parametrize("role", ["member", "operator"])
+def test_tokens_that_cannot_be_written_change_nothing(
+    role: Role, unwritable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = TokenFiles(tmp_path)
+    tokens = files.open(None, {})
+    files.write(tokens)
+    held = (tmp_path / ("token" if role == "member" else "operator-token")).read_text()
+    before, replace = tokens.saved(), private.replace
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == unwritable:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(path, data)
+
+    ended: list[str] = []
+    with tokens.watched(bearer(held), lambda: ended.append("whose token was retired")):
+        monkeypatch.setattr(private, "replace", full)
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space"):
+                files.change(tokens, role, lambda changed: files.rotate(changed, role))
+            assert (tokens.saved(), ended) == (before, [])
+            others = {"member": tmp_path / "token", "operator": tmp_path / "operator-token"}
+            assert {name: tokens.role_of(bearer(path.read_text())) for name, path in others.items()} == {
+                "member": "member",
+                "operator": "operator",
+            }
+        monkeypatch.setattr(private, "replace", replace)
+        files.change(tokens, role, lambda changed: files.rotate(changed, role))
+        assert (tokens.role_of(bearer(held)), ended) == (role, [])
+        files.change(tokens, role, lambda changed: changed.revoke_old(role))
+        assert (tokens.role_of(bearer(held)), ended) == (None, ["whose token was retired"])
+        assert tokens.refusal(bearer(held)).startswith("old token")
+    assert TokenFiles(tmp_path).open(tokens.text("member"), {}).saved() == tokens.saved()
 
 
 def test_tokens_of_files(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ from replicas.supervisor.state.run_state import RunState, Saved, machine
 from replicas.supervisor.state.token_files import TokenFiles
 from replicas.telemetry.event_log import EventLog, read
 from replicas.telemetry.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
-from replicas.trust.tokens import Tokens
+from replicas.trust.tokens import Role, Tokens
 
 __all__ = ["AlreadySupervised", "StateDir", "give_identity", "identity_of"]
 
@@ -168,7 +168,6 @@ class StateDir:
                 token = private.read(self.token_file).decode(errors="replace")
                 self.token = token if token.isascii() and token.isprintable() and token else None
         if self.token is None:
-            private.remove(self.token_file)
             self.tokens.remove()
         goes_on = self.saved is not None and self.saved.agent is not None
         if not goes_on and self.logs.exists() and any(self.logs.iterdir()):  # a start that failed has left none
@@ -258,15 +257,14 @@ class StateDir:
     def write(self, *, endpoint: str, tokens: Tokens, socket: Path | None = None) -> None:
         """Write the tokens, and the addresses of control port and socket."""
         where = {"endpoint": endpoint, "pid": os.getpid(), "run": self.run, "socket": str(socket or "")}
-        self.write_tokens(tokens)
-        with self._writing():
-            private.replace(self.endpoint_file, msgspec.json.encode(where))
-
-    def write_tokens(self, tokens: Tokens) -> None:
-        """Write the tokens (mode 0600): first what a restart needs."""
         with self._writing():
             self.tokens.write(tokens)
-            private.replace(self.token_file, tokens.text("member").encode())
+            private.replace(self.endpoint_file, msgspec.json.encode(where))
+
+    def change_tokens(self, tokens: Tokens, role: Role, change: Callable[[Tokens], None]) -> None:
+        """Change the tokens of a role (:meth:`TokenFiles.change`)."""
+        with self._writing():
+            self.tokens.change(tokens, role, change)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -291,7 +289,6 @@ class StateDir:
             if ended:
                 self.run_state.remove()
             if self.run_state.peek() is None:  # nobody will resume it
-                private.remove(self.token_file)
                 self.tokens.remove()
             private.remove(self.endpoint_file)
             os.ftruncate(lock, 0)

@@ -7,13 +7,15 @@
     <state_dir>/tokens.json      the secrets of both roles, with those before them
 
 All have the mode 0600 and are replaced atomically: whoever reads one has a token that
-is valid. They are removed with the run; one that is resumed goes on with them. Where
-the config names a file for a role, its secret comes from there.
+is valid. A change is on disk before it is in force, and the file that others read comes
+last, so one that cannot be written leaves all as it was. They are removed with the run;
+one that is resumed goes on with them. Where the config names a file for a role, its
+secret comes from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -36,7 +38,7 @@ class TokenFiles:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "tokens.json"
-        self.operator_file = folder / OPERATOR_FILE
+        self._files: dict[Role, Path] = {"member": folder / "token", "operator": folder / OPERATOR_FILE}
         self._given: dict[Role, tuple[Path, JoinToken]] = {}
         self.changes: list[TokenChanged] = []
         """What :meth:`open` has changed."""
@@ -95,14 +97,29 @@ class TokenFiles:
             raise another_key(f"the token in {path}")
         tokens.rotate(role, token.secret)
 
-    def write(self, tokens: Tokens) -> None:
-        """Write all but the member's token file. OSError: it cannot be written."""
+    def write(self, tokens: Tokens, *, last: Role = "member") -> None:
+        """Write all: first what a restart needs. OSError: it cannot be written.
+
+        :param last: the role whose file is written last.
+        """
         private.replace(self._path, msgspec.json.encode(tokens.saved()))
-        private.replace(self.operator_file, tokens.text("operator").encode())
+        for role in sorted(ROLES, key=last.__eq__):
+            private.replace(self._files[role], tokens.text(role).encode())
+
+    def change(self, tokens: Tokens, role: Role, change: Callable[[Tokens], None]) -> None:
+        """Change the tokens of a role: on disk, and then in force.
+
+        OSError: it cannot be written. Nothing has changed then, and as often as it is
+        tried again the token that others read from the role's file stays valid.
+        """
+        changed = tokens.copy()
+        change(changed)
+        self.write(changed, last=role)
+        tokens.become(changed)
 
     def remove(self) -> None:
-        private.remove(self._path)
-        private.remove(self.operator_file)
+        for path in (self._path, *self._files.values()):
+            private.remove(path)
 
 
 def read_given(role: Role, path: Path) -> JoinToken:
