@@ -3,7 +3,7 @@
 The nodes share the run's state folder, so that the job can go on elsewhere when it is
 queued again. There the supervisor writes where the agents join it, in a file that has
 the job, its restart and the step in its name: what an earlier start has left is never
-taken for it. The file is removed when the run is over.
+taken for it. The file follows the run's token, and is removed when the run is over.
 
 An agent runs in a child of the task. One that was killed is started again, and the
 supervisor gives it what belongs on its node; one that ends by itself has its reason,
@@ -129,14 +129,22 @@ def _supervise(config: Config, task: Task) -> int:
     path = task.invitation(config)
 
     def invite(supervisor: Supervisor) -> None:
-        for old in config.run.state_dir.glob("slurm-*.join"):  # of starts that were killed
-            private.remove(old)
-        private.replace(path, f"{invitation(supervisor)}\n".encode())
+        try:
+            for old in config.run.state_dir.glob("slurm-*.join"):
+                if old != path:  # of a start that was killed
+                    private.remove(old)
+            private.replace(path, f"{invitation(supervisor)}\n".encode())
+        except OSError as error:
+            raise WorldError(
+                f"cannot write {path}, with which agents join: {error.strerror or error}",
+                hint="make room on its disk, or set run.state_dir in the config",
+            ) from error
 
     surroundings = Surroundings(
         adapt=lambda config: on_cluster(config, address, task.nodes),
         preempting=frozenset([signal.SIGTERM]),
         opened=invite,
+        renewed=invite,
         nodes=task.names,
     )
     try:

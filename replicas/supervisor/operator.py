@@ -93,6 +93,7 @@ async def _supervise(config: Config, console: Console, surroundings: Surrounding
     supervisor = Supervisor(surroundings.adapt(config), report=say)
     supervisor.reloading.adapt = surroundings.adapt
     supervisor.on_open = lambda: surroundings.opened(supervisor)
+    supervisor.on_tokens = lambda: surroundings.renewed(supervisor)
     supervisor.resources.expected = surroundings.nodes
     watcher = Watcher(notifier, supervisor)
     operator = _Operator(supervisor, notifier, watcher, console, surroundings.preempting)

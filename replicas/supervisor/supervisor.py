@@ -135,6 +135,8 @@ class Supervisor:
         self._report = report or log.info
         self.on_open: Callable[[], None] = lambda: None
         """Called when agents can join, before the store is up."""
+        self.on_tokens: Callable[[], None] = lambda: None
+        """Called with new tokens, before the ones before are revoked."""
         self._coordinator: Coordinator | None = None
         self._fleet: Fleet | None = None
         self.resources: Resources = Resources(node_name())
@@ -486,6 +488,8 @@ class Supervisor:
             state.change_tokens(found, one, partial(state.tokens.rotate, role=one))
             self.emit(TokenChanged(role=one, change="rotated"))
         self._nodes.cluster.tell_tokens(found.text("member"), found.text("operator"))
+        if rotate or revoke_old:
+            self.on_tokens()
         for one in chosen if arguments.flag("tokens: revoke_old", revoke_old) else ():
             if found.both_valid(one):
                 state.change_tokens(found, one, partial(Tokens.revoke_old, role=one))

@@ -22,12 +22,14 @@ class Surroundings(NamedTuple):
     :ivar preempting: signals that announce a preemption, beside SIGUSR1.
     :ivar opened: called on the event loop when agents can join, before the run's store
         is up and its replicas are started.
+    :ivar renewed: called when other tokens are valid, and before old ones end.
     :ivar nodes: how the names of the nodes begin that will join, if that is known.
     """
 
     adapt: Callable[[Config], Config] = lambda config: config
     preempting: frozenset[signal.Signals] = frozenset()
     opened: Callable[[Supervisor], None] = lambda supervisor: None
+    renewed: Callable[[Supervisor], None] = lambda supervisor: None
     nodes: tuple[str, ...] = ()
 
 
