@@ -68,13 +68,19 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, environ: Mapping[str, str], *, whole_run: bool) -> Task:
         """:param whole_run: a step of its own is the run; else the batch script is.
 
-        :raises UsageError: this is no process of a Slurm job.
+        :raises UsageError: this is no process of a Slurm job, or one of several of a
+            step on its node.
         """
         job = environ.get("SLURM_JOB_ID")
         if job is None:
             raise UsageError(
                 "this is no task of a Slurm job: SLURM_JOB_ID is not set",
                 hint="use srun, or submit the script that `replicas slurm CONFIG` prints",
+            )
+        if whole_run and environ.get("SLURM_LOCALID", "0") != "0":
+            raise UsageError(
+                "a node of a run has one task, and this is a further one",
+                hint="start the step with --ntasks-per-node=1",
             )
         step = environ.get("SLURM_STEP_ID", "") if whole_run else "batch"
         return cls(
@@ -124,34 +130,48 @@ def run_part(config: Config, part: Literal["all", "supervisor", "agent"]) -> int
 # ------------------------------------------------------------ the supervisor
 
 
-def _supervise(config: Config, task: Task) -> int:
-    address = _own_address(task)
-    path = task.invitation(config)
+class _InvitationFile:
+    """What the agents of a job join with, while this supervisor has the run."""
 
-    def invite(supervisor: Supervisor) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ours = False
+
+    def write(self, supervisor: Supervisor) -> None:
+        """Write it; WorldError: it cannot be written."""
         try:
-            for old in config.run.state_dir.glob("slurm-*.join"):
-                if old != path:  # of a start that was killed
+            for old in self._path.parent.glob("slurm-*.join"):
+                if old != self._path:  # of a start that was killed
                     private.remove(old)
-            private.replace(path, f"{invitation(supervisor)}\n".encode())
+            private.replace(self._path, f"{invitation(supervisor)}\n".encode())
         except OSError as error:
             raise WorldError(
-                f"cannot write {path}, with which agents join: {error.strerror or error}",
+                f"cannot write {self._path}, with which agents join: {error.strerror or error}",
                 hint="make room on its disk, or set run.state_dir in the config",
             ) from error
+        self._ours = True
 
+    def remove(self) -> None:
+        """Remove it, unless another supervisor of the job has written it."""
+        if self._ours:
+            with contextlib.suppress(OSError):  # the run's own end is what counts, and the next start removes it
+                private.remove(self._path)
+
+
+def _supervise(config: Config, task: Task) -> int:
+    address = _own_address(task)
+    file = _InvitationFile(task.invitation(config))
     surroundings = Surroundings(
         adapt=lambda config: on_cluster(config, address, task.nodes),
         preempting=frozenset([signal.SIGTERM]),
-        opened=invite,
-        renewed=invite,
+        opened=file.write,
+        renewed=file.write,
         nodes=task.names,
     )
     try:
         return supervise(config, surroundings)
     finally:
-        with contextlib.suppress(OSError):  # the run's own end is what counts, and the next start removes it
-            private.remove(path)
+        file.remove()
 
 
 def _own_address(task: Task) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from replicas.cli import main as cli
+from replicas.control.exit_codes import SUPERVISED
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import MARK, ROOT, Run, eventually, running
 
@@ -78,3 +79,21 @@ def test_an_agent_comes_back_after_its_token_was_replaced(tmp_path: Path) -> Non
         assert run.wait() == 75
         assert agent.task.wait(30) == 0
         assert not invitation(run).exists()
+
+
+def test_a_second_supervisor_of_a_job_leaves_the_first_its_agents(tmp_path: Path) -> None:
+    with job(tmp_path, group("a", SLEEPS, RESTARTS)) as (run, agent):
+        eventually(lambda: run.endpoint() and ready(run, 1), "a/0", timeout_s=60)
+        second = [*PART, "supervisor", str(run.config)]
+        done = subprocess.run(
+            second,
+            env={**os.environ, **JOB, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, "is already supervised by" in done.stderr) == (SUPERVISED, True)
+        assert invitation(run).exists()
+        agent.kill()
+        eventually(lambda: ready(run, 2), f"a/0; {agent.output.read_text()}", timeout_s=60)
