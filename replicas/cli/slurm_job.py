@@ -159,10 +159,9 @@ class _InvitationFile:
 
 
 def _supervise(config: Config, task: Task) -> int:
-    address = _own_address(task)
     file = _InvitationFile(task.invitation(config))
     surroundings = Surroundings(
-        adapt=lambda config: on_cluster(config, address, task.nodes),
+        adapt=lambda config: _on_job(config, task),
         preempting=frozenset([signal.SIGTERM]),
         opened=file.write,
         renewed=file.write,
@@ -172,6 +171,12 @@ def _supervise(config: Config, task: Task) -> int:
         return supervise(config, surroundings)
     finally:
         file.remove()
+
+
+def _on_job(config: Config, task: Task) -> Config:
+    """The config as the job runs it; UsageError: its nodes cannot reach this one."""
+    needed = is_loopback(config.control.host) or is_loopback(config.store.bind)
+    return on_cluster(config, _own_address(task) if needed else "", task.nodes)
 
 
 def _own_address(task: Task) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,12 +16,13 @@ from typing import Any
 import pytest
 
 from replicas.cli import main as cli
+from replicas.cli import slurm_job
 from replicas.cli.slurm_job import Task, host_names, without_step
 from replicas.cli.slurm_script import grace_s, script, time_text
 from replicas.config.file import parse
 from replicas.config.structs import Config
 from replicas.errors import BadConfig, UsageError
-from replicas.supervisor.surroundings import on_cluster
+from replicas.supervisor.surroundings import Surroundings, on_cluster
 from tests.support.runs import eventually
 
 PYTHON = "/opt/a venv/bin/python"
@@ -298,6 +300,32 @@ def test_ports_for_this_machine_alone_are_opened_to_the_cluster() -> None:
     named = config(control={"listen": "10.1.0.1:9477"}, store={"bind": "10.1.0.1"})
     used = on_cluster(named, "10.0.0.1", 2)
     assert (used.control.host, used.control.port, used.store.bind) == ("10.1.0.1", 9477, "10.1.0.1")
+
+
+def test_a_node_whose_name_is_of_loopback_needs_addresses_in_the_config(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loopback(*given: object, **more: object) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+
+    def supervised(config: Config, surroundings: Surroundings) -> int:
+        used = surroundings.adapt(config)
+        print("at", used.control.host, used.store.bind)
+        return 0
+
+    monkeypatch.setattr(socket, "getaddrinfo", loopback)
+    monkeypatch.setattr(slurm_job, "supervise", supervised)
+    for name, value in {"SLURM_JOB_ID": "5", "SLURMD_NODENAME": "n1", "SLURM_JOB_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    here = ["slurm", str(path), "--here", "supervisor"]
+    assert cli.main(here) == 2
+    assert "cannot reach this one" in capsys.readouterr().err
+    named = '[control]\nlisten = "10.1.2.3:9477"\n'
+    path.write_text(f"{RUN}{named}")
+    assert cli.main(here) == 2  # the store is open to this node alone
+    path.write_text(f'{RUN}{named}[store]\nbind = "10.1.2.3"\n')
+    assert cli.main(here) == 0
+    assert capsys.readouterr().out == "at 10.1.2.3 10.1.2.3\n"
 
 
 def test_ranks_are_not_taken_for_tasks_of_slurm() -> None:
