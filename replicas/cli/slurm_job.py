@@ -5,10 +5,11 @@ queued again. There the supervisor writes where the agents join it, in a file th
 the job, its restart and the step in its name: what an earlier start has left is never
 taken for it. The file follows the run's token, and is removed when the run is over.
 
-An agent runs in a child of the task. One that was killed is started again, and the
-supervisor gives it what belongs on its node; one that ends by itself has its reason,
-and the task ends with it. Slurm's signals reach every process of a job, so the task
-itself ignores them, and waits for its agent, which leaves in order.
+An agent runs in a child of the task. One that was killed is started again, and so is
+one that has lost a supervisor that may still be there, or had a token that was
+replaced; the supervisor gives it what belongs on its node. One that ends for another
+reason ends the task. Slurm's signals reach every process of a job, so the task itself
+ignores them, and waits for its agent, which leaves in order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import msgspec
 from replicas.cli.base import complain
 from replicas.config.structs import Config
 from replicas.config.values import is_loopback
-from replicas.control.exit_codes import BUG, DONE, FAILED
+from replicas.control.exit_codes import BUG, DONE, FAILED, UNAVAILABLE
 from replicas.errors import ReplicasError, UsageError, WorldError
 from replicas.linux import private
 from replicas.linux.processes import die_with_parent, send_signal, signal_name
@@ -46,6 +47,9 @@ _START_S = 120.0
 _LOOK_AGAIN_S = 0.2
 _AGAIN_S = 1.0
 _END_S = 20.0
+_PROBE_S = 5.0
+_LOST = UNAVAILABLE
+"""Exit code of an agent that could not reach its supervisor any more."""
 _IDENTITIES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_GTIDS")
 _OF_STEPS = ("SLURM_STEP", "SLURM_TASK", "SLURM_PMI", "PMI_", "PMIX_")
 
@@ -235,17 +239,45 @@ def _agent(config: Config, task: Task) -> int:
     def serve() -> int:
         for name in list(os.environ.keys() - without_step(os.environ).keys()):
             del os.environ[name]
-        return serve_node(Invitation(text), name=task.node, labels=labels, state_dir=state_dir)
+        lost = serve_node(Invitation(text), name=task.node, labels=labels, state_dir=state_dir)
+        return _LOST if lost else DONE
 
     text = _wait_for(path, came)
     while text:
         code = os.waitstatus_to_exitcode(_waited(_forked(serve, signal.SIGTERM)))
-        if code >= 0 or came:
+        reason = "" if came else _why_again(code, text, _read(path))
+        if not reason:
             return max(code, DONE)
-        complain(f"the agent of node {task.node} was ended by {signal_name(-code)}; starting another")
+        complain(f"the agent of node {task.node} {reason}; starting another")
         time.sleep(_AGAIN_S)
         text = _read(path)
     return DONE
+
+
+def _why_again(code: int, used: str, now: str) -> str:
+    """Why there is to be another agent after one has ended with ``code``; empty: not.
+
+    :param used: its invitation. :param now: the present one.
+    """
+    if not now:
+        return ""  # the run is over
+    if code < 0:
+        return f"was ended by {signal_name(-code)}"
+    if code == _LOST and not _is_closed(now):
+        return "has lost its supervisor"
+    return "had an old token" if code != DONE and used != now else ""
+
+
+def _is_closed(invitation: str) -> bool:
+    """Whether the supervisor's machine is there, and no supervisor on it."""
+    host, _, port = invitation.rpartition("@")[2].rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _forked(work: Callable[[], int], last: signal.Signals) -> int:
