@@ -30,6 +30,11 @@ _EARLIER_S = 60.0
 """How much earlier than asked Slurm may send it."""
 
 _BODY = """
+# What it says has lines of the programs' output, which is the user's alone, as the logs are.
+for stream in /dev/stdout /dev/stderr; do
+  [ -f "$stream" ] && chmod go= "$stream"
+done
+
 # Slurm's notice; one that comes before the supervisor listens must kill neither.
 trap 'told=1; kill -USR1 "${{supervisor:-}}" 2> /dev/null' TERM
 (trap '' USR1 && exec {command} --here supervisor) &

@@ -130,6 +130,8 @@ def test_a_run_over_two_nodes_ends_its_job(cluster: Slurm, tmp_path: Path) -> No
         assert [version for version, _, _ in job.commits()] == [*range(1, 21)]
         nodes = {path.parts[-6] for path in tmp_path.rglob("rollout/**/rank-0.log")}
         assert nodes == {"n1", "n2"}, "rollouts are spread"
+        (out,) = tmp_path.glob("slurm-*.out")
+        assert out.stat().st_mode & 0o777 == 0o600
         job.wait_until_nothing_is_left()
 
 

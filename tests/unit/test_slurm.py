@@ -197,7 +197,12 @@ class Job:
         read = config()
         (folder / "job.sh").write_text(script(read, read.slurm, [str(command)]))
         environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-        self.process = subprocess.Popen(["bash", folder / "job.sh"], env=environ, stderr=subprocess.PIPE, text=True)
+        self.out = folder / "slurm-7.out"
+        self.out.touch(0o644)
+        with self.out.open("a") as out:
+            self.process = subprocess.Popen(
+                ["bash", folder / "job.sh"], env=environ, stdout=out, stderr=subprocess.PIPE, text=True
+            )
 
     def ended(self) -> tuple[int, str, list[str]]:
         """Exit code, what it said, and what was noted."""
@@ -227,6 +232,7 @@ WAITS = f'exec {sys.executable} -c {shlex.quote(WAITER)} "$noted"'
 def test_the_job_ends_as_the_run_does(code: int, tmp_path: Path) -> None:
     job = Job(tmp_path, supervisor=f"exit {code}", agent="exit 0")
     assert job.ended() == (code, "", [])
+    assert job.out.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_preempted_run_is_queued_again(tmp_path: Path) -> None:
