@@ -63,6 +63,25 @@ def test_a_replica_is_ready_while_its_program_is_there_and_waits_for_the_next() 
     virtually(story())
 
 
+def test_a_replica_that_falls_behind_is_not_ready_until_it_has_caught_up() -> None:
+    async def story() -> None:
+        async with external_fleet(others_start("a")) as (made, yard):
+            yard.joins("a/0", "x")
+            await asyncio.sleep(1)
+            assert yard.states() == {"a/0": "ready"}
+            yard.views["a/0"] = Readiness(False, "policy: has version 1, version 3 is committed", heartbeat_age_s=0.1)
+            await asyncio.sleep(1)
+            (one,) = made.groups["a"].status(yard.now).replicas
+            assert (one.state, one.reason) == ("starting", "policy: has version 1, version 3 is committed")
+            assert not made.groups["a"].good
+            del yard.views["a/0"]
+            await asyncio.sleep(1)
+            assert yard.states() == {"a/0": "ready"}
+            assert events(yard) == ["start", "ready", "unready", "ready"]
+
+    virtually(story())
+
+
 def test_a_program_in_the_place_of_another_is_a_new_life_and_a_new_rank_is_none() -> None:
     async def story() -> None:
         async with external_fleet(others_start("a", nproc_per_node=2)) as (_, yard):
