@@ -13,7 +13,10 @@ died. The agent's node is named after the bundle and the machine: one that comes
 another machine is another node, as nobody there can end what the first may still run.
 
 Groups that grow get a further placement group, so Ray's autoscaler sees what is wanted;
-of those that shrink, idle bundles end, and a placement group with its last bundle.
+of those that shrink, idle bundles end, and a placement group with its last bundle. A
+bundle that ends for another reason, such as a drain of its node, is replaced. When a
+reload has a group ask for other bundles, its replicas leave all those that it has: Ray
+may have no room for both at a time.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from replicas import errors
+from replicas.common.foreign import one_line
 from replicas.config.structs import Config, GroupConfig
 from replicas.integrations.ray_agent import Agent
 from replicas.supervisor.operator import supervise
@@ -51,14 +55,9 @@ def run(config: Config, *, address: str | None = None) -> int:
 
     :param address: of the cluster; default: that of ``RAY_ADDRESS``, which ``ray job
         submit`` sets, or the one that runs on this machine.
-    :raises replicas.errors.UsageError: there is no cluster.
+    :raises replicas.errors.UsageError: there is no cluster, or not one for this Ray.
     """
-    try:
-        ray.init(address=address or os.environ.get("RAY_ADDRESS") or "auto", configure_logging=False)
-    except ConnectionError as error:
-        raise errors.UsageError(
-            f"no Ray cluster: {error}", hint="start one with `ray start --head`, or name it with --address"
-        ) from error
+    _connect(address or os.environ.get("RAY_ADDRESS") or "auto")
     try:
         host = ray.util.get_node_ip_address()
         bundles: list[_Bundles] = []
@@ -71,6 +70,25 @@ def run(config: Config, *, address: str | None = None) -> int:
         return supervise(config, surroundings)
     finally:
         ray.shutdown()  # and with it all actors and placement groups
+
+
+def _connect(address: str) -> None:
+    try:
+        ray.init(address=address, configure_logging=False)
+    except ConnectionError as error:
+        raise errors.UsageError(
+            f"no Ray cluster: {_words(error)}", hint="start one with `ray start --head`, or name it with --address"
+        ) from error
+    except (RuntimeError, ValueError) as error:  # another release of Ray or Python; no address
+        raise errors.UsageError(
+            f"the Ray cluster cannot be used: {_words(error)}",
+            hint="install its releases of Ray and Python here, and name it as HOST:PORT with --address",
+        ) from error
+
+
+def _words(error: Exception, lines: int | None = None) -> str:
+    """What an error of Ray's says, or its first lines; its kind if it has no text."""
+    return one_line("\n".join(str(error).strip().splitlines()[:lines])) or type(error).__name__
 
 
 def adapted(config: Config, host: str) -> Config:
@@ -105,12 +123,19 @@ def bundle(group: GroupConfig) -> dict[str, float]:
     return wanted
 
 
+def _asks(group: GroupConfig) -> tuple[dict[str, float], dict[str, str]]:
+    """What a group asks of its bundles; one that was made for another is not for it."""
+    return bundle(group), dict(group.placement.labels)
+
+
 class _Slot:
     """A bundle of a placement group, and who keeps an agent in it."""
 
-    def __init__(self, place: Any, index: int, name: str) -> None:
-        self.place, self.index, self.name = place, index, name
+    def __init__(self, place: Any, index: int, name: str, group: GroupConfig) -> None:
+        self.place, self.index, self.name, self.group = place, index, name, group
         self.keeper: asyncio.Task[None] | None = None
+        self.retired = False
+        """Its group asks for others by now: no agent is started in it any more."""
 
     def holds(self, node: str) -> bool:
         return node.rpartition("-")[0] == self.name
@@ -124,6 +149,7 @@ class _Bundles:
         self._slots: dict[str, list[_Slot]] = defaultdict(list)
         self._numbers: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._has_groups = False
 
     def begin(self) -> None:
         """Ask for those of the config, before there are groups."""
@@ -147,20 +173,38 @@ class _Bundles:
         """Bring the bundles in step with the groups, at each change of these."""
         async for record in self._supervisor.events(self._supervisor.last_event):
             if isinstance(record.event, Scaled | Reloaded | Transition):  # a replica that has ended leaves its bundle
+                self._has_groups = True
                 self._adjust()
 
     def _adjust(self) -> None:
-        groups = self._supervisor.config.groups
-        sizes = {group.name: group.size for group in self._supervisor.status().groups}
+        supervisor = self._supervisor
+        if not self._has_groups or supervisor.fleet.draining or supervisor.fleet.over.is_set():
+            return
+        groups = supervisor.config.groups
+        sizes = {group.name: group.size for group in supervisor.status().groups}
         for name in {*groups, *self._slots}:
             group = groups.get(name)
             external = group is not None and group.external
             wanted = 0 if group is None or external else sizes.get(name, 0) * group.nnodes
-            slots = self._slots[name]
+            if group is not None:
+                self._retire([one for one in self._slots[name] if not one.retired and _asks(one.group) != _asks(group)])
+            slots = [one for one in self._slots[name] if not one.retired]
             if group is not None and len(slots) < wanted:
                 self._add(group, wanted - len(slots))
             elif len(slots) > wanted:
-                self._shrink(name, len(slots) - wanted)
+                self._shrink(slots, len(slots) - wanted)
+
+    def _retire(self, slots: list[_Slot]) -> None:
+        """Have replicas leave these bundles, and end them."""
+        nodes = [one.name for one in self._supervisor.status().nodes if one.state in ("up", "away", "draining")]
+        for slot in slots:
+            slot.retired = True
+            joined = [node for node in nodes if slot.holds(node)]
+            for node in joined:
+                self._spawn(self._supervisor.drain_node(node))
+            if not joined and slot.keeper is not None:  # it waits for its place, or its agent is lost
+                slot.keeper.cancel()
+                self._drop(slot)
 
     def _add(self, group: GroupConfig, count: int) -> None:
         labels = {name: value for name, value in group.placement.labels.items() if name != GROUP_LABEL}
@@ -172,17 +216,17 @@ class _Bundles:
         for index in range(count):
             number = self._numbers.get(group.name, 0)
             self._numbers[group.name] = number + 1
-            slot = _Slot(place, index, f"{group.name}-{number}")
+            slot = _Slot(place, index, f"{group.name}-{number}", group)
             self._slots[group.name].append(slot)
-            slot.keeper = self._spawn(self._keep(group, slot))
+            slot.keeper = self._spawn(self._keep(slot))
 
-    async def _keep(self, group: GroupConfig, slot: _Slot) -> None:
+    async def _keep(self, slot: _Slot) -> None:
         """Keep an agent in the bundle until one of it has ended in order."""
-        supervisor = self._supervisor
+        supervisor, group = self._supervisor, slot.group
         wanted = bundle(group)
         strategy = PlacementGroupSchedulingStrategy(slot.place, placement_group_bundle_index=slot.index)
         folder = str(supervisor.config.run.state_dir / "nodes")
-        while True:
+        while not slot.retired:
             actor = (
                 ray.remote(Agent)
                 .options(
@@ -196,7 +240,7 @@ class _Bundles:
             try:
                 code = await actor.serve.remote(invitation(supervisor), slot.name, dict(group.placement.labels), folder)
             except ray.exceptions.RayError as error:
-                supervisor.say(f"the agent in bundle {slot.name} is lost: {str(error).splitlines()[0]}")
+                supervisor.say(f"the agent in bundle {slot.name} is lost: {_words(error, lines=1)}")
             else:
                 if code == 0:
                     break
@@ -205,13 +249,17 @@ class _Bundles:
                 with contextlib.suppress(ray.exceptions.RayError):  # it is dead by then, or with the job
                     ray.kill(actor)
             await asyncio.sleep(_AGAIN_S)
-        self._slots[group.name].remove(slot)
+        self._drop(slot)
+        self._adjust()  # its group may still want one
+
+    def _drop(self, slot: _Slot) -> None:
+        """Forget a bundle, and give its placement group back with the last one."""
+        self._slots[slot.group.name].remove(slot)
         if not any(one.place is slot.place for slots in self._slots.values() for one in slots):
             remove_placement_group(slot.place)
 
-    def _shrink(self, name: str, surplus: int) -> None:
+    def _shrink(self, slots: list[_Slot], surplus: int) -> None:
         """End so many bundles in which no replica is left, as far as there are some."""
-        slots = self._slots[name]
         nodes = [one for one in self._supervisor.status().nodes if any(slot.holds(one.name) for slot in slots)]
         surplus -= sum(one.state == "draining" for one in nodes)
         idle = [one.name for one in nodes if one.state == "up" and not one.replicas]

@@ -75,7 +75,10 @@ class Driver:
         eventually(enough, f"{least} commits of {of} targets", timeout_s=timeout_s)
 
     def scale(self, rollouts: int) -> None:
-        command = (sys.executable, "-m", "replicas", "scale", "rollout", f"{rollouts}", "-c", "run.toml", "--no-wait")
+        self.order("scale", "rollout", f"{rollouts}", "--no-wait")
+
+    def order(self, *words: str) -> None:
+        command = (sys.executable, "-m", "replicas", *words, "-c", "run.toml")
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=self.folder, env=environ, check=True, timeout=60)
 
@@ -150,6 +153,31 @@ def test_a_group_that_grows_gets_a_bundle(cluster: Raylets, tmp_path: Path) -> N
         assert run.node_of("rollout/2") == added.node_id[:8]
         run.scale(2)
         eventually(lambda: len([one for one in run.status().nodes if one.state == "up"]) == 3, "a bundle less")
+
+
+def test_a_drained_node_is_replaced_by_another_bundle(cluster: Raylets, tmp_path: Path) -> None:
+    with driver(cluster, tmp_path) as run:
+        run.wait_for_commits(3, of=2)
+        cluster.cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        (node,) = [one.name for one in run.status().nodes if "rollout/0" in one.replicas]
+        run.order("drain", "--node", node)
+        before = len(commits(tmp_path))
+        run.wait_for_commits(before + 10)
+        eventually(lambda: len(commits(tmp_path)[-1][2]) == 2, "both rollouts", timeout_s=60)
+        assert node not in [one.name for one in run.status().nodes if one.state == "up"]
+
+
+def test_a_reload_that_asks_for_other_bundles_gets_them(cluster: Raylets, tmp_path: Path) -> None:
+    with driver(cluster, tmp_path) as run:
+        run.wait_for_commits(3, of=2)
+        added = cluster.cluster.add_node(num_cpus=2, object_store_memory=80 << 20, labels={"pool": "x"})
+        config = tmp_path / "run.toml"
+        config.write_text(config.read_text().replace("{ spread = true }", '{ labels = { pool = "x" } }'))
+        run.order("reload")
+        eventually(lambda: len(commits(tmp_path)[-1][2]) == 2, "both rollouts", timeout_s=90)
+        assert {run.node_of("rollout/0"), run.node_of("rollout/1")} == {added.node_id[:8]}
+        before = len(commits(tmp_path))
+        run.wait_for_commits(before + 10, of=2)
 
 
 def test_nothing_outlives_a_driver_that_is_killed(cluster: Raylets, tmp_path: Path) -> None:
