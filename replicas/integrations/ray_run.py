@@ -201,10 +201,16 @@ class _Bundles:
             slot.retired = True
             joined = [node for node in nodes if slot.holds(node)]
             for node in joined:
-                self._spawn(self._supervisor.drain_node(node))
+                self._spawn(self._drain(node))
             if not joined and slot.keeper is not None:  # it waits for its place, or its agent is lost
                 slot.keeper.cancel()
                 self._drop(slot)
+
+    async def _drain(self, node: str) -> None:
+        try:
+            await self._supervisor.drain_node(node)
+        except errors.ReplicasError as error:  # somebody has undone it, or its agent is another by now
+            self._supervisor.say(str(error))
 
     def _add(self, group: GroupConfig, count: int) -> None:
         labels = {name: value for name, value in group.placement.labels.items() if name != GROUP_LABEL}
@@ -264,4 +270,4 @@ class _Bundles:
         surplus -= sum(one.state == "draining" for one in nodes)
         idle = [one.name for one in nodes if one.state == "up" and not one.replicas]
         for node in idle[: max(0, surplus)]:
-            self._spawn(self._supervisor.drain_node(node))
+            self._spawn(self._drain(node))
