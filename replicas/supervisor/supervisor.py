@@ -48,7 +48,9 @@ from replicas.status import RunStatus
 from replicas.supervisor.checks import Finding
 from replicas.supervisor.fleet.causes import FailureReports, line
 from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.nodes import Nodes
+from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import (
     Machine,
     Resources,
@@ -249,9 +251,15 @@ class Supervisor:
         if saved.draining and self.config.run.adopt_s and (saved.agent is not None or not preempted):
             self.spawn(self.preempt if preempted else self.drain)
             return
-        outdated = {name: found for name, group in self.fleet.groups.items() if (found := group.outdated)}
+        outdated = {name: found for name, group in self.fleet.groups.items() if (found := self._outdated(group))}
         if outdated:
             self.spawn(lambda: self.reloading.catch_up(outdated))
+
+    def _outdated(self, group: Group) -> list[Replica]:
+        """Replicas that the present config would start otherwise, or elsewhere."""
+        misplaced = self.resources.misplaced
+        moved = [one for one in group.replicas.values() if one.life.alive and misplaced(group.config, one.index)]
+        return list(dict.fromkeys((*group.outdated, *moved)))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

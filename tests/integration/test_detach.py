@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from replicas import errors
@@ -139,3 +140,22 @@ async def test_an_error_in_the_supervisor_without_adopt_ends_the_processes_and_n
     async with Supervisor(given) as second:
         await second.wait_ready(timeout=30)
         assert second.status().groups[0].replicas[0].generation == 2, "its state goes on"
+
+
+@pytest.mark.anyio
+async def test_replicas_leave_a_machine_that_has_lost_their_label_meanwhile(tmp_path: Path) -> None:
+    given = config(tmp_path, a={"placement": {"labels": {"pool": "x"}}}, b={})
+    given["run"]["adopt"] = "60s"
+    async with Supervisor({**given, "cluster": {"labels": {"pool": "x"}}}) as first:
+        await first.wait_ready(timeout=30)
+        pid = first.status().groups[0].replicas[0].pid
+        assert pid is not None
+        await first.detach()
+    async with Supervisor({**given, "cluster": {"labels": {"pool": "y"}}}) as second:
+        await second.wait_ready("b", timeout=30)
+        group = second.fleet.groups["a"]
+        with anyio.fail_after(30):
+            await second.fleet.until(lambda: "waits for" in group.status(0.0).replicas[0].reason)
+        assert group.status(0.0).replicas[0].reason == "its config has changed; waits for a node with pool=x"
+        assert not alive(pid)
+        await second.drain()
