@@ -4,6 +4,7 @@ are cut off and come back."""
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import cast
 
@@ -170,9 +171,13 @@ async def test_last_words_of_a_dead_node_do_not_make_its_ranks_pay() -> None:
         assert made.fleet.groups["a"].status(0.0).restarts == {"node": 1}
 
 
-@history
-async def test_an_agent_of_the_same_name_elsewhere_waits_for_the_lease_of_the_first() -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_agent_of_the_same_name_elsewhere_waits_for_the_lease_of_the_first(*, replaced: bool) -> None:
     """It cannot end what the first one, which is cut off, still runs."""
+    history(functools.partial(waits_for_the_first, replaced=replaced))()
+
+
+async def waits_for_the_first(*, replaced: bool) -> None:
     async with field(group_of("a", restart={"max_restarts": 1})) as made:
         one = made.agents["cut off"] = made.join("n1", scope="here")
         await asyncio.sleep(3)
@@ -180,10 +185,13 @@ async def test_an_agent_of_the_same_name_elsewhere_waits_for_the_lease_of_the_fi
         await asyncio.sleep(5)
         one.hang_up()
         made.join("n1", scope="there")
-        await asyncio.sleep(4)
+        await asyncio.sleep(0.5)
+        if replaced:
+            await made.replace_supervisor()
+        await asyncio.sleep(3)
         assert made.where("a/0") == "n1"
         assert len([shim for shim in one.shims.values() if shim.alive]) == 1
-        await asyncio.sleep(lost_after_s(LEASE_S) - 9 + 3)
+        await asyncio.sleep(lost_after_s(LEASE_S) + (3 if replaced else 3 - 9))
         assert made.states() == {"a/0": "ready"}
         assert [shim.alive for shim in made.agents["n1"].shims.values()] == [True]
         assert made.fleet.groups["a"].status(0.0).restarts == {"node": 1}

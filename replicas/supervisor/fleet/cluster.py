@@ -196,7 +196,9 @@ class Cluster:
     def expect(self, agents: Iterable[AgentRecord], shims: Iterable[ShimRecord]) -> dict[str, ShimHandle]:
         """Expect the nodes and shims of an earlier supervisor; handles by mark."""
         now = self._loop.time()
+        elsewhere: set[str] = set()
         for agent in agents:
+            elsewhere |= {*agent.elsewhere}
             member = self._members[agent.node] = _Member(agent.node, local=agent.local, now=now)
             member.incarnation, member.process, member.scope = agent.incarnation, agent.process, agent.scope
             member.lease_s = max(agent.lease_s, self._lease_s)
@@ -210,7 +212,11 @@ class Cluster:
             handle.cgroup = shim.cgroup
             if shim.process is not None:
                 handle.pid, handle.start_time = shim.process.pid, shim.process.start_time
-            owner.handles[shim.nonce] = found[shim.nonce] = handle
+            found[shim.nonce] = handle
+            if shim.nonce in elsewhere:
+                self._wait_for_lease(owner, {shim.nonce: handle}, since=now)
+            else:
+                owner.handles[shim.nonce] = handle
         return found
 
     # ------------------------------------------------------------ agents
@@ -292,9 +298,15 @@ class Cluster:
         if scope == member.scope or member.local:
             member.cleaning = left
         elif left:
-            until = member.heard_at + lost_after_s(member.lease_s)
-            member.elsewhere.append((until, left))
+            self._wait_for_lease(member, left, since=member.heard_at)
         for handle in left.values():
+            handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
+
+    @staticmethod
+    def _wait_for_lease(member: _Member, handles: dict[str, ShimHandle], *, since: float) -> None:
+        """Have shims of an agent elsewhere end with its lease."""
+        member.elsewhere.append((since + lost_after_s(member.lease_s), handles))
+        for handle in handles.values():
             handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
 
     def _compare(self, member: _Member, states: tuple[ShimState, ...]) -> None:
@@ -560,6 +572,7 @@ class Cluster:
                 draining=bool(member.drain),
                 scope=member.scope,
                 lease_s=member.lease_s,
+                elsewhere=tuple(nonce for _, handles in member.elsewhere for nonce in handles),
             )
             for member in self._members.values()
             if member.state != "lost"

@@ -91,6 +91,8 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
     :ivar draining: the node is being drained, or was, and takes no replicas.
     :ivar scope: where its pids are valid (:func:`machine`).
     :ivar lease_s: for how long it may go on without a supervisor.
+    :ivar elsewhere: marks of shims of an earlier agent of that name elsewhere, whose
+        lease may not be over yet.
     """
 
     node: str
@@ -100,6 +102,7 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     scope: str = ""
     lease_s: float = 0.0
+    elsewhere: tuple[str, ...] = ()
 
 
 class Spent(msgspec.Struct, frozen=True):
