@@ -20,6 +20,7 @@ from replicas.supervisor.supervisor import Supervisor
 from replicas.telemetry.events import TokenChanged, decode
 from replicas.trust.certificate import PortKey
 from replicas.trust.tokens import JoinToken
+from tests.integration.test_agents import Agent, over_nodes, ready, states, there
 from tests.integration.test_external import EXTERNAL, SERVES, TRAINS, Others
 from tests.support.full_disk import file_size_limit
 from tests.support.networks import hosts, why_no_hosts
@@ -179,6 +180,48 @@ def test_tokens_that_are_made_before_their_run(tmp_path: Path, capsys: pytest.Ca
     with running(tmp_path, EXTERNAL, head=head) as run:
         assert run.wait() != 0
     assert any("names another key than that of the control port" in line for line in run.lines)
+
+
+def test_new_tokens_reach_agents_and_what_runs_on_their_nodes(tmp_path: Path) -> None:
+    head = TLS.format(port=0)
+    with over_nodes(tmp_path, there("a", SLEEPS), ["n1"], head=head) as (run, agents):
+        before = ready(run, "a")
+        file = agents["n1"].state_dir / "token"
+        assert (file.read_text(), file.stat().st_mode & 0o777) == (token_of(run), 0o600)
+        orders = Client(f"unix:{run.state_dir / 'control.sock'}")
+        orders.order(TokensOrder(role="member", rotate=True))
+        eventually(lambda: file.read_text() == token_of(run), "the new token in the file of its ranks")
+        assert states(run)["n1"] == "up"
+        orders.order(TokensOrder(role="operator", rotate=True, revoke_old=True))
+        run.wait_line("node n1: away")  # it had shown the old one
+        eventually(lambda: states(run)["n1"] == "up", "node n1 with the new token")
+        assert run.status().refused.get("token", 0) == 0
+        assert ready(run, "a") == before
+        stop(run)
+        assert agents["n1"].wait() == 0
+    assert not file.exists()
+
+
+def test_an_agent_needs_an_operators_token_of_this_run(tmp_path: Path) -> None:
+    with running(tmp_path, group("a", SLEEPS), head=TLS.format(port=0)) as run:
+        run.wait_line("control at https://")
+        secret = JoinToken.parse(token_of(run, "operator")).secret
+        wrong = {
+            "member": (token_of(run), "a member's token gives no right to this: show an operator's token"),
+            "key": (f"R1{'0' * 64}.{secret}", "has another key than the token names"),
+            "secret": (f"{token_of(run)}x", "wrong token"),
+        }
+        agents = {name: Agent(run, name, token=token) for name, (token, _) in wrong.items()}
+        for name, (token, said) in wrong.items():
+            assert agents[name].wait() != 0
+            output = agents[name].output.read_text()
+            assert said in output
+            assert JoinToken.parse(token).secret not in output
+            assert "Traceback" not in output
+        refused = run.status().refused
+        assert (refused["tls"], refused["token"]) == (1, 1)  # a member's token is a valid one
+        assert not states(run).keys() & wrong.keys()
+        stop(run)
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
