@@ -18,7 +18,7 @@ from tests.support.runs import MARK, ROOT, eventually, processes_marked
 __all__ = ["Raylets", "raylets"]
 
 SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False}
-_OURS = ("replicas.", "ray::", "forkserver")
+_OURS = ("replicas.", "ray::", "forkserver", "trainer.py", "rollout.py")
 _RAYS = ("ray.dashboard", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
 
@@ -53,7 +53,8 @@ def raylets(*cpus: float, **head: Any) -> Iterator[Raylets]:
     folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: Ray's sockets are in it
     before = dict(os.environ)
     paths = os.pathsep.join(filter(None, (str(ROOT), before.get("PYTHONPATH"))))
-    os.environ.update(VARIABLES, PYTHONPATH=paths, **{MARK: mark})
+    os.environ.update(VARIABLES, PYTHONPATH=paths, RAY_TMPDIR=str(folder), **{MARK: mark})
+    (folder / "ray").mkdir()  # where Ray notes the cluster's address, and expects a folder
     try:
         first, *others = cpus
         cluster = Cluster(

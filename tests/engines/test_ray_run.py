@@ -183,6 +183,7 @@ def test_a_reload_that_asks_for_other_bundles_gets_them(cluster: Raylets, tmp_pa
 def test_nothing_outlives_a_driver_that_is_killed(cluster: Raylets, tmp_path: Path) -> None:
     with driver(cluster, tmp_path) as run:
         run.wait_for_commits(3, of=2)
+        assert any("trainer.py" in line for line in cluster.ours().values()), "ranks are seen"
         run.process.kill()
         began = time.monotonic()
         cluster.wait_until_free(timeout_s=40)
