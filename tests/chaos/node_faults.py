@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from replicas.control.commands import Drain, Order, Restart, Scale
 from replicas.errors import ReplicasError
+from replicas.linux.processes import start_time
 from tests.chaos.census import Life, now
 from tests.chaos.node_host import NAMES, Host, mark_of
 from tests.chaos.node_world import ADOPT_S, ROLLOUTS, NodeWorld
@@ -221,7 +222,7 @@ def kill_all(host: Host) -> None:
     """In the order in which they were started, as ``kill -9 -1`` does: an agent that
     outlived its shims for a moment would tell of their deaths. Again and again, as they
     start others meanwhile."""
-    while pids := sorted(host.pids):
+    while pids := sorted(host.pids, key=lambda pid: start_time(pid) or 0):
         host.send(signal.SIGKILL, *pids)
 
 

@@ -24,7 +24,7 @@ from replicas.supervisor.fleet.nodes import Nodes, Site
 from replicas.supervisor.fleet.resources import Machine
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec
 from replicas.supervisor.state.run_state import ShimRecord
-from replicas.telemetry.events import NodeChanged
+from replicas.telemetry.events import HeldUp, NodeChanged
 from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
 from tests.support.fleets import Life, config_of, group_of
 from tests.support.virtual import history, virtually
@@ -150,6 +150,23 @@ def test_members_that_are_silent_with_their_node_spend_no_budget(
             assert made.fleet.groups["a"].status(0.0).restarts == {"node": 2, "heartbeat_timeout": 1}
 
     virtually(story())
+
+
+@history
+async def test_nobody_says_of_a_silent_node_that_its_processes_do_not_die() -> None:
+    """Its lease is waited for, and nothing is known of them meanwhile."""
+    async with field(group_of("a", stop_timeout_s=1.0)) as made:
+        made.cluster._lease_s = 3 * LEASE_S
+        one = made.join("n1")
+        await asyncio.sleep(3)
+        one.cut = True
+        await asyncio.sleep(4)
+        told_by_coordinator(made)
+        await asyncio.sleep(lost_after_s(3 * LEASE_S))
+        assert changes(made, "n1")[-1] == "lost"
+        assert not [event for _, event in made.events if isinstance(event, HeldUp)]
+        one.heal()
+        await asyncio.sleep(5)
 
 
 @history

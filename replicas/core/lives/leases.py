@@ -18,7 +18,7 @@ own, :func:`local_patience_s`, for the case that the supervisor dies meanwhile.
 
 from __future__ import annotations
 
-__all__ = ["BEAT_S", "END_S", "FROZEN_S", "MARGIN_S", "Tenancy", "local_patience_s", "lost_after_s"]
+__all__ = ["BEAT_S", "END_S", "FROZEN_S", "MARGIN_S", "UNHEARD_S", "Tenancy", "local_patience_s", "lost_after_s"]
 
 BEAT_S = 1.0
 """Interval of an agent's beats, in seconds."""
@@ -26,6 +26,8 @@ END_S = 4.0
 """Longest time that an agent, or a shim, takes to end the processes of a run."""
 MARGIN_S = 1.0
 """Allowance for clocks of different speed and for processes that are slow to die."""
+UNHEARD_S = 2 * BEAT_S
+"""A node that is silent for longer is, for now, nobody to judge its processes by."""
 FROZEN_S = 10.0
 """An agent of the supervisor's own machine that is silent for so long is replaced."""
 

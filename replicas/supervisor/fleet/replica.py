@@ -23,7 +23,7 @@ from replicas.common.table import Machine
 from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import ASKED, ASKED_ACTIONS, LEAVING, UNWANTED, Asked, Request, request_of
-from replicas.core.lives.leases import BEAT_S
+from replicas.core.lives.leases import UNHEARD_S
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, RestartReason, after_exit
 from replicas.core.lives.restarts import Restarts, RestartVerdict
 from replicas.status import ReplicaStatus
@@ -36,8 +36,6 @@ from replicas.supervisor.state.run_state import SavedCause, ShimRecord
 __all__ = ["REQUESTED", "Replica"]
 
 REQUESTED = Cause("requested", "restart requested")
-UNHEARD_S = 2 * BEAT_S
-"""A silent node, so that the silence of its ranks is not theirs."""
 
 
 class Replica:

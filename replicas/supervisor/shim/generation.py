@@ -15,6 +15,7 @@ from replicas import environ
 from replicas.config.structs import Config, GroupConfig, LogsConfig
 from replicas.config.values import is_loopback
 from replicas.coordinator import Coordinator
+from replicas.core.lives.leases import UNHEARD_S
 from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Share
 from replicas.linux.processes import MARK
@@ -174,7 +175,8 @@ class Generation:
         found = [node.remains for node in left if node.remains is not None]
         if self.late_s >= _SHIM_DIES_S:  # its shims were killed by then
             since = time.time() - self.late_s
-            found += [Remains(since, ((node.pid, "its shim"),)) for node in left if node.remains is None]
+            dying = [node for node in left if node.remains is None and node.unheard_s() < UNHEARD_S]
+            found += [Remains(since, ((node.pid, "its shim"),)) for node in dying]
         if not found:
             return None
         processes = tuple(one for remains in found for one in remains.processes)
