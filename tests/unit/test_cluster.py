@@ -153,6 +153,21 @@ def test_members_that_are_silent_with_their_node_spend_no_budget(
 
 
 @history
+async def test_members_of_a_replica_that_has_ended_are_judged_no_more() -> None:
+    """Their leases end later than their node's agent is known to have died."""
+    async with field(group_of("a", restart={"max_restarts": 1})) as made:
+        one = made.join("n1")
+        await asyncio.sleep(3)
+        one.kill()
+        one.start_again()
+        await asyncio.sleep(1.5)
+        told_by_coordinator(made)
+        await asyncio.sleep(20)
+        assert made.states() == {"a/0": "ready"}
+        assert made.fleet.groups["a"].status(0.0).restarts == {"node": 1}
+
+
+@history
 async def test_nobody_says_of_a_silent_node_that_its_processes_do_not_die() -> None:
     """Its lease is waited for, and nothing is known of them meanwhile."""
     async with field(group_of("a", stop_timeout_s=1.0)) as made:

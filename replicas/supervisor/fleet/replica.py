@@ -242,7 +242,7 @@ class Replica:
             self.poke()
         self._course.check_sync(now)
         generation, health, config = self._generation, self._health, self.group.health
-        if self.life.state not in ("starting", "ready") or generation.failing or generation.ended:
+        if not self._lives:
             return  # it ends, or still waits for its turn or for resources of the last generation
         if frozen := generation.silent(now, config.heartbeat_timeout_s):
             text = f"the shim of node {', '.join(map(str, frozen))} did not answer for {config.heartbeat_timeout_s:g} s"
@@ -266,6 +266,12 @@ class Replica:
         elif sick is not None:
             self._end_unhealthy(ReplicaEvent(sick.reason), sick)
 
+    @property
+    def _lives(self) -> bool:
+        """Whether nothing has ended its generation yet."""
+        generation = self._generation
+        return self.life.state in ("starting", "ready") and not (generation.failing or generation.ended)
+
     def member_lost(self, rank: int, reason: str) -> None:
         """Handle the loss of a member: ``lease``, ``overflow``, ``left`` and others.
 
@@ -274,7 +280,7 @@ class Replica:
         """
         if reason == "left":
             self._health.left = True
-        elif self.life.state in ("starting", "ready") and reason in ("lease", "overflow"):
+        elif self._lives and reason in ("lease", "overflow"):
             silent = f"sent no heartbeat for {self.group.health.heartbeat_timeout_s:g} s"
             text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
             self._end_silent(Cause("heartbeat_timeout", text), rank // self.group.nproc_per_node)
