@@ -44,7 +44,8 @@ targets = ["rollout"]
 """
 FOR_EVER = 1_000_000
 FIRST_S = 30.0
-"""Bound of what Slurm and the agents add to a start, also on a busy machine."""
+"""Bound of what Slurm and the agents add to a start, also on a busy machine. The
+promise is 3 s, for medians: bench/bench_jobs.py."""
 
 
 @pytest.fixture(scope="module")
