@@ -10,6 +10,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from replicas import environ
 from replicas.cli import agent as cli_agent
@@ -29,10 +30,6 @@ FIELDS = {"status.podIP": "10.1.2.3"} | {
 }
 SECRETS = {"replicas-token/operator-token": "a secret of the cluster's\n"}
 RESOURCES: dict[str, Any] = {
-    "JobSet": {
-        "failurePolicy": {"maxRestarts"},
-        "replicatedJobs": {"name", "replicas", "template"},
-    },
     "LeaderWorkerSet": {
         "replicas": set(),
         "leaderWorkerTemplate": {"size", "restartPolicy", "leaderTemplate", "workerTemplate"},
@@ -42,8 +39,8 @@ RESOURCES: dict[str, Any] = {
         "podMetricsEndpoints": {"port", "path", "interval", "scheme", "tlsConfig"},
     },
 }
-"""Of resources that Kubernetes itself does not have: keys of the spec that are used,
-with those below."""
+"""Of resources that neither Kubernetes itself nor a released model has: keys of the
+spec that are used, with those below."""
 
 
 def config(name: str = "supervisor.yaml") -> Config:
@@ -56,16 +53,41 @@ def every(kind: str) -> list[dict[str, Any]]:
     return [one for name in FILES for one in documents(name) if one["kind"] == kind]
 
 
+def assert_kept(written: Any, read: Any) -> None:
+    """A model has read all of it: it drops keys that it does not know."""
+    if isinstance(written, dict):
+        assert written.keys() <= read.keys()
+        for key, value in written.items():
+            assert_kept(value, read[key])
+    elif isinstance(written, list):
+        assert len(written) == len(read)
+        for one, other in zip(written, read, strict=True):
+            assert_kept(one, other)
+    else:
+        assert written == read
+
+
+def test_a_key_that_no_jobset_has_is_found() -> None:
+    (one,) = every("JobSet")
+    wrong = {**one, "spec": {**one["spec"], "replicatedjobs": []}}
+    read = JobsetV1alpha2JobSet.from_dict(wrong)
+    assert read is not None
+    with pytest.raises(AssertionError):
+        assert_kept(wrong, read.to_dict())
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_every_object_fits_its_schema(name: str) -> None:
     for one in documents(name):
-        if one["kind"] not in RESOURCES:
+        if one["kind"] == "JobSet":
+            read = JobsetV1alpha2JobSet.from_dict(one)
+            assert read is not None
+            assert_kept(one, read.to_dict())
+        elif one["kind"] not in RESOURCES:
             kubernetes_validate.validate(one, RELEASE, strict=True)
             continue
-        known = RESOURCES[one["kind"]]
-        assert one["spec"].keys() <= known.keys()
-        for key, below in known.items():
-            value = one["spec"].get(key)
+        for key, value in one["spec"].items() if one["kind"] in RESOURCES else ():
+            below = RESOURCES[one["kind"]][key]
             for item in value if isinstance(value, list) else [value] if isinstance(value, dict) else []:
                 assert item.keys() <= below
         for job in one["spec"].get("replicatedJobs", ()):
