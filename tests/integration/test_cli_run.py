@@ -213,6 +213,7 @@ def test_following_until_the_run_is_over(run: Run, replicas: Cli) -> None:
         first = until(logs, "tick")[-1]
         assert until(logs, "tick")[-1] != first
         until(watch, "2 of 2")
+        until(events, "")  # it follows from here on
         replicas("restart", "a/0")
         assert until(events, "a/0                restart asked for")
         until(logs, "tick 0\n")  # the new generation is followed, too
