@@ -14,8 +14,8 @@ Only the shim's children enter a node's group (the program's guard enters by its
 before it execs the program), never the shim. So the shim's own last sweep is
 ``cgroup.kill``: one write, which no fork bomb outruns. When the shim is dead, the
 agent writes it. An empty group is removed by the process that sees
-its end; if all were killed at once, by the next supervisor, as the group's name tells
-whether its supervisor is alive.
+its end; if all were killed at once, by the next supervisor at its start and end, as the
+group's name tells whether its supervisor is alive.
 
 Where groups cannot be created (no cgroup v2, read-only in a container, another user's),
 processes are found by descent and by the mark in their environment, and limits of
@@ -145,13 +145,8 @@ class RunCgroups:
         """Create the group of a run below ``own``; ``limited``: limits are wanted."""
         own = _left.get(own, own)
         limits = _hand_on(own) if limited else frozenset()
-        here = str(namespace("pid"))  # containers may share the groups, and their pids mean nothing to each other
-        for other in own.glob(f"replicas-*-*-*-{here}"):  # of dead supervisors
-            pid, start = other.name.split("-")[-3:-1]
-            if pid.isdigit() and start.isdigit() and start_time(int(pid)) != int(start):
-                with contextlib.suppress(OSError):  # another user's
-                    remove(other)
-        path = own / f"replicas-{run}-{os.getpid()}-{start_time(os.getpid())}-{here}"
+        _remove_those_of_the_dead(own)
+        path = own / f"replicas-{run}-{os.getpid()}-{start_time(os.getpid())}-{_here()}"
         path.mkdir(exist_ok=True)  # an embedder may end a run and start it again
         if limits:
             _write(path / "cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(limits)))
@@ -184,8 +179,27 @@ class RunCgroups:
         _write(group / file, str(value))
 
     def close(self) -> bool:
-        """Remove the run's group; False when processes are still in it."""
-        return remove(self.path)
+        """Remove the run's group; False when processes are still in it.
+
+        And those of dead others: processes may have been in them at the start.
+        """
+        removed = remove(self.path)
+        _remove_those_of_the_dead(self.path.parent)
+        return removed
+
+
+def _here() -> str:
+    """Containers may share the groups, and their pids mean nothing to each other."""
+    return str(namespace("pid"))
+
+
+def _remove_those_of_the_dead(own: Path) -> None:
+    """Remove the groups of runs below ``own`` whose supervisors or agents are dead."""
+    for other in own.glob(f"replicas-*-*-*-{_here()}"):
+        pid, start = other.name.split("-")[-3:-1]
+        if pid.isdigit() and start.isdigit() and start_time(int(pid)) != int(start):
+            with contextlib.suppress(OSError):  # another user's
+                remove(other)
 
 
 def prepare(*, limited: bool) -> Path:

@@ -143,3 +143,18 @@ def test_limits_that_cannot_be_set_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 SPEC: tuple[Any, ...] = ("r", "g", 0, 1, 0, 1, 1, "exec", ("x",), {}, "/", "/l", 1.0, "n")
+
+
+def test_what_a_dead_one_left_is_removed_at_the_end_if_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last processes may take longer to die than the next one to start."""
+    own = group(tmp_path / "own")
+    left = own / f"replicas-grpo-999999999-1-{namespace('pid')}"
+    (left / "a.0.1").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(cgroups, "remove", lambda group: False)
+        run = RunCgroups.make("grpo", own, limited=False)
+    assert left.exists()
+    run.close()
+    assert not left.exists()
