@@ -6,8 +6,8 @@ A trainer and two rollouts on a Slurm of two nodes and on a Ray of three raylets
 this machine (``tests/engines``, which says what they need; what is missing is left
 out). By what takes turns:
 
-* *submitted*: from ``replicas slurm --submit`` or ``ray job submit`` to the first
-  commit;
+* *submitted*: from ``ray job submit``, or from the time at which Slurm gives the
+  submitted job its nodes, to the first commit;
 * *its own*: what the scheduler takes to start something trivial in the same places;
 * *alone*: the same programs under a supervisor that is started by hand, to the first
   commit.

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 
 from tests.support.networks import Machine, hosts, why_no_hosts
@@ -154,6 +156,15 @@ class Slurm:
         ``Restarts``."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def allocated_at(self, number: str) -> float:
+        """When a job got its nodes, in seconds since 1970, as the controller's log says.
+
+        Until then a job waits for the scheduler's next look, up to 3 s.
+        """
+        text = (self.folder / "ctld.log").read_text()
+        times = re.findall(rf"^\[(\S+)\] sched\S* .*JobId={number} .*n\[1-", text, re.MULTILINE)
+        return datetime.fromisoformat(times[-1]).timestamp()
 
     def wait_for(self, number: str, *states: str, timeout_s: float = TIMEOUT_S) -> Mapping[str, str]:
         eventually(

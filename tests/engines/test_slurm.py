@@ -62,7 +62,6 @@ class Job:
     def __init__(self, cluster: Slurm, folder: Path, steps: int = FOR_EVER, *options: str) -> None:
         self.cluster, self.folder = cluster, folder
         write(folder, steps)
-        self.submitted = time.time()
         command = (sys.executable, "-m", "replicas", "slurm", "run.toml", "--submit", *options)
         self.number = cluster.run(*command, cwd=folder).strip()
 
@@ -218,18 +217,18 @@ def alone(cluster: Slurm, folder: Path) -> float:
 
 
 def slurms_own(cluster: Slurm, folder: Path) -> float:
-    """Time that Slurm takes to start a job of two nodes, and a step in it."""
-    began = time.time()
+    """Time from the allocation of two nodes to a step on them."""
     wrap = ("--nodes=2", "--exclusive", f"--output={folder}/own", "--wrap=srun --ntasks-per-node=1 date +%s.%N")
     number = cluster.run("sbatch", "--parsable", *wrap, cwd=folder).strip()
     cluster.wait_for(number, "COMPLETED")
-    return max(float(line) for line in (folder / "own").read_text().split() if line[0].isdigit()) - began
+    began = max(float(line) for line in (folder / "own").read_text().split() if line[0].isdigit())
+    return began - cluster.allocated_at(number)
 
 
 def queued(cluster: Slurm, folder: Path) -> float:
     with submitted(cluster, folder) as job:
         job.wait_for_commits(1)
-        return first_of(folder, job.submitted)
+        return first_of(folder, cluster.allocated_at(job.number))
 
 
 @pytest.mark.timeout(400)
