@@ -158,7 +158,7 @@ class Slurm:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def allocated_at(self, number: str) -> float:
-        """When a job got its nodes, in seconds since 1970, as the controller's log says.
+        """When a job got its nodes, in seconds since 1970, by the controller's log.
 
         Until then a job waits for the scheduler's next look, up to 3 s.
         """
