@@ -254,6 +254,22 @@ def test_a_node_that_is_leaving_dials_again_within_its_lease(tmp_path: Path) -> 
     virtually(story())
 
 
+def test_stacks_that_a_shim_has_saved_are_told_before_its_end(tmp_path: Path) -> None:
+    """The end is told of with the stacks that are known by then."""
+
+    async def story() -> None:
+        async with world(tmp_path) as made:
+            await asyncio.sleep(1.5)
+            ended = wire.ShimState(nonce="n", group="a", replica=0, generation=1, node=0, gone=True)
+            made.shims.saved_stacks.side_effect = [[("n", {"a/0/0": "where it is stuck"})], *([[]] * 9)]
+            made.shims.news.side_effect = [[ended], *([[]] * 9)]
+            await asyncio.sleep(1.5)
+            told = [type(one) for one in made.lines[0].said if isinstance(one, wire.StacksFound | wire.ShimState)]
+            assert told == [wire.StacksFound, wire.ShimState]
+
+    virtually(story())
+
+
 def test_a_node_that_is_leaving_ends_with_its_lease(tmp_path: Path) -> None:
     """It does not offer itself anew."""
 

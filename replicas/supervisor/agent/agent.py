@@ -366,9 +366,8 @@ class Agent:
             await self._news.wait()
             self._news.clear()
             outbox, self._outbox = self._outbox, []
-            for nonce, stacks in self._shims.saved_stacks():
-                outbox.append(wire.StacksFound(nonce=nonce, found=dict(stacks)))
-            for message in (*self._shims.news(), *outbox):
+            stacks = [wire.StacksFound(nonce=nonce, found=dict(found)) for nonce, found in self._shims.saved_stacks()]
+            for message in (*stacks, *self._shims.news(), *outbox):  # an end is told with the stacks that are known
                 await link.send(wire.encode(message))
 
     def _tell(self, message: wire.AgentMessage) -> None:
