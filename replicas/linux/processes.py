@@ -21,9 +21,11 @@ from replicas.common.foreign import one_line
 
 __all__ = [
     "MARK",
+    "NO_MARK",
     "SHIM",
     "START_TIME",
     "Child",
+    "bear_mark",
     "become_subreaper",
     "boot_id",
     "catches",
@@ -42,6 +44,7 @@ __all__ = [
     "parents",
     "processes",
     "python_module",
+    "room_for_mark",
     "send_signal",
     "signal_each",
     "signal_marked",
@@ -56,6 +59,12 @@ MARK = "REPLICAS_SHIM"
 
 Children inherit it; a sweep uses it to find what a dead generation left behind.
 """
+NO_MARK = "REPLICAS_NONE"
+"""Room for a mark in the environment of a process that has none: 32 zeros.
+
+A sidecar gets its rank's mark there, after it was forked (:func:`bear_mark`).
+"""
+_ROOM = "0" * 32
 SHIM = "replicas.supervisor.shim.shim"
 """Module of the shim, as it appears in a shim's command line."""
 START_TIME = 19
@@ -302,6 +311,29 @@ def become_subreaper() -> None:
 def name_process(name: str) -> None:
     """Set the name that ``ps`` and ``/proc/PID/comm`` show, up to 15 characters."""
     _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def room_for_mark() -> dict[str, str]:
+    """Variables with which a process is started that :func:`bear_mark` is for."""
+    return {NO_MARK: _ROOM}
+
+
+def bear_mark(nonce: str) -> None:
+    """Show the mark of a shim in this process's ``/proc/PID/environ``.
+
+    The kernel reads that from the memory in which the process got its environment when
+    it was started, which ``os.environ`` does not change. So the process must have been
+    started with :func:`room_for_mark`, which is as long as a mark, and overwritten.
+
+    :raises ValueError: it was not, or the nonce is not of that size.
+    """
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    found = libc.getenv(NO_MARK.encode())
+    if found is None or ctypes.string_at(found) != _ROOM.encode() or len(nonce.encode()) != len(_ROOM):
+        raise ValueError("this process has no room for a mark in its environment, or the mark is of another size")
+    entry = f"{MARK}={nonce}".encode()
+    ctypes.memmove(found - len(NO_MARK) - 1, entry, len(entry))
 
 
 def _prctl(option: int, argument: int | bytes) -> None:

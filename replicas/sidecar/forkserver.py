@@ -8,9 +8,11 @@ Theory of operation
 The process loads torch once, without touching CUDA, stays single-threaded, and forks a
 sidecar for each request. With ``--listener`` it serves every process of the same user
 that connects to this inherited socket and presents its secret
-(:class:`replicas.linux.sockets.SocketAddress`); a death signal ends it with its parent.
-With ``--fd`` it serves the one process at the other end of that socket, and ends with
-it.
+(:class:`replicas.linux.sockets.SocketAddress`): all ranks of a node, whose places their
+sidecars take (:mod:`replicas.linux.place`). A death signal ends it with its parent.
+With ``--fd`` it serves the one process at the other end of that socket, which has
+started it, and ends with it. It waits for no client: one that does not read what it is
+sent is dropped.
 
 No sidecar outlives its owner. The forkserver kills a client's sidecars when the
 client's connection ends or its process (pidfd) is dead; the sidecars watch the same two
@@ -38,7 +40,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from replicas import environ
-from replicas.linux import inherited
+from replicas.linux import inherited, place
 from replicas.linux.processes import die_with_parent, name_process, send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
@@ -48,8 +50,11 @@ __all__ = ["ForkServer", "main"]
 
 class _Client:
     def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
         self.sock = sock
         self.pidfd = -1
+        self.place: list[int] = []
+        """Descriptors that describe its place; none: it is that of this process."""
         self.children: set[int] = set()
 
 
@@ -103,9 +108,11 @@ class ForkServer:
             data, fds = wire.read_packet(client.sock)
             request = wire.decode_forkserver_request(data) if data else None
             match request, fds:
-                case wire.Attach(secret=secret), [pidfd] if client.pidfd < 0 and self._is_ours(secret):
+                case wire.Attach(secret=secret), [pidfd, *rest] if (
+                    client.pidfd < 0 and len(rest) in (0, 2) and self._is_ours(secret)
+                ):
                     self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._drop(client))
-                    client.pidfd = pidfd  # owned only now: register() above may fail
+                    client.pidfd, client.place = pidfd, rest  # owned only now: register() above may fail
                     fds = []
                     fds = [os.pidfd_open(os.getpid())]
                     wire.write_packet(client.sock, wire.Attached(), fds)
@@ -129,20 +136,23 @@ class ForkServer:
             wire.write_packet(client.sock, wire.ForkFailed(number, str(error)))
             return
         if child == 0:
-            self._become_sidecar(server, channel, client.pidfd)
+            self._become_sidecar(server, channel, client)
         pidfd = os.pidfd_open(child)
         self._children[pidfd] = (child, client)
         client.children.add(pidfd)
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(pidfd))
         wire.write_packet(client.sock, wire.Forked(number, child), [pidfd])
 
-    def _become_sidecar(self, server: int, channel: int, pidfd: int) -> None:
+    def _become_sidecar(self, server: int, channel: int, client: _Client) -> None:
         code = 1
         try:
             die_with_parent(server)
             name_process("replica-spare")
-            self._forget_everything(keep={0, 1, 2, channel, pidfd})
-            self._run_sidecar(socket.socket(fileno=channel), pidfd)
+            if client.place:
+                place.take(client.pidfd, *client.place)
+                _set_variables()
+            self._forget_everything(keep={0, 1, 2, channel, client.pidfd})
+            self._run_sidecar(socket.socket(fileno=channel), client.pidfd)
             code = 0
         except BaseException as error:  # noqa: BLE001  # a child must never return into the server's loop
             print(f"sidecar {os.getpid()} failed: {error!r}", file=sys.stderr, flush=True)
@@ -172,7 +182,7 @@ class ForkServer:
         client.sock.close()
         if client.pidfd >= 0:
             self._selector.unregister(client.pidfd)
-            os.close(client.pidfd)
+            wire.close_all([client.pidfd, *client.place])
 
     def _reap(self, pidfd: int) -> None:
         child, client = self._children.pop(pidfd)
@@ -180,6 +190,11 @@ class ForkServer:
         client.children.discard(pidfd)
         os.waitpid(child, 0)
         os.close(pidfd)
+
+
+def _set_variables() -> None:
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -195,8 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     name_process("replica-forksrv")
     if options.listener is not None:
         die_with_parent(options.parent)
-    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _set_variables()
     gc.disable()  # saves a tenth of torch's load time
     from replicas.sidecar import process  # loads torch; the socket listens already
 

@@ -186,9 +186,10 @@ class CollectiveSpec(msgspec.Struct, frozen=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """First packet, answered by :class:`Attached`; descriptor: a pidfd of the rank.
+    """First packet, answered by :class:`Attached`. The rank's sidecars die with it.
 
-    The rank's sidecars die with it.
+    Descriptors: a pidfd of the rank; of a rank that has not started the forkserver
+    itself, also what :func:`replicas.linux.place.describe` returns.
 
     :param secret: of the forkserver's
         :class:`replicas.linux.sockets.SocketAddress`; empty on the rank's own socket.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from replicas.status import ReplicaStatus
-from tests.support.processes import parents
+from tests.support.processes import parents, sidecars_of
 from tests.support.runs import Run
 
 __all__ = ["Anatomy", "Body", "Unfinished"]
@@ -26,14 +26,13 @@ class Body:
     shim: int
     launcher: int
     ranks: list[int]
-    forkserver: int = 0
     pump: int = 0
     sidecars: list[int] = field(default_factory=list)
 
     @property
     def pids(self) -> set[int]:
         """All of them."""
-        return {self.shim, self.launcher, self.forkserver, self.pump, *self.ranks, *self.sidecars} - {0}
+        return {self.shim, self.launcher, self.pump, *self.ranks, *self.sidecars} - {0}
 
 
 class Anatomy:
@@ -61,6 +60,8 @@ class Anatomy:
         own = below.get(run.pid, [])
         self.store = next((pid for pid in own if "store_process" in lines[pid]), 0)
         self.agent = next((pid for pid in own if "supervisor.agent.local" in lines[pid]), 0)
+        started = below.get(self.agent, [])
+        self.forkserver = next((pid for pid in started if "sidecar.forkserver" in lines[pid]), 0)
         self.bodies: dict[str, Body] = {}
         for name, one in replicas.items():
             try:
@@ -68,7 +69,7 @@ class Anatomy:
             except Unfinished:
                 if whole:
                     raise
-        known = {run.pid, self.store, self.agent, *guests}
+        known = {run.pid, self.store, self.agent, self.forkserver, *guests}
         for body in self.bodies.values():
             known |= body.pids
         self.orphans = {pid: line for pid, line in lines.items() if pid not in known}
@@ -87,13 +88,12 @@ def _body(
     if main is None or main not in lines:
         raise Unfinished(f"{name} has no main process")
     shim = up.get(main, 0)
-    server = next((pid for pid in below.get(shim, []) if "sidecar.forkserver" in lines[pid]), 0)
     pump = next((pid for pid in below.get(shim, []) if lines[pid].startswith("replicas log pump")), 0)
     launcher = main if "supervisor.shim.launcher" in lines[main] else 0
     ranks = sorted(below.get(launcher, []), key=_rank) if launcher else [main]
     if not ranks:
         raise Unfinished(f"{name} has no ranks")
-    return Body(name, shim, launcher, ranks, server, pump, below.get(server, []) if server else [])
+    return Body(name, shim, launcher, ranks, pump, sidecars_of(main))
 
 
 def _rank(pid: int) -> int:

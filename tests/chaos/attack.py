@@ -35,8 +35,8 @@ HEADROOM_NBYTES = 2**20
 
 @dataclass(frozen=True)
 class Victim:
-    """``replica``: to which it belongs, or the guest; empty for store, supervisor and
-    ports."""
+    """``replica``: to which it belongs, or the guest; empty for store, supervisor,
+    forkserver and ports."""
 
     replica: str
     deeds: list[dict[str, Any]] = field(default_factory=list)
@@ -49,6 +49,8 @@ def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Vi
         return Victim("", [_deed(fault, pid=world.run.pid)])
     if fault.target == "store":
         return Victim("", [_deed(fault, pid=anatomy.store)])
+    if fault.target == "forkserver":  # it starts when a rank first needs it
+        return Victim("", [_deed(fault, pid=anatomy.forkserver)]) if anatomy.forkserver else None
     if fault.target.endswith("port"):
         return Victim("")
     if fault.target == "guest":
@@ -64,8 +66,8 @@ def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Vi
         bodies = [body for body in bodies if body.launcher]
     if fault.target == "sidecar" and world.shape.transport == "auto":  # nobody else has any
         bodies = [body for body in bodies if body.name in world.shape.peers]
-    if fault.target in ("sidecar", "forkserver"):  # it starts when a rank first needs it
-        bodies = [body for body in bodies if body.forkserver]
+    if fault.target == "sidecar":
+        bodies = [body for body in bodies if body.sidecars]
     if not bodies:
         return None
     body = bodies[int(fault.pick * len(bodies))]
@@ -77,9 +79,9 @@ def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Vi
 
 def _in_body(fault: Fault, body: Body) -> dict[str, Any]:
     if fault.target == "sidecar":
-        return _deed(fault, child_of=body.forkserver, pick=fault.pick * 7919 % 1.0)
+        return _deed(fault, beside=body.ranks[0], pick=fault.pick * 7919 % 1.0)
     rank = body.ranks[int(fault.pick * 7919) % len(body.ranks)]
-    others = {"forkserver": body.forkserver, "pump": body.pump, "torchrun": body.launcher, "shim": body.shim}
+    others = {"pump": body.pump, "torchrun": body.launcher, "shim": body.shim}
     pid = others.get(fault.target, rank)
     return _deed(fault, pid=pid)
 

@@ -13,7 +13,7 @@ The engine's ``tap`` sees each effect and message; at the armed moment the deeds
 done from the supervisor's own loop, ``delay_s`` later, and told: ``{"done": 7, "at":
 ..., "landed": ..., "hit": [pids]}``. A deed is a signal or a memory limit::
 
-    {"signal": 9, "pid": 123}            {"signal": 9, "child_of": 123, "pick": 0.5}   one of its sidecars
+    {"signal": 9, "pid": 123}            {"signal": 9, "beside": 123, "pick": 0.5}   a sidecar of this rank
     {"limit_nbytes": 0, "pid": 123}      address space beyond what it has now; null: no limit
 """  # noqa: W505  # a picture
 
@@ -42,7 +42,7 @@ from replicas.messages import FromMember
 from replicas.supervisor import operator as command_line
 from replicas.supervisor.supervisor import Supervisor
 from tests.chaos.moments import Moments
-from tests.support.processes import children, name_of
+from tests.support.processes import name_of, sidecars_of
 
 __all__ = ["main"]
 
@@ -63,7 +63,7 @@ class Armed:
         """Pid, pidfd and deed of each process that is there to be hit."""
         aimed = []
         for deed in self._deeds:
-            pid = deed["pid"] if "pid" in deed else _sidecar(deed["child_of"], deed["pick"])
+            pid = deed["pid"] if "pid" in deed else _sidecar(deed["beside"], deed["pick"])
             pidfd = self._pidfds[pid] if "pid" in deed else _pidfd(pid)
             if pidfd >= 0:
                 aimed.append((pid, pidfd, deed))
@@ -98,10 +98,10 @@ def _pidfd(pid: int) -> int:
         return -1
 
 
-def _sidecar(pid: int, pick: float) -> int:
-    """One of a forkserver's sidecars that have a lane; 0, which no process has, when
+def _sidecar(rank: int, pick: float) -> int:
+    """One of the sidecars of a replica that have a lane; 0, which no process has, when
     there is none."""
-    used = sorted(child for child in children(pid) if name_of(child) != "replica-spare") if pid else []
+    used = sorted(pid for pid in sidecars_of(rank) if name_of(pid) != "replica-spare")
     return used[int(pick * len(used))] if used else 0
 
 

@@ -38,7 +38,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def watch() -> DeathWatch:
     selector = selectors.DefaultSelector()
-    return DeathWatch(selector, lambda: descendants(os.getpid()), lambda: frozenset(), time.monotonic)
+    return DeathWatch(selector, lambda: descendants(os.getpid()), time.monotonic)
 
 
 def known(watch: DeathWatch) -> int:

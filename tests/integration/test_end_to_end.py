@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import name_of
+from tests.support.processes import name_of, sidecars_of
 from tests.support.runs import Run, eventually, running
 
 TRAINER = """
@@ -143,7 +143,7 @@ def test_a_target_killed_in_the_middle_of_a_sync(tmp_path: Path, out: Path) -> N
         start(run, 1)
         eventually(lambda: lines(out / "seen-1-0.jsonl"), "rollout/1 has version 1", timeout_s=60)
         victim = lines(out / "seen-1-0.jsonl")[0]["pid"]
-        sidecar = _sidecar_of(run, victim)
+        sidecar = _sidecar_of(victim)
         pidfd = os.pidfd_open(victim)
         os.kill(sidecar, signal.SIGSTOP)
         start(run, 2)
@@ -179,22 +179,9 @@ def _moving(run: Run) -> bool:
     return any(2 in member.held for member in members)
 
 
-def _sidecar_of(run: Run, rank_pid: int) -> int:
-    """The sidecar attached to a rank: the youngest child of the forkserver beside it
-    that is not a spare one."""
-    shim = _shim_of(rank_pid)
-    forkserver = next(pid for pid, line in run.processes().items() if "forkserver" in line and _parent(pid) == shim)
-    return max(pid for pid in run.processes() if _parent(pid) == forkserver and name_of(pid) == "replica-sidecar")
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _shim_of(pid: int) -> int:
-    while "shim.shim" not in Path(f"/proc/{pid}/cmdline").read_text():
-        pid = _parent(pid)
-    return pid
+def _sidecar_of(rank_pid: int) -> int:
+    """The sidecar attached to a rank: the youngest one that is not a spare one."""
+    return max(pid for pid in sidecars_of(rank_pid) if name_of(pid) == "replica-sidecar")
 
 
 FSDP = """

@@ -3,22 +3,25 @@ served."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
 import signal
 import socket
+import threading
+from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
-from replicas.linux.processes import children
+from replicas.linux.processes import command_line
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
+from replicas.sidecar.forkserver import ForkServer
 from replicas.sidecar.rank_side.client import Forkserver, SidecarDied
-from tests.support.runs import eventually
-from tests.support.shims import ShimUnderTest, shim
+from replicas.supervisor.agent.forkservers import KeptForkserver
+from tests.support.channels import wait_until
 from tests.support.sidecars import start_forkserver
 from tests.support.users import ATTACKER, needs_users, stranger
 
@@ -70,61 +73,77 @@ async def test_whoever_lacks_the_secret_is_not_served(secret: str) -> None:
         process.communicate()
 
 
-def arguments(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+@pytest.fixture
+async def kept() -> AsyncIterator[KeptForkserver]:
+    found = KeptForkserver({}, lambda reason: pytest.fail(reason))
+    yield found
+    found.kill()
+    await found.gone.wait()
+    assert found.pid == 0
+    await wait_until(
+        lambda: free(SocketAddress.parse(found.address)), "its name, which a dying sidecar may hold, is free"
+    )
 
 
-def forkserver_of(run: ShimUnderTest, besides: int = 0) -> int:
-    def look() -> int:
-        for pid in children(run.popen.pid):
-            if pid != besides and b"sidecar.forkserver" in arguments(pid):
-                return pid
-        return 0
-
-    return int(eventually(look, "a forkserver", timeout_s=60.0))
+def free(door: SocketAddress) -> bool:
+    try:
+        door.listen().close()
+    except OSError:
+        return False
+    return True
 
 
-async def test_a_name_is_bound_before_it_is_told_and_stays_bound_between_two_forkservers(tmp_path: Path) -> None:
-    door = new_door()
-    env = {**os.environ, "REPLICAS_FORKSERVER": str(door)}
-    with shim(tmp_path, "import signal; signal.pause()", forkserver=str(door), env=env) as run:
-        run.wait_for("started")
-        known = await Forkserver.connect(str(door), timeout_s=60.0)
-        first = forkserver_of(run)
-        shown = arguments(first) + arguments(run.popen.pid)
-        assert not any(part.encode() in shown for part in door)
-        pidfd = os.pidfd_open(first)
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        assert select.select([pidfd], [], [], 30.0)[0]
-        os.close(pidfd)
-        with pytest.raises(OSError, match="cannot be bound: Address already in use"):
-            door.listen()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
-            waiting.connect("\0" + door.name)  # nobody is there to take it, and it waits
-            assert peer_uid(waiting) == os.geteuid()
-        await known.aclose()
-        again = await Forkserver.connect(str(door), timeout_s=60.0)
-        assert (await again.fork()).usable
-        assert forkserver_of(run, first) != first
-        await again.aclose()
-        run.send({"type": "stop", "timeout_s": 5.0})
-        assert run.gone() == 0
-    with door.listen():
-        pass
+async def test_a_name_is_bound_before_it_is_told_and_stays_bound_between_two_forkservers(kept: KeptForkserver) -> None:
+    door = SocketAddress.parse(kept.address)
+    known = await Forkserver.connect(kept.address, timeout_s=60.0)
+    first = kept.pid
+    assert not any(part in command_line(first, 1000) for part in door)
+    pidfd = os.pidfd_open(first)
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    assert select.select([pidfd], [], [], 30.0)[0]
+    os.close(pidfd)
+    with pytest.raises(OSError, match="cannot be bound: Address already in use"):
+        door.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
+        waiting.connect("\0" + door.name)  # nobody is there to take it, and it waits
+        assert peer_uid(waiting) == os.geteuid()
+    await known.aclose()
+    again = await Forkserver.connect(kept.address, timeout_s=60.0)
+    assert (await again.fork()).usable
+    assert kept.pid != first
+    await again.aclose()
 
 
-async def test_a_frozen_forkserver_is_killed_and_not_whoever_bound_its_socket(tmp_path: Path) -> None:
-    """The socket tells who bound it: the shim."""
-    door = new_door()
-    env = {**os.environ, "REPLICAS_FORKSERVER": str(door)}
-    with shim(tmp_path, "import signal; signal.pause()", forkserver=str(door), env=env) as run:
-        run.wait_for("started")
-        known = await Forkserver.connect(str(door), timeout_s=60.0)
-        first = forkserver_of(run)
-        os.kill(first, signal.SIGSTOP)
-        with pytest.raises(SidecarDied):
-            await known.fork(timeout_s=0.5)
-        await known.aclose()
-        again = await Forkserver.connect(str(door), timeout_s=60.0)
-        assert run.popen.poll() is None
-        await again.aclose()
+async def test_a_frozen_forkserver_is_killed_and_not_whoever_bound_its_socket(kept: KeptForkserver) -> None:
+    """The socket tells who bound it: this process."""
+    known = await Forkserver.connect(kept.address, timeout_s=60.0)
+    first = kept.pid
+    os.kill(first, signal.SIGSTOP)
+    with pytest.raises(SidecarDied):
+        await known.fork(timeout_s=0.5)
+    await known.aclose()
+    again = await Forkserver.connect(kept.address, timeout_s=60.0)
+    assert kept.pid != first
+    await again.aclose()
+
+
+def test_a_client_that_reads_nothing_is_dropped_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))  # so that it is answered without a process
+
+    monkeypatch.setattr(os, "fork", fork)
+    server = ForkServer(lambda *_: None)
+    deaf, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.add(theirs)
+    serving = threading.Thread(target=server.run, daemon=True)
+    serving.start()
+    with deaf:
+        fds = [os.pidfd_open(os.getpid())]
+        wire.write_packet(deaf, wire.Attach(), fds)
+        deaf.settimeout(30.0)
+        with pytest.raises(ConnectionError):
+            for number in range(100_000):
+                wire.write_packet(deaf, wire.Fork(number), fds)
+        wire.close_all(fds)
+    serving.join(30.0)
+    assert not serving.is_alive(), "it serves until it has no client"

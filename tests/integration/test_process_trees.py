@@ -18,7 +18,7 @@ from replicas.linux.cgroups import find_own
 from replicas.linux.processes import start_time
 from replicas.supervisor.fleet.local_agent import AGENT
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import Run, alive, eventually, running
+from tests.support.runs import WITHOUT_CGROUPS, Run, alive, eventually, running
 
 BOUND_S = 10.0
 """Five seconds are promised, and held in the chaos suite; a machine that runs other
@@ -57,19 +57,6 @@ def cgroups_work() -> bool:
 
 needs_cgroups = pytest.mark.skipif(not cgroups_work(), reason="no control groups can be made here")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can take control groups away")
-
-WITHOUT_CGROUPS = (
-    "unshare",
-    "--mount",
-    "sh",
-    "-c",
-    "for m in $(awk '$3 == \"cgroup2\" { print $2 }' /proc/mounts); do mount --bind $m $m && mount -o remount,bind,ro $m"
-    ' || exit 9; done; exec "$0" "$@"',
-    sys.executable,
-    "-m",
-    "replicas.supervisor",
-)
-"""A supervisor that sees the control groups, and cannot make any."""
 
 
 def kill(*pids: int) -> None:

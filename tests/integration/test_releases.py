@@ -32,7 +32,6 @@ def test_a_shim_says_of_which_release_it_is(tmp_path: Path) -> None:
 PARTS = {
     "supervisor/shim/shim.py": "shim-0.log",
     "supervisor/shim/launcher.py": "torchrun-0.log",
-    "sidecar/forkserver.py": "forkserver-0.log",
 }
 SHOWS = "from __future__ import annotations\n\nprint('of the checkout', flush=True)\n"
 CONFIG = """
@@ -54,10 +53,10 @@ def test_a_checkout_that_is_not_installed_runs_its_own_code(tmp_path: Path) -> N
     """The working folder is left out of the path of what is started; an installed
     package may be another one."""
     shutil.copytree(ROOT / "replicas", tmp_path / "replicas", ignore=shutil.ignore_patterns("__pycache__"))
-    for part in PARTS:
+    for part in (*PARTS, "sidecar/forkserver.py"):
         path = tmp_path / "replicas" / part
         path.write_text(path.read_text().replace("from __future__ import annotations\n", SHOWS))
-    (tmp_path / "rank.py").write_text("import os\nprint('path', os.environ.get('PYTHONPATH'))\n")
+    (tmp_path / "rank.py").write_text("import os, time\nprint('path', os.environ.get('PYTHONPATH'))\ntime.sleep(0.5)\n")
     (tmp_path / "r.toml").write_text(CONFIG)
     done = subprocess.run(
         [sys.executable, "-m", "replicas.supervisor", "r.toml"],
@@ -73,6 +72,7 @@ def test_a_checkout_that_is_not_installed_runs_its_own_code(tmp_path: Path) -> N
     assert {name: "of the checkout" in (logs / name).read_text() for name in PARTS.values()} == dict.fromkeys(
         PARTS.values(), True
     )
+    assert "of the checkout" in done.stderr, "the forkserver's output is that of the agent"
     assert (logs / "rank-0.log").read_text() == "path None\n", "programs of users get the path that they had"
 
 

@@ -361,7 +361,7 @@ async def test_a_connection_waits_for_the_next_forkserver_when_the_first_dies_un
             await asyncio.to_thread(process.communicate)
 
 
-def test_a_shim_replaces_a_forkserver_that_freezes_while_it_starts_and_later(tmp_path: Path) -> None:
+def test_an_agent_replaces_a_forkserver_that_freezes_while_it_starts_and_later(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text("import signal\nsignal.pause()\n")
     text = '[groups.a]\nlauncher = "exec"\ncommand = ["rank.py"]\n[channels.c]\npeers = ["a"]\n'
     with running(tmp_path, text) as run:

@@ -63,19 +63,17 @@ def forkservers(run: Run) -> list[int]:
 def test_members_that_share_memory_have_no_forkserver_until_one_needs_it(tmp_path: Path) -> None:
     text = group("trainer", PUBLISHES_ONCE) + group("rollout", SERVES) + group("idle", SLEEPS)
     text += '[channels.policy]\nsources = ["trainer"]\ntargets = ["rollout"]\n'
-    text += '[channels.outer]\npeers = ["idle"]\n'
     with running(tmp_path, text) as run:
-        run.find("sidecar.forkserver")  # peers will need one
         eventually(lambda: run.status().groups[1].replicas[0].versions == {"policy": 1}, "a version", timeout_s=60)
-        (peers,) = forkservers(run)
+        assert forkservers(run) == []
         rank = run.status().groups[1].replicas[0].pid
         assert rank is not None
         with run.asking_for_sidecars(rank):
-            first = run.find("sidecar.forkserver", besides=peers)
+            first = run.find("sidecar.forkserver")
         os.kill(first, signal.SIGKILL)  # a process that this test has started
         eventually(lambda: start_time(first) is None, "its end")
         with run.asking_for_sidecars(rank):
-            eventually(lambda: set(forkservers(run)) - {first, peers}, "another one")
+            eventually(lambda: set(forkservers(run)) - {first}, "another one")
         run.signal(signal.SIGTERM)
         assert run.wait() == 0
         run.assert_nothing_left()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from replicas.linux.processes import start_time
+from replicas.linux.processes import MARK, marked, start_time
 
-__all__ = ["children", "name_of", "parent_of", "parents", "start_time"]
+__all__ = ["children", "mark_of", "name_of", "parent_of", "parents", "sidecars_of", "start_time"]
 
 
 def parent_of(pid: int) -> int:
@@ -33,3 +33,20 @@ def parents() -> dict[int, int]:
 def children(pid: int) -> list[int]:
     """The living children of a process."""
     return [child for child, parent in parents().items() if parent == pid and start_time(child) is not None]
+
+
+def mark_of(pid: int) -> str:
+    """The mark of its shim; empty when it has none, or is gone."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    start = f"{MARK}=".encode()
+    return next((entry.removeprefix(start).decode() for entry in entries if entry.startswith(start)), "")
+
+
+def sidecars_of(rank: int) -> list[int]:
+    """The sidecars, spare ones too, of all ranks under the shim of this one."""
+    mark = mark_of(rank)
+    there = marked(mark) if mark else []
+    return [pid for pid in there if name_of(pid) in ("replica-sidecar", "replica-spare")]

@@ -29,13 +29,35 @@ from replicas.linux.sockets import SocketAddress
 from replicas.status import RunStatus
 from replicas.supervisor.state.run_state import decode
 
-__all__ = ["MARK", "ROOT", "Run", "alive", "eventually", "processes_marked", "running", "shared_memory"]
+__all__ = [
+    "MARK",
+    "ROOT",
+    "WITHOUT_CGROUPS",
+    "Run",
+    "alive",
+    "eventually",
+    "processes_marked",
+    "running",
+    "shared_memory",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH_SEGMENT = re.compile(r"torch_(\d+)_")
 """What torch's shared memory is called; the number is the pid of the process that made
 it."""
 MARK = "TEST_RUN_MARK"
+WITHOUT_CGROUPS = (
+    "unshare",
+    "--mount",
+    "sh",
+    "-c",
+    "for m in $(awk '$3 == \"cgroup2\" { print $2 }' /proc/mounts); do mount --bind $m $m && mount -o remount,bind,ro $m"
+    ' || exit 9; done; exec "$0" "$@"',
+    sys.executable,
+    "-m",
+    "replicas.supervisor",
+)
+"""A supervisor that sees the control groups, and cannot make any."""
 
 
 def eventually(condition: Callable[[], Any], what: str, *, timeout_s: float = 20.0) -> Any:

@@ -112,7 +112,7 @@ class World:
 
     def _shims(self, _: Callable[[], None]) -> Any:
         """One shim lives until everything is ended."""
-        fake = mock.Mock()
+        fake = mock.Mock(aclose=mock.AsyncMock())
         fake.all.return_value, fake.news.return_value, fake.saved_stacks.return_value = (), [], []
         fake.address, fake.empty = "10.0.0.2", asyncio.Event()
 

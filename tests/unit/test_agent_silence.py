@@ -45,7 +45,7 @@ class Line:
 
 
 def shims(_: Any) -> Any:
-    fake = mock.Mock()
+    fake = mock.Mock(aclose=mock.AsyncMock())
     fake.all.return_value, fake.news.return_value, fake.saved_stacks.return_value = (), [], []
     fake.empty.wait = mock.AsyncMock()
     fake.address = "10.0.0.2"

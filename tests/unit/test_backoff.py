@@ -12,9 +12,9 @@ from replicas.core.moving import pacing
 from replicas.core.versions import catch_up
 from replicas.sidecar import building
 from replicas.supervisor.agent import agent
+from replicas.supervisor.agent import forkservers as keeper
 from replicas.supervisor.fleet import local_agent
 from replicas.supervisor.logs import pump_watcher as logkeeper
-from replicas.supervisor.shim import starting as keeper
 
 
 @pytest.mark.parametrize(

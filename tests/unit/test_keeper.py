@@ -1,150 +1,144 @@
-"""A forkserver's watcher in the shim: when it starts one, and when it gives up."""
+"""A node's forkserver: when an agent starts it, and when it gives it up."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
-import secrets
-import selectors
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from replicas.linux.processes import Child
+from replicas.common.backoff import Backoff
+from replicas.linux.place import lasting
+from replicas.linux.processes import MARK, NO_MARK
 from replicas.linux.sockets import SocketAddress
-from replicas.supervisor.shim.starting import TRIES, ForkserverWatcher
+from replicas.supervisor.agent import forkservers
+from replicas.supervisor.agent.forkservers import TRIES, Forkservers, KeptForkserver
+
+pytestmark = pytest.mark.anyio
 
 
-class Scene:
-    """A watcher, its socket, and those who connect to it."""
+class Starter:
+    """Starts processes in place of forkservers. ``limit``: how many there may be."""
 
-    def __init__(self, spawn: Callable[[int], Child], *, ahead: bool = False) -> None:
-        self.selector = selectors.DefaultSelector()
-        self.watcher = ForkserverWatcher(spawn, self.selector, ahead=ahead)
-        address = SocketAddress(f"replicas-test-{secrets.token_hex(8)}", "secret")
-        self.listener = address.listen()
-        self.watcher.begin(self.listener)
-        self._name = f"\0{address.name}"
-        self._clients: list[socket.socket] = []
+    def __init__(self, *command: str, limit: int = 100) -> None:
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.environments: list[Mapping[str, str]] = []
+        self.news = asyncio.Event()
+        self._command, self._limit = command or ("true",), limit
 
-    def connect(self) -> None:
-        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        client.connect(self._name)
-        self._clients.append(client)
-
-    def accept(self) -> None:
-        """In place of a forkserver."""
-        self.listener.accept()[0].close()
-
-    def turn(self) -> bool:
-        """One turn of the shim's loop, without a wait; whether anything happened."""
-        ready = self.selector.select(0)
-        for key, _ in ready:
-            key.data()
-        return bool(ready)
-
-    def ready(self) -> None:
-        """Wait for the end of the ready pipe."""
-        for key, _ in self.selector.select(30.0):
-            key.data()
-
-    def close(self) -> None:
-        for one in (*self._clients, self.listener):
-            one.close()
-        self.selector.close()
+    def __call__(self, environment: Mapping[str, str], listener: int, ready: int) -> subprocess.Popen[bytes]:
+        if len(self.started) == self._limit:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        self.environments.append(environment)
+        self.started.append(subprocess.Popen(self._command, pass_fds=(listener, ready)))
+        self.news.set()
+        return self.started[-1]
 
 
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkservers, "AGAIN", Backoff(0.001, 0.01))
 
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
     before = descriptors()
     yield
     assert descriptors() == before
 
 
-class Spawner:
-    """Starts processes that end at once. ``limit``: how many there may be."""
-
-    def __init__(self, limit: int = 100) -> None:
-        self.children: list[Child] = []
-        self._limit = limit
-
-    def __call__(self, ready: int) -> Child:
-        if len(self.children) == self._limit:
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        self.children.append(Child(subprocess.Popen(["true"], pass_fds=(ready,))))
-        return self.children[-1]
-
-    def reap(self) -> int:
-        """The exit code of the newest one."""
-        return self.children[-1].popen.wait(30.0)
+def connected(address: str) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client.connect(f"\0{SocketAddress.parse(address).name}")
+    return client
 
 
-def test_one_is_started_when_a_rank_connects_and_not_before(no_leaks: None) -> None:
-    spawner = Spawner()
-    scene = Scene(spawner)
-    assert not scene.turn()
-    assert (scene.watcher.pid, scene.watcher.wakes) == (0, [])
-    scene.connect()
-    assert scene.turn()
-    first = scene.watcher.pid
-    assert first
-    scene.ready()
-    assert not scene.turn(), "the socket is the forkserver's now"
-    scene.accept()
-    # It dies, and nobody waits for another one.
-    assert scene.watcher.ended(spawner.reap()) == ""
-    (due,) = scene.watcher.wakes
-    assert scene.watcher.on_time(due) == ""
-    assert not scene.turn()
-    assert (scene.watcher.pid, scene.watcher.wakes) == (0, [])
-    scene.connect()
-    assert scene.turn()
-    assert scene.watcher.pid not in (0, first)
-    scene.ready()
-    assert scene.watcher.ended(spawner.reap()) == ""
-    scene.close()
+async def until(starter: Starter, count: int) -> None:
+    async with asyncio.timeout(30):
+        while len(starter.started) < count:
+            starter.news.clear()
+            await starter.news.wait()
 
 
-def test_none_is_started_once_the_node_is_being_stopped(no_leaks: None) -> None:
-    scene = Scene(Spawner())
-    scene.connect()
-    ready = scene.selector.select(0)
-    scene.watcher.stop()  # in the same turn of the loop
-    for key, _ in ready:
-        key.data()
-    assert not scene.turn()
-    assert scene.watcher.pid == 0
-    scene.close()
+async def test_one_is_started_when_a_rank_connects_and_not_before(no_leaks: None) -> None:
+    starter, given_up = Starter("sleep", "600"), list[str]()
+    kept = KeptForkserver({}, given_up.append, starter)
+    await asyncio.sleep(0.05)
+    assert (kept.pid, starter.started) == (0, [])
+    with connected(kept.address):
+        await until(starter, 1)
+        assert kept.pid == starter.started[0].pid
+    kept._listener.accept()[0].close()  # in place of a forkserver
+    starter.started[0].kill()
+    await kept.gone.wait()
+    await asyncio.sleep(0.05)
+    assert kept.pid == 0, "nobody waits for another one"
+    with connected(kept.address):
+        await until(starter, 2)
+        kept.kill()
+        await kept.gone.wait()
+    await asyncio.sleep(0.05)
+    assert (kept.pid, len(starter.started), given_up) == (0, 2, [])
+
+
+async def test_one_that_will_be_needed_is_started_at_once_and_after_each_end(no_leaks: None) -> None:
+    starter = Starter("sleep", "600")
+    kept = KeptForkserver({}, lambda reason: pytest.fail(reason), starter)
+    kept.need()
+    kept.need()
+    assert len(starter.started) == 1
+    starter.started[0].kill()
+    await until(starter, 2)
+    kept.kill()
+    await kept.gone.wait()
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_one_that_cannot_be_started_again_is_tried_again_and_given_up(
-    no_leaks: None, capfd: pytest.CaptureFixture[str], ahead: bool
-) -> None:
+async def test_one_that_cannot_be_started_again_is_tried_again_and_given_up(no_leaks: None, ahead: bool) -> None:
     """A machine that is out of processes for a moment costs no replica."""
-    spawner = Spawner(limit=1)
-    scene = Scene(spawner, ahead=ahead)
-    scene.connect()  # and nobody ever accepts it
-    assert ahead or scene.turn()
-    watcher = scene.watcher
-    assert watcher.pid == spawner.children[0].pid
-    scene.ready()
-    reason, tried = watcher.ended(spawner.reap()), 0
-    while not reason:
-        (due,) = watcher.wakes
-        assert watcher.on_time(due - 0.01) == ""
-        reason = watcher.on_time(due)
-        assert scene.turn() != ahead
-        reason, tried = reason or watcher.on_time(due), tried + 1
-    assert tried == TRIES - 1
+    starter = Starter(limit=1)
+    told: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+    servers = Forkservers(lambda *reason: told.set_result(reason), starter)
+    address = servers.address({}, ahead=ahead)
+    with connected(address):  # and nobody ever accepts it
+        async with asyncio.timeout(30):
+            where, reason = await told
+    assert where == address
     assert f"{TRIES} times" in reason
-    assert (watcher.wakes, watcher.pid) == ([], 0)
-    scene.close()
-    assert capfd.readouterr().err.count("cannot be started: ") == TRIES - 1
+    assert "cannot be started" in reason
+    assert len(starter.started) == 1
+    assert servers.address({}, ahead=False) != address, "the next replica gets another one"
+    await servers.aclose()
+
+
+async def test_replicas_share_one_unless_they_differ_in_what_is_read_at_the_start(no_leaks: None) -> None:
+    starter = Starter("sleep", "600")
+    servers = Forkservers(lambda *_: pytest.fail("given up"), starter)
+    first = servers.address({"A": "1", "LD_LIBRARY_PATH": "/x"}, ahead=True, identity="run")
+    assert servers.address({"B": "2", "LD_LIBRARY_PATH": "/x"}, ahead=True, identity="run") == first
+    second = servers.address({"LD_LIBRARY_PATH": "/y"}, ahead=True, identity="run")
+    assert second != first
+    assert [one["LD_LIBRARY_PATH"] for one in starter.environments] == ["/x", "/y"]
+    for environment in starter.environments:
+        assert "A" not in environment
+        assert MARK not in environment, "it belongs to no replica"
+        assert environment[NO_MARK] == "0" * 32
+        assert environment["REPLICAS_STATE_ID"] == "run"
+    servers.retain({second})
+    assert await asyncio.to_thread(starter.started[0].wait, 30) == -9
+    assert starter.started[1].poll() is None
+    await servers.aclose()
+    assert starter.started[1].returncode == -9
+
+
+def test_a_mark_fits_into_the_room_for_it() -> None:
+    assert len(NO_MARK) == len(MARK)
+    assert lasting({"HOME": "/", "PYTHONPATH": "/x", "LD_PRELOAD": "y"}) == {"PYTHONPATH": "/x", "LD_PRELOAD": "y"}

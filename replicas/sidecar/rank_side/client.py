@@ -3,12 +3,12 @@
 Theory of operation
 ===================
 
-A :class:`Forkserver` is the connection to a forkserver, a shim's or a helper process of
-the rank's own, and makes :class:`~replicas.sidecar.rank_side.handle.Sidecar` objects; a
-sidecar has one process group. All run on the asyncio loop of the session thread.
-Requests and replies are matched by number, so that a reply that comes after its caller
-gave up is dropped and never taken for another's. The end of a sidecar is detected by
-its pidfd, which no inherited socket delays.
+A :class:`Forkserver` is the connection to a forkserver, the node's or a helper process
+of the rank's own, and makes :class:`~replicas.sidecar.rank_side.handle.Sidecar`
+objects; a sidecar has one process group. All run on the asyncio loop of the session
+thread. Requests and replies are matched by number, so that a reply that comes after its
+caller gave up is dropped and never taken for another's. The end of a sidecar is
+detected by its pidfd, which no inherited socket delays.
 
 **Hung and frozen.** A sidecar whose group hangs still answers pings. It may be in
 native code without a timeout, so it is killed when it has not answered a request one
@@ -42,6 +42,7 @@ import tenacity
 
 from replicas.common import own_code
 from replicas.common.patience import PauseClock
+from replicas.linux import place
 from replicas.linux.processes import send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
@@ -82,11 +83,11 @@ class Forkserver:
         self._preforking: asyncio.Task[None] | None = None
         self._unanswered_since: float | None = None
         sock.setblocking(False)
-        own = os.pidfd_open(os.getpid())
+        fds = [os.pidfd_open(os.getpid()), *([] if process is not None else place.describe())]
         try:
-            wire.write_packet(sock, wire.Attach(secret), [own])
+            wire.write_packet(sock, wire.Attach(secret), fds)
         finally:
-            os.close(own)
+            wire.close_all(fds)
         self._pidfd = -1
         self._loop.add_reader(sock, self._read)
 
@@ -104,7 +105,7 @@ class Forkserver:
         return await cls._retrying(
             lambda: cls._connected(address, timeout_s),
             timeout_s,
-            # A shim binds its socket before its ranks start; a rank that finds its own
+            # An agent binds its socket before ranks start; a rank that finds its own
             # places may be early, and no event announces a new abstract socket.
             wait=tenacity.wait_exponential(multiplier=0.02, max=0.5, exp_base=1.3) + tenacity.wait_random(0, 0.01),
             stop=tenacity.stop_before_delay(timeout_s),
@@ -159,7 +160,7 @@ class Forkserver:
             raise
 
     async def _attached(self, remaining_s: float, timeout_s: float) -> Forkserver:
-        """Wait for the first answer, watching an own helper (a shim watches others)."""
+        """Wait for the first answer, watching an own helper (agents watch others)."""
         watch = None if self._process is None else StallWatch(self._process.pid, self._loop.time())
         try:
             async with asyncio.timeout(remaining_s):

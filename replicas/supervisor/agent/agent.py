@@ -194,6 +194,7 @@ class Agent:
                 await self._shims.empty.wait()
         self._shims.kill_all()
         await self._shims.empty.wait()  # what SIGKILL does not end now is swept again and again
+        await self._shims.aclose()
 
     # ------------------------------------------------------------ time
 

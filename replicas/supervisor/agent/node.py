@@ -162,12 +162,13 @@ class Node:
     def meet(self, host: str, port: int) -> None:
         self._order({"type": "rendezvous", "host": host, "port": port})
 
-    def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
+    def stop(self, timeout_s: float, *, stacks: bool = False, broken: str = "") -> None:
         """SIGTERM now, SIGKILL after ``timeout_s``; a later call can only shorten that.
 
         :param stacks: first save all stacks to their logs, which takes up to 3 s.
+        :param broken: why it cannot go on, if it is not to end as if it was asked to.
         """
-        self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks})
+        self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks, "broken": broken})
 
     async def stacks(self, timeout_s: float = 5.0) -> dict[str, str]:
         """Stacks by ``group/replica/rank``; none if the shim ends. TimeoutError."""

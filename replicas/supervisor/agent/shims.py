@@ -17,6 +17,7 @@ from typing import Any
 from replicas import environ
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent.containment import Containment
+from replicas.supervisor.agent.forkservers import Forkservers
 from replicas.supervisor.agent.messages import Plain, ShimState, Start
 from replicas.supervisor.agent.node import Node, base_environment
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, OtherRelease
@@ -90,6 +91,7 @@ class Shims:
     def __init__(self, containment: Containment, state_dir: Path, changed: Callable[[], None]) -> None:
         self._containment, self._state_dir, self._changed = containment, state_dir, changed
         self._shims: dict[str, _Shim] = {}
+        self._forkservers = Forkservers(self._cannot_sync)
         self.identity = ""
         """What the processes have as the id of their state folder."""
         self.address = ""
@@ -122,7 +124,7 @@ class Shims:
             return
         try:
             spec = self._localized(NodeSpec.of(order.spec))
-        except OtherRelease as error:
+        except (OtherRelease, OSError) as error:
             self._fail(_stub(order.spec), str(error))
             return
         shim = self._shims[nonce] = _Shim(spec)
@@ -151,6 +153,10 @@ class Shims:
         own |= {environ.STATE_ID: self.identity} if self.identity else {}
         own |= {environ.ENDPOINT: self.endpoint} if self.endpoint else {}
         env = {**base_environment(), **spec.env, **own}
+        self._forkservers.retain({shim.spec.env.get(environ.FORKSERVER, "") for shim in self._living()})
+        if spec.sidecars:
+            ahead = spec.sidecars == "ahead"
+            env[environ.FORKSERVER] = self._forkservers.address(env, ahead=ahead, identity=self.identity)
         return spec._replace(
             env=env,
             log_dir=str(folder),
@@ -164,6 +170,12 @@ class Shims:
             shim.stopping = True
             shim.node.stop(timeout_s, stacks=stacks)
             self._changed()
+
+    def _cannot_sync(self, forkserver: str, reason: str) -> None:
+        """Stop the replicas that cannot sync without this forkserver."""
+        for shim in self._living():
+            if shim.node is not None and shim.spec.env.get(environ.FORKSERVER) == forkserver:
+                shim.node.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
 
     def meet(self, nonce: str, host: str, port: int) -> None:
         if (node := self._node(nonce)) is not None and node.rendezvous is None:
@@ -213,6 +225,10 @@ class Shims:
         """Kill the shims that are left; their processes are swept."""
         for shim in self._living():
             self.kill(shim.spec.nonce)
+
+    async def aclose(self) -> None:
+        """End what serves the shims; call it when they are gone."""
+        await self._forkservers.aclose()
 
     def _living(self) -> list[_Shim]:
         return [shim for shim in self._shims.values() if shim.node is not None and not shim.node.gone.is_set()]

@@ -1,8 +1,8 @@
 """Log pump: the process that writes the output of a node's processes to log files.
 
-Each rank writes into two pipes of its own, stdout and stderr; torchrun and the
-forkserver into one each. Pipes, not files: a program must never meet a full disk, a
-rotation or a slow terminal. Two of them: half a line on one must not end up in the
+Each rank writes into two pipes of its own, stdout and stderr (its sidecars into the
+latter), and torchrun into one. Pipes, not files: a program must never meet a full disk,
+a rotation or a slow terminal. Two of them: half a line on one must not end up in the
 middle of a line on the other (the order of lines *between* the two is that of reading,
 to some milliseconds).
 

@@ -84,8 +84,6 @@ class PumpWatcher:
             self._add(f"rank {local}", name, 2, shown=True)
         if spec.launcher == "torchrun":
             self._add("torchrun", f"torchrun-{spec.node}", 1)
-        if spec.forkserver:
-            self._add("forkserver", f"forkserver-{spec.node}", 1)
 
     def _add(self, key: str, name: str, count: int, *, shown: bool = False) -> None:
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(count)]
@@ -97,7 +95,7 @@ class PumpWatcher:
         return tuple((self._writers[key][0], self._writers[key][1]) for key in self._writers if key.startswith("rank "))
 
     def streams(self, name: str) -> tuple[int, int]:
-        """stdout and stderr for ``rank 0``, ``torchrun`` or ``forkserver``."""
+        """stdout and stderr for ``rank 0`` or ``torchrun``."""
         writers = self._writers[name]
         return writers[0], writers[-1]
 
@@ -133,7 +131,7 @@ class PumpWatcher:
             self._words.popleft()
 
     def _key(self, name: str) -> str | None:
-        """Key of the log of ``torchrun``, ``forkserver`` or ``rank <RANK>``."""
+        """Key of the log of ``torchrun`` or ``rank <RANK>``."""
         for key, source in self._sources.items():
             if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import os
 import re
@@ -26,10 +27,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from replicas.linux.processes import Child, has_zombie, is_stopped, parents, signal_name, stat_fields
+from replicas.linux.processes import Child, has_zombie, is_below, is_stopped, signal_name, stat_fields
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
 
-__all__ = ["STOPPED_S", "Death", "DeathWatch", "StoppedWatch", "exit_report"]
+__all__ = ["STOPPED_S", "Death", "DeathWatch", "Ends", "StoppedWatch", "exit_report"]
 
 RECENT_S = 60.0
 """How long before the main process a process may have died to be named, in seconds."""
@@ -63,28 +64,25 @@ class Death(NamedTuple):
 
 
 class DeathWatch:
-    """Watches the processes ``pids``, but not ``helpers`` or their children."""
+    """Watches those of the processes ``pids`` that are below this one."""
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
         pids: Callable[[], Iterable[int]],
-        helpers: Callable[[], frozenset[int]],
         now: Callable[[], float],
     ) -> None:
         self._selector = selector
         self._pids = pids
-        self._helpers = helpers
         self._now = now
         self._watched: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._deaths: list[Death] = []
 
     def look(self) -> None:
-        helpers = self._helpers()
         for pid in self._pids():
             known = pid in self._names or len(self._watched) >= _MAX_WATCHED
-            if not known and helpers.isdisjoint((pid, *parents(pid)[:1])):
+            if not known and is_below(pid, os.getpid()):  # sidecars are not
                 self._watch(pid)
 
     def _watch(self, pid: int) -> None:
@@ -110,6 +108,28 @@ class DeathWatch:
         since, those = self._now() - RECENT_S, frozenset(before)
         recent = itertools.takewhile(lambda one: one.pid not in those, (d for d in self._deaths if d.at >= since))
         return next((one for one in recent if one.signum in _CRASHES), None)
+
+
+class Ends:
+    """Wakes a loop when processes end that are not children of this one."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._awaited: dict[int, int] = {}
+
+    def all_over(self, pids: Iterable[int]) -> bool:
+        """Whether there is none of them; else the loop is woken by each end."""
+        there = frozenset(pids)
+        for pid in there - self._awaited.keys():
+            with contextlib.suppress(OSError):  # it has ended
+                pidfd = self._awaited[pid] = os.pidfd_open(pid)
+                self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._forget, pid))
+        return not there
+
+    def _forget(self, pid: int) -> None:
+        pidfd = self._awaited.pop(pid)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
 
 
 def _killed_by(pid: int, pidfd: int) -> int:

@@ -19,7 +19,6 @@ from replicas.core.lives.leases import UNHEARD_S
 from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Share
 from replicas.linux.processes import MARK
-from replicas.linux.sockets import SocketAddress
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains
 from replicas.supervisor.state.run_state import ProcessRecord, ShimRecord
@@ -265,15 +264,16 @@ def wants_tee(logs: LogsConfig) -> bool:
     return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
 
 
-def _needs_sidecars(config: Config, group: str) -> bool:
-    """Whether ranks of the group will probably use sidecars: not if they share memory.
+def _sidecars(host: Host, group: str) -> str:
+    """When ranks of the group need sidecars: probably never if they share memory.
 
     Members on other machines could not reach a store that listens on loopback.
     """
-    if not is_loopback(config.store.bind):
-        return True
-    channels = (one for one in config.channels.values() if group in one.groups)
-    return any(one.peers or one.transport != "auto" or one.staging != "host" for one in channels)
+    if not host.on_channel(group):
+        return ""
+    channels = (one for one in host.config.channels.values() if group in one.groups)
+    soon = any(one.peers or one.transport != "auto" or one.staging != "host" for one in channels)
+    return "ahead" if soon or not is_loopback(host.config.store.bind) else "later"
 
 
 def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:
@@ -281,10 +281,6 @@ def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node
     nonce = secrets.token_hex(16)
     folder = str(host.state.log_dir(group.name, index, generation))
     shared = {**host.environment(), environ.LOG_DIR: folder, MARK: nonce}
-    forkserver = ""
-    if host.on_channel(group.name):  # its address: the name is public, and independent of the mark
-        forkserver = str(SocketAddress(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16)))
-        shared[environ.FORKSERVER] = forkserver
     shared |= host.share(group.name, index, node)
     env = rank_environment(group, index, generation, replicas=host.size(group.name), shared=shared)
     return NodeSpec(
@@ -302,8 +298,7 @@ def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node
         log_dir=folder,
         stop_timeout_s=group.stop_timeout_s,
         nonce=nonce,
-        forkserver=forkserver,
-        forkserver_ahead=_needs_sidecars(host.config, group.name),
+        sidecars=_sidecars(host, group.name),
         rendezvous_timeout_s=group.health.start_timeout_s,
         log_max_nbytes=host.config.logs.max_nbytes,
         log_keep=host.config.logs.keep,

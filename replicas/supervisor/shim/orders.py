@@ -3,15 +3,15 @@
 A message is one JSON object, a packet of a SOCK_SEQPACKET socketpair.
 
 Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for
-nodes other than 0), ``stop`` (with ``stacks``: after they have been saved), ``stacks``,
-``ping`` (``until``: the shim's lease, in seconds of the monotonic clock;
-``patience_s``: how long it goes on without another ping). Shim → supervisor:
-``started`` (pid of the main process), ``rendezvous`` (of node 0), ``ended`` (an
-:class:`ExitReport`: the main process is gone), ``gone`` (no process is left), ``pong``,
-``stacks`` (rank, pid and text of each), ``belongings`` (resources of its processes,
-:mod:`replicas.supervisor.cleanup.inventory`), ``dropped`` (a :class:`LogLoss`),
-``remains`` (a :class:`Remains`). Between shim and launcher: ``start``, ``rendezvous``
-and ``report``.
+nodes other than 0), ``stop`` (with ``stacks``: after they have been saved; with
+``broken``: why it cannot go on), ``stacks``, ``ping`` (``until``: the shim's lease, in
+seconds of the monotonic clock; ``patience_s``: how long it goes on without another
+ping). Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of node
+0), ``ended`` (an :class:`ExitReport`: the main process is gone), ``gone`` (no process
+is left), ``pong``, ``stacks`` (rank, pid and text of each), ``belongings`` (resources
+of its processes, :mod:`replicas.supervisor.cleanup.inventory`), ``dropped`` (a
+:class:`LogLoss`), ``remains`` (a :class:`Remains`). Between shim and launcher:
+``start``, ``rendezvous`` and ``report``.
 
 Standard library only, and no dataclasses: they would take a fifth of a shim's start-up
 time.
@@ -83,9 +83,8 @@ class NodeSpec(NamedTuple):
 
     :param nonce: random mark of this shim and of all processes started under it.
     :param env: the whole environment of the replica's processes.
-    :param forkserver: its :class:`replicas.linux.sockets.SocketAddress` as text; empty
-        for none.
-    :param forkserver_ahead: start it with the ranks, not when one needs it.
+    :param sidecars: when its ranks need any: ``ahead`` (soon), ``later`` (perhaps), or
+        never (empty).
     :param cgroup: path of the control group in which its processes start; empty for
         none.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
@@ -115,8 +114,7 @@ class NodeSpec(NamedTuple):
     log_dir: str
     stop_timeout_s: float
     nonce: str
-    forkserver: str = ""
-    forkserver_ahead: bool = False
+    sidecars: str = ""
     cgroup: str = ""
     local_addr: str = "127.0.0.1"
     rendezvous_timeout_s: float = 300.0

@@ -1,11 +1,10 @@
 """The phases of a shim, as a table of inputs and actions.
 
-*Running*: the forkserver and the main process (torchrun's launcher, or the program
-itself). *Stopping*: the end of the main process was requested, by an order, a signal or
-the supervisor's death. *Ended* (by itself) or *stopped*: the log pump still reads its
-last output, for the exit report. *Sweeping*: the report is sent, and the remaining
-processes are being ended. *Closing*: only the log pump is left; it gets no more input,
-and ends.
+*Running*: the main process (torchrun's launcher, or the program itself). *Stopping*:
+the end of the main process was requested, by an order, a signal or the supervisor's
+death. *Ended* (by itself) or *stopped*: the log pump still reads its last output, for
+the exit report. *Sweeping*: the report is sent, and the remaining processes are being
+ended. *Closing*: only the log pump is left; it gets no more input, and ends.
 
 :attr:`Phases.kill_at` is the time of SIGKILL to the whole tree, at intervals from then
 on. The first stop sets it, and another one may only advance it: what remains after the
@@ -35,9 +34,7 @@ The end of a child wakes the shim in any case."""
 
 Phase = Literal["running", "stopping", "ended", "stopped", "sweeping", "closing", "over"]
 Input = Literal["stop", "main_ended", "output_read", "not_started", "empty", "logs_read"]
-Action = Literal[
-    "take_inventory", "retire_forkserver", "end_main", "read_output", "report", "report_stop", "end_all", "close_logs"
-]
+Action = Literal["take_inventory", "end_main", "read_output", "report", "report_stop", "end_all", "close_logs"]
 
 PHASES: Table[Phase, Input] = Table(
     "a shim",
@@ -52,11 +49,11 @@ PHASES: Table[Phase, Input] = Table(
     },
 )
 ACTIONS: Mapping[tuple[Phase, Input], tuple[Action, ...]] = {
-    ("running", "stop"): ("take_inventory", "retire_forkserver", "end_main"),
+    ("running", "stop"): ("take_inventory", "end_main"),
     ("running", "main_ended"): ("read_output",),
     ("running", "not_started"): ("end_all",),
     ("stopping", "main_ended"): ("read_output",),
-    ("ended", "stop"): ("take_inventory", "retire_forkserver"),
+    ("ended", "stop"): ("take_inventory",),
     ("ended", "output_read"): ("report", "end_all"),
     ("stopped", "output_read"): ("report_stop", "end_all"),
     ("sweeping", "empty"): ("close_logs",),

@@ -7,13 +7,14 @@ shim is a subreaper, so every process that a rank forks, double-forks or puts in
 session of its own stays below it. One thread, one loop over a selector, in the phases
 of :mod:`replicas.supervisor.shim.phases`:
 
-* *running*: the forkserver is restarted when it dies or freezes. A torchrun that is
-  stopped (SIGSTOP) when a rank dies would never report it, and is killed.
+* *running*: a torchrun that is stopped (SIGSTOP) when a rank dies would never report
+  it, and is killed.
 * *stopping*: if the ranks are reported stuck, their stacks are saved first. Then
   SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
 * *sweeping*: the exit report is sent; SIGTERM to the remaining processes, then SIGKILL,
-  again and again until this process has no child but the log pump, and the control
-  group is empty. Processes that take long to die are named (``remains``). Python's
+  again and again until this process has no child but the log pump, the control group is
+  empty, and no process has the shim's mark: sidecars are children of the node's
+  forkserver. Processes that take long to die are named (``remains``). Python's
   resource trackers are killed last, as they unlink the files that the others have left
   in /dev/shm. When the pump has ended as well, ``gone`` is sent.
 
@@ -54,17 +55,26 @@ from pathlib import Path
 
 from replicas import __version__
 from replicas.linux import cgroups, inherited, private
-from replicas.linux.processes import Child, become_subreaper, command_line, descendants, own_children, signal_own
+from replicas.linux.processes import (
+    Child,
+    become_subreaper,
+    command_line,
+    descendants,
+    marked,
+    own_children,
+    signal_marked,
+    signal_own,
+)
 from replicas.supervisor.cleanup.inventory import Belongings, Stocktaking
 from replicas.supervisor.cleanup.sweeping import Grace, kill_group
 from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.deaths import DeathWatch, StoppedWatch, exit_report
+from replicas.supervisor.shim.deaths import DeathWatch, Ends, StoppedWatch, exit_report
 from replicas.supervisor.shim.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
 from replicas.supervisor.shim.lease import Lease
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains, note
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
-from replicas.supervisor.shim.starting import ForkserverWatcher, Starter
+from replicas.supervisor.shim.starting import Starter
 
 __all__ = ["ORPHAN_GRACE_S", "Shim", "main"]
 
@@ -87,15 +97,15 @@ class Shim:
         self._cgroup = Path(spec.cgroup) if spec.cgroup else None
         self._logs = PumpWatcher(spec, self._selector, tee, lambda loss: self._tell(loss.message()))
         self._starter = Starter(spec, self._logs)
-        self._forkserver = ForkserverWatcher(self._starter.forkserver, self._selector, ahead=spec.forkserver_ahead)
         self._main: Child | None = None
         self._launcher: socket.socket | None = None
         self._stopped: StoppedWatch | None = None
         self._report: ExitReport | None = None
         self._broken = ""
-        self._stock = Stocktaking(self._own, time.monotonic())
+        self._stock = Stocktaking(self._with_sidecars, time.monotonic())
         self._stacks = Stacks(Path(spec.log_dir), self._save_stacks)
-        self._deaths = DeathWatch(self._selector, self._own, self._helpers, time.monotonic)
+        self._deaths = DeathWatch(self._selector, self._own, time.monotonic)
+        self._others = Ends(self._selector)
         self._phases = Phases()
         self._childless = False
         self._lease = Lease(time.monotonic(), spec.lease_until, spec.patience_s)
@@ -142,6 +152,7 @@ class Shim:
         if message["type"] == "stop":
             with orders.reading("stop"):
                 timeout_s = float(message["timeout_s"])
+                self._broken = self._broken or str(message.get("broken", ""))
             self._stop(timeout_s, stacks=bool(message.get("stacks")))
         elif message["type"] == "stacks":
             self._show_stacks()
@@ -219,8 +230,6 @@ class Shim:
     def _start(self) -> None:
         try:
             self._logs.start()
-            if self.spec.forkserver:
-                self._forkserver.begin(self._starter.listener())
             if self.spec.launcher == "torchrun":
                 self._main, self._launcher = self._starter.launcher()
                 self._stopped = StoppedWatch(self._main.pid)
@@ -238,8 +247,8 @@ class Shim:
             return cgroups.members(self._cgroup)
         return [pid for pid in descendants(os.getpid()) if pid != self._logs.pid]
 
-    def _helpers(self) -> frozenset[int]:
-        return frozenset((self._logs.pid, self._forkserver.pid))
+    def _with_sidecars(self) -> set[int]:
+        return {*self._own(), *(() if self._cgroup is not None else marked(self.spec.nonce))} - {self._logs.pid}
 
     def _reap(self) -> None:
         while True:
@@ -257,16 +266,8 @@ class Shim:
                 self._hear_launcher_out()
                 self._stacks.finish(time.monotonic())
                 self._take("main_ended")
-            elif pid == self._forkserver.pid:
-                self._without_forkserver(self._forkserver.ended(code))
             elif pid == self._logs.pid:
                 self._logs.ended(code)
-
-    def _without_forkserver(self, reason: str) -> None:
-        """Stop the replica, which cannot sync without a forkserver."""
-        if reason:
-            self._broken = f"the sidecar forkserver of node {self.spec.node} {reason}"
-            self._stop(self.spec.stop_timeout_s)
 
     # ------------------------------------------------------------ ending
 
@@ -283,8 +284,6 @@ class Shim:
             match action:
                 case "take_inventory":
                     self._tell_stock(self._stock.last_time(time.monotonic()))
-                case "retire_forkserver":
-                    self._forkserver.stop()
                 case "end_main" if self._main is not None:
                     self._main.signal(signal.SIGTERM)
                 case "read_output":
@@ -294,7 +293,6 @@ class Shim:
                 case "end_all":
                     signal_own(signal.SIGTERM, but=frozenset({self._logs.pid}))  # before a peer's death makes them fail
                     self._tell_stock(self._stock.last_time(time.monotonic()))
-                    self._forkserver.kill()
                 case "close_logs":
                     self._logs.close()
 
@@ -339,7 +337,6 @@ class Shim:
         if self._lease.over(now):
             note("nothing was heard of the agent in time: ending")
             self._stop(ORPHAN_GRACE_S)
-        self._without_forkserver(self._forkserver.on_time(now))
         if self._stopped is not None and self._main is not None and self._main_runs and self._stopped.blind(now):
             self._stopped = None
             self._broken = f"torchrun of node {self.spec.node} was stopped when a rank died, and did not see it"
@@ -361,14 +358,20 @@ class Shim:
         if self._cgroup is not None:
             kill_group(self._cgroup, cgroups.members(self._cgroup), spared)
         left = signal_own(signal.SIGKILL, but=spared)
+        if self._childless_but_for_logs():  # what is left are others' children
+            left += signal_marked(self.spec.nonce, signal.SIGKILL, but=spared)
         if self._phases.killed(now) and left:
             processes = tuple((pid, command_line(pid)) for pid in left)
             self._tell(Remains(since=self._killing_since, processes=processes).message())
 
     def _empty(self) -> bool:
         """True if no process of the replica runs any more. In a sweep, none starts."""
-        childless = self._childless or set(own_children()) <= {self._logs.pid}
-        return childless and (self._cgroup is None or not cgroups.members(self._cgroup))
+        if not self._childless_but_for_logs() or (self._cgroup is not None and cgroups.members(self._cgroup)):
+            return False
+        return self._others.all_over(pid for pid in marked(self.spec.nonce) if pid != self._logs.pid)
+
+    def _childless_but_for_logs(self) -> bool:
+        return self._childless or set(own_children()) <= {self._logs.pid}
 
     @property
     def _main_runs(self) -> bool:
@@ -378,7 +381,6 @@ class Shim:
         times = [
             self._phases.kill_at,
             self._lease.wakes,
-            *self._forkserver.wakes,
             *self._logs.wakes,
             *self._stacks.wakes,
         ]

@@ -1,0 +1,65 @@
+"""Make a forked process one of its client's, though another program has started it.
+
+A forkserver serves all ranks of its node. A sidecar that it forks gets the environment
+and the output of the rank it is for, enters that one's control group, so that it counts
+within the replica's limits, and bears its mark, by which it is found whoever was killed
+or frozen. What a process reads only while it starts (``LD_LIBRARY_PATH``) cannot be
+changed later: a node has a forkserver for each set of such variables
+(:func:`lasting`). Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from replicas.linux import cgroups
+from replicas.linux.processes import MARK, bear_mark
+
+__all__ = ["describe", "lasting", "take"]
+
+_LASTING = ("GLIBC_", "LD_", "MALLOC_", "PYTHON", "TORCH_")
+_MAX_NBYTES = 16 << 20
+
+
+def lasting(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the loader, Python or torch read only while they start."""
+    return {name: value for name, value in environment.items() if name.startswith(_LASTING)}
+
+
+def describe() -> list[int]:
+    """Descriptors of this process's stderr and of a file with its environment."""
+    try:
+        output = os.dup(2)
+    except OSError:  # it is closed
+        output = os.open(os.devnull, os.O_WRONLY)
+    environment = os.memfd_create("environment")
+    with os.fdopen(os.dup(environment), "wb") as file:
+        file.write(b"\0".join(name + b"=" + value for name, value in os.environb.items()))
+    return [output, environment]
+
+
+def take(pidfd: int, output: int, environment: int) -> None:
+    """Take the place beside the process of ``pidfd`` that these descriptors describe.
+
+    :raises ValueError: that one has a mark, and this process no room for it.
+    """
+    _enter_group_of(pidfd)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    entries = (entry.partition(b"=") for entry in os.pread(environment, _MAX_NBYTES, 0).split(b"\0"))
+    variables = {name: value for name, equals, value in entries if name and equals}
+    if MARK.encode() in variables:
+        bear_mark(variables[MARK.encode()].decode())  # the room for it is found by its name
+    os.environb.clear()
+    os.environb.update(variables)
+
+
+def _enter_group_of(pidfd: int) -> None:
+    """Enter the control group of a process, where there are any and we may."""
+    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+    pid = next((line.split()[1] for line in lines if line.startswith("Pid:")), "0")
+    with contextlib.suppress(OSError):  # its mark tells whose it is, too; if the other one is gone, this one follows
+        cgroups.enter(cgroups.own_group(Path("/proc") / pid), os.getpid())

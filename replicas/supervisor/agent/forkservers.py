@@ -1,0 +1,241 @@
+"""Keep the sidecar forkserver of a node running, from when it is needed.
+
+A forkserver holds some 150 MB and takes seconds to load torch, so a node has one, for
+the ranks of all replicas. Where ranks will need it, it is started with them, ahead of
+that. Where they probably never will, because all members share memory, the agent
+listens on its socket, and starts it when the first rank has connected; the rank waits
+for its answer. (systemd does so with a service's socket.) Ranks whose environment
+differs in what a process reads only while it starts have one of their own
+(:func:`replicas.linux.place.lasting`); one that no replica on the node uses any more
+is ended when the next replica starts.
+
+A forkserver that died, or could not be started for lack of processes, is started again
+in the same way, but later each time. One that froze (SIGSTOP), or stalls while it
+should load torch, is killed and thus replaced; it counts as starting until its first
+byte on the *ready* pipe (:mod:`replicas.linux.stalls`). A hang after that shows when a
+rank asks it to fork: the rank then kills it. After ``TRIES`` starts, each within a
+minute of the one before, its replicas cannot sync, and are ended.
+
+A death signal ends it with its agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Callable, Collection, Mapping
+
+from replicas import environ
+from replicas.common import own_code
+from replicas.common.backoff import Backoff
+from replicas.common.child import ChildLife
+from replicas.linux.place import lasting
+from replicas.linux.processes import Child, python_module, room_for_mark
+from replicas.linux.sockets import SocketAddress
+from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
+from replicas.supervisor.agent.node import base_environment
+
+__all__ = ["TRIES", "Forkservers", "KeptForkserver", "start_forkserver"]
+
+log = logging.getLogger("replicas.agent")
+
+TRIES = 8
+AGAIN = Backoff(0.1, 6.4)
+Starter = Callable[[Mapping[str, str], int, int], subprocess.Popen[bytes]]
+
+
+def start_forkserver(environment: Mapping[str, str], listener: int, ready: int) -> subprocess.Popen[bytes]:
+    """Start a forkserver on a socket that listens; its output is that of this process.
+
+    :param ready: descriptor to which it writes when it is ready.
+    """
+    options = ("--listener", str(listener), "--ready", str(ready))
+    return subprocess.Popen(
+        python_module("replicas.sidecar.forkserver", *options),
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        stderr=2,
+        pass_fds=(listener, ready),
+        start_new_session=True,
+    )
+
+
+class Forkservers:
+    """The forkservers of a node, by their addresses. For the event loop's thread only.
+
+    :param broken: called with an address, and the reason, when ranks that have that
+        address cannot sync.
+    """
+
+    def __init__(self, broken: Callable[[str, str], None], start: Starter = start_forkserver) -> None:
+        self._broken, self._start = broken, start
+        self._kept: dict[tuple[tuple[str, str], ...], KeptForkserver] = {}
+
+    def address(self, environment: Mapping[str, str], *, ahead: bool, identity: str = "") -> str:
+        """The address for ranks with this environment.
+
+        :param ahead: start it now, unless it runs.
+        :param identity: of the state folder, if any.
+        :raises OSError: its socket cannot be bound.
+        """
+        own = lasting(environment)
+        key = (("", identity), *sorted(own.items()))
+        if key not in self._kept:
+            own |= {environ.STATE_ID: identity} if identity else {}
+            self._kept[key] = KeptForkserver(own, lambda reason: self._given_up(key, reason), self._start)
+        if ahead:
+            self._kept[key].need()
+        return self._kept[key].address
+
+    def retain(self, addresses: Collection[str]) -> None:
+        """End those of other addresses."""
+        for key, one in list(self._kept.items()):
+            if one.address not in addresses:
+                self._kept.pop(key).kill()
+
+    async def aclose(self) -> None:
+        """End all, and wait for their ends."""
+        kept = list(self._kept.values())
+        self.retain(())
+        for one in kept:
+            await one.gone.wait()
+
+    def _given_up(self, key: tuple[tuple[str, str], ...], reason: str) -> None:
+        one = self._kept.pop(key)
+        one.kill()
+        self._broken(one.address, reason)
+
+
+class KeptForkserver:
+    """One forkserver, at once or from the first connection on.
+
+    :param environment: its own variables, beyond those of this process.
+    :param given_up: called, once, with the reason if it is not started again.
+    :ivar gone: set while no process of it runs.
+    :raises OSError: its socket cannot be bound.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str], given_up: Callable[[str], None], start: Starter = start_forkserver
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._popen_with, self._given_up = start, given_up
+        address = SocketAddress(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
+        self.address = str(address)
+        self._environment = {**base_environment(), **environment, environ.FORKSERVER: self.address}
+        self._environment |= room_for_mark()
+        self._ahead = False
+        self._child: Child | None = None
+        self._ready: int | None = None
+        self._watch: StallWatch | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._life = ChildLife(AGAIN, tries=TRIES, look_interval_s=LOOK_INTERVAL_S)
+        self.gone = asyncio.Event()
+        self.gone.set()
+        self._listener = address.listen()  # its name is never free, not even between two forkservers
+        self._listen()
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._child is None or self._child.code is not None else self._child.pid
+
+    def need(self) -> None:
+        """Start it, now and after each end, without waiting for a connection."""
+        if not self._ahead:
+            self._ahead = True
+            if self._life.state == "waiting" and not self._life.wakes:
+                self._begin()
+
+    def kill(self) -> None:
+        """End it for good."""
+        self._life.stop()
+        self._deafen()
+        self._forget_readiness()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._begin)
+
+    def _deafen(self) -> None:
+        self._loop.remove_reader(self._listener)
+
+    def _begin(self) -> None:
+        """Start it; if that fails, try it again, later."""
+        self._deafen()
+        self._forget_readiness()  # of the one before
+        now = self._loop.time()
+        self._life.start(now)
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        try:
+            environment = own_code.findable(self._environment)
+            self._child = Child(self._popen_with(environment, self._listener.fileno(), writer))
+        except OSError as error:
+            os.close(reader)
+            self._ended(f"cannot be started ({error}), or died,")
+            return
+        finally:
+            os.close(writer)
+        self.gone.clear()
+        self._ready = reader
+        self._watch = StallWatch(self._child.pid, now)
+        self._loop.add_reader(reader, self._forget_readiness)
+        self._loop.add_reader(self._child.pidfd, self._reap)
+        self._schedule()
+
+    def _reap(self) -> None:
+        assert self._child is not None
+        self._loop.remove_reader(self._child.pidfd)
+        self._child.ended(self._child.popen.wait())
+        self.gone.set()
+        self._ended("died")
+
+    def _ended(self, how: str) -> None:
+        if self._life.state == "leaving":
+            self._life.ended(self._loop.time())
+        elif self._life.ended(self._loop.time()):
+            self._given_up(f"{how} {TRIES} times")
+        else:
+            log.warning("the sidecar forkserver %s", how.removesuffix(", or died,"))
+            self._schedule()
+
+    def _schedule(self) -> None:
+        """Come back when the life of the child has something to do."""
+        if self._timer is not None:
+            self._timer.cancel()
+        wakes = self._life.wakes
+        self._timer = self._loop.call_at(min(wakes), self._on_time) if wakes else None
+
+    def _on_time(self) -> None:
+        match self._life.on_time(self._loop.time()):
+            case "start":
+                (self._begin if self._ahead else self._listen)()
+            case "look":
+                self._look()
+        if self._life.state != "over":
+            self._schedule()
+
+    def _look(self) -> None:
+        assert self._child is not None
+        assert self._watch is not None
+        reason = self._watch.look(self._loop.time(), starting=self._life.state == "starting")
+        if reason:
+            log.warning("the forkserver, process %d, %s: it is killed", self._child.pid, reason)
+            self._life.give_up()
+            self._child.signal(signal.SIGKILL)
+
+    def _forget_readiness(self) -> None:
+        """It has loaded torch, or is gone."""
+        self._life.ready()
+        if self._ready is not None:
+            self._loop.remove_reader(self._ready)
+            os.close(self._ready)
+            self._ready = None
