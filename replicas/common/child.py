@@ -4,7 +4,8 @@
 that it is ready, then *up*; its owner looks at it in both. One that stalls is *dying*:
 it was sent SIGKILL. After its end, or a start that failed, the next start waits longer
 each time, unless the process had lived for a while; too many in a row, and it is
-*over*. One that is not to be started again is *leaving* until it ends.
+*over*. One that is not to be started again is *leaving* until it ends. A sidecar, which
+others replace, has one start.
 
 Pure: :class:`ChildLife` gets the time as an argument and does nothing itself. The owner
 starts, asks and kills the process, tells what has happened, and does what
@@ -39,14 +40,15 @@ CHILD: Table[ChildState, ChildEvent] = Table(
 class ChildLife:
     """One child's place in :data:`CHILD`, and when to look at it or start it again.
 
-    :param again: delay of the next start, by the number of starts in a row.
+    :param again: delay of the next start, by the number of starts in a row; None: there
+        is none.
     :param steady_s: the end of one that lived longer is the first of a row.
     :param tries: starts in a row after which it is over; 0: never.
     :ivar starts: number of starts in this row.
     """
 
     def __init__(
-        self, again: Backoff, *, steady_s: float = 60.0, tries: int = 0, look_interval_s: float | None = None
+        self, again: Backoff | None, *, steady_s: float = 60.0, tries: int = 0, look_interval_s: float | None = None
     ) -> None:
         self.state: ChildState = "waiting"
         self.starts = 0
@@ -96,11 +98,12 @@ class ChildLife:
         if now - self._began > self._steady_s:
             self.starts = 1
         self._step("ended")
-        if self.state == "waiting" and self.starts == self._tries:
+        again = again or self._again
+        if self.state == "waiting" and (again is None or self.starts == self._tries):
             self._step("too_often")
             return True
-        if self.state == "waiting":
-            self._due = now + (again or self._again).after(self.starts - 1)
+        if self.state == "waiting" and again is not None:
+            self._due = now + again.after(self.starts - 1)
         return False
 
     def stop(self) -> None:

@@ -4,14 +4,14 @@ A process that was stopped, starved or moved to another machine looks late at wh
 watches: signs of life may lie unread, and the watched process was perhaps paused with
 it. So nobody is judged by time in which this process did not run. There is one rule: a
 look that comes more than ``slack_s`` after it was due means a pause. Then a
-:class:`Patience` begins anew, and an owner of many deadlines extends them by what
-:meth:`PauseClock.look` returns. Times are of any one steady clock, in seconds. Standard
-library only.
+:class:`Patience` or :class:`Silence` begins anew, and an owner of many deadlines
+extends them by what :meth:`PauseClock.look` returns. Times are of any one steady clock,
+in seconds. Standard library only.
 """
 
 from __future__ import annotations
 
-__all__ = ["PAUSE_S", "Patience", "PauseClock"]
+__all__ = ["PAUSE_S", "Patience", "PauseClock", "Silence"]
 
 PAUSE_S = 1.0
 """A look later than this, in seconds, means a pause: a busy machine is not so late."""
@@ -44,3 +44,41 @@ class Patience:
             self._since = now if so else None
         self._clock.due = now + self._interval_s
         return 0.0 if self._since is None else now - self._since
+
+
+class Silence:
+    """Measures for how long a question to another process has had no answer.
+
+    :param due: of the first look; then its owner sets ``due``, of the next one.
+    """
+
+    def __init__(self, due: float, slack_s: float = PAUSE_S) -> None:
+        self._clock = PauseClock(due, slack_s)
+        self._asked_at: float | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a question has no answer yet."""
+        return self._asked_at is not None
+
+    @property
+    def due(self) -> float:
+        return self._clock.due
+
+    @due.setter
+    def due(self, due: float) -> None:
+        self._clock.due = due
+
+    def ask(self, now: float) -> None:
+        """Note that a question was sent; the first one counts until it is answered."""
+        if self._asked_at is None:
+            self._asked_at = now
+
+    def answered(self) -> None:
+        self._asked_at = None
+
+    def lasts(self, now: float) -> float:
+        """Look; return for how many seconds no answer has come; 0: none is due."""
+        if self._clock.look(now) and self._asked_at is not None:
+            self._asked_at = now
+        return 0.0 if self._asked_at is None else now - self._asked_at

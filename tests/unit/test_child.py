@@ -82,3 +82,14 @@ def test_one_that_is_due_may_be_started_when_it_is_needed() -> None:
     assert (life.wakes, life.on_time(150.0)) == ([], "")
     life.start(200.0)
     assert life.state == "starting"
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_one_that_others_replace_has_one_start(given_up: bool) -> None:
+    life = ChildLife(None)
+    life.start(0.0)
+    life.ready()
+    if given_up:
+        life.give_up()
+    assert life.ended(100.0)
+    assert (life.state, life.wakes) == ("over", [])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.common.patience import PauseClock
+from replicas.common.patience import Silence
 from replicas.control.access import without_output
 from replicas.linux.processes import Child
 from replicas.supervisor.agent.node import Node
@@ -195,9 +195,9 @@ def test_a_report_that_was_lost_on_its_way_is_in_its_file(tmp_path: Path) -> Non
 def test_a_shim_is_silent_for_as_long_as_it_does_not_answer_but_for_our_own_pauses() -> None:
     """Looked at each second, a little late."""
     node = Node.__new__(Node)
-    node.report = node.lease_until = node._told_until = node._asked_at = node._control = None
+    node.report = node.lease_until = node._told_until = node._control = None
     node._answered_at = node.patience_s = 0.0
-    node._clock = PauseClock(1.0)
+    node._silence = Silence(1.0)
     assert [node.silent_s(at) for at in (1.01, 2.02, 3.03)] == pytest.approx([0.0, 1.01, 2.02])
-    assert node.silent_s(10.03) == pytest.approx(3.02), "six of these seven seconds nobody looked"
-    assert node.silent_s(11.03) == pytest.approx(4.02)
+    assert node.silent_s(10.03) == 0.0, "for six seconds nobody looked"
+    assert node.silent_s(11.03) == pytest.approx(1.0)

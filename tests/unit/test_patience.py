@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from replicas.common.patience import PAUSE_S, Patience, PauseClock
+from replicas.common.patience import PAUSE_S, Patience, PauseClock, Silence
 from replicas.integrations import engine_server
 from replicas.integrations.engine_server import HEALTH_TIMEOUT_S, EngineServer, Health
 from replicas.supervisor.logs.pump_watcher import STUCK_S, PumpWatcher
@@ -55,6 +55,22 @@ def pump(tmp_path: Path) -> Iterator[PumpWatcher]:
         process.kill()
         for pipe in (*watcher._readers(), *watcher.streams("rank 0")):
             os.close(pipe)
+
+
+def test_a_silence_counts_from_the_oldest_question_and_anew_after_a_pause() -> None:
+    silence = Silence(1.0)
+    assert silence.lasts(1.0) == 0.0
+    silence.due = 2.0
+    silence.ask(1.0)
+    silence.ask(1.5)
+    assert silence.lasts(2.0) == 1.0
+    silence.due = 3.0
+    assert silence.lasts(10.0) == 0.0, "a pause"
+    silence.due = 11.0
+    assert silence.lasts(11.0) == 1.0
+    silence.answered()
+    assert not silence.asked
+    assert silence.lasts(11.0) == 0.0
 
 
 def test_a_pump_is_not_killed_for_a_pause_of_its_shim(pump: PumpWatcher, capfd: pytest.CaptureFixture[str]) -> None:

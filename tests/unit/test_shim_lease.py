@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from replicas.common.patience import PauseClock
+from replicas.common.patience import Silence
 from replicas.core.lives.leases import FROZEN_S, local_patience_s
 from replicas.supervisor.agent.node import Node
 from replicas.supervisor.shim import orders
@@ -71,9 +71,9 @@ class Told(Node):
     """A node that keeps what its shim is told; ``reads``: whether that is taken."""
 
     def __init__(self) -> None:
-        self.report = self.lease_until = self._told_until = self._asked_at = None
+        self.report = self.lease_until = self._told_until = None
         self._answered_at = self.patience_s = 0.0
-        self._clock = PauseClock(1.0)
+        self._silence = Silence(1.0)
         self.told: list[orders.Message] = []
         self.reads = True
 
@@ -87,7 +87,8 @@ class Told(Node):
         return [{key: value for key, value in one.items() if key != "type"} for one in self.told]
 
     def answers(self, now: float) -> None:
-        self._asked_at, self._answered_at = None, now
+        self._silence.answered()
+        self._answered_at = now
 
 
 def test_each_ping_says_how_long_the_shim_may_go_on() -> None:

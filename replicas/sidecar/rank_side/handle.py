@@ -28,7 +28,8 @@ import msgspec
 import torch
 
 from replicas import errors
-from replicas.common.patience import PauseClock
+from replicas.common.child import ChildLife
+from replicas.common.patience import Silence
 from replicas.linux.processes import send_signal
 from replicas.sidecar import wire
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
@@ -77,30 +78,27 @@ class Pulse:
     """
 
     def __init__(self, now: float) -> None:
-        self._asked_at: float | None = None
-        self._clock = PauseClock(now, LATE_S)
+        self._silence = Silence(now, LATE_S)
 
     @property
     def asked(self) -> bool:
-        return self._asked_at is not None
+        return self._silence.asked
 
     def interval_s(self, now: float, *, busy: bool) -> float:
         """Return the delay until the next look, and note when it is due."""
         delay = INTERVAL_S if busy or self.asked else IDLE_S
-        self._clock.due = now + delay
+        self._silence.due = now + delay
         return delay
 
     def look(self, now: float) -> Literal["ping", "wait", "frozen"]:
         """Decide: send a ping (it counts as sent now), wait, or give the sidecar up."""
-        if self._asked_at is None:
-            self._asked_at = now
+        if not self.asked:
+            self._silence.ask(now)
             return "ping"
-        if self._clock.look(now):
-            self._asked_at = now
-        return "frozen" if now - self._asked_at >= SILENCE_S - _ROUNDING_S else "wait"
+        return "frozen" if self._silence.lasts(now) >= SILENCE_S - _ROUNDING_S else "wait"
 
     def answered(self) -> None:
-        self._asked_at = None
+        self._silence.answered()
 
 
 class Sidecar:
@@ -124,8 +122,9 @@ class Sidecar:
         self._mapped: set[int] = set()
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         """Frames, with their descriptors, that the socket has not taken yet."""
-        self._dead = asyncio.Event()
-        self._over = False
+        self._life = ChildLife(None)
+        self._life.start(self._loop.time())
+        self._gone = asyncio.Event()
         self._reason = ""
         sock.setblocking(False)
         self._loop.add_reader(pidfd, self._ended)
@@ -137,11 +136,11 @@ class Sidecar:
 
     @property
     def dead(self) -> bool:
-        return self._dead.is_set()
+        return self._life.state == "over"
 
     @property
     def usable(self) -> bool:
-        return not self.dead and not self._over
+        return self._life.state in ("starting", "up")
 
     async def build(self, spec: GroupSpec) -> float:
         """Form the process group; return the duration in seconds.
@@ -192,7 +191,7 @@ class Sidecar:
         """True if the process is dead within ``timeout_s``: it accesses no memory."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._dead.wait()
+                await self._gone.wait()
         return self.dead
 
     def buffer_closed(self, key: int) -> None:
@@ -303,6 +302,7 @@ class Sidecar:
             self._sock.close()
 
     def _take(self, reply: wire.Reply) -> None:
+        self._life.ready()
         if isinstance(reply, wire.Pong):
             self._pulse.answered()
             if reply.moved is not None and self.on_moved is not None:
@@ -317,10 +317,11 @@ class Sidecar:
     def _put_down(self, reason: str) -> None:
         """SIGKILL it if it still lives, and fail all pending requests."""
         self._reason = self._reason or reason
+        if self.usable:
+            self._life.give_up()
         if not self.dead:
             send_signal(self._pidfd, signal.SIGKILL)
-        if not self._over:
-            self._over = True
+        if self._sock.fileno() >= 0:
             self._loop.remove_writer(self._sock)
         self._timer.cancel()
         while self._unsent:
@@ -336,7 +337,8 @@ class Sidecar:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        self._dead.set()  # _readable still takes the replies sent before the end, then fails the rest
+        self._life.ended(self._loop.time())
+        self._gone.set()  # _readable still takes the replies sent before the end, then fails the rest
         self._timer.cancel()
         if self.on_exit is not None:
             self.on_exit(self._end_text())

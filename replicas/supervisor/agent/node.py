@@ -19,7 +19,7 @@ import anyio.to_thread
 
 from replicas import __version__, environ
 from replicas.common import own_code
-from replicas.common.patience import PAUSE_S, PauseClock
+from replicas.common.patience import PAUSE_S, Silence
 from replicas.linux import cgroups, private
 from replicas.linux.processes import MARK, SHIM, command_line, python_module, send_signal, signal_name
 from replicas.supervisor.cleanup.inventory import Belongings
@@ -109,9 +109,8 @@ class Node:
         self.patience_s = 0.0
         """How long the shim goes on without a ping; 0: without limit."""
         self._told_until = spec.lease_until or None
-        self._asked_at: float | None = None
         self._answered_at = time.monotonic()
-        self._clock = PauseClock(self._answered_at + _PING_INTERVAL_S)
+        self._silence = Silence(self._answered_at + _PING_INTERVAL_S)
         ours, theirs = orders.pair()
         ours.setblocking(False)
         with theirs:
@@ -199,15 +198,13 @@ class Node:
 
     def silent_s(self, now: float) -> float:
         """Seconds since a ping, less our own pauses. Call it every second: it pings."""
-        pause_s = self._clock.look(now)
-        self._clock.due = now + _PING_INTERVAL_S
-        if self._asked_at is not None:
-            self._asked_at += pause_s
-        due = self._asked_at is None and now - self._answered_at >= _PING_INTERVAL_S
+        silent_s = self._silence.lasts(now)
+        self._silence.due = now + _PING_INTERVAL_S
+        due = not self._silence.asked and now - self._answered_at >= _PING_INTERVAL_S
         if self.report is None and (due or self.lease_until is not None or self._told_until is not None):
-            self._asked_at = now if self._asked_at is None else self._asked_at
+            self._silence.ask(now)
             self._ping()
-        return 0.0 if self._asked_at is None else max(0.0, now - self._asked_at)
+        return silent_s
 
     def _ping(self) -> None:
         message: orders.Message = {"type": "ping"}
@@ -245,7 +242,8 @@ class Node:
         return True
 
     def _take(self, message: orders.Message) -> None:
-        self._asked_at, self._answered_at = None, time.monotonic()
+        self._silence.answered()
+        self._answered_at = time.monotonic()
         name = f"{self.spec.group}/{self.spec.replica}"
         match kind := message["type"]:
             case "pong":
