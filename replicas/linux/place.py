@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from replicas.linux import cgroups
-from replicas.linux.processes import MARK, bear_mark
+from replicas.linux.processes import MARK, bear_mark, pid_of
 
 __all__ = ["describe", "lasting", "take"]
 
@@ -59,7 +59,5 @@ def take(pidfd: int, output: int, environment: int) -> None:
 
 def _enter_group_of(pidfd: int) -> None:
     """Enter the control group of a process, where there are any and we may."""
-    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
-    pid = next((line.split()[1] for line in lines if line.startswith("Pid:")), "0")
     with contextlib.suppress(OSError):  # its mark tells whose it is, too; if the other one is gone, this one follows
-        cgroups.enter(cgroups.own_group(Path("/proc") / pid), os.getpid())
+        cgroups.enter(cgroups.own_group(Path(f"/proc/{pid_of(pidfd)}")), os.getpid())

@@ -42,6 +42,7 @@ __all__ = [
     "namespace",
     "own_children",
     "parents",
+    "pid_of",
     "processes",
     "python_module",
     "room_for_mark",
@@ -136,6 +137,15 @@ def start_time(pid: int) -> int | None:
     """Clock ticks from boot to the start of the process; None: gone, or a zombie."""
     found = _stat(pid)
     return None if found is None or found[0] in _DEAD else found[2]
+
+
+def pid_of(pidfd: int) -> int:
+    """The process of a pidfd, in this pid namespace; 0 or less: it is gone, or hidden.
+
+    :raises OSError: it is closed.
+    """
+    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pid:")), 0)
 
 
 def is_stopped(pid: int) -> bool:

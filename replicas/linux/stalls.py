@@ -9,13 +9,22 @@ from __future__ import annotations
 from replicas.common.patience import Patience
 from replicas.linux.processes import stat_fields
 
-__all__ = ["LOOK_INTERVAL_S", "STARTING_S", "STOPPED_S", "StallWatch"]
+__all__ = ["LOOK_INTERVAL_S", "STARTING_S", "STOPPED_S", "StallWatch", "work_of"]
 
 LOOK_INTERVAL_S = 0.5
 STOPPED_S = 3.0
 """Give up a process stopped for longer; a tool may stop it briefly to look at it."""
 STARTING_S = 20.0
 """Give up a starting process that used no CPU time and no memory for this long."""
+
+
+def work_of(pid: int) -> tuple[str, ...]:
+    """State letter, minor and major faults, user and system time; X: unreadable."""
+    try:
+        fields = stat_fields(pid)
+    except (PermissionError, ProcessLookupError):
+        return ("X",)
+    return (fields[0], fields[7], fields[9], fields[11], fields[12])
 
 
 class StallWatch:
@@ -28,17 +37,9 @@ class StallWatch:
 
     def look(self, now: float, *, starting: bool) -> str:
         """Return why to give it up, or ""; ``starting``: it must not be idle."""
-        state, *done = self._stat()
+        state, *done = work_of(self.pid)
         seen, self._seen = self._seen, tuple(done)
         idle_s = self._idle.lasts(now, starting and state != "X" and seen == self._seen)
         if self._stopped.lasts(now, state == "T") >= STOPPED_S:
             return f"was stopped for {STOPPED_S:g} s"
         return f"did nothing for {STARTING_S:g} s" if idle_s >= STARTING_S else ""
-
-    def _stat(self) -> tuple[str, ...]:
-        """State letter, minor and major faults, user and system time; X: unreadable."""
-        try:
-            fields = stat_fields(self.pid)
-        except (PermissionError, ProcessLookupError):
-            return ("X",)
-        return (fields[0], fields[7], fields[9], fields[11], fields[12])

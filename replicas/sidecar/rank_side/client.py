@@ -43,9 +43,9 @@ import tenacity
 from replicas.common import own_code
 from replicas.common.patience import PauseClock
 from replicas.linux import place
-from replicas.linux.processes import send_signal
+from replicas.linux.processes import pid_of, send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
-from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
+from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch, work_of
 from replicas.sidecar import wire
 from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
 
@@ -54,7 +54,10 @@ __all__ = ["Forkserver", "Sidecar", "SidecarDied", "SidecarFailed"]
 logger = logging.getLogger("replicas.sidecar")
 
 FORK_TIMEOUT_S = 4.0
-"""A fork takes milliseconds: a forkserver silent for 4 s is frozen, and is killed."""
+"""A fork takes milliseconds: a forkserver that is silent and idle for 4 s is frozen,
+and is killed. One that works serves other ranks of the node first."""
+BUSY_TIMEOUT_S = 20.0
+"""How long one may work without an answer."""
 REAP_TIMEOUT_S = 5.0
 """How long to wait for a killed process to end, in seconds; then it is left."""
 HELPER_TRIES = 3
@@ -224,9 +227,7 @@ class Forkserver:
         try:
             with theirs:
                 wire.write_packet(self._sock, wire.Fork(number), [theirs.fileno()])
-            await asyncio.wait((future,), timeout=due - now)
-            if not future.done() and PauseClock(due).look(self._loop.time()):
-                await asyncio.wait((future,), timeout=timeout_s)  # the forkserver was perhaps paused, too
+            await self._wait_answered(future, due, timeout_s)
             if not future.done():
                 if not kill:
                     raise SidecarDied(f"the forkserver did not answer within {timeout_s:g} s")
@@ -244,6 +245,23 @@ class Forkserver:
         self._children = [child for child in self._children if not child.dead]
         self._children.append(sidecar)
         return sidecar
+
+    async def _wait_answered(self, future: asyncio.Future[Any], due: float, timeout_s: float) -> None:
+        """Wait until ``due``, and longer while the forkserver works."""
+        last = due + BUSY_TIMEOUT_S
+        while True:
+            before = self._work()
+            await asyncio.wait((future,), timeout=due - self._loop.time())
+            now = self._loop.time()
+            paused = PauseClock(due).look(now)  # and the forkserver perhaps, too
+            if future.done() or not (paused or self._work() != before) or due >= last:
+                return
+            due = min(now + timeout_s, max(last, now + 0.1))
+
+    def _work(self) -> tuple[str, ...]:
+        if self._process is not None:
+            return work_of(self._process.pid)
+        return work_of(pid_of(self._pidfd)) if self._pidfd >= 0 else ()
 
     async def aclose(self) -> None:
         """Close the connection; kill its sidecars and an own helper. Idempotent."""

@@ -98,12 +98,16 @@ class Forkservers:
             if one.address not in addresses:
                 self._kept.pop(key).kill()
 
-    async def aclose(self) -> None:
-        """End all, and wait for their ends."""
+    async def aclose(self, timeout_s: float = 5.0) -> None:
+        """End all, and wait for their ends; one that does not die is left."""
         kept = list(self._kept.values())
         self.retain(())
-        for one in kept:
-            await one.gone.wait()
+        try:
+            async with asyncio.timeout(timeout_s):
+                for one in kept:
+                    await one.gone.wait()
+        except TimeoutError:
+            log.error("a forkserver survives SIGKILL")
 
     def _given_up(self, key: tuple[tuple[str, str], ...], reason: str) -> None:
         one = self._kept.pop(key)

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,31 @@ def test_a_forkserver_is_not_killed_for_a_pause_of_the_rank() -> None:
         await forkserver.aclose()
 
     asyncio.run(fork())
+
+
+@pytest.mark.parametrize(
+    ("does", "answers_after_s", "outcome"),
+    [("while True: pass", 2.0, "no process is left"), ("input()", 30.0, "did not answer within 0.5 s")],
+    ids=["busy", "idle"],
+)
+def test_a_forkserver_that_serves_others_first_is_not_killed(does: str, answers_after_s: float, outcome: str) -> None:
+    """64 ranks of a node that start at once wait for each other's forks."""
+
+    async def fork() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        forkserver = Forkserver(ours, process)
+        answer = wire.ForkFailed(1, "no process is left")
+        late = asyncio.get_running_loop().call_later(answers_after_s, wire.write_packet, theirs, answer)
+        with theirs, pytest.raises((SidecarFailed, SidecarDied), match=outcome):
+            await forkserver.fork(timeout_s=0.5)
+        late.cancel()
+        await forkserver.aclose()
+
+    program = [sys.executable, "-c", f"print(flush=True)\n{does}"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        asyncio.run(fork())
 
 
 # ----------------------------------------------------------- stopped and idle processes
