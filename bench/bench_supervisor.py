@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -131,22 +132,31 @@ def _scale_bars(by_size: dict[int, list[ScaleSample]]) -> list[Bar]:
 
 def channel(folder: Path, quick: bool, repetitions: int) -> dict[str, Any]:
     samples: list[ChannelSample] = []
+    cases = list(itertools.product(supervisor_channel.TRANSPORTS, supervisor_channel.SIZES))
     for repetition in range(repetitions):
-        for rollouts in supervisor_channel.SIZES:
-            samples.append(supervisor_channel.measure(folder / f"{repetition}-{rollouts}", rollouts))
+        for transport, rollouts in cases:
+            samples.append(
+                supervisor_channel.measure(folder / f"{repetition}-{transport}{rollouts}", transport, rollouts)
+            )
             told(samples[-1])
     few, many = supervisor_channel.SIZES
     spreads = {
-        size: Spread([one.memory_nbytes / 2**20 for one in samples if one.rollouts == size]) for size in (few, many)
+        case: Spread([one.memory_nbytes / 2**20 for one in samples if (one.transport, one.rollouts) == case])
+        for case in cases
     }
-    each = (spreads[many].median - spreads[few].median) / (many - few)
-    rest = spreads[few].median - (few + 1) * each
-    table: list[list[str] | None] = [[str(size), f"{spread.median:.0f} MiB"] for size, spread in spreads.items()]
+
+    def each(transport: str) -> float:
+        return (spreads[transport, many].median - spreads[transport, few].median) / (many - few)
+
+    rest = spreads["auto", few].median - (few + 1) * each("auto")
+    table: list[list[str] | None] = [[*map(str, case), f"{spread.median:.0f} MiB"] for case, spread in spreads.items()]
+    limit = ROLLOUT_LIMIT
     bars = [
-        Bar(f"memory of each rollout beside its program, MiB (limit {ROLLOUT_LIMIT:g})", each, each <= ROLLOUT_LIMIT),
+        Bar(f"memory of each rollout beside its program, MiB (limit {limit:g})", each("auto"), each("auto") <= limit),
         Bar(f"memory of the rest, MiB (limit {RUN_LIMIT:g})", rest, rest <= RUN_LIMIT),
+        Bar("memory of each rollout with process groups, MiB", each("group"), True),
     ]
-    rows = _report("A trainer and rollouts that share memory", ("rollouts", "memory"), table, bars, "")
+    rows = _report("A trainer and rollouts", ("transport", "rollouts", "memory"), table, bars, "")
     return {"samples": msgspec.to_builtins(samples), "bars": rows}
 
 

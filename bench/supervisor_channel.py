@@ -3,11 +3,12 @@
 Theory of operation
 ===================
 
-A trainer and 2 or 6 rollouts of one machine, which share memory: one version is
-published, all have loaded it, and nothing more happens. *Memory*: the PSS of all
-processes but the programs themselves; by its growth with the number of rollouts, that
-of one rollout: its shim, its log pump, and a sidecar forkserver if it has one. What is
-left is that of the run: supervisor, coordinator and store.
+A trainer and 2 or 6 rollouts of one machine, which share memory (``auto``) or have
+process groups (``group``): one version is published, all have loaded it, and nothing
+more happens. *Memory*: the PSS of all processes but the programs themselves; by its
+growth with the number of rollouts, that of one rollout: its shim, its log pump, and its
+sidecars if it has any. What is left is that of the run: supervisor, coordinator, store,
+agent, and the node's forkserver if there is one.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from pathlib import Path
 
 from bench.trees import pss_nbytes, supervised, until
 
-__all__ = ["SIZES", "ChannelSample", "measure"]
+__all__ = ["SIZES", "TRANSPORTS", "ChannelSample", "measure"]
 
 SIZES = (2, 6)
+TRANSPORTS = ("auto", "group")
 SETTLE_S = 3.0
 UP_TIMEOUT_S = 120.0
 TRAINER = """
@@ -41,12 +43,13 @@ with replicas.join("policy") as channel:
 
 @dataclass(frozen=True)
 class ChannelSample:
+    transport: str
     rollouts: int
     memory_nbytes: int
     processes: int
 
 
-def measure(folder: Path, rollouts: int) -> ChannelSample:
+def measure(folder: Path, transport: str, rollouts: int) -> ChannelSample:
     text = ""
     for name, program, count in (("trainer", TRAINER, 1), ("rollout", ROLLOUT, rollouts)):
         code = "'''" + program + "'''"
@@ -54,6 +57,7 @@ def measure(folder: Path, rollouts: int) -> ChannelSample:
             f'[groups.{name}]\nlauncher = "exec"\nreplicas = {count}\ncommand = ["{sys.executable}", "-c", {code}]\n'
         )
     text += f'[channels.policy]\nsources = ["trainer"]\ntargets = ["rollout"]\nmin_targets = {rollouts}\n'
+    text += f'transport = "{transport}"\n'
     with supervised(folder, text) as run:
 
         def loaded() -> bool:
@@ -63,4 +67,4 @@ def measure(folder: Path, rollouts: int) -> ChannelSample:
         until(loaded, "all have loaded the version", UP_TIMEOUT_S)
         time.sleep(SETTLE_S)
         ours = [process for process, line in run.processes().items() if "replicas.join" not in line]
-        return ChannelSample(rollouts, pss_nbytes(ours), len(ours))
+        return ChannelSample(transport, rollouts, pss_nbytes(ours), len(ours))

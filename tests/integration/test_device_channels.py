@@ -193,7 +193,7 @@ async def test_a_member_that_may_not_open_what_is_on_its_gpu_gets_it_sent() -> N
     """Its sidecar may: that has been shown when it joined."""
     async with processes({}) as (world, start):
         trainer, rollout = await asyncio.gather(
-            join(world, "trainer", 0, "FAKE-0"), start("rollout", FAKE_FAULTS="ipc")
+            join(world, "trainer", 0, "FAKE-0"), start("rollout", FAKE_RANK_FAULTS="ipc")
         )
         for value in (1, 2):
             receipt = await publish(trainer, value)
@@ -209,9 +209,11 @@ async def test_a_member_that_may_not_open_what_is_on_its_gpu_gets_it_sent() -> N
 
 async def test_a_rank_without_a_gpu_and_one_whose_sidecar_cannot_use_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     async with channel_world(DEVICE) as world:
-        with monkeypatch.context() as patch:
-            patch.setenv("FAKE_GPUS", "FAKE-HIDDEN")  # the sidecars' environment has others
-            with pytest.raises(errors.Preflight, match="FAKE-HIDDEN") as caught:
+        with monkeypatch.context() as patch, shared_forkserver() as another:
+            patch.setenv(environ.FORKSERVER, another)  # sidecars of the one before have another environment
+            patch.setattr("replicas.sidecar.device_probe._proven", set())  # other tests of this process have shown it
+            patch.setenv("FAKE_SIDECAR_FAULTS", "hidden")
+            with pytest.raises(errors.Preflight, match="FAKE-0 is not visible") as caught:
                 await world.join("rollout", 0)
             assert caught.value.phase == "join"
             assert caught.value.members == ("rollout/0/0",)

@@ -23,6 +23,8 @@ What the environment says, read each time it matters:
                         ``register`` (host memory cannot be pinned), ``copy`` (the next
                         copy breaks the device for this process), ``absent`` (this
                         machine has none)
+``FAKE_RANK_FAULTS``    those of ranks and not of their sidecars, which have the same environment
+``FAKE_SIDECAR_FAULTS`` the reverse; besides: ``hidden`` (no GPU is visible)
 =======================
 ============================================================================================
 """  # noqa: W505  # a picture
@@ -56,7 +58,9 @@ _tokens = itertools.count(1)
 
 
 def faults() -> set[str]:
-    return set(filter(None, os.environ.get("FAKE_FAULTS", "").split(",")))
+    whose = "SIDECAR" if Path("/proc/self/comm").read_text().startswith("replica-s") else "RANK"
+    words = (os.environ.get(name, "") for name in ("FAKE_FAULTS", f"FAKE_{whose}_FAULTS"))
+    return set(filter(None, ",".join(words).split(",")))
 
 
 def _delay_s() -> float:
@@ -275,7 +279,7 @@ class FakeAccelerator(Accelerator):
         return next(iter(self.visible()), "")
 
     def visible(self) -> tuple[str, ...]:
-        named = tuple(filter(None, os.environ.get("FAKE_GPUS", "FAKE-0").split(",")))
+        named = () if "hidden" in faults() else tuple(filter(None, os.environ.get("FAKE_GPUS", "FAKE-0").split(",")))
         return tuple(uuid for uuid in named if self._selected in ("", uuid))
 
     def select(self, uuid: str) -> None:
