@@ -153,10 +153,11 @@ class Shims:
         own |= {environ.STATE_ID: self.identity} if self.identity else {}
         own |= {environ.ENDPOINT: self.endpoint} if self.endpoint else {}
         env = {**base_environment(), **spec.env, **own}
-        self._forkservers.retain({shim.spec.env.get(environ.FORKSERVER, "") for shim in self._living()})
         if spec.sidecars:
             ahead = spec.sidecars == "ahead"
             env[environ.FORKSERVER] = self._forkservers.address(env, ahead=ahead, identity=self.identity)
+        living = [env, *(shim.spec.env for shim in self._living())]
+        self._forkservers.retain({one.get(environ.FORKSERVER, "") for one in living})
         return spec._replace(
             env=env,
             log_dir=str(folder),

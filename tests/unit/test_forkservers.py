@@ -9,15 +9,21 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from replicas import environ
 from replicas.common.backoff import Backoff
 from replicas.linux.place import lasting
 from replicas.linux.processes import MARK, NO_MARK
 from replicas.linux.sockets import SocketAddress
 from replicas.supervisor.agent import forkservers
+from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.forkservers import TRIES, Forkservers, KeptForkserver
+from replicas.supervisor.agent.messages import Start
+from replicas.supervisor.agent.shims import Shims
+from replicas.supervisor.shim.orders import NodeSpec
 
 pytestmark = pytest.mark.anyio
 
@@ -57,7 +63,11 @@ def no_leaks() -> Iterator[None]:
 
 def connected(address: str) -> socket.socket:
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    client.connect(f"\0{SocketAddress.parse(address).name}")
+    try:
+        client.connect(f"\0{SocketAddress.parse(address).name}")
+    except OSError:
+        client.close()
+        raise
     return client
 
 
@@ -142,3 +152,61 @@ async def test_replicas_share_one_unless_they_differ_in_what_is_read_at_the_star
 def test_a_mark_fits_into_the_room_for_it() -> None:
     assert len(NO_MARK) == len(MARK)
     assert lasting({"HOME": "/", "PYTHONPATH": "/x", "LD_PRELOAD": "y"}) == {"PYTHONPATH": "/x", "LD_PRELOAD": "y"}
+
+
+class FakeNode:
+    def __init__(self, spec: NodeSpec) -> None:
+        self.spec, self.pid, self.gone, self.last_stacks = spec, os.getpid(), asyncio.Event(), dict[str, str]()
+        self.orders: list[tuple[float, str]] = []
+
+    def stop(self, timeout_s: float, *, stacks: bool = False, broken: str = "") -> None:
+        self.orders.append((timeout_s, broken))
+
+
+class Node:
+    """The shims of a node without processes, and their places."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes: list[FakeNode] = []
+        self.shims = Shims(cast("Containment", self), folder, lambda: None)
+
+    def start(self, spec: NodeSpec, *_: object, **__: object) -> FakeNode:
+        self.nodes.append(FakeNode(spec))
+        return self.nodes[-1]
+
+    def begin(self, sidecars: str, **env: str) -> FakeNode:
+        nonce = f"{len(self.nodes)}"
+        spec = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), env, "/", "/", 3.0, nonce, sidecars)
+        self.shims.start(Start(spec=spec.message()["spec"]))
+        return self.nodes[-1]
+
+
+def address_of(node: FakeNode) -> str | None:
+    return node.spec.env.get(environ.FORKSERVER)
+
+
+async def test_a_replica_that_starts_again_finds_the_forkserver_that_it_had(tmp_path: Path, no_leaks: None) -> None:
+    node = Node(tmp_path)
+    assert address_of(node.begin("")) is None
+    first = node.begin("later")
+    first.gone.set()
+    again = node.begin("later")
+    assert address_of(again) == address_of(first)
+    other = node.begin("later", LD_PRELOAD="")
+    assert address_of(other) != address_of(again)
+    other.gone.set()
+    node.begin("later")
+    with pytest.raises(ConnectionRefusedError):
+        connected(address_of(other) or "")
+    await node.shims.aclose()
+    with pytest.raises(ConnectionRefusedError):
+        connected(address_of(again) or "")
+
+
+async def test_replicas_whose_forkserver_is_given_up_are_ended_and_say_why(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    works, breaks, needs_none = node.begin("later", LD_PRELOAD=""), node.begin("later"), node.begin("")
+    node.shims._cannot_sync(address_of(breaks) or "", "died 8 times")
+    assert breaks.orders == [(3.0, "the sidecar forkserver of its node died 8 times")]
+    assert works.orders == needs_none.orders == []
+    await node.shims.aclose()
