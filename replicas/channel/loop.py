@@ -37,7 +37,7 @@ from replicas import errors
 from replicas.channel.pending import Pending
 from replicas.common.waits import locked
 from replicas.linux.sockets import SocketAddress
-from replicas.sidecar.rank_side.client import Forkserver, Sidecar
+from replicas.sidecar.rank_side.client import Forkserver, OtherRelease, Sidecar
 
 __all__ = ["SessionLoop", "session_loop"]
 
@@ -175,7 +175,7 @@ class SessionLoop:
         return await asyncio.shield(task)
 
     async def _make_forkserver(self, name: str | None) -> Forkserver:
-        forkserver = await (Forkserver.connect(name) if name else Forkserver.spawn())
+        forkserver = await (_connected(name) if name else Forkserver.spawn())
         self.inherited.add(forkserver)
         return forkserver
 
@@ -252,3 +252,12 @@ def _at_exit() -> None:
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 atexit.register(_at_exit)
+
+
+async def _connected(name: str) -> Forkserver:
+    """The node's forkserver, or our own if the supervisor's release is another one."""
+    try:
+        return await Forkserver.connect(name)
+    except OtherRelease as error:
+        logger.warning("%s: this process starts one of its own, of 150 MB", error)
+        return await Forkserver.spawn()

@@ -39,7 +39,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from replicas import environ
+from replicas import __version__, environ
 from replicas.linux import inherited, place
 from replicas.linux.processes import die_with_parent, name_process, send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
@@ -108,6 +108,9 @@ class ForkServer:
             data, fds = wire.read_packet(client.sock)
             request = wire.decode_forkserver_request(data) if data else None
             match request, fds:
+                case wire.Attach(secret=secret, release=release), _ if release != __version__ and self._is_ours(secret):
+                    wire.write_packet(client.sock, wire.OtherRelease(__version__))
+                    self._drop(client)
                 case wire.Attach(secret=secret), [pidfd, *rest] if (
                     client.pidfd < 0 and len(rest) in (0, 2) and self._is_ours(secret)
                 ):

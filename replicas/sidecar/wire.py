@@ -7,8 +7,9 @@ Messages are msgspec structs of closed unions in MessagePack; nothing is ever un
 File descriptors travel beside them (SCM_RIGHTS).
 
 * Rank and forkserver: SOCK_SEQPACKET, one message per packet. The rank first sends
-  :class:`Attach`, answered by :class:`Attached` once torch is loaded. Each
-  :class:`Fork` is answered by :class:`Forked`, or by :class:`ForkFailed`.
+  :class:`Attach`, answered by :class:`Attached` once torch is loaded, or by
+  :class:`OtherRelease`. Each :class:`Fork` is answered by :class:`Forked`, or by
+  :class:`ForkFailed`.
 * Rank and sidecar: SOCK_STREAM, frames of a 5-byte head (length, number of descriptors)
   and a body. Requests carry an ``id`` and are handled one after another; each is
   answered by exactly one reply with the same ``id``. Buffers are sent once
@@ -31,6 +32,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from replicas import __version__
 from replicas.common.decoding import MALFORMED
 from replicas.messages import Backend, OperationKind, ReduceOp, Segment
 
@@ -52,6 +54,7 @@ __all__ = [
     "GroupSpec",
     "MapBuffer",
     "Moved",
+    "OtherRelease",
     "Ping",
     "Pong",
     "ProbeBuffer",
@@ -193,9 +196,11 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
     :param secret: of the forkserver's
         :class:`replicas.linux.sockets.SocketAddress`; empty on the rank's own socket.
+    :param release: of the rank's library.
     """
 
     secret: str = ""
+    release: str = __version__
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
@@ -203,6 +208,12 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
     The socket's peer credentials tell who bound it, not who serves it.
     """
+
+
+class OtherRelease(msgspec.Struct, frozen=True, tag=True):
+    """The forkserver does not serve the rank: its sidecars have other messages."""
+
+    release: str
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
@@ -224,7 +235,7 @@ class ForkFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 ForkserverRequest = Attach | Fork
-ForkserverReply = Attached | Forked | ForkFailed
+ForkserverReply = Attached | OtherRelease | Forked | ForkFailed
 
 
 class MapBuffer(msgspec.Struct, frozen=True, tag=True):

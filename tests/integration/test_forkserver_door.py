@@ -4,6 +4,7 @@ served."""
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import secrets
 import select
@@ -12,14 +13,17 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
+from unittest import mock
 
 import pytest
 
+from replicas import __version__
+from replicas.channel import loop
 from replicas.linux.processes import command_line
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
 from replicas.sidecar.forkserver import ForkServer
-from replicas.sidecar.rank_side.client import Forkserver, SidecarDied
+from replicas.sidecar.rank_side.client import Forkserver, OtherRelease, SidecarDied
 from replicas.supervisor.agent.forkservers import KeptForkserver
 from tests.support.channels import wait_until
 from tests.support.sidecars import start_forkserver
@@ -125,6 +129,21 @@ async def test_a_frozen_forkserver_is_killed_and_not_whoever_bound_its_socket(ke
     again = await Forkserver.connect(kept.address, timeout_s=60.0)
     assert kept.pid != first
     await again.aclose()
+
+
+async def test_a_rank_of_another_release_is_told_so_and_starts_one_of_its_own(
+    kept: KeptForkserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor's code was replaced under it, or the rank's environment has an
+    older one."""
+    monkeypatch.setattr(wire, "Attach", functools.partial(wire.Attach, release="0.0.7"))
+    ours = f"is of release {__version__} of replicas, this rank's of"
+    with pytest.raises(OtherRelease, match=ours):
+        await Forkserver.connect(kept.address, timeout_s=60.0)
+    monkeypatch.undo()
+    monkeypatch.setattr(Forkserver, "connect", mock.AsyncMock(side_effect=OtherRelease(ours)))
+    monkeypatch.setattr(Forkserver, "spawn", mock.AsyncMock(return_value=(own := mock.Mock())))
+    assert await loop._connected(kept.address) is own
 
 
 def test_a_client_that_reads_nothing_is_dropped_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from typing import Any
 
 import tenacity
 
+from replicas import __version__
 from replicas.common import own_code
 from replicas.common.patience import PauseClock
 from replicas.linux import place
@@ -49,7 +50,7 @@ from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch, work_of
 from replicas.sidecar import wire
 from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
 
-__all__ = ["Forkserver", "Sidecar", "SidecarDied", "SidecarFailed"]
+__all__ = ["Forkserver", "OtherRelease", "Sidecar", "SidecarDied", "SidecarFailed"]
 
 logger = logging.getLogger("replicas.sidecar")
 
@@ -66,6 +67,10 @@ HELPER_TRIES = 3
 
 class Squatted(SidecarDied):
     """Another user's process listens on the forkserver's socket."""
+
+
+class OtherRelease(SidecarDied):
+    """The forkserver runs another release of this library than the rank."""
 
 
 class Forkserver:
@@ -103,6 +108,7 @@ class Forkserver:
 
         :raises SidecarDied: after ``timeout_s``, none can fork; or, at once, another
             user's process listens.
+        :raises OtherRelease: it cannot serve this rank.
         """
         address = SocketAddress.parse(door)
         return await cls._retrying(
@@ -112,7 +118,9 @@ class Forkserver:
             # places may be early, and no event announces a new abstract socket.
             wait=tenacity.wait_exponential(multiplier=0.02, max=0.5, exp_base=1.3) + tenacity.wait_random(0, 0.01),
             stop=tenacity.stop_before_delay(timeout_s),
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, SidecarDied) and not isinstance(e, Squatted)),
+            retry=tenacity.retry_if_exception(
+                lambda e: isinstance(e, SidecarDied) and not isinstance(e, Squatted | OtherRelease)
+            ),
         )
 
     @classmethod
@@ -302,6 +310,11 @@ class Forkserver:
             return
         reply = wire.decode_forkserver_reply(data)
         self._unanswered_since = None
+        if isinstance(reply, wire.OtherRelease):
+            if not self._ready.done():
+                text = f"the node's forkserver is of release {reply.release} of replicas, this rank's of {__version__}"
+                self._ready.set_exception(OtherRelease(text))
+            return
         if isinstance(reply, wire.Attached):
             if self._process is None and self._pidfd < 0 and fds:
                 self._pidfd = fds.pop()
