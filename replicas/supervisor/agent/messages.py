@@ -75,6 +75,7 @@ class ShimState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     :ivar pid: of the shim; 0: it could not be started.
     :ivar report: how its main process ended.
     :ivar losses: lost log lines since the agent began, one for each place and reason.
+    :ivar known_losses: those that a supervisor was told before this connection.
     :ivar stopping: it was told to end.
     :ivar gone: no process of it is left.
     :ivar silent_s: for how long it has not answered.
@@ -94,6 +95,7 @@ class ShimState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     remains: Plain | None = None
     belongings: Plain | None = None
     losses: tuple[Plain, ...] = ()
+    known_losses: tuple[Plain, ...] = ()
     stopping: bool = False
     gone: bool = False
     silent_s: _Seconds = 0.0

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from replicas import environ
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent.containment import Containment
@@ -247,9 +249,12 @@ class Shims:
 
     def all(self) -> tuple[ShimState, ...]:
         """The state of each shim; all of it counts as told."""
+        found: list[ShimState] = []
         for shim in self._shims.values():
+            known = shim.told.losses if shim.told is not None else ()
             shim.told = shim.state()
-        return tuple(shim.told for shim in self._shims.values() if shim.told is not None)
+            found.append(msgspec.structs.replace(shim.told, known_losses=known))
+        return tuple(found)
 
     def news(self) -> list[ShimState]:
         """States that have changed since they were told; they count as told then."""

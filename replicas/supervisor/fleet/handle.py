@@ -123,10 +123,10 @@ class ShimHandle:
 
     def take(self, state: ShimState) -> None:
         """Take a state that the agent has sent. Malformed: it is none."""
-        if self._expected:  # what it lost under an earlier supervisor has been reported by that
+        if self._expected:  # an earlier supervisor has reported what it was told
             self._expected = False
             with reading("state of a shim"):
-                self._lost = {(str(one["where"]), str(one["reason"])): int(one["count"]) for one in state.losses}
+                self._lost = {(str(one["where"]), str(one["reason"])): int(one["count"]) for one in state.known_losses}
         with reading("state of a shim"):
             report = ExitReport.of(state.report) if state.report is not None else None
             remains = Remains.of(state.remains) if state.remains is not None else None

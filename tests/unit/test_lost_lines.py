@@ -1,0 +1,62 @@
+"""Lines that a node loses from its logs are reported once, whoever is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+
+from replicas.supervisor.agent.containment import Containment
+from replicas.supervisor.agent.messages import Start
+from replicas.supervisor.agent.shims import Shims
+from replicas.supervisor.cleanup.inventory import Belongings
+from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.shim.orders import LogLoss, NodeSpec
+
+pytestmark = pytest.mark.anyio
+
+SPEC = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, "/", "/", 3.0, "nonce")
+
+
+def started(folder: Path) -> tuple[Shims, Any]:
+    node = mock.Mock(pid=1, main_pid=2, rendezvous=None, report=None, remains=None, last_stacks={}, losses=[])
+    node.spec, node.belongings = SPEC, Belongings()
+    node.gone.is_set.return_value = False
+    places = mock.Mock()
+    places.start.return_value = node
+    shims = Shims(cast("Containment", places), folder, lambda: None)
+    shims.start(Start(spec=SPEC.message()["spec"]))
+    return shims, node
+
+
+def handle(*, adopted: bool) -> ShimHandle:
+    return ShimHandle("nonce", "n", lambda _: None, start=None if adopted else Start(spec={}))
+
+
+async def test_what_is_lost_while_no_supervisor_is_there_is_reported_to_the_next_one(tmp_path: Path) -> None:
+    shims, node = started(tmp_path)
+    first = handle(adopted=False)
+    first.take(shims.all()[0])
+    node.losses += [LogLoss(3, "file", "full")]
+    for state in shims.news():
+        first.take(state)
+    assert first.losses == [LogLoss(3, "file", "full")]
+    node.losses += [LogLoss(4, "file", "full"), LogLoss(1, "tee", "slow")]  # nobody is told
+    second = handle(adopted=True)
+    second.take(shims.all()[0])
+    assert second.losses == [LogLoss(4, "file", "full"), LogLoss(1, "tee", "slow")]
+    third = handle(adopted=True)
+    third.take(shims.all()[0])
+    assert third.losses == [], "it has been reported"
+
+
+async def test_a_supervisor_whose_connection_broke_is_told_what_it_missed_once(tmp_path: Path) -> None:
+    shims, node = started(tmp_path)
+    supervisor = handle(adopted=False)
+    supervisor.take(shims.all()[0])
+    node.losses += [LogLoss(3, "file", "full")]
+    supervisor.take(shims.all()[0])
+    supervisor.take(shims.all()[0])
+    assert supervisor.losses == [LogLoss(3, "file", "full")]
