@@ -132,6 +132,24 @@ def test_a_peer_ends_between_two_operations() -> None:
     assert (len(one.ends), idle(world)) == (1, ["peer/0"])
 
 
+def test_a_peer_that_was_not_admitted_yet_waits_for_no_operation() -> None:
+    """It never will be: its first call would hold up a run's end to its deadline."""
+    world = World(peer_config(), {"peer": GroupShape(replicas=2)})
+    one, two = world.join("peer/0/0"), world.join("peer/1/0")
+    world.run()
+    one.post("all_reduce", step=1)
+    world.lose(two)
+    world.state.set_draining("peer", 1, 2, world.now)
+    again = world.join("peer/1/0", generation=2)
+    again.post("all_reduce", step=2)
+    world.run()
+    assert again.member not in {state.member for state in world.state.roster.live}
+    world.state.set_draining("peer", 1, 2, world.now)
+    world._collect()
+    assert world.state.drains.busy("peer", 1) == ""
+    assert idle(world) == ["peer/1"]
+
+
 def test_how_far_a_replica_has_ever_come() -> None:
     world, (trainer, target) = world_of("trainer/0/0", "rollout/0/0")
     marks = world.state.marks

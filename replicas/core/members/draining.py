@@ -4,8 +4,9 @@ A *draining* replica gets no new version, is not caught up or admitted again, an
 round is opened for it, nor for ranks of it that join only now. It is *busy* while it
 packs or moves a version of its own, takes part in a transfer (also as a giver), has
 ranks that load a version which others of it have loaded already, or has posted an
-operation. When it is first not busy, :class:`~replicas.core.effects.ReplicaIdle` is
-emitted, once: the supervisor may end it then.
+operation that runs or, as it is live, may begin. When it is first not busy,
+:class:`~replicas.core.effects.ReplicaIdle` is emitted, once: the supervisor may end it
+then.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Drains:
     def busy(self, group: str, replica: int) -> str:
         """Describe the work in progress of the replica; empty: none."""
         name = self._ground.config.name
-        members = [state.member for state in self._ground.roster.replica(group, replica)]
+        states = self._ground.roster.replica(group, replica)
+        members = [state.member for state in states]
         if not members:
             return ""
         for publish in self._commits.publishes.open():
@@ -74,7 +76,7 @@ class Drains:
                 return f"{name}: version {transfer.payload.version} is on its way"
         if self._rounds.loading(group, replica):
             return f"{name}: loads version {self._rounds.of(group, replica).version}"
-        if any(self._operations.pairing.waits(member) for member in members):
+        if any(self._operations.pairing.may_run(state) for state in states):
             return f"{name}: waits for the end of an operation"
         return ""
 

@@ -117,6 +117,10 @@ class Pairing:
         """Return whether the member has posted an operation that has no verdict yet."""
         return bool(self._streams.get(member))
 
+    def may_run(self, state: MemberState) -> bool:
+        """Return whether an operation of the member runs, or may begin as it is now."""
+        return any(post.started or state.live for post in self._streams.get(state.member, ()))
+
     def post(self, state: MemberState, message: OperationPost, now: float) -> None:
         """Take a member's next call."""
         member = state.member
