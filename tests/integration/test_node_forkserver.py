@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S
-from tests.support.processes import name_of, parent_of, sidecars_of
+from tests.support.processes import parent_of, sidecars_of
 from tests.support.programs import group
 from tests.support.runs import WITHOUT_CGROUPS, Run, alive, eventually, running
 
@@ -107,11 +107,9 @@ def main_pids(run: Run) -> list[int]:
 
 
 def forkservers(run: Run) -> list[int]:
-    return [
-        pid
-        for pid, line in run.processes().items()
-        if "sidecar.forkserver" in line and name_of(pid) == "replica-forksrv"
-    ]
+    """Those of the agent: a sidecar has the same command line."""
+    agent = run.find("supervisor.agent.local")
+    return [pid for pid, line in run.processes().items() if "sidecar.forkserver" in line and parent_of(pid) == agent]
 
 
 def control_group(pid: int) -> str:
