@@ -37,7 +37,7 @@ from replicas import errors
 from replicas.channel.pending import Pending
 from replicas.common.waits import locked
 from replicas.linux.sockets import SocketAddress
-from replicas.sidecar.rank_side.client import Forkserver, OtherRelease, Sidecar
+from replicas.sidecar.rank_side.client import Forkserver, OtherRelease, Sidecar, Unbound
 
 __all__ = ["SessionLoop", "session_loop"]
 
@@ -255,9 +255,10 @@ atexit.register(_at_exit)
 
 
 async def _connected(name: str) -> Forkserver:
-    """The node's forkserver, or our own if the supervisor's release is another one."""
+    """The node's forkserver, or our own: if the supervisor's release is another one, or
+    the agent is dead and the shim, which should end this process then, is frozen."""
     try:
         return await Forkserver.connect(name)
-    except OtherRelease as error:
+    except (OtherRelease, Unbound) as error:
         logger.warning("%s: this process starts one of its own, of 150 MB", error)
         return await Forkserver.spawn()

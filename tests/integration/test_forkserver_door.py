@@ -141,8 +141,9 @@ async def test_a_rank_of_another_release_is_told_so_and_starts_one_of_its_own(
     with pytest.raises(OtherRelease, match=ours):
         await Forkserver.connect(kept.address, timeout_s=60.0)
     monkeypatch.undo()
-    monkeypatch.setattr(Forkserver, "connect", mock.AsyncMock(side_effect=OtherRelease(ours)))
     monkeypatch.setattr(Forkserver, "spawn", mock.AsyncMock(return_value=(own := mock.Mock())))
+    assert await loop._connected(str(new_door())) is own, "so does one whose agent is dead"
+    monkeypatch.setattr(Forkserver, "connect", mock.AsyncMock(side_effect=OtherRelease(ours)))
     assert await loop._connected(kept.address) is own
 
 

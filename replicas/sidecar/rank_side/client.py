@@ -50,7 +50,7 @@ from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch, work_of
 from replicas.sidecar import wire
 from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
 
-__all__ = ["Forkserver", "OtherRelease", "Sidecar", "SidecarDied", "SidecarFailed"]
+__all__ = ["Forkserver", "OtherRelease", "Sidecar", "SidecarDied", "SidecarFailed", "Unbound"]
 
 logger = logging.getLogger("replicas.sidecar")
 
@@ -59,6 +59,8 @@ FORK_TIMEOUT_S = 4.0
 and is killed. One that works serves other ranks of the node first."""
 BUSY_TIMEOUT_S = 20.0
 """How long one may work without an answer."""
+UNBOUND_S = 0.2
+"""How long a rank waits for somebody to bind the forkserver's socket, in seconds."""
 REAP_TIMEOUT_S = 5.0
 """How long to wait for a killed process to end, in seconds; then it is left."""
 HELPER_TRIES = 3
@@ -67,6 +69,10 @@ HELPER_TRIES = 3
 
 class Squatted(SidecarDied):
     """Another user's process listens on the forkserver's socket."""
+
+
+class Unbound(SidecarDied):
+    """Nobody has bound the forkserver's socket."""
 
 
 class OtherRelease(SidecarDied):
@@ -106,21 +112,17 @@ class Forkserver:
         If one ends before it has answered (it froze while it started, and was killed),
         its successor is waited for.
 
-        :raises SidecarDied: after ``timeout_s``, none can fork; or, at once, another
-            user's process listens.
-        :raises OtherRelease: it cannot serve this rank.
+        :raises SidecarDied: after ``timeout_s``, none can fork; after ``UNBOUND_S``,
+            nobody has bound the socket; or, at once, another user's process listens.
+        :raises OtherRelease, Unbound: there will be none for this rank.
         """
         address = SocketAddress.parse(door)
         return await cls._retrying(
             lambda: cls._connected(address, timeout_s),
             timeout_s,
-            # An agent binds its socket before ranks start; a rank that finds its own
-            # places may be early, and no event announces a new abstract socket.
             wait=tenacity.wait_exponential(multiplier=0.02, max=0.5, exp_base=1.3) + tenacity.wait_random(0, 0.01),
             stop=tenacity.stop_before_delay(timeout_s),
-            retry=tenacity.retry_if_exception(
-                lambda e: isinstance(e, SidecarDied) and not isinstance(e, Squatted | OtherRelease)
-            ),
+            retry=_may_come,
         )
 
     @classmethod
@@ -163,7 +165,12 @@ class Forkserver:
                     "was sent to it; run the supervisor and its ranks as one user"
                 )
             return cls(sock, secret=door.secret)
-        except (ConnectionError, BlockingIOError):  # not there yet, or its backlog is full
+        except ConnectionRefusedError:
+            sock.close()
+            raise Unbound(
+                f"nobody listens on {door.name!r}: the agent of this node is gone, or the address old"
+            ) from None
+        except (ConnectionError, BlockingIOError):  # its backlog is full
             sock.close()
             raise SidecarDied(f"no forkserver listens on {door.name!r} after {timeout_s:g} s") from None
         except BaseException:
@@ -364,6 +371,18 @@ def _start_helper() -> tuple[socket.socket, subprocess.Popen[bytes]]:
         ours.close()
         raise
     return ours, process
+
+
+def _may_come(state: tenacity.RetryCallState) -> bool:
+    """Whether to try again to connect.
+
+    An agent binds its socket before ranks start, and holds it until it ends. It has
+    another one then, so its ranks must not keep the others waiting.
+    """
+    error = state.outcome.exception() if state.outcome is not None else None
+    if isinstance(error, Unbound):
+        return (state.seconds_since_start or 0.0) < UNBOUND_S
+    return isinstance(error, SidecarDied) and not isinstance(error, Squatted | OtherRelease)
 
 
 def _tell(state: tenacity.RetryCallState) -> None:
