@@ -69,6 +69,8 @@ class Fault:
     @property
     def cost(self) -> Cost:
         """What it costs the replica that it hits."""
+        if self.target == "forkserver":
+            return "nothing"  # it is the node's: its sidecars are replaced, and no replica
         if self.kind == "memory full":
             return "maybe"  # nothing, if it asks for no memory meanwhile, or can do without
         fatal = self.kind in ("kill", "abort", "freeze", "exception", "exit 0")
