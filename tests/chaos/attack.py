@@ -43,8 +43,10 @@ class Victim:
 
 
 def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Victim | None:
-    """Whom the fault hits, but none of the replicas ``spared``; None when those are all
-    that it could."""
+    """Whom the fault hits, but none of the replicas and targets ``spared``; None when
+    those are all that it could."""
+    if fault.target in spared:
+        return None
     if fault.target == "supervisor":
         return Victim("", [_deed(fault, pid=world.run.pid)])
     if fault.target == "store":

@@ -95,7 +95,7 @@ class Chaos:
             attack = Attack(fault, victim, self.world, self._anatomy, undo)
             attack.run()
             attacks.append(attack)
-            spared.add(victim.replica)
+            spared.add(victim.replica or fault.target)
             if fault.cost == "restart":
                 self.restarts[victim.replica] += 1
             elif fault.cost == "maybe":
