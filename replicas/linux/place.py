@@ -35,8 +35,12 @@ def describe() -> list[int]:
         output = os.dup(2)
     except OSError:  # it is closed
         output = os.open(os.devnull, os.O_WRONLY)
-    environment = os.memfd_create("environment")
-    with os.fdopen(os.dup(environment), "wb") as file:
+    try:
+        environment = os.memfd_create("environment")
+    except OSError:
+        os.close(output)
+        raise
+    with open(environment, "wb", closefd=False) as file:  # a descriptor
         file.write(b"\0".join(name + b"=" + value for name, value in os.environb.items()))
     return [output, environment]
 

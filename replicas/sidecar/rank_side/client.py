@@ -97,8 +97,9 @@ class Forkserver:
         self._preforking: asyncio.Task[None] | None = None
         self._unanswered_since: float | None = None
         sock.setblocking(False)
-        fds = [os.pidfd_open(os.getpid()), *([] if process is not None else place.describe())]
+        fds = [os.pidfd_open(os.getpid())]
         try:
+            fds += [] if process is not None else place.describe()
             wire.write_packet(sock, wire.Attach(secret), fds)
         finally:
             wire.close_all(fds)
@@ -268,10 +269,11 @@ class Forkserver:
             before = self._work()
             await asyncio.wait((future,), timeout=due - self._loop.time())
             now = self._loop.time()
-            paused = PauseClock(due).look(now)  # and the forkserver perhaps, too
-            if future.done() or not (paused or self._work() != before) or due >= last:
+            paused_s = PauseClock(due).look(now)  # and the forkserver perhaps, too
+            last += paused_s
+            if future.done() or not (paused_s or self._work() != before) or due >= last:
                 return
-            due = min(now + timeout_s, max(last, now + 0.1))
+            due = min(now + timeout_s, last)
 
     def _work(self) -> tuple[str, ...]:
         if self._process is not None:

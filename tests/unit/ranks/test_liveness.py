@@ -78,14 +78,18 @@ def test_nobody_is_judged_after_our_own_pause() -> None:
     assert rank.now - woke >= SILENCE_S - 0.01
 
 
-def test_a_forkserver_is_not_killed_for_a_pause_of_the_rank() -> None:
+@pytest.mark.parametrize("busy_s", [20.0, 0.5], ids=["short", "long"])
+def test_a_forkserver_is_not_killed_for_a_pause_of_the_rank(busy_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if that was longer than the time for which it may be busy."""
+    monkeypatch.setattr("replicas.sidecar.rank_side.client.BUSY_TIMEOUT_S", busy_s)
+
     async def fork() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         loop, forkserver = asyncio.get_running_loop(), Forkserver(ours)
 
         def pause() -> None:
             time.sleep(PAUSE_S + 0.5)  # blocks the loop beyond the timeout
-            loop.call_later(0.05, wire.write_packet, theirs, wire.ForkFailed(1, "no process is left"))
+            loop.call_later(0.15, wire.write_packet, theirs, wire.ForkFailed(1, "no process is left"))
 
         loop.call_soon(pause)
         with theirs, pytest.raises(SidecarFailed, match="no process is left"):
