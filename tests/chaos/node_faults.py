@@ -233,8 +233,11 @@ def freeze_all(host: Host) -> None:
         stopped |= pids
 
 
-def deck(rng: random.Random, only: str = "") -> Iterator[tuple[NodeFault, ...]]:
-    """For ever: one fault, or two at once on different hosts."""
+def deck(rng: random.Random, only: str = "", pairs: float = 0.4) -> Iterator[tuple[NodeFault, ...]]:
+    """For ever: one fault, or two at once on different hosts.
+
+    :param pairs: how probable two are.
+    """
     kinds = [kind for kind in KINDS if not only or kind == only]
     weights = [KINDS[kind][0] for kind in kinds]
 
@@ -245,4 +248,4 @@ def deck(rng: random.Random, only: str = "") -> Iterator[tuple[NodeFault, ...]]:
 
     while True:
         first, second = deal(), deal()
-        yield (first, second) if rng.random() < 0.4 else (first,)
+        yield (first, second) if rng.random() < pairs else (first,)

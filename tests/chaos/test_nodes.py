@@ -5,7 +5,7 @@ A supervisor with ``adopt`` on A, agents on B, C and D, a trainer that publishes
 loop and six rollouts, placed by the supervisor; see :mod:`tests.chaos.node_faults` for
 what is done to them. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or a
 longer one (``make chaos-nodes ROUNDS=200 SEED=3``); ``CHAOS_NODE_ONLY="power cut"``:
-only such.
+only such; ``CHAOS_PAIRS=1``: two at once in every round.
 
 What is checked besides I1 and I2 (:mod:`tests.chaos.written`): no two processes of one
 replica are alive at once, on whichever hosts, and no two have one generation; no GPU
@@ -37,6 +37,7 @@ SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 """How long it goes on when it is not told how many rounds."""
 SEED = int(os.environ.get("CHAOS_SEED", "5"))
 ONLY = os.environ.get("CHAOS_NODE_ONLY", "")
+PAIRS = float(os.environ.get("CHAOS_PAIRS", "0.4"))
 WHOLE_S = 60.0
 """From the end of the last fault, on a machine that has time for it."""
 
@@ -84,7 +85,7 @@ def test_nodes_under_chaos(tmp_path: Path) -> None:
         rounds = Rounds(world, load)
         try:
             until = now() + SECONDS
-            for number, faults in zip(itertools.count(1), deck(rng, ONLY), strict=False):
+            for number, faults in zip(itertools.count(1), deck(rng, ONLY, PAIRS), strict=False):
                 if number > ROUNDS if ROUNDS else now() > until:
                     break
                 rounds.round(number, faults)
