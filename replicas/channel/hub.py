@@ -71,6 +71,9 @@ class Part:
     def session_down(self, error: errors.ReplicasError) -> None:
         """There has been no session for :data:`DOWN_S`."""
 
+    def paused(self) -> None:
+        """This process stood still: what it was told before may be old."""
+
     def version_held(self) -> None:
         """Another version has been received."""
 
@@ -275,6 +278,11 @@ class Hub:
             self._broken(errors.InternalError(f"unexpected message {type(message).__name__}", channel=self.name))
         elif self.over is None:
             self._guarded(handler, message)
+
+    def paused(self) -> None:
+        if self.over is None:
+            for part in self._parts:
+                self._guarded(part.paused)
 
     def disconnected(self, reason: str) -> None:
         self.down_since = time.monotonic()

@@ -15,7 +15,8 @@ A heartbeat goes out every ``heartbeat_interval_s``, and the coordinator acks ea
 message that arrives slowly it acks the bytes. A connection on which no *byte* arrived
 for the time of three acks is made anew: a slow link is not a dead one. A connection is
 never judged right after this process itself was paused: data that arrived meanwhile is
-read first.
+read first. It may be old by then, so the handler is told of the pause before it is
+given any of it.
 
 Reconnecting goes on as long as the channel is open; operations end by their own
 deadlines. A try has failed if nothing answered, or if the connection ended before any
@@ -90,6 +91,8 @@ class SessionHandler(Protocol):
 
     def handle(self, message: wire.FromCoordinator) -> None: ...
 
+    def paused(self) -> None: ...  # this process stood still: messages that follow may be old
+
     def disconnected(self, reason: str) -> None: ...
 
     def session_over(self, error: errors.ReplicasError) -> None: ...
@@ -143,6 +146,8 @@ class Session:
         self._task: asyncio.Task[None] | None = None
         self._last_error = ""
         self._malformed = 0
+        self._heard = 0.0
+        self._clock = PauseClock(0.0)
 
     # ------------------------------------------- for the channel, on the session thread
 
@@ -314,6 +319,7 @@ class Session:
         self._wake.set()
 
     async def _serve(self, connection: Connection) -> None:
+        self._look_at(time.monotonic())
         work = (self._read, self._write, self._listen)
         tasks = [asyncio.create_task(part(connection), name=f"session {part.__name__}") for part in work]
         try:
@@ -343,6 +349,7 @@ class Session:
             self._unacked += 1
             if self._unacked >= ACK_AFTER:
                 self._wake.set()
+            self._note_pause()
             self._handler.handle(frame.body)
 
     async def _write(self, connection: Connection) -> None:
@@ -370,18 +377,26 @@ class Session:
 
     async def _listen(self, connection: Connection) -> None:
         """Raise TimeoutError when no byte has arrived for too long."""
-        heard = time.monotonic()
         while True:
-            clock = PauseClock(time.monotonic() + self.heartbeat_interval_s / 2)
+            self._clock.due = time.monotonic() + self.heartbeat_interval_s / 2
             await asyncio.sleep(self.heartbeat_interval_s / 2)
-            now = time.monotonic()
-            if clock.look(now):
-                heard = now  # first read what arrived meanwhile
-            heard = max(heard, connection.heard)
+            self._note_pause()
+            self._heard = max(self._heard, connection.heard)
             missed_s = MISSED_ACKS * self.heartbeat_interval_s + SLACK_S
             patience_s = Backoff(missed_s, max(missed_s, SILENCE_S)).after(self._in_vain)  # more each time
-            if now - heard > patience_s:
-                raise TimeoutError(f"nothing heard for {now - heard:.1f} s")
+            silence_s = time.monotonic() - self._heard
+            if silence_s > patience_s:
+                raise TimeoutError(f"nothing heard for {silence_s:.1f} s")
+
+    def _look_at(self, now: float) -> None:
+        """Count silence, and pauses of this process, from now on."""
+        self._heard, self._clock.due = now, now + self.heartbeat_interval_s / 2
+
+    def _note_pause(self) -> None:
+        now = time.monotonic()
+        if self._clock.look(now):
+            self._look_at(now)  # first read what arrived meanwhile
+            self._handler.paused()
 
     def _forget(self, acked: int) -> None:
         self._acked = max(self._acked, acked)

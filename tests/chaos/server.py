@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import replicas
-from tests.chaos.member import NAME, Log, Orders, agreed, joined
+from tests.chaos.member import NAME, Log, Orders, agreed, joined, now
 from tests.chaos.peer import start_peer
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -61,13 +61,14 @@ def serve(channel: replicas.Channel, log: Log, orders: Orders) -> None:
         except TimeoutError:
             orders.obey()
             continue
+        took = now()
         with update:
             tensors = [tensor for _, tensor in update]
             values = read(tensors, orders)
             if HOLDS_S and random.random() < HOLD_RATE:
                 keep_open(update, tensors, orders, log)
         del tensors
-        log.tell(version=update.version, stamp=update.meta["stamp"], values=values)
+        log.tell(version=update.version, stamp=update.meta["stamp"], values=values, took=took)
         log.tell(own=update.version, works=agreed(update.version) == update.version)
 
 

@@ -80,6 +80,7 @@ class Written:
         self._failed: set[int] = set()
         self._stamps: dict[int, int] = {}
         self._last: dict[str, Line] = {}
+        self._joined: dict[str, Line] = {}
         self._sequences: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         self._took_part: dict[int, list[str]] = {}
         self._decided: list[int] = []
@@ -147,7 +148,8 @@ class Written:
 
     def _weights(self, what: str) -> None:
         """Nothing torn, nothing uncommitted, nothing older after something newer, the
-        same on all ranks of a replica."""
+        same on all ranks of a replica. An incarnation that was frozen with its node may
+        still use what it had been handed before the next one came, but no more."""
         fresh = {name: self._new(name) for name in self._writes.targets()}
         self._decided = self._writes.decided()
         assert self._decided == sorted(set(self._decided)), (what, "I2: decisions out of order", self._decided)
@@ -163,13 +165,21 @@ class Written:
                 if "version" in line:
                     assert line["version"] in decided, (what, "I2: not committed", line)
                     self._served(name, line, what)
-                self._last[_incarnation(name, line)] = line
+                if "joined" in line:
+                    assert not self._replaced(name, line), (what, "I2: a replaced incarnation joined", name, line)
+                    self._joined[_incarnation(name, line)] = line
+                if not self._replaced(name, line):
+                    self._last[_incarnation(name, line)] = line
 
     def _served(self, name: str, line: Line, what: str) -> None:
         version, stamp = line["version"], line["stamp"]
         assert line["values"] == [stamp], (what, "I2: torn", name, line)
         assert stamp not in self._failed, (what, "I2: its publish had failed", name, line)
         assert self._stamps.setdefault(version, stamp) == stamp, (what, "I2: other weights", name, line)
+        if self._replaced(name, line):
+            by = self._joined[_incarnation(name, line)]
+            assert line["took"] < by["at"], (what, "I2: handed to a replaced incarnation", name, by, line)
+            return
         before = self._last.get(_incarnation(name, line), {})
         if "version" in before and before["pid"] == line["pid"]:
             assert version > before["version"], (what, "I2: not newer", name, before, line)
@@ -181,6 +191,9 @@ class Written:
         shortest = min(len(sequence) for sequence in sequences.values())
         heads = {tuple(sequence[:shortest][-3:]) for sequence in sequences.values()}
         assert len(heads) == 1, (what, "I2: the ranks of a replica loaded different versions", replica, heads)
+
+    def _replaced(self, name: str, line: Line) -> bool:
+        return self._joined.get(_incarnation(name, line), line)["generation"] > line["generation"]
 
     # ------------------------------------------------------------ I3
 

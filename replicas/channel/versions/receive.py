@@ -13,6 +13,10 @@ blocks no publish, and gets the newest version. An update that was handed out bu
 touched does not count as taken either: an interrupt may have hit the caller between the
 two. The next receive hands it out again, or asks for a newer one.
 
+*Pauses.* A process that was stopped is told of versions, or still has an update to hand
+out, that may have been overtaken since, perhaps by another incarnation of its replica
+that runs elsewhere. So after a pause it takes none of those, and asks again.
+
 *At least.* The coordinator decides which version satisfies all ranks of the replica
 (:mod:`replicas.core.versions.rounds`). A version that was granted because another rank
 has begun with it, but is below the bound here, is declined, and a newer one is asked
@@ -247,11 +251,19 @@ class Receiver(Part):
             return
         if hub.latest <= max(update.version, self._given_back) or hub.arena.find(hub.latest) is None:
             return
-        if not pending._take_back():
-            return
-        self._given_back = hub.latest
-        update.withdraw()
-        self._ask_for(pending)
+        if pending._take_back():
+            self._given_back = hub.latest
+            update.withdraw()
+            self._ask_for(pending)
+
+    def paused(self) -> None:
+        pending, update = self._pending, self._delivered()
+        if self._asked is not None:
+            self._granted = 0
+            self._send_ask()
+        elif pending is not None and update is not None and pending._take_back():
+            update.withdraw()
+            self._ask_for(pending)
 
     def _end_ask(self) -> None:
         self._asked, self._granted, self._declined = None, 0, 0

@@ -95,6 +95,28 @@ async def test_a_wait_that_is_woken_too_late_waits_for_the_newer_one(target: Wor
     assert (await waiter).version == 4
 
 
+@pytest.mark.parametrize("granted", [False, True])
+async def test_after_a_pause_it_is_asked_for_again(target: World, granted: bool) -> None:
+    """Another incarnation may have served newer ones meanwhile."""
+    await target.hold(3)
+    pending = target.receiver.receive(None)
+    grant = wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 3)
+    if granted:
+        target.tell(grant)
+        assert pending.done()
+    target.hub.paused()
+    if not granted:
+        target.tell(grant)  # it was on its way
+    assert not pending.done()
+    await asyncio.sleep(0)
+    assert pins(target) == {3: 0}
+    target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 3))
+    with await pending as update:
+        assert update.version == 3, "there was nothing newer"
+        target.hub.paused()
+    assert not any(isinstance(sent, wire.ReceiveAsk) for sent in target.session.sent), "it was looked at"
+
+
 async def test_its_deadline_begins_again_when_it_is_given_back(target: World) -> None:
     await target.hold(3)
     pending = target.receiver.receive(0.2)

@@ -21,6 +21,7 @@ from websockets.frames import Frame, Opcode
 from replicas import errors
 from replicas.channel import session as session_module
 from replicas.channel.session import MALFORMED_MAX, SILENCE_S, Session
+from replicas.common.patience import PAUSE_S
 from replicas.messages import (
     PROTOCOL,
     Ack,
@@ -112,6 +113,8 @@ class Handler:
         self.welcome = asyncio.Event()
         self.over: asyncio.Future[errors.ReplicasError] = asyncio.get_running_loop().create_future()
         self.reasons: list[str] = []
+        self.pauses: list[int] = []
+        """How many messages had come by then."""
 
     def introduce(self, hello: Hello) -> Hello:
         return msgspec.structs.replace(hello, held=(HeldVersion(3, "d", "m"),), loaded=3)
@@ -125,6 +128,9 @@ class Handler:
 
     def handle(self, message: FromCoordinator) -> None:
         self.messages.put_nowait(message)
+
+    def paused(self) -> None:
+        self.pauses.append(self.messages.qsize())
 
     def disconnected(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -349,6 +355,20 @@ async def test_a_silent_coordinator_is_dialled_again_after_three_missed_acks(wor
     assert "nothing heard" in world.handler.reasons[0]
     assert world.coordinator.beats >= 2
     assert time.monotonic() - began < SILENCE_S - 2.0
+
+
+async def test_a_pause_is_told_before_the_messages_that_came_meanwhile(world: World) -> None:
+    await world.session.open(5)
+    connection = await world.coordinator.connection()
+    await world.coordinator.send(connection, Commit(8, "digest", "hash"))
+    assert isinstance(await asyncio.wait_for(world.handler.messages.get(), 30), Commit)
+    assert not world.handler.pauses
+    await world.coordinator.send(connection, Commit(9, "digest", "hash"))
+    time.sleep(PAUSE_S + 0.3)  # noqa: ASYNC251  # all of this process stands still
+    assert world.handler.messages.empty()
+    assert isinstance(await asyncio.wait_for(world.handler.messages.get(), 30), Commit)
+    assert world.handler.pauses == [0]
+    assert not world.handler.reasons, "what came meanwhile is read"
 
 
 async def test_a_message_that_comes_in_slowly_is_no_silence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
