@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -12,12 +13,14 @@ from tests.support.sidecars import shared_forkserver
 
 @pytest.fixture(scope="session")
 def forkserver() -> Iterator[str]:
-    """One for all ranks, as under a shim: it takes as long to start as a rank."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment().items():
-            patch.setenv(name, value)
-        with shared_forkserver() as name:
-            yield name
+    """One for all ranks, as on a node: it takes as long to start as a rank. Its
+    environment is not that of other tests which this process runs in between."""
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment().items():
+                patch.setenv(name, value)
+            address = stack.enter_context(shared_forkserver())
+        yield address
 
 
 @pytest.fixture(autouse=True)
