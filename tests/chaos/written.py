@@ -193,8 +193,8 @@ class Written:
         assert len(heads) == 1, (what, "I2: the ranks of a replica loaded different versions", replica, heads)
 
     def _replaced(self, name: str, line: Line) -> bool:
-        newest: int = self._joined.get(_incarnation(name, line), line)["generation"]
-        return newest > line["generation"]
+        newest = self._joined.get(_incarnation(name, line), line)
+        return int(newest["generation"]) > int(line["generation"])
 
     # ------------------------------------------------------------ I3
 
