@@ -183,10 +183,10 @@ class NodeFault:
         match self.kind.partition(",")[0]:
             case "power cut" | "power cut of supervisor's host":
                 host.boot()
-                world.switch.heal(self.host)
+                world.switch.reconnect(self.host)
                 host.off_until = now()
             case "partition" | "partition 1 s" | "partition 20 s":
-                world.switch.heal(self.host)
+                world.switch.reconnect(self.host)
             case "freeze agent" | "freeze node" | "kill agent":
                 host.go_on()
             case "full disk":

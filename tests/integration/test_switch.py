@@ -169,6 +169,22 @@ def test_a_host_that_is_cut_off_is_alone_and_others_are_not() -> None:
         assert len(a.hears(b, 10)) == len(c.hears(a, 10)) == 10
 
 
+def test_two_hosts_that_are_cut_off_come_back_one_by_one() -> None:
+    with talkers(3) as (switch, (a, b, c)):
+        switch.cut_off(0)
+        switch.cut_off(1)
+        switch.reconnect(0)
+        for one, other in ((a, b), (b, a), (a, c), (b, c)):
+            one.send(other)
+        assert len(c.hears(a, 10)) == 10
+        for way in switch.ways(1):
+            if way != (2, 1):
+                all_lost(switch, *way, 10)
+        switch.reconnect(1)
+        b.send(a)
+        assert len(a.hears(b, 10)) == 10
+
+
 def test_a_delay_is_of_its_way_and_keeps_the_order() -> None:
     with talkers(2) as (switch, (a, b)):
         switch.shape(0, 1, Shape(delay_s=0.3), one_way=True)

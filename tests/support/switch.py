@@ -73,6 +73,7 @@ class Switch:
     def __init__(self, hosts: tuple[Machine, ...], process: subprocess.Popen[bytes]) -> None:
         self.hosts = hosts
         self._process = process
+        self._off: set[int] = set()
 
     def ways(self, *hosts: int) -> list[tuple[int, int]]:
         """All ways from and to ``hosts``; without one, all that there are."""
@@ -86,11 +87,19 @@ class Switch:
 
     def cut_off(self, host: int) -> None:
         """Nothing passes from this host to any other, nor back."""
+        self._off.add(host)
         self._order(self.ways(host), cut=True)
+
+    def reconnect(self, host: int) -> None:
+        """No way from or to this host is cut, but for those of others that were cut off
+        and still are."""
+        self._off.discard(host)
+        self._order((way for way in self.ways(host) if not set(way) & self._off), cut=False)
 
     def heal(self, *hosts: int) -> None:
         """No way from or to these hosts is cut; without one, none at all. Shapes
         stay."""
+        self._off -= set(hosts or self._off)
         self._order(self.ways(*hosts), cut=False)
 
     def shape(self, one: int, other: int, shape: Shape, *, one_way: bool = False) -> None:
