@@ -246,12 +246,23 @@ class Scene:
         visitor, self.visitor = self.visitor, None
         if visitor is not None and not visitor._closed:
             visitor.close(wait=False)  # interrupted before it had begun to close: it is as it was, and can be closed
-        names = {member.name for member in self.trainer.members}
+        # One that was interrupted at the first line of its block is in nobody's hands:
+        # the next join of this rank takes its place.
+        with self.join("policy", "rollout", 1) as visitor:
+            self._wait_until(
+                lambda: visitor.member in self.trainer.members, "a join after an interrupted one is no member"
+            )
+        self._wait_until(
+            lambda: all(member.name != "rollout/1/0" for member in self.trainer.members),
+            "an interrupted join is still a member",
+        )
+
+    @staticmethod
+    def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
         until = time.monotonic() + WITHIN_S
-        while "rollout/1/0" in names:
-            assert time.monotonic() < until, "an interrupted join is still a member"
+        while not condition():
+            assert time.monotonic() < until, otherwise
             time.sleep(0.02)
-            names = {member.name for member in self.trainer.members}
 
     def _no_slot_is_lost(self) -> None:
         until = time.monotonic() + WITHIN_S
