@@ -23,6 +23,9 @@ __all__ = ["Before", "Facts", "Table"]
 
 NEXT_COMMIT_S = 12.0
 """Of survivors: a heartbeat timeout, and a sync that is begun again."""
+BUSY = 2.0
+"""Held up by this factor, a replica may take longer than a publish's deadline for what
+it does in half of that otherwise: to start a forkserver of its own, say."""
 END_S = 20.0
 THAWED_S = 5.0
 """Until nothing is left on a node that was frozen for longer than its lease."""
@@ -126,7 +129,9 @@ class Facts:
             return
         if any(fault.of_supervisor for fault in faults):
             return
-        assert not (found := world.errors(before.at)), (what, "the trainer met an error", found)
+        busy = self._load.factor(ticks) > BUSY
+        found = [error for error in world.errors(before.at) if not (busy and error["error"] == "DeadlineExceeded")]
+        assert not found, (what, "the trainer met an error", found)
         for fault in faults:
             commits = world.commits(fault.hit)
             assert commits, (what, "no commit after", str(fault))
