@@ -37,9 +37,10 @@ __all__ = ["SOCKET_FILE", "ControlSocket"]
 
 SOCKET_FILE = "control.sock"
 _BACKLOG = 64
+_REFUSAL = b'{"done":false,"error":{"kind":"UsageError","message":"this socket is for its own user"}}'
 _FORBIDDEN = (
-    b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
-    b'{"done":false,"error":{"kind":"UsageError","message":"this socket is for its own user"}}'
+    b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(_REFUSAL), _REFUSAL)  # who still sends is told no end, but a reset
 )
 
 

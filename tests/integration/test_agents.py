@@ -639,7 +639,11 @@ def processes_below(pid: int) -> list[int]:
 
 
 def _kill(pid: int) -> None:
-    pidfd = os.pidfd_open(pid)
+    """It may be gone: others die with their agent."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     except ProcessLookupError:

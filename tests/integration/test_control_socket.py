@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import socket
 import stat
 from collections.abc import AsyncIterator
@@ -169,3 +170,22 @@ async def test_processes_of_other_users_are_turned_away(tmp_path: Path, monkeypa
     assert uids == [path.parent.stat().st_uid] * 2
     assert run.asked == []
     assert run.refused == ["peer", "peer"]
+
+
+async def test_who_still_sends_when_turned_away_is_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends a connection with a reset where something is left unread."""
+    monkeypatch.setattr(control_socket, "peer_uid", lambda connection: peer_uid(connection) + 12345)
+    path = tmp_path / "control.sock"
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    rest = connection.sock.sendall
+    routes = control_routes(Run(), commands=Run(), streams=Run())
+    async with ControlSocket(path, routes, lambda reason: rest(b"the order")):
+        connection.sock.connect(str(path))
+        connection.sock.sendall(b"POST /scale HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
+        with http.client.HTTPResponse(connection.sock, method="POST") as response:
+            await asyncio.to_thread(response.begin)
+            assert b"this socket is for its own user" in await asyncio.to_thread(response.read, 1000)
+    connection.close()
