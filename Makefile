@@ -118,7 +118,7 @@ chaos-links: $(VENV)/.dev ## every broken, slow and lossy link between hosts, on
 	@CHAOS_LINKS="$(or $(ONLY),all)" $(PYTEST) -s tests/chaos/test_links.py
 
 chaos-nodes: $(VENV)/.dev ## agents, nodes, links and the supervisor of a run over four hosts (needs root): make chaos-nodes ROUNDS=200 SEED=3
-	@CHAOS_ROUNDS=$(or $(ROUNDS),30) CHAOS_SEED=$(or $(SEED),1) CHAOS_NODE_ONLY="$(ONLY)" CHAOS_PAIRS=$(or $(PAIRS),0.4) \
+	@CHAOS_ROUNDS=$(or $(ROUNDS),30) CHAOS_SEED=$(or $(SEED),1) CHAOS_NODE_ONLY="$(ONLY)" CHAOS_PAIRS="$(PAIRS)" \
 	  $(PYTEST) -s --timeout 0 tests/chaos/test_nodes.py
 
 chaos-tree: $(VENV)/.dev ## the same for the supervisor alone: make chaos-tree ROUNDS=300 SEED=3

@@ -183,10 +183,10 @@ class NodeFault:
         match self.kind.partition(",")[0]:
             case "power cut" | "power cut of supervisor's host":
                 host.boot()
-                world.switch.reconnect(self.host)
+                world.switch.heal(self.host)
                 host.off_until = now()
             case "partition" | "partition 1 s" | "partition 20 s":
-                world.switch.reconnect(self.host)
+                world.switch.heal(self.host)
             case "freeze agent" | "freeze node" | "kill agent":
                 host.go_on()
             case "full disk":
@@ -233,7 +233,7 @@ def freeze_all(host: Host) -> None:
         stopped |= pids
 
 
-def deck(rng: random.Random, only: str = "", pairs: float = 0.4) -> Iterator[tuple[NodeFault, ...]]:
+def deck(rng: random.Random, only: str, pairs: float) -> Iterator[tuple[NodeFault, ...]]:
     """For ever: one fault, or two at once on different hosts.
 
     :param pairs: how probable two are.

@@ -37,7 +37,7 @@ SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 """How long it goes on when it is not told how many rounds."""
 SEED = int(os.environ.get("CHAOS_SEED", "5"))
 ONLY = os.environ.get("CHAOS_NODE_ONLY", "")
-PAIRS = float(os.environ.get("CHAOS_PAIRS", "0.4"))
+PAIRS = float(os.environ.get("CHAOS_PAIRS") or 0.4)
 WHOLE_S = 60.0
 """From the end of the last fault, on a machine that has time for it."""
 

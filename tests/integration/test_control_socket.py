@@ -178,14 +178,12 @@ async def test_who_still_sends_when_turned_away_is_told_all_the_same(
     """The kernel ends a connection with a reset where something is left unread."""
     monkeypatch.setattr(control_socket, "peer_uid", lambda connection: peer_uid(connection) + 12345)
     path = tmp_path / "control.sock"
-    connection = http.client.HTTPConnection("localhost")
-    connection.sock = socket.socket(socket.AF_UNIX)
-    rest = connection.sock.sendall
     routes = control_routes(Run(), commands=Run(), streams=Run())
-    async with ControlSocket(path, routes, lambda reason: rest(b"the order")):
-        connection.sock.connect(str(path))
-        connection.sock.sendall(b"POST /scale HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
-        with http.client.HTTPResponse(connection.sock, method="POST") as response:
-            await asyncio.to_thread(response.begin)
-            assert b"this socket is for its own user" in await asyncio.to_thread(response.read, 1000)
-    connection.close()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(20.0)
+        async with ControlSocket(path, routes, lambda reason: client.sendall(b"the order")):
+            client.connect(str(path))
+            client.sendall(b"POST /scale HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
+            with http.client.HTTPResponse(client, method="POST") as response:
+                await asyncio.to_thread(response.begin)
+                assert b"this socket is for its own user" in await asyncio.to_thread(response.read, 1000)

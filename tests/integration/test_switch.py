@@ -173,14 +173,14 @@ def test_two_hosts_that_are_cut_off_come_back_one_by_one() -> None:
     with talkers(3) as (switch, (a, b, c)):
         switch.cut_off(0)
         switch.cut_off(1)
-        switch.reconnect(0)
+        switch.heal(0)
         for one, other in ((a, b), (b, a), (a, c), (b, c)):
             one.send(other)
         assert len(c.hears(a, 10)) == 10
         for way in switch.ways(1):
             if way != (2, 1):
                 all_lost(switch, *way, 10)
-        switch.reconnect(1)
+        switch.heal(1)
         b.send(a)
         assert len(a.hears(b, 10)) == 10
 

@@ -44,6 +44,7 @@ import replicas
 from replicas import errors
 from replicas.channel import Channel
 from replicas.coordinator import Coordinator
+from tests.support.runs import eventually
 
 __all__ = ["DEEDS", "Found", "Scene", "at_each_line", "at_random", "scene"]
 
@@ -248,21 +249,13 @@ class Scene:
             visitor.close(wait=False)  # interrupted before it had begun to close: it is as it was, and can be closed
         # One that was interrupted at the first line of its block is in nobody's hands:
         # the next join of this rank takes its place.
-        with self.join("policy", "rollout", 1) as visitor:
-            self._wait_until(
-                lambda: visitor.member in self.trainer.members, "a join after an interrupted one is no member"
-            )
-        self._wait_until(
+        with self.join("policy", "rollout", 1) as again:
+            eventually(lambda: again.member in self.trainer.members, "it is a member", timeout_s=WITHIN_S)
+        eventually(
             lambda: all(member.name != "rollout/1/0" for member in self.trainer.members),
-            "an interrupted join is still a member",
+            "an interrupted join is no member any more",
+            timeout_s=WITHIN_S,
         )
-
-    @staticmethod
-    def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
-        until = time.monotonic() + WITHIN_S
-        while not condition():
-            assert time.monotonic() < until, otherwise
-            time.sleep(0.02)
 
     def _no_slot_is_lost(self) -> None:
         until = time.monotonic() + WITHIN_S

@@ -90,17 +90,11 @@ class Switch:
         self._off.add(host)
         self._order(self.ways(host), cut=True)
 
-    def reconnect(self, host: int) -> None:
-        """No way from or to this host is cut, but for those of others that were cut off
-        and still are."""
-        self._off.discard(host)
-        self._order((way for way in self.ways(host) if not set(way) & self._off), cut=False)
-
     def heal(self, *hosts: int) -> None:
-        """No way from or to these hosts is cut; without one, none at all. Shapes
-        stay."""
+        """No way from or to these hosts is cut, but for those of others that are cut
+        off; without one, none at all. Shapes stay."""
         self._off -= set(hosts or self._off)
-        self._order(self.ways(*hosts), cut=False)
+        self._order((way for way in self.ways(*hosts) if not set(way) & self._off), cut=False)
 
     def shape(self, one: int, other: int, shape: Shape, *, one_way: bool = False) -> None:
         """How packets pass between the two, in both directions or one."""
