@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -117,6 +118,21 @@ async def test_one_that_was_started_here_may_take_longer_to_join() -> None:
             await agent.joined(cluster)
         assert agent.pid == pid
         await agent.aclose()
+
+
+def _kill_and_wait(pidfd: int, signum: int) -> bool:
+    signal.pidfd_send_signal(pidfd, signum)
+    select.select([pidfd], [], [], 20.0)
+    return True
+
+
+@pytest.mark.anyio
+async def test_one_may_end_in_the_moment_in_which_the_wait_for_its_end_is_over() -> None:
+    with patched(send_signal=_kill_and_wait):
+        agent = Local(FakeCluster())
+        agent.start()
+        await agent.aclose()
+        assert agent.pid is None
 
 
 @pytest.mark.anyio
