@@ -32,7 +32,7 @@ GPU_PYTEST = GPU_TESTS=real PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_RUN) -m pytes
 	-W default --durations 10
 GPU_DONE := || test $$? -eq 5
 # These count the memory of the GPU, so nobody else may use it; all others run side by side.
-GPU_ALONE := tests/gpu/test_faults.py tests/gpu/test_founding.py
+GPU_ALONE := tests/gpu/test_faults.py tests/gpu/test_founding.py tests/gpu/test_owners.py
 GPU_SIDE_BY_SIDE ?= 3
 
 # Without compiled files each of the many processes that the tests start would compile the package anew.

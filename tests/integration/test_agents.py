@@ -21,89 +21,23 @@ from replicas.cli import main as cli
 from replicas.control.exit_codes import SUPERVISED, USAGE
 from replicas.linux.processes import MARK as PROCESS_MARK
 from replicas.linux.processes import SHIM, command_line
-from replicas.status import RunStatus
 from replicas.supervisor.fleet.local_agent import AGENT
 from replicas.supervisor.state.state import identity_of
 from replicas.trust.tokens import OPERATOR_FILE
+from tests.support.nodes import (
+    AGENT_COMMAND,
+    LEASE_S,
+    Agent,
+    over_nodes,
+    placed,
+    processes_below,
+    ready,
+    replicas_of,
+    states,
+    there,
+)
 from tests.support.programs import PUBLISHES, RECEIVES, SLEEPS, group
 from tests.support.runs import MARK, ROOT, Run, alive, eventually, running
-
-LEASE_S = 8.0
-AGENT_COMMAND = (sys.executable, "-m", "replicas", "agent")
-
-
-class Agent:
-    """``replicas agent`` in a process of its own, as on another machine."""
-
-    def __init__(self, run: Run, name: str, *words: str, token: str = "") -> None:
-        self.name, self.state_dir = name, run.folder / f"agent-{name}"
-        self.output = run.folder / f"agent-{name}.txt"
-        token = token or (run.state_dir / OPERATOR_FILE).read_text()
-        env = {**os.environ, MARK: run.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        env |= {"TMPDIR": str(run.scratch), "REPLICAS_JOIN": f"{token}@{run.endpoint()}"}
-        command = [*AGENT_COMMAND, "--name", name, "--state-dir", str(self.state_dir)]
-        with self.output.open("ab") as output:
-            self.popen = subprocess.Popen(
-                [*command, *words], env=env, cwd=run.folder, stdin=subprocess.DEVNULL, stderr=output, stdout=output
-            )
-
-    def wait(self, timeout_s: float = 30.0) -> int:
-        return self.popen.wait(timeout_s)
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
-
-    def log(self, replica: str, generation: int = 1, rank: int = 0) -> Path:
-        return self.state_dir / "logs" / replica / f"gen-{generation}" / f"rank-{rank}.log"
-
-
-@contextmanager
-def over_nodes(folder: Path, text: str, nodes: Sequence[str], **options: Any) -> Iterator[tuple[Run, dict[str, Agent]]]:
-    """A run with these agents besides its own, all up."""
-    head = (
-        f'[cluster]\nlease = "{LEASE_S:g}s"\nmin_nodes = {1 + len(nodes)}\nlabels = {{ place = "here" }}\n'
-        + options.pop("head", "")
-    )
-    with running(folder, text, head=head, **options) as run:
-        run.wait_line("control at", timeout_s=60)
-        agents = {name: Agent(run, name, "--label", "place=there") for name in nodes}
-        try:
-            for name in nodes:
-                eventually(lambda name=name: states(run).get(name) == "up", f"node {name}")  # type: ignore[misc]  # mypy cannot infer a lambda with a default
-            yield run, agents
-        finally:
-            for agent in agents.values():
-                agent.kill()
-
-
-def states(run: Run) -> dict[str, str]:
-    return {node.name: node.state for node in run.status().nodes}
-
-
-def placed(where: str, *, spread: bool = True) -> str:
-    return f'[groups.{{}}.placement]\nspread = {str(spread).lower()}\nlabels = {{{{ place = "{where}" }}}}\n'
-
-
-def replicas_of(status: RunStatus, name: str) -> dict[str, tuple[str, int, int | None, str]]:
-    """State, generation, pid and nodes of each replica of a group."""
-    (found,) = [one for one in status.groups if one.name == name]
-    return {one.name: (one.state, one.generation, one.pid, " ".join(one.nodes)) for one in found.replicas}
-
-
-def ready(run: Run, name: str) -> dict[str, tuple[str, int, int | None, str]]:
-    """The replicas of a group, once all are ready."""
-
-    def all_ready() -> dict[str, tuple[str, int, int | None, str]] | None:
-        found = replicas_of(run.status(), name)
-        return found if all(state == "ready" for state, *_ in found.values()) else None
-
-    return dict(eventually(all_ready, f"group {name}, ready", timeout_s=60))
-
-
-def there(name: str, program: str, more: str = "", where: str = "there") -> str:
-    return group(name, program, f"{more}\n[groups.{name}.restart]\ninitial_delay = 0\n") + placed(where).format(name)
-
 
 # ---------------------------------------------------------------- together
 
@@ -273,9 +207,7 @@ def test_replicas_of_a_killed_node_start_elsewhere(tmp_path: Path) -> None:
         (lost,) = [name for name, (*_, nodes) in before.items() if nodes == "n1"]
         pid = before[lost][2]
         assert pid is not None
-        children = processes_below(agents["n1"].popen.pid)
-        for each in (agents["n1"].popen.pid, *children):
-            _kill(each)
+        agents["n1"].kill_all()
         began = time.monotonic()
         eventually(lambda: replicas_of(run.status(), "a")[lost][3] == "n2", "it starts elsewhere", timeout_s=30)
         assert time.monotonic() - began > LEASE_S, "not before its lease is over"
@@ -628,25 +560,3 @@ def test_what_an_agent_cannot_be_told(words: list[str], tmp_path: Path) -> None:
     assert "Traceback" not in found.stderr
     assert "--join TOKEN@HOST:PORT" in found.stderr or "TOKEN@HOST:PORT" in found.stderr or "NAME=VALUE" in found.stderr
     assert not list(tmp_path.iterdir())
-
-
-def processes_below(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, path.read_text().split()):
-            found += [child, *processes_below(child)]
-    return found
-
-
-def _kill(pid: int) -> None:
-    """It may be gone: others die with their agent."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(pidfd)

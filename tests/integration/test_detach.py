@@ -16,8 +16,9 @@ import pytest
 from replicas import errors
 from replicas.supervisor import Supervisor
 from replicas.supervisor.fleet.local_agent import AGENT
-from tests.integration.test_agents import again, publishing, ready, told, versions
+from tests.integration.test_agents import again, publishing, told, versions
 from tests.integration.test_supervisor_embedded import config
+from tests.support.nodes import ready
 from tests.support.runs import ROOT, Run, alive, eventually
 
 DETACH = (sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())", "detach")
