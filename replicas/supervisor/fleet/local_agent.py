@@ -177,7 +177,7 @@ class LocalAgent:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_S if cluster is None or cluster.is_empty(self._node) else 0.0):
                 await self._ended.wait()
-        if self.pid is None:  # it may have ended in the moment of the timeout
+        if self._ended.is_set():  # perhaps in the moment of the timeout
             return
         if cluster is not None and cluster.is_empty(self._node):
             send_signal(self._pidfd, signal.SIGKILL)
