@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from replicas.core.versions.manifest import PartManifest, TensorSpec
 from replicas.errors import ManifestMismatch, ReplicasError, UsageError
 from replicas.messages import arguments
-from replicas.messages.bounds import plain, shown
+from replicas.messages.bounds import plain, shown, text_of
 from replicas.weights.layout import Entry, layout
 from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import Box, dtype_name, is_castable, is_dtensor, local_box
@@ -279,7 +279,7 @@ class Feed:
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # torch's errors for odd tensors
             if self.user_failed:
                 raise
-            text = f"tensor {name!r} cannot be published: {type(error).__name__}: {error}"
+            text = f"tensor {name!r} cannot be published: {type(error).__name__}: {text_of(error)}"
             raise ManifestMismatch(text, hint="publish dense tensors that have values") from error
 
     def _described(self, name: Any, value: Any, alias: str | None, gathered: torch.Tensor | None) -> Entry:

@@ -127,12 +127,13 @@ async def test_a_store_that_answers_nothing_costs_the_deadline(server: str) -> N
 
 async def test_a_store_that_is_gone_costs_no_more_than_the_deadline(server: str) -> None:
     async with lane(1, server, build=False) as one:
-        with socket.create_server(("127.0.0.1", 0)) as closed:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else gets the port
             port = closed.getsockname()[1]
-        started = time.monotonic()
-        with pytest.raises(SidecarFailed, match=rf"the store at 127\.0\.0\.1:{port} cannot be reached: .*refused"):
-            await one.sidecars[0].build(one.spec("gone", 0, store_port=port, timeout_s=4.0))
-        assert time.monotonic() - started < 20
+            started = time.monotonic()
+            with pytest.raises(SidecarFailed, match=rf"the store at 127\.0\.0\.1:{port} cannot be reached: .*refused"):
+                await one.sidecars[0].build(one.spec("gone", 0, store_port=port, timeout_s=4.0))
+            assert time.monotonic() - started < 20
 
 
 async def test_a_store_that_comes_back_in_time_is_found(server: str) -> None:

@@ -114,7 +114,7 @@ def listeners(processes: Iterable[Process]) -> Iterator[Listener]:
                 yield Listener(frozenset(kinds[inode]), table.removesuffix("6"), address, int(port, 16))
     for words in _rows("unix"):
         inode, name = int(words[6]), words[7] if len(words) > 7 else ""
-        if inode in kinds and int(words[3], 16) & _UNIX_LISTENS:
+        if inode in kinds and int(words[3], 16) & _UNIX_LISTENS and not name.startswith("@cuda-"):  # the driver's own
             family = "abstract" if name.startswith("@") else "path"
             yield Listener(frozenset(kinds[inode]), family, name=name.removeprefix("@"))
 

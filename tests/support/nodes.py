@@ -34,15 +34,19 @@ AGENT_COMMAND = (sys.executable, "-m", "replicas", "agent")
 
 
 class Agent:
-    """``replicas agent`` in a process of its own, as on another machine."""
+    """``replicas agent`` in a process of its own, as on another machine.
 
-    def __init__(self, run: Run, name: str, *words: str, token: str = "") -> None:
+    :param gpus: its ``CUDA_VISIBLE_DEVICES``; None: it looks for GPUs.
+    """
+
+    def __init__(self, run: Run, name: str, *words: str, token: str = "", gpus: str | None = None) -> None:
         self.name, self.state_dir = name, run.folder / f"agent-{name}"
         self.output = run.folder / f"agent-{name}.txt"
         token = token or (run.state_dir / OPERATOR_FILE).read_text()
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         env = {**os.environ, MARK: run.mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         env |= {"TMPDIR": str(run.scratch), "REPLICAS_JOIN": f"{token}@{run.endpoint()}"}
+        env |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         command = [*AGENT_COMMAND, "--name", name, "--state-dir", str(self.state_dir)]
         with self.output.open("ab") as output:
             self.popen = subprocess.Popen(
@@ -75,7 +79,8 @@ def over_nodes(folder: Path, text: str, nodes: Sequence[str], **options: Any) ->
     )
     with running(folder, text, head=head, **options) as run:
         run.wait_line("control at", timeout_s=60)
-        agents = {name: Agent(run, name, "--label", "place=there") for name in nodes}
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # those of this machine can be offered once
+        agents = {name: Agent(run, name, "--label", "place=there", gpus=gpus) for name in nodes}
         try:
             for name in nodes:
                 eventually(lambda name=name: states(run).get(name) == "up", f"node {name}")  # type: ignore[misc]  # mypy cannot infer a lambda with a default

@@ -49,6 +49,7 @@ from replicas.channel.operations.scratch import Scratch, write_segments
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.core.versions.manifest import segment_layout
+from replicas.messages.bounds import text_of
 from replicas.sidecar.rank_side.client import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec
 
@@ -268,7 +269,9 @@ class RankOperations(Part):
     def _cannot_write(self, job: Job, error: BaseException) -> errors.ReplicasError:
         found = as_wire_error(error, channel=self._hub.name, phase="write").exception()
         if isinstance(found, errors.InternalError) and not isinstance(error, errors.InternalError):
-            text = f"the results of the {job.operation.kind} cannot be written: {type(error).__name__}: {error}"
+            text = (
+                f"the results of the {job.operation.kind} cannot be written: {type(error).__name__}: {text_of(error)}"
+            )
             found = self._hub.error(errors.UsageError, text, phase="write", hint="pass plain tensors")
         return found
 

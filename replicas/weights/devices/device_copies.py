@@ -42,6 +42,7 @@ import torch
 
 from replicas.common.waits import Latch
 from replicas.errors import NoCapacity, ReplicasError, SyncError, WorldError
+from replicas.messages.bounds import text_of
 from replicas.weights.copying import Copier, Prefix, Progress, Step
 from replicas.weights.devices.accelerator import Accelerator, Event
 from replicas.weights.digest import device_digest_of
@@ -157,7 +158,7 @@ class DeviceCopies:
         try:
             options.begun(self)
         except BaseException as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._give_up(f"{type(error).__name__}: {text_of(error)}")
             raise
 
     # ------------------------------------------------------------ the caller's thread
@@ -172,7 +173,7 @@ class DeviceCopies:
             with suppress(ReplicasError):  # a failed device copies nothing any more
                 self._end_batch()
         finally:
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._give_up(f"{type(error).__name__}: {text_of(error)}")
 
     def abandon(self) -> None:
         """Give up, on any thread, what an interrupt left without ``__exit__``."""

@@ -257,6 +257,23 @@ def test_copies_end_before_a_failed_walk_gives_the_slot_back(gpu: FakeAccelerato
     assert publish.found()["a"] == lists(given)["a"]  # what had been enqueued was not cut off
 
 
+def test_an_exception_of_a_walk_that_has_no_text_arrives_as_it_is(gpu: FakeAccelerator) -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    def walk() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", weights()["a"]
+        raise Silent
+
+    publish = Publish(weights())
+    with pytest.raises(Silent):
+        publish.pack(Feed(walk()))
+    (copies,) = publish.begun
+    with pytest.raises(SyncError, match=r"given up: Silent: .*no text: its __str__ raises ZeroDivisionError"):
+        outcome(copies.copied)
+
+
 @pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize("device", ["", GPU])
 def test_what_has_arrived_is_told_batch_by_batch(
