@@ -20,7 +20,7 @@ from replicas import environ
 from replicas.cli import main as cli
 from replicas.control.exit_codes import SUPERVISED, USAGE
 from replicas.linux.processes import MARK as PROCESS_MARK
-from replicas.linux.processes import SHIM, command_line
+from replicas.linux.processes import SHIM, command_line, descendants
 from replicas.supervisor.fleet.local_agent import AGENT
 from replicas.supervisor.state.state import identity_of
 from replicas.trust.tokens import OPERATOR_FILE
@@ -30,7 +30,6 @@ from tests.support.nodes import (
     Agent,
     over_nodes,
     placed,
-    processes_below,
     ready,
     replicas_of,
     states,
@@ -245,7 +244,7 @@ def test_a_frozen_shim_of_a_killed_agent_does_not_keep_the_next_one_out(tmp_path
     """Whose start may not end with exit code 2: its unit would not try again."""
     with over_nodes(tmp_path, there("a", SLEEPS), ["n1"]) as (run, agents):
         (_, _, pid, _) = ready(run, "a")["a/0"]
-        (shim,) = [one for one in processes_below(agents["n1"].popen.pid) if SHIM in command_line(one, 1000)]
+        (shim,) = [one for one in descendants(agents["n1"].popen.pid) if SHIM in command_line(one, 1000)]
         os.kill(shim, signal.SIGSTOP)
         agents["n1"].kill()
         agents["n1"] = Agent(run, "n1", "--label", "place=there")

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from replicas.linux.processes import descendants, signal_each
 from replicas.status import RunStatus
 from replicas.trust.tokens import OPERATOR_FILE
 from tests.support.programs import group
-from tests.support.runs import MARK, ROOT, Run, eventually, running
+from tests.support.runs import MARK, ROOT, Run, alive, eventually, running
 
 __all__ = [
     "AGENT_COMMAND",
@@ -22,7 +23,6 @@ __all__ = [
     "Agent",
     "over_nodes",
     "placed",
-    "processes_below",
     "ready",
     "replicas_of",
     "states",
@@ -62,8 +62,7 @@ class Agent:
 
     def kill_all(self) -> None:
         """All processes of the node, at once: nobody says goodbye."""
-        for each in (self.popen.pid, *processes_below(self.popen.pid)):
-            _kill(each)
+        signal_each([self.popen.pid, *descendants(self.popen.pid)], signal.SIGKILL, alive)
         self.popen.wait()
 
     def log(self, replica: str, generation: int = 1, rank: int = 0) -> Path:
@@ -116,25 +115,3 @@ def ready(run: Run, name: str) -> dict[str, tuple[str, int, int | None, str]]:
 
 def there(name: str, program: str, more: str = "", where: str = "there") -> str:
     return group(name, program, f"{more}\n[groups.{name}.restart]\ninitial_delay = 0\n") + placed(where).format(name)
-
-
-def processes_below(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, path.read_text().split()):
-            found += [child, *processes_below(child)]
-    return found
-
-
-def _kill(pid: int) -> None:
-    """It may be gone: others die with their agent."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(pidfd)

@@ -136,6 +136,18 @@ async def test_one_may_end_in_the_moment_in_which_the_wait_for_its_end_is_over()
 
 
 @pytest.mark.anyio
+async def test_one_that_survives_sigkill_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    """As the kernel keeps processes that wait for a broken device."""
+    with patched(send_signal=lambda *_: True, _KILLED_S=0.1), earlier() as (known, record):
+        agent = Local(FakeCluster(), record)
+        agent.start()
+        async with asyncio.timeout(20):
+            await agent.aclose()
+        assert f"process {known.pid}, survives SIGKILL" in caplog.text
+        assert agent.pid is None
+
+
+@pytest.mark.anyio
 async def test_one_that_dies_or_falls_silent_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     with patched(FROZEN_S=0.0):
         cluster: Any = FakeCluster()

@@ -38,6 +38,7 @@ AGAIN = Backoff(0.05, 5.0)
 JOIN_S = 60.0
 _STEADY_S = 60.0
 _END_S = 8.0
+_KILLED_S = 5.0
 _LOOK_S = 1.0
 
 
@@ -167,7 +168,10 @@ class LocalAgent:
         send_signal(self._pidfd, signal.SIGKILL)
 
     async def aclose(self) -> None:
-        """Wait until it has ended, as ordered; one with processes left stays."""
+        """Wait until it has ended, as ordered.
+
+        One with processes left stays, and one that SIGKILL does not end within 5 s.
+        """
         self._stop()
         if self.pid is None:
             return
@@ -181,9 +185,10 @@ class LocalAgent:
             return
         if cluster is not None and cluster.is_empty(self._node):
             send_signal(self._pidfd, signal.SIGKILL)
-            await self._ended.wait()
-        elif self._popen is not None:
-            self._let_go()
+            if await _is_set_within(self._ended, _KILLED_S):
+                return
+            log.error("the agent of this machine, process %d, survives SIGKILL", self.pid)
+        self._let_go()
 
     def leave(self) -> None:
         """Leave it to the next supervisor."""
