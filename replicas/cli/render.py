@@ -21,7 +21,7 @@ from replicas.core.lives.ordering import enough
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaStatus, RunStatus
 from replicas.telemetry import events as happened
 
-__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "outlook", "plan", "run_status"]
+__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "outlook", "plan", "routine", "run_status"]
 
 STATE_STYLES = {
     "pending": "dim",
@@ -87,16 +87,17 @@ def plan(config: Config) -> RenderableType:
     return Group(*parts)
 
 
-def outlook(waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
-    """Lines with what fits on none of the nodes, by replica."""
-    where, width = _count(len(nodes), "node"), max(map(len, waits), default=0)
-    if waits:
-        return [
-            f"note: on the {where} of its run",
-            *(f"{one:{width}}  waits for {what}" for one, what in waits.items()),
-        ]
-    alone = all(node.local for node in nodes)
-    return [] if alone else [f"note: all replicas fit on the {where} of its run"]
+def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
+    """Lines with what each node would run, and with what fits on none, by replica."""
+    if not waits and all(node.local for node in nodes):
+        return []
+    runs = {node.name: [one for one, places in where.items() if node.name in places] for node in nodes}
+    width = max(map(len, (*runs, *waits)))
+    return [
+        f"note: {'' if waits else 'all replicas fit '}on the {_count(len(nodes), 'node')} of its run",
+        *(f"{node:{width}}  runs {', '.join(names)}" for node, names in runs.items() if names),
+        *(f"{one:{width}}  waits for {what}" for one, what in waits.items()),
+    ]
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
@@ -288,6 +289,13 @@ def concerns(record: happened.Record, target: str) -> bool:
     """Whether the event is about this group, this ``group/index``, or all."""
     who = _subject(record.event)
     return not who or who == target or who.startswith(f"{target}/") or target.startswith(f"{who}/")
+
+
+def routine(event: happened.Event) -> bool:
+    """Whether every version that goes well has such events."""
+    if isinstance(event, effects.SyncEnded):
+        return event.record.outcome == "committed" and not event.record.lost
+    return isinstance(event, effects.ReplicaLoaded) and event.version > 0
 
 
 def _subject(event: happened.Event) -> str:
