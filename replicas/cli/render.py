@@ -36,9 +36,9 @@ STATE_STYLES = {
 _GROUP = ("group", "replicas", "ranks each", "launcher", "starts after", "command")
 _RESOURCES = ("group", "GPUs a rank", "threads a rank", "memory a replica", "processes a replica")
 _CHANNEL = ("channel", "members", "backend", "transport", "deadline", "on lost", "slots", "staging")
-_GROUP_STATE = ("group", "ready", "others", "restarts", "budget left", "no progress", "then ends")
+_GROUP_STATE = ("group", "ready", "not ready", "restarts", "budget left", "failures without progress", "on failure")
 _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
-_CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "moved")
+_CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "sent")
 _NODE_STATE = ("node", "state", "heard", "GPUs free", "labels", "replicas")
 
 
@@ -376,15 +376,19 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
         case effects.MemberQuarantined():
             return event.member.name, f"quarantined on {event.channel}{_because(event.reason)}", "red"
         case effects.EpochStarted():
-            return event.channel, f"epoch {event.epoch} of {len(event.members)} members", "dim"
+            return event.channel, f"epoch {event.epoch} of {_count(len(event.members), 'member')}", "dim"
         case effects.SyncEnded():
             sync = event.record
             lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
             what = f"version {sync.version} {sync.outcome} in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
-            return event.channel, f"{what}, {sync.members} members{lost}", "" if sync.outcome == "committed" else "red"
+            return (
+                event.channel,
+                f"{what}, {_count(sync.members, 'member')}{lost}",
+                "" if sync.outcome == "committed" else "red",
+            )
         case effects.CaughtUp():
             names = ", ".join(member.name for member in event.members)
-            return event.channel, f"version {event.version} fetched later by {names}", "dim"
+            return event.channel, f"caught up with version {event.version}: {names}", "dim"
         case effects.ReplicaLoaded():
             what = f"serves version {event.version}" if event.version else "serves no whole version any more"
             return who, f"{what} of {event.channel}", ""
