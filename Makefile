@@ -137,7 +137,7 @@ scene: $(VENV)/.dev ## a training run under an operator who does anything at any
 coverage: $(VENV)/.dev ## branch coverage of the pure core by unit and property tests; fails below what is reached
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
 	@$(COVERED) -m pytest -q --ignore tests/unit/ranks tests/unit
-	@for machine in channel:200 peers:150 raising_peers:60; do \
+	@for machine in channel:200 lives:100 peers:150 raising_peers:60; do \
 	  $(COVERED) -m tests.support.properties $${machine%%:*} $${machine##*:} || exit; done
 	@$(BIN)/coverage combine -q --data-file $(COVERAGE)/all $(COVERAGE)/data.*
 	@$(BIN)/coverage report --data-file $(COVERAGE)/all --show-missing --skip-covered --fail-under $(COVERAGE_REACHED)
