@@ -220,3 +220,11 @@ def test_one_look_takes_a_little_of_many_logs(tmp_path: Path, monkeypatch: pytes
         f"{index}_{word}" for index in range(3) for word in ("one", "two", "three")
     }
     follower.close()
+
+
+def test_a_line_longer_than_a_look_is_no_end(tmp_path: Path) -> None:
+    write(tmp_path, "a/0/gen-1/rank-0", f"{'x' * 3 * log_files.BATCH_NBYTES}\nlast\n")
+    follower = Follower(tmp_path, Selection())
+    assert [len(text) for text in texts(follower.poll())] == [3 * log_files.BATCH_NBYTES, 4]
+    assert follower.poll() == follower.rest() == []
+    follower.close()
