@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +18,7 @@ from replicas.config.structs import Config, SlurmConfig
 from replicas.config.values import Place
 from replicas.control.exit_codes import FAILED
 from replicas.errors import UsageError, WorldError
+from replicas.linux.helpers import interpreter
 
 __all__ = ["slurm"]
 
@@ -77,7 +77,7 @@ def slurm(
 
 def own_command(config: Config) -> list[str]:
     """The command ``replicas slurm CONFIG``, with absolute paths."""
-    return [sys.executable, "-m", "replicas", "slurm", str(config.source)]
+    return [interpreter(), "-m", "replicas", "slurm", str(config.source)]
 
 
 def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
