@@ -156,7 +156,8 @@ def test_check_prints_the_plan(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "trainer finished" in out
     rules = [" ".join(line.split()) for line in out.partition("Failures")[2].partition("Timeouts")[0].splitlines()]
     assert "trainer on-failure 5/10m 3 in a row the run ends 1 of 1" in rules
-    assert "rollout on-failure 5/10m 3 in a row it stays failed 2 of 2" in rules
+    assert "rollout on-failure 5/10m 3 in a row it stays failed, the run 2 of 2" in rules
+    assert "below 1" in rules
     assert max(len(line) for line in out.splitlines() if str(folder) not in line) <= 80
 
 
