@@ -18,7 +18,6 @@ from replicas.cli.base import (
     Screen,
     TargetArgument,
     ThisRun,
-    ThisRunFirst,
     command,
     json_text,
     patience,
@@ -122,7 +121,7 @@ def drain(
 
 
 @command(failed=FAILED)
-def detach(*, place: ThisRunFirst, as_json: Json = False) -> None:
+def detach(*, place: ThisRun, as_json: Json = False) -> None:
     """End the supervisor alone; the next one takes over its replicas and agents.
 
     For an upgrade, or a restart of the supervisor. Needs run.adopt in the config: the
@@ -144,7 +143,7 @@ def reset_failed(*, target: OptionalTarget = None, place: ThisRun, as_json: Json
 
 
 @command(failed=FAILED)
-def reload(*, place: ThisRunFirst, as_json: Json = False) -> None:
+def reload(*, place: ThisRun, as_json: Json = False) -> None:
     """Have the supervisor read its config again; only changed groups are restarted.
 
     A config with problems changes nothing: they are printed, with exit code 78.

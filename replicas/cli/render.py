@@ -21,7 +21,7 @@ from replicas.core.lives.ordering import enough, least_left
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaStatus, RunStatus
 from replicas.telemetry import events as happened
 
-__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "outlook", "plan", "run_status"]
+__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "outlook", "plan", "routine", "run_status"]
 
 STATE_STYLES = {
     "pending": "dim",
@@ -36,9 +36,9 @@ STATE_STYLES = {
 _GROUP = ("group", "replicas", "ranks each", "launcher", "starts after", "command")
 _RESOURCES = ("group", "GPUs a rank", "threads a rank", "memory a replica", "processes a replica")
 _CHANNEL = ("channel", "members", "backend", "transport", "deadline", "on lost", "slots", "staging")
-_GROUP_STATE = ("group", "ready", "others", "restarts", "budget left", "no progress", "then ends")
+_GROUP_STATE = ("group", "ready", "not ready", "restarts", "budget left", "failures without progress", "on failure")
 _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
-_CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "moved")
+_CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "sent")
 _NODE_STATE = ("node", "state", "heard", "GPUs free", "labels", "replicas")
 
 
@@ -87,16 +87,17 @@ def plan(config: Config) -> RenderableType:
     return Group(*parts)
 
 
-def outlook(waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
-    """Lines with what fits on none of the nodes, by replica."""
-    where, width = _count(len(nodes), "node"), max(map(len, waits), default=0)
-    if waits:
-        return [
-            f"note: on the {where} of its run",
-            *(f"{one:{width}}  waits for {what}" for one, what in waits.items()),
-        ]
-    alone = all(node.local for node in nodes)
-    return [] if alone else [f"note: all replicas fit on the {where} of its run"]
+def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
+    """Lines with what each node would run, and with what fits on none, by replica."""
+    if not waits and all(node.local for node in nodes):
+        return []
+    runs = {node.name: [one for one, places in where.items() if node.name in places] for node in nodes}
+    width = max(map(len, (*runs, *waits)))
+    return [
+        f"note: {'' if waits else 'all replicas fit '}on the {_count(len(nodes), 'node')} of its run",
+        *(f"{node:{width}}  runs {', '.join(names)}" for node, names in runs.items() if names),
+        *(f"{one:{width}}  waits for {what}" for one, what in waits.items()),
+    ]
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
@@ -291,6 +292,13 @@ def concerns(record: happened.Record, target: str) -> bool:
     return not who or who == target or who.startswith(f"{target}/") or target.startswith(f"{who}/")
 
 
+def routine(event: happened.Event) -> bool:
+    """Whether every version that goes well has such events."""
+    if isinstance(event, effects.SyncEnded):
+        return event.record.outcome == "committed" and not event.record.lost
+    return isinstance(event, effects.ReplicaLoaded) and event.version > 0
+
+
 def _subject(event: happened.Event) -> str:
     """Group or replica that an event is about; empty: the whole run, or a channel."""
     target = getattr(event, "target", None)
@@ -369,15 +377,19 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
         case effects.MemberQuarantined():
             return event.member.name, f"quarantined on {event.channel}{_because(event.reason)}", "red"
         case effects.EpochStarted():
-            return event.channel, f"epoch {event.epoch} of {len(event.members)} members", "dim"
+            return event.channel, f"epoch {event.epoch} of {_count(len(event.members), 'member')}", "dim"
         case effects.SyncEnded():
             sync = event.record
             lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
             what = f"version {sync.version} {sync.outcome} in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
-            return event.channel, f"{what}, {sync.members} members{lost}", "" if sync.outcome == "committed" else "red"
+            return (
+                event.channel,
+                f"{what}, {_count(sync.members, 'member')}{lost}",
+                "" if sync.outcome == "committed" else "red",
+            )
         case effects.CaughtUp():
             names = ", ".join(member.name for member in event.members)
-            return event.channel, f"version {event.version} fetched later by {names}", "dim"
+            return event.channel, f"caught up with version {event.version}: {names}", "dim"
         case effects.ReplicaLoaded():
             what = f"serves version {event.version}" if event.version else "serves no whole version any more"
             return who, f"{what} of {event.channel}", ""

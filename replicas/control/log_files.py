@@ -371,11 +371,14 @@ class Follower:
         words += [f"rank {chosen.rank}"] if chosen.rank is not None else []
         words += [f"generation {chosen.generation}"] if chosen.generation is not None else []
         known = sorted(f"{path.parent.name}/{path.name}" for group in _folders(self._logs) for path in _folders(group))
+        if not known and len(words) == 1 and chosen.target is None:
+            text = f"this start of the run has written no log yet in {self._logs}"
+            return UsageError(text, hint="--previous shows the last one; programs that others start log elsewhere")
         return UsageError(
             f"there is no log of {', '.join(words)} in {self._logs}",
             hint=f"there are logs of: {', '.join(known)}"
             if known
-            else "nothing has been started yet; programs that others start log elsewhere",
+            else "nothing has been started yet; --previous shows the last start",
         )
 
 
