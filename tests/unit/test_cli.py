@@ -26,6 +26,7 @@ from replicas.config.values import size_text
 from replicas.control.commands import Answer
 from replicas.core import effects
 from replicas.errors import Disconnected
+from replicas.linux.processes import start_time
 from replicas.status import (
     ChannelStatus,
     GroupStatus,
@@ -419,6 +420,26 @@ def test_status_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == (
         f"replicas: no run has its state in {folder / '.replicas'} (name its CONFIG, or give --endpoint HOST:PORT)\n"
     )
+
+
+def test_a_run_that_starts_is_not_one_that_does_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    locks = [folder / ".replicas" / name / "lock" for name in ("grpo", "other")]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    pid = os.getpid()
+    locks[0].write_text(f"{pid} {start_time(pid)} machine host")
+    assert find.RunAddress(folder / "grpo.toml").starting
+    for words in (["status", "grpo.toml"], ["status"], ["scale", "rollout", "1"]):
+        assert cli.main(words) == 69
+        expected = (
+            f'replicas: run "grpo" is starting: process {pid} does not answer yet (wait for it with: replicas wait)\n'
+        )
+        assert capsys.readouterr().err == expected
+    locks[0].write_text(f"{pid} 1 machine host")
+    assert not find.RunAddress(folder / "grpo.toml").starting
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert "is not running" in capsys.readouterr().err
 
 
 def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
