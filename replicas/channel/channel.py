@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from replicas.channel.versions.receive import Bound, Receiver, Watches
 from replicas.channel.versions.transfers import ManifestExchange, Transfers
 from replicas.channel.versions.update import Update
 from replicas.common import own_loop
+from replicas.common.logs import Log
 from replicas.common.waits import Latch
 from replicas.messages import Hello, arguments
 from replicas.messages.bounds import VERSION_MAX, shown
@@ -39,7 +39,7 @@ from replicas.weights.tensors import overlaps_itself
 
 __all__ = ["Channel"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 CLOSE_TIMEOUT_S = 12.0
 

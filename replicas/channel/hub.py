@@ -22,7 +22,6 @@ each operation also has a local timer that fires shortly after its deadline.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -37,6 +36,7 @@ from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
 from replicas.channel.session import Session
 from replicas.channel.versions.holdings import Holdings, Leases
+from replicas.common.logs import Log
 from replicas.memory.beacon import find
 from replicas.messages.bounds import text_of
 from replicas.messages.identity import Member
@@ -45,7 +45,7 @@ from replicas.weights.memory.arena import Arena
 
 __all__ = ["BYE_TIMEOUT_S", "GRACE_S", "Hub", "Part", "as_wire_error"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 GRACE_S = 5.0
 """How long after its deadline an operation waits for a verdict before it ends."""

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
 import os
 import selectors
 import threading
@@ -35,6 +34,7 @@ from typing import Any, TypeVar
 
 from replicas import errors
 from replicas.channel.pending import Pending
+from replicas.common.logs import Log
 from replicas.common.waits import locked
 from replicas.linux.sockets import SocketAddress
 from replicas.sidecar.rank_side.client import Forkserver, OtherRelease, Sidecar, Unbound
@@ -42,7 +42,7 @@ from replicas.sidecar.rank_side.client import Forkserver, OtherRelease, Sidecar,
 __all__ = ["SessionLoop", "session_loop"]
 
 T = TypeVar("T")
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 EXIT_TIMEOUT_S = 3.0
 ENDS_MAX = 100

@@ -19,7 +19,6 @@ The work runs in tasks of the routes: a caller that disconnects cancels nothing.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 from urllib.parse import quote, unquote
@@ -32,13 +31,14 @@ from starlette.routing import Route
 
 from replicas import errors
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.control import commands as orders
 from replicas.control.access import Access
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem
 
 __all__ = ["BEAT_S", "BODY_NBYTES", "NO_STORE", "QUICK_S", "json_bytes", "json_response", "order_routes", "refusal"]
 
-log = logging.getLogger("replicas.control")
+log = Log("replicas.control")
 
 QUICK_S = 0.25
 BEAT_S = 2.0

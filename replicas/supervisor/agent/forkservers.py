@@ -22,7 +22,6 @@ A death signal ends it with its agent.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import signal
@@ -33,6 +32,7 @@ from replicas import environ
 from replicas.common import own_code
 from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
+from replicas.common.logs import Log
 from replicas.linux.place import lasting
 from replicas.linux.processes import Child, python_module, room_for_mark
 from replicas.linux.sockets import SocketAddress
@@ -41,7 +41,7 @@ from replicas.supervisor.agent.node import base_environment
 
 __all__ = ["TRIES", "Forkservers", "KeptForkserver", "start_forkserver"]
 
-log = logging.getLogger("replicas.agent")
+log = Log("replicas.agent")
 
 TRIES = 8
 AGAIN = Backoff(0.1, 6.4)

@@ -15,17 +15,17 @@ something of the previous version needs one for each version.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
+from replicas.common.logs import Log
 from replicas.errors import NoCapacity, WorldError
 from replicas.weights.devices.accelerator import device_of
 from replicas.weights.memory.buffers import AllocationStopped, Buffer, available_nbytes
 
 __all__ = ["PREPARED_NBYTES", "SPARE_BEATS", "Pool"]
 
-logger = logging.getLogger("replicas.weights")
+logger = Log("replicas.weights")
 
 PREPARED_NBYTES = 1 << 20
 """Smaller buffers are not preallocated: they cost next to nothing."""
