@@ -174,6 +174,10 @@ class Hub:
             return self.error(errors.Disconnected, f"{text} for {down_s:.0f} s ({self._down_reason})")
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s")
 
+    def pending(self, what: str) -> Pending[Any]:
+        """A Pending that the session thread ends: at the latest when it ends itself."""
+        return Pending(f"{what} on {self.name}", self.loop.end)
+
     def note_failure(self, pending: Pending[Any]) -> None:
         """Session thread: remember a failure, for callers that do not wait for it."""
         known = (known for known in self._failures if known._unobserved_error() is not None)
@@ -186,7 +190,7 @@ class Hub:
             error = pending._unobserved_error()
             pending._told = True
             if error is not None and found is not None:
-                self.loop.call(logger.warning, "%s: an earlier failure that nobody waited for: %s", self.name, error)
+                logger.warning("%s: an earlier failure that nobody waited for: %s", self.name, error)
             found = found or error
         return found
 

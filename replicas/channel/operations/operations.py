@@ -77,7 +77,7 @@ class RankOperations(Part):
         """Copy the inputs and post; if it raises, nothing was posted."""
         if operation.kind not in ("send", "recv"):
             self._unknown.check_collected()
-        job = Job(operation, deadline_s, Pending(f"{operation.kind} on {self._hub.name}"))
+        job = Job(operation, deadline_s, self._hub.pending(operation.kind))
         if operation.inputs:
             segments, scratch = operation.segments, self._scratch(operation)
             job.inputs = scratch.take(segment_layout(segments)[1])
