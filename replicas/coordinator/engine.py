@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
@@ -45,7 +45,7 @@ from replicas.messages.identity import Member
 
 __all__ = ["Engine", "NotYet"]
 
-log = logging.getLogger("replicas.coordinator")
+log = Log("replicas.coordinator")
 
 TICK_S = 0.1
 LAST_WORDS_S = 0.25

@@ -14,7 +14,6 @@ close last, so that ranks can leave in order. torch is never imported in this pr
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -30,6 +29,7 @@ from anyio.abc import TaskGroup
 
 import replicas
 from replicas import environ, errors
+from replicas.common.logs import Log
 from replicas.config import file as config_file
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
@@ -72,7 +72,7 @@ from replicas.trust.tokens import ROLES, Role, Tokens
 
 __all__ = ["Supervisor"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 T = TypeVar("T")
 

@@ -104,6 +104,20 @@ def test_a_member_that_wakes_in_time_is_not_lost(run: FakeRun) -> None:
     assert [member.name for member in pending.wait().members] == ["rollout/0/0"]
 
 
+@pytest.mark.parametrize("how", [{"transport": "group"}, {"staging": "device"}])
+def test_a_channel_whose_bytes_need_processes_has_them_mapped(how: dict[str, str]) -> None:
+    with FakeRun({"policy": {"sources": ["trainer"], "targets": ["rollout"], **how}}) as run:
+        trainer, target = run.join("trainer"), run.target("rollout")
+        assert trainer.publish(ONE, deadline=20).wait(30).version == 1
+        assert trainer.loaded(1, deadline=20).wait(30) == 1
+        assert torch.equal(target.weights["weight"], ONE["weight"])
+
+
+def test_a_channel_is_checked_as_it_is_given() -> None:
+    with pytest.raises(errors.BadConfig, match="transport"):
+        FakeRun({"policy": {"sources": ["trainer"], "targets": ["rollout"], "transport": "carrier pigeon"}})
+
+
 def test_a_broken_connection_resumes(run: FakeRun) -> None:
     trainer, rollout = run.join("trainer"), run.join("rollout")
     for version in (1, 2, 3):

@@ -108,7 +108,7 @@ class Receiver(Part):
             update.withdraw()
         if replaced is None and update is not None and not update.ended:
             raise self._still_open(update)
-        pending = Pending(f"receive on {self._hub.name}")
+        pending = self._hub.pending("receive")
         self._hub.call(self._ask, pending, deadline_s, bound, replaced)
         self._pending, self._bound = pending, bound  # after the ask: without one it would never end
         return pending
@@ -322,13 +322,13 @@ class Watches(Part):
         self._numbered = 0
 
     def committed(self, after: int | None, deadline_s: float | None) -> Pending[int]:
-        pending: Pending[int] = Pending(f"commit on {self._hub.name}")
+        pending: Pending[int] = self._hub.pending("commit")
         version = self._hub.latest if after is None else after
         self._hub.call(self._begin, self._commits, _Watch(version, pending), deadline_s)
         return pending
 
     def loaded(self, version: int, deadline_s: float | None) -> Pending[int]:
-        pending: Pending[int] = Pending(f"load of version {version} on {self._hub.name}")
+        pending: Pending[int] = self._hub.pending(f"load of version {version}")
         self._hub.call(self._begin, self._loads, _Watch(version, pending), deadline_s)
         return pending
 
