@@ -135,9 +135,8 @@ def test_ranks_have_the_whole_time_that_was_promised(tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(SAVES)
     text = '[groups.a]\nnproc_per_node = 2\ncommand = ["saves.py"]\nstop_timeout = "6s"\n'
     with running(tmp_path, text) as run:
-        for rank in range(2):
-            log = run.log("a/0", rank=rank)
-            eventually(lambda log=log: log.exists() and "up" in log.read_text(), f"rank {rank}", timeout_s=60.0)
+        logs = [run.log("a/0", rank=rank) for rank in range(2)]
+        eventually(lambda: all(log.exists() and log.read_text() for log in logs), "both ranks", timeout_s=60.0)
         run.signal(signal.SIGTERM)
         assert run.wait(timeout_s=60) == 0, run.lines
         assert [run.log("a/0", rank=rank).read_text() for rank in range(2)] == ["up\nsaved\n"] * 2
