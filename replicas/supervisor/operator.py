@@ -37,7 +37,7 @@ from replicas import environ, errors
 from replicas.common.foreign import one_line
 from replicas.common.logs import Log
 from replicas.config.structs import Config
-from replicas.control.exit_codes import DONE, PREEMPTED, SUPERVISED, USAGE
+from replicas.control.exit_codes import CUT, DONE, PREEMPTED, SUPERVISED, USAGE
 from replicas.linux import inherited
 from replicas.status import RunStatus
 from replicas.supervisor.console import Console
@@ -116,7 +116,8 @@ async def _supervise(config: Config, console: Console, surroundings: Surrounding
                 await operator.finish()
     finally:
         notifier.close()
-    say(f"run {config.run.name}: {'left as it is' if supervisor.detached else 'over'}, exit code {code}")
+    words = f": {supervisor.fleet.words_of_cut}" if code == CUT else ""
+    say(f"run {config.run.name}: {'left as it is' if supervisor.detached else 'over'}, exit code {code}{words}")
     return code
 
 

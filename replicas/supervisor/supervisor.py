@@ -34,7 +34,7 @@ from replicas.config import file as config_file
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
-from replicas.control.exit_codes import BUG, DONE, PREEMPTED
+from replicas.control.exit_codes import BUG, CUT, DONE, PREEMPTED
 from replicas.control.log_files import LogReader, Selection
 from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
@@ -287,7 +287,7 @@ class Supervisor:
             return
         self._count_refused()
         code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
-        self.emit(RunEnded(exit_code=code, reason=reason or self.fleet.ended_by))
+        self.emit(RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end))
         self._events.finish()
 
     def _refused(self, reason: str) -> None:
@@ -321,7 +321,8 @@ class Supervisor:
 
         :meth:`events` ends with it.
 
-        :return: the exit code: 0, 1 for a failure, 75 after a preemption.
+        :return: the exit code: 0, 1 for a failure, 4 if processes were killed as they
+            had not ended in time or were left behind, 75 after a preemption.
         """
         await self.fleet.over.wait()
         if self.detached:
@@ -334,8 +335,10 @@ class Supervisor:
     @property
     def exit_code(self) -> int:
         """The exit code of the run, as far as it is known."""
-        code = self._fleet.exit_code if self._fleet is not None else None
-        return PREEMPTED if self._preempted else code or DONE
+        if self._preempted:
+            return PREEMPTED
+        fleet = self._fleet
+        return DONE if fleet is None else fleet.exit_code or (CUT if fleet.cut else DONE)
 
     async def wait_ready(self, group: str | None = None, timeout: float | None = None) -> None:
         """Wait until all replicas of ``group`` are ready or have finished.
