@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
+from replicas.linux.helpers import TORCHRUN
 
 __all__ = [
     "ACCELERATOR",
@@ -88,7 +89,7 @@ other variable of the supervisor's own environment with this prefix.
 """
 
 _TORCHRUN_NAMES = frozenset({"RANK", "WORLD_SIZE"})
-_TORCHRUN_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_TORCHRUN_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", TORCHRUN)
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):

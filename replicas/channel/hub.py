@@ -256,7 +256,7 @@ class Hub:
         self._newest(welcome.latest, "")
 
     def _new_coordinator(self) -> None:
-        logger.warning("%s: there is a new coordinator; what is under way here is announced to it", self.name)
+        logger.warning("%s: reconnected to a restarted coordinator; reporting unfinished operations", self.name)
         self._step_sent = 0
         self.holdings.doubt()
         # changes since the Hello: messages since then were discarded

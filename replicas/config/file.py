@@ -52,12 +52,24 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
     :raises replicas.errors.UsageError: it is none of these.
     """
     if isinstance(config, Config):
-        return config
+        return _absolute(config)
     if isinstance(config, Path | str):
         return load(config)
     if not isinstance(config, Mapping):
         raise UsageError(f"config must be a Config, the path of its file or a mapping, not {shown(config)}")
     return parse(config)
+
+
+def _absolute(config: Config) -> Config:
+    """A config of a program with absolute folders: helpers have another one."""
+    groups = {name: replace(group, cwd=group.cwd.absolute()) for name, group in config.groups.items()}
+    door = config.control.socket
+    return replace(
+        config,
+        run=replace(config.run, state_dir=config.run.state_dir.absolute()),
+        control=replace(config.control, socket=None if door is None else door.absolute()),
+        groups=groups,
+    )
 
 
 def load(path: Path | str) -> Config:

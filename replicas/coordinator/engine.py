@@ -452,7 +452,7 @@ class Engine:
         """A member is heard: end a silence of all members, if there was one."""
         grace_s = self._silence.heard(now)
         if grace_s:
-            log.warning("no member was heard for a while: those still silent get %.1f s more to come back", grace_s)
+            log.warning("The supervisor was paused. Silent members get %.1f s more before they count as lost.", grace_s)
             self._pardon(0.0, now, grace_s)
 
     def _pardon(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:

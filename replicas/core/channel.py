@@ -129,10 +129,10 @@ class ChannelState:
         if older is not None:
             self.lose(older.member, "fenced", now)
         member = state.member
-        if state.is_source:
-            self.commits.publishes.joined(member, first=not self.roster.replica(member.group, member.replica))
         self.drains.joined(state)
         self.roster.insert(state)
+        if state.is_source:
+            self.commits.publishes.joined(member, hello.process, self.roster.life(member))
         self.hosts.joined(state, now)
         if state.from_before:
             self.recovery.heard(state, now)
@@ -161,7 +161,7 @@ class ChannelState:
 
     def lose(self, member: Member, reason: str, now: float) -> None:
         """Remove a lost member: a new epoch starts, its work continues without it."""
-        state = self.roster.remove(member)
+        state = self.roster.remove(member, in_order=reason == "left")
         if state is None:
             return
         self.keeping.lost(state)
@@ -178,11 +178,11 @@ class ChannelState:
         if state.is_peer:
             self.operations.lost(member, state.note, now)
             self.trials.look(now)
-        self.commits.publishes.left(member)
+        self.commits.publishes.left(member, in_order=reason == "left")
         self.commits.lost(state, now)
         self.lanes.lost(member, now)
         if state.is_target:
-            self.rounds.lost(state)
+            self.rounds.lost(state, in_order=reason == "left")
         self._settle(now)
 
     def receive(self, member: Member, message: FromMember, now: float) -> None:
@@ -402,9 +402,10 @@ class ChannelState:
                 self.marks.note(member.group, member.replica, version=message.version)
                 self.rounds.loaded(state, message.version)
             case wire.LoadFailed():
-                why = message.error.message
-                self.roster.unloaded.setdefault(member.replica_name, f"version {message.version}: {why}")
-                self.rounds.failed(state, message.version, why, kept=message.kept)
+                version, why = min(message.version, commits.latest), message.error.message
+                if state.is_target and state.carries:
+                    self.roster.unloaded.setdefault(member.replica_name, f"version {version}: {why}")
+                self.rounds.failed(state, version, why, kept=message.kept)
             case wire.WatchLoaded():
                 self._answer_watches()
                 self._watch(member, message)

@@ -13,7 +13,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -44,7 +43,6 @@ __all__ = [
     "parents",
     "pid_of",
     "processes",
-    "python_module",
     "room_for_mark",
     "send_signal",
     "signal_each",
@@ -93,11 +91,6 @@ class Child:
     def signal(self, signum: int) -> None:
         if self.code is None:
             send_signal(self.pidfd, signum)
-
-
-def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs ``module`` in this interpreter, with ``-P``."""
-    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def signal_name(signum: int) -> str:

@@ -271,9 +271,7 @@ class Supervisor:
             if not self.detached:
                 with anyio.CancelScope(shield=True):
                     await self.fleet.drain(reason="over")
-                self._count_refused()
-                code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
-                self.emit(RunEnded(exit_code=code, reason=reason or self.fleet.ended_by))
+                self._conclude()
             self._events.close()  # ends its followers, and with them the control port's streams
         finally:
             if self._tasks is not None:
@@ -282,6 +280,15 @@ class Supervisor:
             # Without the block's own error, which must be raised as it is and not in
             # the task group's ExceptionGroup.
             await self._stack.__aexit__(None, None, None)
+
+    def _conclude(self) -> None:
+        """Write the run's last event, once, and end all who follow the events."""
+        if self._events.finished:
+            return
+        self._count_refused()
+        code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
+        self.emit(RunEnded(exit_code=code, reason=reason or self.fleet.ended_by))
+        self._events.finish()
 
     def _refused(self, reason: str) -> None:
         self.coordinator.engine.refused(reason)
@@ -312,11 +319,16 @@ class Supervisor:
     async def run_until_done(self) -> int:
         """Wait until the run is over, drained or left, and end what still runs.
 
+        :meth:`events` ends with it.
+
         :return: the exit code: 0, 1 for a failure, 75 after a preemption.
         """
         await self.fleet.over.wait()
-        if not self.detached:
+        if self.detached:
+            self._events.finish()
+        else:
             await self.fleet.drain(reason="over")
+            self._conclude()
         return self.exit_code
 
     @property
@@ -505,7 +517,7 @@ class Supervisor:
         return {one: {"token": found.text(one), "old_is_valid": found.both_valid(one)} for one in chosen}
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Follow all events until the run is over.
+        """Follow all events until the run is over (:meth:`run_until_done` returns).
 
         :param after: begin after the :class:`~replicas.telemetry.events.Record` with
             this number, as far back as the file of events goes; 0: with the oldest.

@@ -77,7 +77,8 @@ class EventLog:
         self._now = now
         self._ring: deque[Record] = deque(maxlen=_RING)
         self._news = asyncio.Event()
-        self._closed = False
+        self.finished = self._closed = False
+        """Whether the last record was written that followers get."""
         self._fd = -1
         self._size = 0
         self._problem = ""
@@ -119,7 +120,7 @@ class EventLog:
         self._wake()
 
     def follow(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Iterate over the records above ``after``, and new ones until the log closes.
+        """Iterate over the records above ``after``, and new ones until the last one.
 
         :param after: number of the last record that the reader has; 0: from the oldest
             kept. None, or a number not given yet: from now on.
@@ -135,7 +136,7 @@ class EventLog:
                 yield record
             if records:
                 await asyncio.sleep(0)  # reading a long file must not starve other tasks
-            elif self._closed:
+            elif self.finished:
                 return
             else:
                 await news.wait()
@@ -150,9 +151,14 @@ class EventLog:
         written = [] if self.path is None else [record for record in _chunk(self.path, position) if record.seq < first]
         return written or list(self._ring)
 
+    def finish(self) -> None:
+        """End the followers after the last record; later records are still written."""
+        self.finished = True
+        self._wake()
+
     def close(self) -> None:
         """Stop writing; followers end after the last record."""
-        self._closed = True
+        self.finished = self._closed = True
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

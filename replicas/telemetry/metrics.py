@@ -137,7 +137,7 @@ def _node_metrics(status: RunStatus) -> Iterator[Metric]:
     series = [((one.name,), len(one.replicas)) for one in nodes]
     yield _gauge("node_replicas", "Replicas with a place on the node.", node_only, series)
     series = [((one.name,), one.heard_age_s) for one in nodes]
-    yield _gauge("node_heard_age_seconds", "Age of the last word of the node's agent.", node_only, series)
+    yield _gauge("node_heard_age_seconds", "Seconds since the node's agent was last heard.", node_only, series)
 
 
 def _group_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
@@ -149,7 +149,7 @@ def _group_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     yield _gauge("group_replicas", "Replicas of a group by state.", ("group", "state"), series)
     series = [(key, float(one.state == "ready")) for key, one in everyone]
     yield _gauge("replica_up", "1 when the replica is ready.", of_replica, series)
-    text = "Age of the oldest of the last heartbeats of the replica's ranks."
+    text = "Seconds since the last heartbeat of the replica's quietest rank."
     series = [(key, one.heartbeat_age_s) for key, one in everyone if one.heartbeat_age_s is not None]
     yield _gauge("heartbeat_age_seconds", text, of_replica, series)
     series = [pair for group in groups for pair in _by_key((group.name,), group.restarts, always="exit")]

@@ -112,6 +112,19 @@ async def test_scale_restart_and_drain(tmp_path: Path) -> None:
         assert f"b/0 {ReplicaEvent.STOPPED.value} 1" in steps
 
 
+async def test_the_events_end_with_the_run_while_the_block_is_still_open(tmp_path: Path) -> None:
+    done = {"command": [sys.executable, "-c", ""]}
+    async with Supervisor(config(tmp_path, a=done)) as supervisor:
+        events = supervisor.events()
+        assert await supervisor.run_until_done() == 0
+        async with asyncio.timeout(20):
+            seen = [type(record.event).__name__ async for record in events]
+        assert seen[-1] == "RunEnded"
+        assert await supervisor.run_until_done() == 0
+    written = (tmp_path / "state" / "events.jsonl").read_text()
+    assert written.count('"RunEnded"') == 1
+
+
 async def test_wait_ready_tells_of_a_failure(tmp_path: Path) -> None:
     bad = {"command": [sys.executable, "-c", "raise SystemExit('no')"], "restart": {"policy": "never"}}
     async with Supervisor(config(tmp_path, a={}, bad={**bad, "depends_on": ["a"]})) as supervisor:

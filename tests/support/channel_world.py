@@ -588,9 +588,11 @@ class World:
         address: str = "127.0.0.1",
         **changes: object,
     ) -> SimMember:
-        """``machine``: where its memory can be shared; empty: nowhere."""
+        """``machine``: where its memory can be shared; empty: nowhere. Each join is of
+        a process of its own, unless ``changes`` have another."""
         group, replica, rank = name.split("/")
         nonce = next(self._nonces)
+        changes.setdefault("process", ProcessIdentity(nonce, 1, "boot", 1))
         if machine:
             changes.setdefault("beacon", wire.Beacon(nonce, 3, f"nonce-{nonce}", 0))
         hello = wire.Hello(
@@ -603,7 +605,6 @@ class World:
             world_size=world_size,
             incarnation=f"n{nonce}",
             generation=generation,
-            process=ProcessIdentity(1, 1, "boot", 1),
             **changes,  # type: ignore[arg-type]  # the test names valid fields
         )
         return self._add(hello, nonce, machine, address)

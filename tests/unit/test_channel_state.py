@@ -454,7 +454,7 @@ def test_min_targets_lost_on_the_way() -> None:
     world.run()
     error = trainer.verdicts[1].error
     assert error is not None
-    assert error.message == "version 1 is not committed: 1 members hold it, min_targets = 2 replicas"
+    assert error.message == "version 1 is not committed: 1 of its members hold it, min_targets = 2 replicas"
     assert first.commits == []
     assert first.held == set()
 

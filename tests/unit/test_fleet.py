@@ -8,10 +8,11 @@ import functools
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from replicas import errors
-from replicas.config.structs import ResourcesConfig
+from replicas.config.structs import ChannelConfig, ChannelRole, ResourcesConfig
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.resources import Machine
 from replicas.telemetry.events import Drained, Draining, FailedReset, HeldUp, RestartAsked, Scaled, Transition
@@ -487,6 +488,29 @@ async def test_a_group_is_ready_with_min_ready_and_the_run_ends_below_it() -> No
             "group rollout failed (1 of 3 replicas are left): replica rollout/0: "
             "rank 0 exited with code 1; no restart is left of 0 in 600 s"
         )
+
+
+@pytest.mark.parametrize(
+    ("rules", "ends"),
+    [({}, True), ({"min_ready": 0}, False), ({"on_failure": "group"}, False), ({"targets": ()}, False)],
+)
+def test_a_run_does_not_go_on_publishing_to_nobody(rules: dict[str, Any], ends: bool) -> None:
+    async def story() -> None:
+        given = {"on_failure": "replica", **rules}
+        targets = given.pop("targets", (ChannelRole("rollout", "all"),))
+        rollout = group_of("rollout", replicas=2, restart=NEVER, **given)
+        lives = {"rollout/0": [DIES], "rollout/1": [Life(ends_s=60.0, code=1)]}
+        async with fleet(group_of("trainer"), rollout, lives=lives) as (made, yard):
+            policy = ChannelConfig(name="policy", sources=(ChannelRole("trainer", "all"),), targets=targets)
+            made.config = msgspec.structs.replace(made.config, channels={"policy": policy})
+            await asyncio.sleep(40)
+            assert not made.over.is_set(), "one is left"
+            await asyncio.sleep(40)
+            assert made.exit_code == (1 if ends else None)
+            assert made.ended_by.startswith("group rollout failed (0 of 2 replicas are left): " if ends else "")
+            assert yard.states()["trainer/0"] == "ready"
+
+    virtually(story())
 
 
 @history

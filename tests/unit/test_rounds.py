@@ -53,9 +53,9 @@ class Replica:
         self.rounds.joined(state)
         self.advance()
 
-    def lose(self, rank: int) -> None:
+    def lose(self, rank: int, *, in_order: bool = False) -> None:
         state = self.ranks.pop(rank)
-        self.rounds.lost(state)
+        self.rounds.lost(state, in_order=in_order)
         self.advance()
 
     def commit(self) -> None:
@@ -147,6 +147,30 @@ def test_a_lost_rank_tears_a_loaded_round_and_the_new_one_loads_the_newest(repli
     replica.loaded(1, 1)
     assert replica.state == "loaded"
     assert replica.served() == [1, 0, 1]
+
+
+def test_a_rank_that_has_loaded_a_version_and_left_has_begun_it_for_the_others(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0)
+    replica.loaded(0, 1)
+    replica.lose(0, in_order=True)
+    replica.commit()
+    replica.ask(1)
+    assert replica.granted()[1] == 1, "the others of its life load what it has loaded"
+    replica.loaded(1, 1)
+    replica.ask(1)
+    assert replica.granted()[1] == 1, "a newer version is loaded by all, or by none"
+
+
+def test_a_version_that_a_lost_rank_had_loaded_binds_nobody(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0)
+    replica.loaded(0, 1)
+    replica.lose(0)
+    replica.commit()
+    replica.join(0)
+    replica.ask(0, 1)
+    assert replica.granted() == {0: 2, 1: 2}
 
 
 def test_partial_until_all_serve_the_same(replica: Replica) -> None:

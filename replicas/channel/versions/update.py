@@ -47,8 +47,8 @@ class Update:
     second ``with`` block is refused while the first is open, and a :meth:`load_into`
     under way in another thread keeps the memory until it is done.
 
-    An update that was touched and then dropped without a report (an interrupt prevented
-    every report) counts as failed.
+    If you read from an update and drop it without leaving its ``with`` block or calling
+    :meth:`loaded` or :meth:`failed`, the load counts as failed.
 
     :ivar version: its number.
     :ivar meta: the publisher's ``meta``.

@@ -267,7 +267,7 @@ class Commits:
             why = "; ".join(f"{name}: {reason}" for name, reason in publish.lost.items())
             self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
         elif len({(m.group, m.replica) for m in holders}) < config.min_targets:
-            text = f"{len(holders)} members hold it, min_targets = {config.min_targets} replicas"
+            text = f"{len(holders)} of its members hold it, min_targets = {config.min_targets} replicas"
             self.fail(publish, self._too_few(publish, text), now)
         elif not self._held_by_any(publish.version):
             text = f"version {publish.version} was lost with its source before it was committed"

@@ -11,7 +11,8 @@ in the next round. The states are the table :data:`~replicas.core.membership.ROU
 
 A rank that asks has no update open: with its ask it *gives back* a version that it was
 granted and has not looked at. As long as no rank has looked at a round's version, or
-loaded it, the round may take a newer one.
+loaded it, the round may take a newer one. A rank that has loaded it and left in good
+order has begun it, too: the others of its life get the same version.
 
 *At least.* A rank may ask for a version whose number, or a number in whose publisher's
 ``meta``, is not below a bound. A round opens only with a version that is enough for
@@ -56,6 +57,8 @@ class Round:
     """Why, in that rank's words."""
     refused: bool = False
     """Whether nothing of it was loaded."""
+    done: int = 0
+    """The version that a rank had loaded when it left in good order."""
 
     @property
     def partial(self) -> bool:
@@ -102,7 +105,8 @@ class ReplicaView(NamedTuple):
 
     def begun(self, round_: Round) -> bool:
         """Return whether some rank may now look at the round's version or serves it."""
-        return bool(round_.taken) or any(state.loaded == round_.version for state in self.ranks)
+        loaded = (round_.done, *(state.loaded for state in self.ranks))
+        return bool(round_.taken) or round_.version in loaded
 
 
 class Rounds:
@@ -243,13 +247,15 @@ class Rounds:
         round_.taken.discard(state.member)
         return round_
 
-    def lost(self, state: MemberState) -> None:
-        """Remove a lost rank, which is out of the roster."""
+    def lost(self, state: MemberState, *, in_order: bool) -> None:
+        """Remove a lost rank, which is out of the roster; ``in_order``: it left."""
         member = state.member
         self._count(state, -1)
         round_ = self.of(member.group, member.replica)
         round_.asks.pop(member, None)
         round_.taken.discard(member)
+        if in_order and state.carries:
+            round_.done = max(round_.done, state.loaded)
         if not self._settle(round_, member).ranks:
             round_.move("emptied")
             del self._rounds[member.group, member.replica]

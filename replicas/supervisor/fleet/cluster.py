@@ -538,8 +538,8 @@ class Cluster:
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
         """The reply of this node's agent. TimeoutError: it is away, or silent."""
         member = self._members.get(node)
-        if member is None or member.link is None:
-            raise TimeoutError(f"node {node} is not connected")
+        if member is None or member.link is None or member.state != "up":
+            raise TimeoutError(f"node {node} is away")
         asked: asyncio.Future[Reply] = self._loop.create_future()
         self._replies[kind, query.number] = asked
         member.send(query)

@@ -167,10 +167,12 @@ class Group:
     def failed(self) -> Replica | None:
         return next((one for one in self.replicas.values() if one.life.state == "failed"), None)
 
-    @property
-    def failure(self) -> str:
-        """Why the run cannot go on after the failures here; empty: it can."""
-        ends = self.config.on_failure == "run" or is_lost(self.staying, self.config.min_ready)
+    def failure(self, least: int) -> str:
+        """Why the run cannot go on after the failures here; empty: it can.
+
+        :param least: how many replicas must be left.
+        """
+        ends = self.config.on_failure == "run" or is_lost(self.staying, least)
         return self.words_of_failure() if ends and self.failed is not None else ""
 
     @property

@@ -27,7 +27,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
@@ -40,6 +39,7 @@ from replicas.config.values import is_loopback
 from replicas.core.lives.placement import Need, Offer, Share, place
 from replicas.linux import smi
 from replicas.linux.cgroups import LIMITS, find_own, own_group
+from replicas.linux.helpers import interpreter
 from replicas.supervisor.state.run_state import SavedGroup
 
 __all__ = [
@@ -144,7 +144,7 @@ def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
         ctypes.CDLL(smi.NVML)  # loading it does not call the driver
     except OSError as error:
         return (), f"no NVIDIA driver: {error}", ""
-    count, why = nvml_count([sys.executable, "-I", "-S", smi.__file__], _NVML_S)
+    count, why = nvml_count([interpreter(), "-I", "-S", smi.__file__], _NVML_S)
     if count is None:
         return (), f"NVML says: {why}", ""
     return tuple(map(str, range(count))), "NVML", "PCI_BUS_ID"

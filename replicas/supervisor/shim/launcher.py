@@ -57,11 +57,12 @@ from torch.distributed.launcher import api as launcher_api
 from replicas.common import own_code
 from replicas.common.foreign import lines, one_line
 from replicas.linux import inherited
+from replicas.linux.helpers import TORCHRUN
 from replicas.linux.processes import die_with_parent
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.guard import GUARD
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit, note
-from replicas.supervisor.shim.starting import guard_command, guard_orders
+from replicas.supervisor.shim.starting import guard_command, guard_orders, where
 
 if _collects:
     gc.enable()
@@ -257,7 +258,8 @@ def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
         rendezvous_handler_registry.register(_BACKEND, lambda parameters: _Rendezvous(spec, store))
         config, entrypoint, arguments = _torch_run.config_from_args(_torch_run.parse_args(_torchrun_arguments(spec)))
         config.shutdown_timeout = shutdown_s
-        os.environ[GUARD] = guard_orders(spec, direct=False)
+        os.environ |= {name: value for name, value in spec.env.items() if name.startswith(TORCHRUN)}  # the ranks' own
+        os.environ[GUARD] = where(guard_orders(spec, direct=False))
         launcher_api.elastic_launch(config, entrypoint)(*arguments)
     except ChildFailedError as error:
         return _failed(error)

@@ -80,6 +80,7 @@ __all__ = ["ORPHAN_GRACE_S", "Shim", "main"]
 
 ORPHAN_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""
+_LOOK_AGAIN_S = 0.05
 
 
 class Shim:
@@ -366,9 +367,12 @@ class Shim:
 
     def _empty(self) -> bool:
         """True if no process of the replica runs any more. In a sweep, none starts."""
-        if not self._childless_but_for_logs() or (self._cgroup is not None and cgroups.members(self._cgroup)):
-            return False
-        return self._others.all_over(pid for pid in marked(self.spec.nonce) if pid != self._logs.pid)
+        return self._childless_but_for_logs() and self._others.all_over(self._of_others)
+
+    def _of_others(self) -> set[int]:
+        """Processes of the replica that are no children of this one: sidecars."""
+        inside = cgroups.members(self._cgroup) if self._cgroup is not None else ()
+        return {*inside, *marked(self.spec.nonce)} - {self._logs.pid}
 
     def _childless_but_for_logs(self) -> bool:
         return self._childless or set(own_children()) <= {self._logs.pid}
@@ -386,6 +390,7 @@ class Shim:
         ]
         times += self._stopped.wakes if self._stopped is not None and self._main_runs else []
         times += self._stock.wakes if self._phases.now == "running" else []
+        times += [time.monotonic() + _LOOK_AGAIN_S] if self._others.blind else []
         return max(0.0, min(times) - time.monotonic()) if min(times) < math.inf else None
 
 
