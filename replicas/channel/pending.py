@@ -70,6 +70,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     :param members: the members that took part to the end.
     :param lost: names of the members that were lost on the way.
     :param reasons: why each of ``lost`` was lost, in one line, by name.
+    :param not_loaded: why target replicas failed to load a version since the receipt
+        before, by name. (Loads follow the commit, so a receipt cannot tell of its own
+        version's; :meth:`~replicas.Channel.loaded` can.)
     :param nbytes: bytes of the weights, or of this member's own tensors.
     :param seconds: from the first member's call to the verdict.
     :param phases: seconds by phase.
@@ -94,6 +97,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reasons: dict[str, str] = {}
     staging: str = ""
     digest: str = ""
+    not_loaded: dict[str, str] = {}
     outputs: dict[Member, tuple[torch.Tensor, ...]] = {}
     tensors: tuple[torch.Tensor, ...] = ()
 
@@ -104,12 +108,12 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
         """Numbers for an experiment logger, by name with ``prefix``.
 
-        The names are version, epoch, members (count), lost (count), nbytes, seconds,
-        and ``<phase>_seconds`` of each phase.
+        The names are version, epoch, members (count), lost (count), not_loaded (count),
+        nbytes, seconds, and ``<phase>_seconds`` of each phase.
         """
         prefix = arguments.text("metrics: prefix", prefix)
         values = {name: getattr(self, name) for name in ("version", "epoch", "nbytes", "seconds")}
-        values |= {"members": len(self.members), "lost": len(self.lost)}
+        values |= {"members": len(self.members), "lost": len(self.lost), "not_loaded": len(self.not_loaded)}
         values |= {f"{phase}_seconds": seconds for phase, seconds in self.phases.items()}
         return {prefix + name: float(value) for name, value in values.items()}
 

@@ -414,6 +414,10 @@ class Engine:
                     channel.told.nbytes += event.moved_nbytes
                 elif isinstance(event, effects.MemberQuarantined):
                     log.warning("%s: %s is quarantined: %s", event.channel, event.member, event.reason)
+                elif isinstance(event, effects.LoadFailed):
+                    what = "refused" if event.kept else "did not load"
+                    name = f"{event.group}/{event.replica}"
+                    log.warning("%s: %s %s version %d: %s", event.channel, name, what, event.version, event.reason)
                 self.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:

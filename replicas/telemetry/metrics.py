@@ -204,6 +204,10 @@ def _channel_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     yield _counter("sync_bytes_total", text, channel_only, series)
     series = [pair for one in channels for pair in _by_key((one.name,), one.retries)]
     yield _counter("sync_retries_total", "Transfers that were made again, by reason.", ("channel", "reason"), series)
+    text = "Loads that failed: refused before anything was loaded, or failed half-way."
+    none = {"refused": 0, "failed": 0}
+    series = [pair for one in channels for pair in _by_key((one.name,), none | tally.failed_loads.get(one.name, {}))]
+    yield _counter("failed_loads_total", text, ("channel", "outcome"), series)
     text = "Seconds of each phase of a committed sync."
     spreads = [
         ((one.name, phase), spread)

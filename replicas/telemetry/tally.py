@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from replicas.core.effects import (
     CaughtUp,
     EpochStarted,
+    LoadFailed,
     MemberJoined,
     MemberLost,
     Retried,
@@ -78,6 +79,7 @@ class Tally(msgspec.Struct):
     sync_nbytes: Counts = {}
     sync_phases: dict[str, dict[str, Histogram]] = {}
     retries: dict[str, Counts] = {}
+    failed_loads: dict[str, Counts] = {}
     sidecars: Counts = {}
     refused: Counts = {}
     log_lines_dropped: Counts = {}
@@ -96,6 +98,8 @@ class Tally(msgspec.Struct):
                 self._synced(event)
             case CaughtUp():
                 _add(self.sync_nbytes, event.channel, event.moved_nbytes)
+            case LoadFailed():
+                _add(self.failed_loads.setdefault(event.channel, {}), "refused" if event.kept else "failed")
             case Retried(channel, reason):
                 _add(self.retries.setdefault(channel, {}), reason)
             case SidecarReplaced():

@@ -7,7 +7,7 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicas.core.effects import Retried, SidecarReplaced, SyncEnded
+from replicas.core.effects import LoadFailed, Retried, SidecarReplaced, SyncEnded
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent
 from replicas.status import (
     ChannelStatus,
@@ -42,6 +42,7 @@ CONTRACT = {
     "sync_phase_seconds",
     "sync_bytes_total",
     "sync_retries_total",
+    "failed_loads_total",
     "sidecar_replacements_total",
     "refused_total",
     "events_lost_total",
@@ -152,6 +153,8 @@ def fed() -> Metrics:
     tally.count(SyncEnded("policy", a_record()))
     tally.count(SyncEnded("policy", a_record("peers_lost")))
     tally.count(Retried("policy", "lost"))
+    for version in (3, 4):
+        tally.count(LoadFailed("policy", "rollout", 0, version, "no weights for b", kept=True))
     tally.count(SidecarReplaced("policy", "died", 4))
     tally.count(ConnectionsRefused(reason="token", count=3))
     tally.count(EventsLost(count=5, reason="full"))
@@ -196,6 +199,8 @@ def test_every_metric_of_the_contract_and_no_other_is_there_with_bounded_labels(
         ("sync_total", {"channel": "policy", "outcome": "peers_lost"}, 1),
         ("sync_bytes_total", {"channel": "policy"}, 200),
         ("sync_retries_total", {"channel": "policy", "reason": "lost"}, 1),
+        ("failed_loads_total", {"channel": "policy", "outcome": "refused"}, 2),
+        ("failed_loads_total", {"channel": "policy", "outcome": "failed"}, 0),
         ("sync_phase_seconds_count", {"channel": "policy", "phase": "transfer"}, 1),
         ("sync_phase_seconds_sum", {"channel": "policy", "phase": "total"}, 0.3),
         ("sidecar_replacements_total", {"reason": "died"}, 4),
