@@ -393,6 +393,9 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
         case effects.ReplicaLoaded():
             what = f"serves version {event.version}" if event.version else "serves no whole version any more"
             return who, f"{what} of {event.channel}", ""
+        case effects.LoadFailed():
+            what = "refused" if event.kept else "did not load"
+            return who, f"{what} version {event.version} of {event.channel}{_because(event.reason)}", "red"
         case effects.StoreChanged():
             return event.channel, f"store {'up' if event.up else 'down'}", "" if event.up else "bold red"
     return who or "run", _plain(event), ""

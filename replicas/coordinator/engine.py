@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
@@ -45,7 +45,7 @@ from replicas.messages.identity import Member
 
 __all__ = ["Engine", "NotYet"]
 
-log = logging.getLogger("replicas.coordinator")
+log = Log("replicas.coordinator")
 
 TICK_S = 0.1
 LAST_WORDS_S = 0.25
@@ -417,6 +417,10 @@ class Engine:
                     channel.told.nbytes += event.moved_nbytes
                 elif isinstance(event, effects.MemberQuarantined):
                     log.warning("%s: %s is quarantined: %s", event.channel, event.member, event.reason)
+                elif isinstance(event, effects.LoadFailed):
+                    what = "refused" if event.kept else "did not load"
+                    name = f"{event.group}/{event.replica}"
+                    log.warning("%s: %s %s version %d: %s", event.channel, name, what, event.version, event.reason)
                 self.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:

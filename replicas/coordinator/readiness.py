@@ -29,8 +29,9 @@ STRANDED_S = 5.0
 class Readiness(msgspec.Struct, frozen=True):
     """The readiness of a replica.
 
-    :ivar reason: what is missing.
-    :ivar partial: a rank failed to load.
+    :ivar reason: what is missing; of a ready one, why it did not load a newer version.
+    :ivar partial: why a rank failed to load and has a part of a version; empty: none
+        has.
     :ivar stranded: a rank waits for a version that it can no longer get, because
         another rank has left.
     :ivar progressed_s: seconds since its last progress; None while it waits for others
@@ -45,7 +46,7 @@ class Readiness(msgspec.Struct, frozen=True):
     reason: str = ""
     heartbeat_age_s: float | None = None
     versions: dict[str, int] = {}
-    partial: bool = False
+    partial: str = ""
     stranded: bool = False
     progressed_s: float | None = None
     step: int | None = None
@@ -84,6 +85,7 @@ class ReadinessBook:
         slots: dict[str, int] = {}
         open_s: dict[str, float] = {}
         partial = stranded = False
+        failures: list[str] = []
         for channel in channels:
             config = channel.config
             parties = [party for party in (*config.sources, *config.targets, *config.peers) if party.group == group]
@@ -107,6 +109,7 @@ class ReadinessBook:
                 round_ = channel.rounds.of(group, replica)
                 versions[config.name] = round_.loaded
                 partial = partial or round_.partial
+                failures += [f"{config.name}: {round_.failure}"] if round_.failure else []
                 if not missing and not left:
                     reasons += self._behind(channel, group, replica, generation)
                 if left and (text := _stranded(channel, members, now)):
@@ -117,10 +120,10 @@ class ReadinessBook:
         waits = any(channel.waits(state.member) for channel in channels for state in seen)
         return Readiness(
             ready=not reasons,
-            reason="; ".join(reasons),
+            reason="; ".join(reasons + failures),
             heartbeat_age_s=max(ages, default=None),
             versions=versions,
-            partial=partial,
+            partial="; ".join(failures) or "it cannot say why" if partial else "",
             stranded=stranded,
             progressed_s=None if waits else min(progressed, default=None),
             step=max((step for step in steps if step >= 0), default=None),

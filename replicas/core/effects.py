@@ -18,6 +18,7 @@ __all__ = [
     "Event",
     "Keep",
     "LetGo",
+    "LoadFailed",
     "MemberJoined",
     "MemberLost",
     "MemberQuarantined",
@@ -128,6 +129,21 @@ class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
     load_s: float = 0.0
 
 
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """A replica failed to load ``version``.
+
+    ``kept``: it refused the version before anything of it was loaded, and goes on with
+    the one that it has.
+    """
+
+    channel: str
+    group: str
+    replica: int
+    version: int
+    reason: str
+    kept: bool = False
+
+
 class ReplicaIdle(msgspec.Struct, frozen=True, tag=True):
     """A draining replica has finished its work in progress on this channel."""
 
@@ -167,6 +183,7 @@ Event = (
     | Retried
     | SidecarReplaced
     | ReplicaLoaded
+    | LoadFailed
     | ReplicaIdle
     | OperationEnded
     | StoreChanged

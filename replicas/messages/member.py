@@ -286,8 +286,14 @@ class Loaded(_FromMember, frozen=True):
 
 
 class LoadFailed(_FromMember, frozen=True):
+    """A load has failed, and this member may hold a part of the version only.
+
+    ``kept``: it has loaded nothing of it, and goes on with the version that it has.
+    """
+
     version: int
     error: WireError
+    kept: bool = False
 
 
 class WatchLoaded(_FromMember, frozen=True):

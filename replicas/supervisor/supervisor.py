@@ -14,7 +14,6 @@ close last, so that ranks can leave in order. torch is never imported in this pr
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections import deque
@@ -31,11 +30,12 @@ from anyio.abc import TaskGroup
 
 import replicas
 from replicas import environ, errors
+from replicas.common.logs import Log
 from replicas.config import file as config_file
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
-from replicas.control.exit_codes import BUG, DONE, PREEMPTED
+from replicas.control.exit_codes import BUG, CUT, DONE, PREEMPTED
 from replicas.control.log_files import LogReader, Selection
 from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
@@ -73,7 +73,7 @@ from replicas.trust.tokens import ROLES, Role, Tokens
 
 __all__ = ["Supervisor"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 T = TypeVar("T")
 
@@ -295,7 +295,7 @@ class Supervisor:
             return
         self._count_refused()
         code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
-        self._ended = RunEnded(exit_code=code, reason=reason or self.fleet.ended_by)
+        self._ended = RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end)
         self.emit(self._ended)
         self._events.finish()
 
@@ -339,7 +339,8 @@ class Supervisor:
 
         :meth:`events` ends with it.
 
-        :return: the exit code: 0, 1 for a failure, 75 after a preemption.
+        :return: the exit code: 0, 1 for a failure, 4 if processes were killed as they
+            had not ended in time or were left behind, 75 after a preemption.
         """
         await self.fleet.over.wait()
         if self.detached:
@@ -352,8 +353,10 @@ class Supervisor:
     @property
     def exit_code(self) -> int:
         """The exit code of the run, as far as it is known."""
-        code = self._fleet.exit_code if self._fleet is not None else None
-        return PREEMPTED if self._preempted else code or DONE
+        if self._preempted:
+            return PREEMPTED
+        fleet = self._fleet
+        return DONE if fleet is None else fleet.exit_code or (CUT if fleet.cut else DONE)
 
     async def wait_ready(self, group: str | None = None, timeout: float | None = None) -> None:
         """Wait until all replicas of ``group`` are ready or have finished.

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import re
 import time
@@ -32,13 +31,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.linux import private
 from replicas.telemetry.events import Event, EventsLost, Record, decode, encode
 from replicas.telemetry.tally import Tally
 
 __all__ = ["MAX_NBYTES", "EventLog", "read"]
 
-log = logging.getLogger("replicas.telemetry.events")
+log = Log("replicas.telemetry.events")
 
 MAX_NBYTES = 64 << 20
 _RING = 1000

@@ -268,6 +268,10 @@ class Metrics(Collector):
         text = "Publishes by outcome: committed, or the error that ended them."
         series = [pair for one in channels for pair in _by_key((one.name,), one.syncs, ("committed", *_ERRORS))]
         yield self._counter("sync_total", text, ("channel", "outcome"), series)
+        text = "Loads that failed: refused before anything was loaded, or failed half-way."
+        failed = ((one.name, tally.failed_loads.get(one.name, {})) for one in channels)
+        series = [pair for name, counts in failed for pair in _by_key((name,), counts, ("failed", "refused"))]
+        yield self._counter("failed_loads_total", text, ("channel", "outcome"), series)
         text = "Transfers that were made again, by reason."
         series = [pair for one in channels for pair in _by_key((one.name,), one.retries, _RETRIES)]
         yield self._counter("sync_retries_total", text, ("channel", "reason"), series)

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from replicas.core.effects import (
     CaughtUp,
     EpochStarted,
+    LoadFailed,
     MemberJoined,
     MemberLost,
     OperationEnded,
@@ -87,6 +88,7 @@ class Tally(msgspec.Struct):
     sync_nbytes: Counts = {}
     sync_phases: dict[str, dict[str, Histogram]] = {}
     retries: dict[str, Counts] = {}
+    failed_loads: dict[str, Counts] = {}
     sidecars: Counts = {}
     refused: Counts = {}
     log_lines_dropped: Counts = {}
@@ -119,6 +121,8 @@ class Tally(msgspec.Struct):
                 _add(self.operations.setdefault(channel, {}).setdefault(kind, {}), event.outcome)
                 spread = self.operation_times.setdefault(channel, {}).setdefault(kind, Histogram())
                 spread.observe(event.seconds, SYNC_BUCKETS)
+            case LoadFailed():
+                _add(self.failed_loads.setdefault(event.channel, {}), "refused" if event.kept else "failed")
             case Retried(channel, reason):
                 _add(self.retries.setdefault(channel, {}), reason)
             case SidecarReplaced():

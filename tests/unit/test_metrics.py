@@ -8,7 +8,15 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicas.core.effects import CaughtUp, OperationEnded, ReplicaLoaded, Retried, SidecarReplaced, SyncEnded
+from replicas.core.effects import (
+    CaughtUp,
+    LoadFailed,
+    OperationEnded,
+    ReplicaLoaded,
+    Retried,
+    SidecarReplaced,
+    SyncEnded,
+)
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent
 from replicas.status import (
     ChannelStatus,
@@ -43,6 +51,7 @@ CONTRACT = {
     "sync_phase_seconds",
     "sync_bytes_total",
     "sync_retries_total",
+    "failed_loads_total",
     "sidecar_replacements_total",
     "refused_total",
     "events_lost_total",
@@ -197,6 +206,8 @@ def fed() -> Metrics:
     tally.count(OperationEnded("policy", "all_reduce", "ok", 0.5))
     tally.count(OperationEnded("policy", "all_reduce", "DeadlineExceeded", 9.5))
     tally.count(Retried("policy", "lost"))
+    for version in (3, 4):
+        tally.count(LoadFailed("policy", "rollout", 0, version, "no weights for b", kept=True))
     tally.count(SidecarReplaced("policy", "died", 4))
     tally.count(ConnectionsRefused(reason="token", count=3))
     tally.count(EventsLost(count=5, reason="full"))
@@ -267,6 +278,8 @@ def test_every_metric_of_the_contract_and_no_other_is_there_with_bounded_labels(
         ("sync_phase_seconds_count", {"channel": "policy", "phase": "transfer"}, 2),
         ("sync_phase_seconds_sum", {"channel": "policy", "phase": "total"}, 0.6),
         ("sync_phase_seconds_count", {"channel": "policy", "phase": "map"}, 0),
+        ("failed_loads_total", {"channel": "policy", "outcome": "refused"}, 2),
+        ("failed_loads_total", {"channel": "policy", "outcome": "failed"}, 0),
         ("sidecar_replacements_total", {"reason": "died"}, 4),
         ("refused_total", {"reason": "token"}, 3),
         ("refused_total", {"reason": "origin"}, 0),

@@ -140,7 +140,26 @@ def test_a_failed_load_is_partial() -> None:
     error = wire.WireError("SyncError", "boom")
     book.world.state.receive(target.member, wire.LoadFailed(1, error), book.world.now)
     assert not book.of().ready
-    assert book.of().partial
+    assert "version 1 was not loaded: boom" in book.of().partial
+
+
+def test_a_replica_that_refuses_a_version_is_ready_with_its_own_and_says_why() -> None:
+    book = Book()
+    book.join("trainer/0/0")
+    target = book.join("rollout/0/0")
+    book.commit()
+    target.ask()
+    book.world.run()
+    target.loads = False
+    book.commit()
+    target.ask()
+    book.world.run()
+    target.keep_own("no weights for b")
+    book.world.run()
+    found = book.of()
+    assert found.ready
+    assert not found.partial
+    assert found.reason == "policy: version 2 was not loaded: no weights for b"
 
 
 def test_a_rank_that_left_in_good_order_has_done_its_part() -> None:

@@ -86,6 +86,11 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (effects.ReplicaLoaded("policy", "rollout", 1, 3), "rollout/1", "serves version 3 of policy"),
     (effects.StoreChanged("policy", False), "policy", "store down"),
     (effects.CaughtUp("policy", 3, (MEMBER,), 10), "policy", "caught up with version 3: rollout/1/0"),
+    (
+        effects.LoadFailed("policy", "rollout", 0, 7, "no weights for b", kept=True),
+        "rollout/0",
+        "refused version 7 of policy: no weights for b",
+    ),
     (effects.Retried("policy", "lost"), "run", "retried: channel policy, reason lost"),
 ]
 

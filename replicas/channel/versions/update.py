@@ -30,7 +30,7 @@ class UpdateOwner(Protocol):
 
     def loaded(self, version: int, load_s: float) -> None: ...
 
-    def failed(self, version: int, error: BaseException) -> None: ...
+    def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None: ...
 
     def touched(self, version: int) -> None: ...
 
@@ -226,19 +226,35 @@ class Update:
         :raises replicas.errors.UsageError: it was reported loaded before, or ``error``
             is neither an exception nor a text.
         """
+        self._end_without("failed", error)
+
+    def refuse(self, error: BaseException | str) -> None:
+        """Report that this rank loads nothing of this version, and keeps the one that
+        it has.
+
+        The replica goes on with that one, and the next receive waits for a newer
+        version. ``receipt.not_loaded``, ``channel.loaded()`` and the status say why.
+
+        :param error: why, an exception or a text.
+        :raises replicas.errors.UsageError: it was reported loaded or failed before, or
+            ``error`` is neither an exception nor a text.
+        """
+        self._end_without("refused", error)
+
+    def _end_without(self, outcome: str, error: BaseException | str) -> None:
         if not isinstance(error, (BaseException, str)):
             raise errors.UsageError(
-                f"failed: error must be an exception or a text, not {shown(error)}",
+                f"{outcome}: error must be an exception or a text, not {shown(error)}",
                 version=self.version,
                 hint="pass what the load raised",
             )
         self._check_process()
-        if not locked(self._lock, self._report, "failed"):
+        if not locked(self._lock, self._report, outcome):
             return
         if isinstance(error, str):
             error = errors.SyncError(error, version=self.version, phase="load", hint="")
         try:
-            self._owner.failed(self.version, error)
+            self._owner.failed(self.version, error, kept=outcome == "refused")
         finally:
             if not self._entered:
                 self._end()

@@ -323,6 +323,7 @@ class Commits:
             version=publish.version,
             staging=self._ground.config.staging,
             digest=self.decided,
+            not_loaded=self._roster.take_unloaded(),
         )
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:

@@ -5,8 +5,9 @@ moment when the first of its ranks asks, provided that all its ranks are members
 hold it. Every rank is granted that version when it asks, and the next round opens only
 when all of them have loaded this one, so that two ranks differ only for the time of a
 load. The replica's loaded version is the one that *all* its ranks have loaded; while
-they differ it is 0. A rank that is lost, or fails to load, voids the round. The states
-are the table :data:`~replicas.core.membership.ROUND`.
+they differ it is 0. A rank that is lost, or fails to load, voids the round. One that
+*refuses* the version has loaded nothing of it: it keeps the one before, and takes part
+in the next round. The states are the table :data:`~replicas.core.membership.ROUND`.
 
 A rank that asks has no update open: with its ask it *gives back* a version that it was
 granted and has not looked at. As long as no rank has looked at a round's version, or
@@ -31,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from replicas.core.effects import Effect, ReplicaLoaded, Send
+from replicas.core.effects import Effect, LoadFailed, ReplicaLoaded, Send
 from replicas.core.members.member_state import MemberState
 from replicas.core.membership import ROUND, RoundEvent, RoundState
 from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
@@ -50,6 +51,12 @@ class Round:
     asks: dict[Member, ReceiveAsk] = field(default_factory=dict)
     loaded: int = 0
     """The version that all ranks serve; 0: none, or they differ."""
+    failed: int = 0
+    """The newest version of which a rank has reported that it failed to load it."""
+    failure: str = ""
+    """Why, in that rank's words."""
+    refused: bool = False
+    """Whether nothing of it was loaded."""
     done: int = 0
     """The version that a rank had loaded when it left in good order."""
 
@@ -211,12 +218,27 @@ class Rounds:
                 round_.assign(version)
             self._settle(round_, state.member)
 
-    def failed(self, state: MemberState) -> None:
-        """A rank may have loaded half of a version."""
-        round_ = self._reported(state, 0)
-        if round_ is not None:
+    def failed(self, state: MemberState, version: int, why: str, *, kept: bool = False) -> None:
+        """A rank may have loaded half of a version; ``kept``: it has the one before."""
+        round_ = self._reported(state, state.loaded if kept else 0)
+        if round_ is None:
+            return
+        if version > round_.failed:  # of several ranks the first knows why
+            member = state.member
+            round_.failed, round_.failure, round_.refused = version, f"version {version} was not loaded: {why}", kept
+            self._out.append(LoadFailed(self._channel, member.group, member.replica, version, why, kept))
+        if not kept:
+            round_.refused = False
             round_.move("load_failed")
-            self._settle(round_, state.member)
+        self._settle(round_, state.member)
+
+    def refusals(self, version: int) -> dict[str, str]:
+        """Why replicas go on without this version, by name."""
+        return {
+            f"{group}/{replica}": round_.failure
+            for (group, replica), round_ in self._rounds.items()
+            if round_.refused and round_.failed >= version
+        }
 
     def _reported(self, state: MemberState, version: int) -> Round | None:
         """Take the result of a load; None: the rank carries no bytes."""
@@ -252,6 +274,8 @@ class Rounds:
         if loaded == round_.version > 0:
             if round_.state != "loaded":
                 round_.move("loaded_by_all")
+            if loaded >= round_.failed:
+                round_.failed, round_.failure, round_.refused = 0, "", False
         elif round_.state == "loaded":
             round_.move("torn")
         elif loaded > 0 and round_.partial:

@@ -29,13 +29,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, TypeVar
 
 from replicas.common.foreign import one_line
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.status import NodeStatus
@@ -49,7 +49,7 @@ from replicas.telemetry.events import Event, NodeChanged
 
 __all__ = ["Cluster", "Link", "Site"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 _SILENT_S = 3.5 * BEAT_S
 _DRAINED = "the node is drained"

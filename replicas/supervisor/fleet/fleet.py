@@ -66,6 +66,7 @@ __all__ = ["Adopted", "Fleet"]
 TICK_S = 0.25
 _SETTLE_S = 0.75
 _DIGITS = 7
+_NAMED = 10
 
 
 Adopted = Mapping[tuple[str, int], tuple[int, list[ShimRecord], list[ShimHandle]]]
@@ -246,6 +247,22 @@ class Fleet:
         self.exit_code, self.ended_by = code, words
         self.say(words)
         self.over.set()
+
+    @property
+    def cut(self) -> list[str]:
+        """Replicas that did not end in time when the run ended."""
+        return [replica.name for replica in self.all() if replica.cut]
+
+    @property
+    def words_of_cut(self) -> str:
+        names = self.cut
+        many = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return f"killed or left behind, as not ended in time: {', '.join(names[:_NAMED])}{many}" if names else ""
+
+    @property
+    def words_of_end(self) -> str:
+        """Why the run is over, and what did not end in time."""
+        return "; ".join(filter(None, (self.ended_by, self.words_of_cut)))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for ``condition``, which is checked after each look of the monitor."""

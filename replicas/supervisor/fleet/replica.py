@@ -88,6 +88,8 @@ class Replica:
         self.cause: Cause | None = None
         """Why the generation ends, once something has a reason for it."""
         self.last_exit = ""
+        self.cut = False
+        """Whether it did not end in time at the end of the run."""
         self.started_with = digest_of_start(self.group)
         """Of what its processes are started with; empty: it is not known."""
         self._adopted = False
@@ -381,6 +383,7 @@ class Replica:
         if self._course.state == "left_behind":
             generation.abandon()
             self._course.hold_ups.remain(generation.remains, gave_up=True)
+            self.cut = True
             self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
         else:
             generation.settled()

@@ -18,7 +18,6 @@ death of the machine there is nothing to sweep and no budget to guard.
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Literal
@@ -26,6 +25,7 @@ from typing import Literal
 import msgspec
 
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.core.lives.lifecycle import RestartReason
 from replicas.linux import private
 from replicas.linux.processes import boot_id, namespace, start_time
@@ -47,7 +47,7 @@ __all__ = [
     "this_process",
 ]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 SCHEMA = 1
 """Raise it when a field changes its meaning, or a histogram of the tally its bounds."""
