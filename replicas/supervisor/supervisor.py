@@ -616,10 +616,14 @@ class Supervisor:
 
     def metrics_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
+        return self.metrics.render()[0]
+
+    def scrape(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in a format that ``accept`` asks for, and its Content-Type."""
         self._scrapes.append(time.monotonic())
         if self._ended is not None:
             self._seen_off.set()
-        return self.metrics.render()
+        return self.metrics.render(accept)
 
     def live(self) -> bool:
         """Whether the store is up, and the event loop lags by less than 10 s."""
