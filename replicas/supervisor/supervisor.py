@@ -647,7 +647,9 @@ class Supervisor:
         self._report(text)
 
     def told(self, transition: Transition, resume_in_s: float) -> None:
-        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs):
+        replica = self.fleet.replica(transition.group, transition.replica) if self._fleet is not None else None
+        here = replica is None or replica.here
+        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs if here else None):
             self._report(text)
 
     def emit(self, event: Event) -> None:
