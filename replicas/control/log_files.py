@@ -27,6 +27,7 @@ from typing import BinaryIO, Protocol
 import anyio.to_thread
 import msgspec
 
+from replicas.common.foreign import visible
 from replicas.errors import UsageError
 
 __all__ = [
@@ -353,7 +354,7 @@ class Follower:
                                 yield path, f"{group.name}/{replica.name}", generation, int(rank[1])
 
     def _generations(self, replica: Path) -> list[int]:
-        found = sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdigit())
+        found = sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdecimal())
         if self._selection.generation is not None:
             return [number for number in found if number == self._selection.generation]
         if not self._begun:
@@ -366,7 +367,9 @@ class Follower:
         words = [chosen.target or "this run"]
         words += [f"rank {chosen.rank}"] if chosen.rank is not None else []
         words += [f"generation {chosen.generation}"] if chosen.generation is not None else []
-        known = sorted(f"{path.parent.name}/{path.name}" for group in _folders(self._logs) for path in _folders(group))
+        known = sorted(
+            visible(f"{path.parent.name}/{path.name}") for group in _folders(self._logs) for path in _folders(group)
+        )
         return UsageError(
             f"there is no log of {', '.join(words)} in {self._logs}",
             hint=f"there are logs of: {', '.join(known)}"
