@@ -56,7 +56,7 @@ from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
 from replicas.supervisor.fleet.resources import Resources
-from replicas.supervisor.shim.generation import Ground, ShimStarter
+from replicas.supervisor.shim.generation import Ground, ShimStarter, Starts
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
 from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled, Transition
 
@@ -94,6 +94,7 @@ class Fleet:
         saved: Mapping[str, SavedGroup] | None = None,
         wall: float = 0.0,
         start_shim: ShimStarter,
+        starts: Starts,
         rng: random.Random | None = None,
         adopted: Adopted | None = None,
     ) -> None:
@@ -102,6 +103,7 @@ class Fleet:
         self._ground = ground
         self.state, self.coordinator = ground.state, ground.coordinator
         self.environment, self.emit, self.say = ground.environment, ground.emit, ground.say
+        self.starts = starts
         self._start_shim = start_shim
         self._turns = new_turns()
         self._rng = rng
@@ -267,9 +269,10 @@ class Fleet:
 
     # ------------------------------------------------------------ state
 
-    def save(self) -> None:
+    def save(self) -> bool:
+        """Save the run's state now; False: the disk does not take it."""
         self._unsaved = False
-        self._ground.save()
+        return self._ground.save()
 
     def saved(self, wall: float) -> dict[str, SavedGroup]:
         """The groups' state to save; ``wall``: the time of day, in seconds."""
@@ -324,16 +327,23 @@ class Fleet:
     def waits_for(self, group: str, replica: int) -> str:
         one = self.groups[group]
         if self._held_back(one):
-            return f"the other replicas of {group}"
+            return f"for the other replicas of {group}"
         needed = {name: other.needed for name, other in self.groups.items()}
         missing = unmet(one.config, needed, {name: other.staying for name, other in self.groups.items()})
-        return ", ".join(missing) if missing else self._ground.resources.take(one.config, replica)
+        return f"for {', '.join(missing)}" if missing else self._place(one, replica)
 
     def may_resume(self, group: str, replica: int) -> str:
         one = self.groups[group]
         if self._held_back(one):
-            return f"the other replicas of {group}"
-        return self._ground.resources.take(one.config, replica)
+            return f"for the other replicas of {group}"
+        return self._place(one, replica)
+
+    def _place(self, group: Group, replica: int) -> str:
+        """Give the replica its share; what it waits for instead, as in "waits ..."."""
+        if waits := self.starts.blocks(group.config.name, replica):
+            return waits
+        lacks = self._ground.resources.take(group.config, replica)
+        return f"for {lacks}" if lacks else ""
 
     def _held_back(self, group: Group) -> bool:
         """Whether the group restarts as a whole, and it is not yet time."""
