@@ -374,6 +374,7 @@ class Supervisor:
         :raises replicas.errors.UsageError: no such group, a negative number, or the run
             is being drained.
         :raises replicas.errors.BadConfig: so many replicas do not fit this machine.
+        :raises replicas.errors.WorldError: the disk does not take the new size.
         """
         fleet = self.fleet
         size = fleet.group(group).size
@@ -394,7 +395,7 @@ class Supervisor:
         :raises replicas.errors.UsageError: no such group or replica, or it is being
             stopped.
         :raises replicas.errors.WorldError: a replica failed in a rolling restart, which
-            has stopped there.
+            has stopped there; or the disk takes no state, and nothing is restarted.
         """
         target = arguments.text("restart: target", target)
         await self.fleet.restart(target, rolling=arguments.flag("restart: rolling", rolling))
@@ -407,6 +408,8 @@ class Supervisor:
             then over.
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
         :raises replicas.errors.UsageError: no such group or replica.
+        :raises replicas.errors.WorldError: the disk does not take note of a target's
+            end, and nothing is ended. The whole run ends whatever the disk says.
         """
         if self.detached:
             raise errors.UsageError("this supervisor has left the run", hint="drain it by the next one")
@@ -430,6 +433,8 @@ class Supervisor:
 
         :raises replicas.errors.UsageError: ``run.adopt`` is not set, or the run is
             being drained or is over.
+        :raises replicas.errors.WorldError: the disk does not take the state; nothing
+            has changed.
         """
         fleet = self.fleet
         if not self.config.run.adopt_s:
@@ -438,6 +443,7 @@ class Supervisor:
         fleet.refuse_while_draining()
         if fleet.over.is_set():
             raise errors.UsageError("the run is over")
+        self.save(order=True)  # else nobody could follow
         self._leave("as ordered")
         fleet.over.set()
 
@@ -643,11 +649,21 @@ class Supervisor:
         if self._fleet is not None:
             self._fleet.look()
 
-    def save(self) -> bool:
-        """Write the state that must survive when this process is killed; False: the
-        disk does not take it."""
-        if self._fleet is None:
-            return True
+    def save(self, *, order: bool = False) -> bool:
+        """Write the state that must survive when this process is killed.
+
+        :param order: for one that is acknowledged then: it survives a crash of the
+            machine, too.
+        :return: False: the disk does not take it.
+        :raises replicas.errors.WorldError: that, for an order.
+        """
+        saved = self._fleet is None or self._save(sync=order)
+        if order and not saved:
+            text = f"the order is refused, as the state cannot be written: {self.state.run_state.problem}"
+            raise errors.WorldError(text, hint="make room on its disk; what runs goes on")
+        return saved
+
+    def _save(self, *, sync: bool) -> bool:
         fleet, wall = self.fleet, time.time()
         ended = "preempted" if self._preempted else "requested" if fleet.draining else ""
         return self.state.run_state.save(
@@ -665,7 +681,8 @@ class Supervisor:
                 agents=self._nodes.cluster.records(),
                 port=int(self.endpoint.rpartition(":")[2]),
                 draining="" if fleet.over.is_set() else ended,
-            )
+            ),
+            sync=sync,
         )
 
     def _helper_records(self) -> tuple[ProcessRecord, ...]:

@@ -203,7 +203,7 @@ class Yard:
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def save(self) -> bool:
+    def save(self, *, order: bool = False) -> bool:
         self.saved = self.fleet.saved(self.now)
         return True
 

@@ -183,7 +183,7 @@ async def test_a_drained_node_that_leaves_is_not_called_lost() -> None:
 
 @history
 async def test_a_replica_on_a_node_that_is_away_is_not_said_to_be_ready() -> None:
-    """Nor is one whose rank is silent. Both go on, and are ready when they are heard."""
+    """Nor is one whose rank is silent. Both go on, and are ready when heard."""
     async with field(group_of("a", replicas=2)) as made:
         made.on_channel.add("a")
         made.views |= dict.fromkeys(("a/0", "a/1"), Readiness(True))

@@ -150,7 +150,7 @@ class FakeWorld:
     def progressed(self, group: str, replica: int) -> bool | None:
         return None
 
-    def save(self) -> bool:
+    def save(self, *, order: bool = False) -> bool:
         return True
 
     def save_start(self, generation: int) -> str:

@@ -269,10 +269,13 @@ class Fleet:
 
     # ------------------------------------------------------------ state
 
-    def save(self) -> bool:
-        """Save the run's state now; False: the disk does not take it."""
+    def save(self, *, order: bool = False) -> bool:
+        """Save the run's state now; False: the disk does not take it.
+
+        :raises replicas.errors.WorldError: that, for an ``order``, which is refused.
+        """
         self._unsaved = False
-        return self._ground.save()
+        return self._ground.save(order=order)
 
     def saved(self, wall: float) -> dict[str, SavedGroup]:
         """The groups' state to save; ``wall``: the time of day, in seconds."""
@@ -399,7 +402,13 @@ class Fleet:
         Of an external group only the expected number changes, for others to see.
         """
         group = self.group(name)
-        before, group.size, group.configured = group.size, replicas, group.config.replicas
+        before, configured = group.size, group.configured
+        group.size, group.configured = replicas, group.config.replicas
+        try:
+            self.save(order=True)
+        except errors.WorldError:
+            group.size, group.configured = before, configured
+            raise
         self.resize(name)
         if before != replicas:
             self.emit(Scaled(group=name, before=before, after=replicas))
@@ -475,6 +484,7 @@ class Fleet:
         if group.config.external:
             text = f"group {group.config.name} is started by others"
             raise errors.UsageError(text, hint="restart its programs where they were started")
+        self.save(order=True)  # a start that cannot be noted would have to wait
         self.emit(RestartAsked(target=target, rolling=rolling))
         if rolling:
             await self.roll(group, replicas, REQUESTED)
@@ -528,6 +538,7 @@ class Fleet:
         """
         chosen = self.targets(target)
         self.refuse_while_draining()
+        self.save(order=True)
         now, groups = self._loop.time(), {replica.group.name: self.groups[replica.group.name] for replica in chosen}
         spent = tuple(name for name, group in groups.items() if group.rules.spent(now) or group.failed is not None)
         for name in spent:
@@ -536,7 +547,7 @@ class Fleet:
         if names and self.exit_code == FAILED:
             self.exit_code, self.ended_by = None, ""
             self.over.clear()
-        self.save()
+        self.save(order=True)
         if spent or names:
             self.emit(FailedReset(replicas=names, groups=spent))
             full = f"full restart budget for {', '.join(spent)}" if spent else ""
@@ -553,9 +564,11 @@ class Fleet:
         """
         if target is not None:
             chosen, began = self.targets(target), self._loop.time()
+            self.save(order=True)
             self.emit(Draining(target=target, hurry=hurry))
             for replica in chosen:
                 replica.halt(0.0 if hurry else None)
+            self.save(order=True)
             # One may be restarted meanwhile.
             await self.until(lambda: all(one.resting or one.over.is_set() or not one.unwanted for one in chosen))
             self.emit(Drained(target=target, seconds=self._loop.time() - began))

@@ -84,7 +84,7 @@ class Site(Protocol):
     def emit(self) -> Callable[[Event], None]: ...
     @property
     def say(self) -> Callable[[str], None]: ...
-    def save(self) -> bool: ...
+    def save(self, *, order: bool = False) -> bool: ...
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None: ...
 
 
@@ -325,6 +325,7 @@ class Nodes:
         """See :meth:`replicas.Supervisor.drain_node`."""
         cluster, fleet = self.cluster, self._site.fleet
         self._refuse_unknown(node)
+        self._site.save(order=True)
         if undo:
             cluster.undrain(node)
             return

@@ -51,8 +51,11 @@ class Ground(Protocol):
     @property
     def say(self) -> Callable[[str], None]: ...
 
-    def save(self) -> bool:
-        """Save the state that must survive a kill now; False: it could not be."""
+    def save(self, *, order: bool = False) -> bool:
+        """Save the state that must survive a kill now; False: it could not be.
+
+        ``order``: for good, or WorldError: then the order is refused.
+        """
         ...
 
 

@@ -241,10 +241,10 @@ class RunState:
         self.set_aside = bad, reason
         return None
 
-    def save(self, saved: Saved) -> bool:
+    def save(self, saved: Saved, *, sync: bool = False) -> bool:
         """Replace the state; False: the disk does not take it, and the run goes on."""
         try:
-            private.replace(self.path, msgspec.json.encode(saved))
+            private.replace(self.path, msgspec.json.encode(saved), sync=sync)
         except OSError as error:
             self.failures += 1
             words = error.strerror or str(error)
