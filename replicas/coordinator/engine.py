@@ -162,6 +162,7 @@ class Engine:
         self._channel_of[member] = channel
         try:
             state, older = channel.join(hello, address, now)
+            state.granted_at = now
         except errors.ReplicasError:
             self._forget(member)
             raise
@@ -386,6 +387,8 @@ class Engine:
         match effect:
             case effects.Send():
                 session = self._sessions.get(effect.member)
+                if isinstance(effect.message, wire.ReceiveGrant) and (state := channel.roster.get(effect.member)):
+                    state.granted_at = self._now()
                 if session is not None and not session.send(effect.message, self._encoded.of(effect.message)):
                     self.refused("overflow")
                     channel.lose(effect.member, "overflow", self._now())

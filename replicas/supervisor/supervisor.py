@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -89,6 +90,8 @@ T = TypeVar("T")
 
 _STUCK_LOOP_S = 10.0
 _REFUSALS_INTERVAL_S = 10.0
+_LAST_SCRAPE_S = 10.0
+"""How long at most an end waits for a Prometheus that has come regularly until then."""
 
 
 async def _finish_in_thread(
@@ -159,6 +162,10 @@ class Supervisor:
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
+        self._scrapes: deque[float] = deque(maxlen=2)
+        self._seen_off = asyncio.Event()
+        """Set when the metrics have told how the run ended, or a hurry began."""
+        self._ended: RunEnded | None = None
         self._preempted = False
         self._crashed = False
         """Whether a task of this supervisor has failed, and ended it."""
@@ -297,7 +304,8 @@ class Supervisor:
             if not self.detached:
                 with anyio.CancelScope(shield=True):
                     await self.fleet.drain(reason="over")
-                self._conclude()
+                    self._conclude()
+                    await self._last_scrape()
             self._events.close()  # ends its followers, and with them the control port's streams
         finally:
             if self._tasks is not None:
@@ -313,8 +321,18 @@ class Supervisor:
             return
         self._count_refused()
         code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
-        self.emit(RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end))
+        self._ended = RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end)
+        self.emit(self._ended)
         self._events.finish()
+
+    async def _last_scrape(self) -> None:
+        """Let a Prometheus that comes regularly see how the run has ended."""
+        if len(self._scrapes) < 2 or self._preempted or self._crashed:
+            return
+        interval_s = self._scrapes[1] - self._scrapes[0]
+        if time.monotonic() - self._scrapes[1] < 2 * interval_s:
+            with anyio.move_on_after(min(1.5 * interval_s, _LAST_SCRAPE_S)):
+                await self._seen_off.wait()
 
     def _refused(self, reason: str) -> None:
         self.coordinator.engine.refused(reason)
@@ -428,7 +446,9 @@ class Supervisor:
         """
         if self.detached:
             raise errors.UsageError("this supervisor has left the run", hint="drain it by the next one")
-        await self.fleet.drain(target, hurry=arguments.flag("drain: hurry", hurry))
+        if arguments.flag("drain: hurry", hurry):
+            self._seen_off.set()
+        await self.fleet.drain(target, hurry=hurry)
 
     async def preempt(self) -> None:
         """Drain the run because its machine is about to be taken away; exit code 75.
@@ -616,8 +636,10 @@ class Supervisor:
             sidecar_replacements=coordinator.sidecar_replacements(),
             refused=coordinator.refused(),
             state_dir=str(self.state.path),
+            exit_code=self._ended.exit_code if self._ended is not None else None,
+            ended_by=self._ended.reason if self._ended is not None else "",
         )
-        return self._events.tally.shown_in(status)
+        return self._events.tally.shown_in(status, time.time())
 
     @property
     def looked_at(self) -> float:
@@ -626,6 +648,9 @@ class Supervisor:
 
     def metrics_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
+        self._scrapes.append(time.monotonic())
+        if self._ended is not None:
+            self._seen_off.set()
         return self.metrics.render()
 
     def live(self) -> bool:

@@ -89,7 +89,7 @@ class EventLog:
             self.seq = _last_seq(path)
             return
         for record in read(path, seq):
-            self.tally.count(record.event)
+            self.tally.count(record.event, record.at)
             self.seq = record.seq
 
     def emit(self, event: Event) -> Record:
@@ -114,7 +114,7 @@ class EventLog:
         return record, line
 
     def _pass_on(self, record: Record) -> None:
-        self.tally.count(record.event)
+        self.tally.count(record.event, record.at)
         self.seq = record.seq
         self._ring.append(record)
         self._wake()
