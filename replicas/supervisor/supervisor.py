@@ -44,7 +44,7 @@ from replicas.core.effects import MemberLost, ReplicaIdle
 from replicas.core.lives.leases import lost_after_s
 from replicas.core.lives.ordering import start_levels
 from replicas.linux import inherited
-from replicas.messages import arguments
+from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
 from replicas.supervisor.checks import Finding
@@ -52,6 +52,7 @@ from replicas.supervisor.fleet.awaited import words
 from replicas.supervisor.fleet.causes import FailureReports, line
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
+from replicas.supervisor.fleet.marks import check_mark
 from replicas.supervisor.fleet.nodes import Nodes, longest_lease_of
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import (
@@ -178,7 +179,7 @@ class Supervisor:
     def _make_coordinator(self) -> Coordinator:
         config = self.config
         access = ByToken(lambda: self.coordinator.tokens, self._refused)
-        return Coordinator(
+        coordinator = Coordinator(
             config.channels,
             run=config.run.name,
             token=self.state.tokens.open(self.state.token, config.control.token_files),
@@ -197,6 +198,23 @@ class Supervisor:
             ],
             live=self.live,
         )
+        coordinator.engine.vouch = self._vouch
+        return coordinator
+
+    def _vouch(self, hello: Hello) -> bool:
+        """Whether it is of a replica that this supervisor runs.
+
+        :raises replicas.errors.Fenced: it poses as such.
+        """
+        config, saved = self.config.groups.get(hello.group), self.state.saved
+        shims = saved.shims if saved is not None else ()  # members of a run that is taken over come back first
+        if self._fleet is not None:
+            group, replica = self._fleet.groups.get(hello.group), self._fleet.replica(hello.group, hello.replica)
+            config, shims = group.config if group else None, tuple(replica.shims) if replica else ()
+        if config is None or config.external:
+            return False
+        check_mark(hello, shims)
+        return True
 
     # ------------------------------------------------------------ from start to end
 
