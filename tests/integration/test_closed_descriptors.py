@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ print(json.dumps({"told": told, "hung": hung, "version": version}), flush=True)
 
 @pytest.mark.timeout(400)
 def test_every_call_ends_with_a_typed_error_and_a_new_join_works() -> None:
-    channels = {
+    channels: dict[str, dict[str, Any]] = {
         "policy": {"sources": ["trainer"], "targets": ["rollout"], "slots": 2},
         "outer": {"peers": ["peer"]},
     }
