@@ -267,7 +267,10 @@ class Dropped(_FromMember, frozen=True):
 
 
 class ReceiveAsk(_FromMember, frozen=True):
-    """Ask for a committed version newer than ``after`` and the replica's loaded one.
+    """Ask for a committed version newer than ``after``.
+
+    With a bound, ``after`` may be less than the version that the rank serves: it asks
+    for that one again, if there is no newer one.
 
     ``at_least``: minimum of the version's number or, with a ``key``, of the number of
     that name in its publisher's ``meta``.
