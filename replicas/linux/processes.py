@@ -57,7 +57,8 @@ __all__ = [
 MARK = "REPLICAS_SHIM"
 """Environment variable with the nonce of the shim under which a process was started.
 
-Children inherit it; a sweep uses it to find what a dead generation left behind.
+Children inherit it; a sweep uses it to find what a dead generation left behind. By it
+a rank shows the coordinator that the supervisor has started it, so it is a secret.
 """
 NO_MARK = "REPLICAS_NONE"
 """Room for a mark in the environment of a process that has none: 32 zeros.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import logging
 import os
 import resource
 import shlex
@@ -36,6 +35,7 @@ import anyio
 
 from replicas import environ, errors
 from replicas.common.foreign import one_line
+from replicas.common.logs import Log
 from replicas.config.structs import Config
 from replicas.control.exit_codes import CUT, DONE, PREEMPTED, SUPERVISED, USAGE
 from replicas.linux import inherited
@@ -48,7 +48,7 @@ from replicas.telemetry.events import Reloaded
 
 __all__ = ["Notifier", "Watcher", "status_line", "supervise"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 _LAST_WORDS_S = 2.0
 _FILES = 1 << 16

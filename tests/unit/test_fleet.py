@@ -8,10 +8,11 @@ import functools
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from replicas import errors
-from replicas.config.structs import ResourcesConfig
+from replicas.config.structs import ChannelConfig, ChannelRole, ResourcesConfig
 from replicas.control import exit_codes
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.fleet import Fleet
@@ -481,6 +482,25 @@ async def test_a_replica_that_failed_for_good_ends_nothing_else() -> None:
         await made.until(lambda: set(yard.states().values()) == {"ready"})
 
 
+@pytest.mark.parametrize("well", ["progressed", "lived long"])
+def test_a_replica_that_is_well_again_shows_no_failures(well: str) -> None:
+    """The next failure would be the first in a row; before it is well, the third."""
+
+    async def story() -> None:
+        group = group_of("a", restart={"no_progress_cycles": 3, "window_s": 600.0})
+        async with fleet(group, lives={"a": [DIES, DIES, Life()]}, on_channel={"a"}) as (made, yard):
+            await made.until(lambda: len(yard.shims["a/0"]) == 3)
+            assert made.groups["a"].status(0.0).replicas[0].cycles == 2
+            if well == "progressed":
+                yard.steps["a/0"] = 1
+            else:
+                await asyncio.sleep(601)
+            shown = made.groups["a"].status(0.0)
+            assert (shown.replicas[0].cycles, shown.no_progress_remaining_ratio) == (0, 1.0)
+
+    virtually(story())
+
+
 @history
 async def test_a_group_is_ready_with_min_ready_and_the_run_ends_below_it() -> None:
     rollout = group_of("rollout", replicas=3, restart=NEVER, on_failure="replica", min_ready=2)
@@ -499,6 +519,29 @@ async def test_a_group_is_ready_with_min_ready_and_the_run_ends_below_it() -> No
             "group rollout failed (1 of 3 replicas are left): replica rollout/0: "
             "rank 0 exited with code 1; no restart is left of 0 in 600 s"
         )
+
+
+@pytest.mark.parametrize(
+    ("rules", "ends"),
+    [({}, True), ({"min_ready": 0}, False), ({"on_failure": "group"}, False), ({"targets": ()}, False)],
+)
+def test_a_run_does_not_go_on_publishing_to_nobody(rules: dict[str, Any], ends: bool) -> None:
+    async def story() -> None:
+        given = {"on_failure": "replica", **rules}
+        targets = given.pop("targets", (ChannelRole("rollout", "all"),))
+        rollout = group_of("rollout", replicas=2, restart=NEVER, **given)
+        lives = {"rollout/0": [DIES], "rollout/1": [Life(ends_s=60.0, code=1)]}
+        async with fleet(group_of("trainer"), rollout, lives=lives) as (made, yard):
+            policy = ChannelConfig(name="policy", sources=(ChannelRole("trainer", "all"),), targets=targets)
+            made.config = msgspec.structs.replace(made.config, channels={"policy": policy})
+            await asyncio.sleep(40)
+            assert not made.over.is_set(), "one is left"
+            await asyncio.sleep(40)
+            assert made.exit_code == (1 if ends else None)
+            assert made.ended_by.startswith("group rollout failed (0 of 2 replicas are left): " if ends else "")
+            assert yard.states()["trainer/0"] == "ready"
+
+    virtually(story())
 
 
 @history

@@ -63,7 +63,7 @@ class Health:
         if view.progressed_s is not None and view.progressed_s > config.progress_timeout_s:
             return Cause("progress_timeout", f"no progress for {config.progress_timeout_s:g} s")
         if view.partial:
-            return Cause("load_timeout", "it loaded a version only in part")
+            return Cause("load_failed", f"it loaded a version only in part: {view.partial}")
         # A rank that has left is waited for only if others wait for it.
         overdue = not ready and self.was_ready and (not self.left or view.stranded)
         if overdue and now - self.unready_at > config.load_deadline_s:
