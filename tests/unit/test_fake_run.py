@@ -40,7 +40,8 @@ def test_a_program_joins_by_its_environment(run: FakeRun, monkeypatch: pytest.Mo
 
 def test_a_step_that_is_repeated_gets_its_version_again(run: FakeRun) -> None:
     trainer, rollout = run.join("trainer"), run.join("rollout")
-    for step, bound in enumerate([1, ("step", 2), 3], start=1):
+    bounds: list[int | tuple[str, float]] = [1, ("step", 2), 3]
+    for step, bound in enumerate(bounds, start=1):
         trainer.publish(ONE, meta={"step": step}, deadline=20).wait(30)
         for _ in range(3):
             with rollout.receive(at_least=bound, deadline=20).wait(30) as update:
