@@ -43,7 +43,7 @@ from replicas.coordinator import Event as ChannelEvent
 from replicas.core.effects import MemberLost, ReplicaIdle
 from replicas.core.lives.leases import lost_after_s
 from replicas.core.lives.ordering import start_levels
-from replicas.linux import inherited
+from replicas.linux import inherited, needs
 from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
@@ -134,13 +134,13 @@ class Supervisor:
         Default: the logger ``replicas.supervisor``.
     :raises replicas.errors.BadConfig: with every problem of the config.
     :raises replicas.errors.UsageError: ``/proc`` is not the one of this process's pid
-        namespace.
+        namespace, or the kernel denies a call that is needed.
     """
 
     def __init__(
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
-        inherited.check_proc()
+        needs.check()
         self.config: Config = config_file.read(config)
         """The config in use."""
         start_levels(self.config.groups)
