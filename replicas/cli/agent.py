@@ -41,7 +41,12 @@ def agent(
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of its logs; default: .replicas/agent-NODE.")
     ] = None,
-    address: Annotated[str, typer.Option(help="Where other nodes reach its ranks; default: from where it joins.")] = "",
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Address at which other nodes reach this machine. Default: the one its connection comes from."
+        ),
+    ] = "",
 ) -> None:
     """Offer this machine to a run, as a node for its replicas.
 

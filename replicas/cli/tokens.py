@@ -41,7 +41,8 @@ def token(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the tokens by which others join the run (member) or command it (operator).
+    """Print the run's tokens. A member token lets a program join channels; an operator
+    token also lets a person or an agent give orders.
 
     A token names the key of the control port, where that speaks TLS. It is a secret.
     """

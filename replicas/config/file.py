@@ -36,7 +36,7 @@ from replicas.config.values import NAMED_MAX, Place, nearest, show
 from replicas.errors import BadConfig, UsageError
 from replicas.messages.bounds import RANKS_MAX, shown
 
-__all__ = ["channels_from", "load", "parse", "read"]
+__all__ = ["channels_from", "default_state_dir", "load", "parse", "place_of", "read"]
 
 _FEWEST_SLOTS = 2
 _LONGEST_SOCKET_PATH = 107
@@ -52,12 +52,24 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
     :raises replicas.errors.UsageError: it is none of these.
     """
     if isinstance(config, Config):
-        return config
+        return _absolute(config)
     if isinstance(config, Path | str):
         return load(config)
     if not isinstance(config, Mapping):
         raise UsageError(f"config must be a Config, the path of its file or a mapping, not {shown(config)}")
     return parse(config)
+
+
+def _absolute(config: Config) -> Config:
+    """A config of a program with absolute folders: helpers have another one."""
+    groups = {name: replace(group, cwd=group.cwd.absolute()) for name, group in config.groups.items()}
+    door = config.control.socket
+    return replace(
+        config,
+        run=replace(config.run, state_dir=config.run.state_dir.absolute()),
+        control=replace(config.control, socket=None if door is None else door.absolute()),
+        groups=groups,
+    )
 
 
 def load(path: Path | str) -> Config:
@@ -79,8 +91,17 @@ def load(path: Path | str) -> Config:
     except ValueError as error:
         raise BadConfig([visible(str(error))], source=source) from error
     path = config_text.absolute(path)
-    place = Place(path.parent.resolve(), home=config_text.state_home(path.parent))
-    return _parse(place, mapping, source, path, config_text.Lines(text, mapping))
+    return _parse(place_of(path), mapping, source, path, config_text.Lines(text, mapping))
+
+
+def place_of(path: Path) -> Place:
+    """The place of a config file: its relative folders, and the state of its run."""
+    path = config_text.absolute(path)
+    return Place(path.parent.resolve(), home=config_text.state_home(path))
+
+
+def default_state_dir(place: Place, name: str) -> Path:
+    return (place.home or place.base) / ".replicas" / name
 
 
 def parse(mapping: Mapping[str, Any], *, base: Path | None = None) -> Config:
@@ -154,7 +175,7 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    fields.setdefault("state_dir", (place.home or place.base) / ".replicas" / fields["name"])
+    fields.setdefault("state_dir", default_state_dir(place, fields["name"]))
     return RunConfig(**fields)
 
 

@@ -137,7 +137,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     names = list(known)
     if len(word) > _KEY_NCHARS:
         return ""
-    found = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    begun = [
+        known_name for known_name in names if word and known_name.startswith(word)
+    ]  # "nproc" is too short to be close
+    found = begun if len(begun) == 1 else difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if found:
         return f'; did you mean "{found[0]}"?'
     listed = ", ".join(f'"{known_name}"' for known_name in names)

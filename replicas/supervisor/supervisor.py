@@ -14,9 +14,9 @@ close last, so that ranks can leave in order. torch is never imported in this pr
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -30,11 +30,12 @@ from anyio.abc import TaskGroup
 
 import replicas
 from replicas import environ, errors
+from replicas.common.logs import Log
 from replicas.config import file as config_file
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
-from replicas.control.exit_codes import BUG, DONE, PREEMPTED
+from replicas.control.exit_codes import BUG, CUT, DONE, PREEMPTED
 from replicas.control.log_files import LogReader, Selection
 from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
@@ -43,7 +44,7 @@ from replicas.core.effects import MemberLost, ReplicaIdle
 from replicas.core.lives.leases import lost_after_s
 from replicas.core.lives.ordering import start_levels
 from replicas.linux import inherited
-from replicas.messages import arguments
+from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
 from replicas.supervisor.checks import Finding
@@ -51,6 +52,7 @@ from replicas.supervisor.fleet.awaited import words
 from replicas.supervisor.fleet.causes import FailureReports, line
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
+from replicas.supervisor.fleet.marks import check_mark
 from replicas.supervisor.fleet.nodes import Nodes, longest_lease_of
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import (
@@ -83,12 +85,14 @@ from replicas.trust.tokens import ROLES, Role, Tokens
 
 __all__ = ["Supervisor"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 T = TypeVar("T")
 
 _STUCK_LOOP_S = 10.0
 _REFUSALS_INTERVAL_S = 10.0
+_LAST_SCRAPE_S = 10.0
+"""How long at most an end waits for a Prometheus that has come regularly until then."""
 
 
 async def _finish_in_thread(
@@ -159,6 +163,10 @@ class Supervisor:
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
+        self._scrapes: deque[float] = deque(maxlen=2)
+        self._seen_off = asyncio.Event()
+        """Set when the metrics have told how the run ended, or a hurry began."""
+        self._ended: RunEnded | None = None
         self._preempted = False
         self._crashed = False
         """Whether a task of this supervisor has failed, and ended it."""
@@ -171,7 +179,7 @@ class Supervisor:
     def _make_coordinator(self) -> Coordinator:
         config = self.config
         access = ByToken(lambda: self.coordinator.tokens, self._refused)
-        return Coordinator(
+        coordinator = Coordinator(
             config.channels,
             run=config.run.name,
             token=self.state.tokens.open(self.state.token, config.control.token_files),
@@ -190,6 +198,23 @@ class Supervisor:
             ],
             live=self.live,
         )
+        coordinator.engine.vouch = self._vouch
+        return coordinator
+
+    def _vouch(self, hello: Hello) -> bool:
+        """Whether it is of a replica that this supervisor runs.
+
+        :raises replicas.errors.Fenced: it poses as such.
+        """
+        config, saved = self.config.groups.get(hello.group), self.state.saved
+        shims = saved.shims if saved is not None else ()  # members of a run that is taken over come back first
+        if self._fleet is not None:
+            group, replica = self._fleet.groups.get(hello.group), self._fleet.replica(hello.group, hello.replica)
+            config, shims = group.config if group else None, tuple(replica.shims) if replica else ()
+        if config is None or config.external:
+            return False
+        check_mark(hello, shims)
+        return True
 
     # ------------------------------------------------------------ from start to end
 
@@ -297,9 +322,8 @@ class Supervisor:
             if not self.detached:
                 with anyio.CancelScope(shield=True):
                     await self.fleet.drain(reason="over")
-                self._count_refused()
-                code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
-                self.emit(RunEnded(exit_code=code, reason=reason or self.fleet.ended_by))
+                    self._conclude()
+                    await self._last_scrape()
             self._events.close()  # ends its followers, and with them the control port's streams
         finally:
             if self._tasks is not None:
@@ -308,6 +332,25 @@ class Supervisor:
             # Without the block's own error, which must be raised as it is and not in
             # the task group's ExceptionGroup.
             await self._stack.__aexit__(None, None, None)
+
+    def _conclude(self) -> None:
+        """Write the run's last event, once, and end all who follow the events."""
+        if self._events.finished:
+            return
+        self._count_refused()
+        code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
+        self._ended = RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end)
+        self.emit(self._ended)
+        self._events.finish()
+
+    async def _last_scrape(self) -> None:
+        """Let a Prometheus that comes regularly see how the run has ended."""
+        if len(self._scrapes) < 2 or self._preempted or self._crashed:
+            return
+        interval_s = self._scrapes[1] - self._scrapes[0]
+        if time.monotonic() - self._scrapes[1] < 2 * interval_s:
+            with anyio.move_on_after(min(1.5 * interval_s, _LAST_SCRAPE_S)):
+                await self._seen_off.wait()
 
     def _refused(self, reason: str) -> None:
         self.coordinator.engine.refused(reason)
@@ -338,18 +381,26 @@ class Supervisor:
     async def run_until_done(self) -> int:
         """Wait until the run is over, drained or left, and end what still runs.
 
-        :return: the exit code: 0, 1 for a failure, 75 after a preemption.
+        :meth:`events` ends with it.
+
+        :return: the exit code: 0, 1 for a failure, 4 if processes were killed as they
+            had not ended in time or were left behind, 75 after a preemption.
         """
         await self.fleet.over.wait()
-        if not self.detached:
+        if self.detached:
+            self._events.finish()
+        else:
             await self.fleet.drain(reason="over")
+            self._conclude()
         return self.exit_code
 
     @property
     def exit_code(self) -> int:
         """The exit code of the run, as far as it is known."""
-        code = self._fleet.exit_code if self._fleet is not None else None
-        return PREEMPTED if self._preempted else code or DONE
+        if self._preempted:
+            return PREEMPTED
+        fleet = self._fleet
+        return DONE if fleet is None else fleet.exit_code or (CUT if fleet.cut else DONE)
 
     async def wait_ready(self, group: str | None = None, timeout: float | None = None) -> None:
         """Wait until all replicas of ``group`` are ready or have finished.
@@ -413,7 +464,9 @@ class Supervisor:
         """
         if self.detached:
             raise errors.UsageError("this supervisor has left the run", hint="drain it by the next one")
-        await self.fleet.drain(target, hurry=arguments.flag("drain: hurry", hurry))
+        if arguments.flag("drain: hurry", hurry):
+            self._seen_off.set()
+        await self.fleet.drain(target, hurry=hurry)
 
     async def preempt(self) -> None:
         """Drain the run because its machine is about to be taken away; exit code 75.
@@ -543,7 +596,7 @@ class Supervisor:
         return {one: {"token": found.text(one), "old_is_valid": found.both_valid(one)} for one in chosen}
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Follow all events until the run is over.
+        """Follow all events until the run is over (:meth:`run_until_done` returns).
 
         :param after: begin after the :class:`~replicas.telemetry.events.Record` with
             this number, as far back as the file of events goes; 0: with the oldest.
@@ -607,8 +660,10 @@ class Supervisor:
             sidecar_replacements=coordinator.sidecar_replacements(),
             refused=coordinator.refused(),
             state_dir=str(self.state.path),
+            exit_code=self._ended.exit_code if self._ended is not None else None,
+            ended_by=self._ended.reason if self._ended is not None else "",
         )
-        return self._events.tally.shown_in(status)
+        return self._events.tally.shown_in(status, time.time())
 
     @property
     def looked_at(self) -> float:
@@ -617,6 +672,9 @@ class Supervisor:
 
     def metrics_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
+        self._scrapes.append(time.monotonic())
+        if self._ended is not None:
+            self._seen_off.set()
         return self.metrics.render()
 
     def live(self) -> bool:

@@ -9,7 +9,7 @@ only ever added, with a default. Times are seconds since 1970 (``at``) or durati
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -332,6 +332,10 @@ Event = (
     | ConnectionsRefused
     | EventsLost
 )
+
+
+TYPES = tuple(sorted(kind.__name__ for kind in get_args(Event)))
+"""The names of all types of events."""
 
 
 class Record(msgspec.Struct, frozen=True):

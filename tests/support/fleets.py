@@ -108,8 +108,10 @@ class SimShim:
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
         self.told.append((self._yard.now, timeout_s))
-        takes_s = timeout_s if self.life.stop_s is None else min(self.life.stop_s, timeout_s)
-        self._loop.call_later(takes_s, self.end, ExitReport("stopped"))
+        takes_s, cut_s = self.life.stop_s, 0.0
+        if takes_s is None or takes_s > timeout_s:
+            takes_s = cut_s = timeout_s
+        self._loop.call_later(takes_s, self.end, ExitReport("stopped", cut_s=cut_s))
 
     def kill(self) -> None:
         self.end(ExitReport("lost", text="the shim was killed"))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from replicas.core.effects import (
     CaughtUp,
     EpochStarted,
+    LoadFailed,
     MemberJoined,
     MemberLost,
     MemberQuarantined,
@@ -85,6 +86,7 @@ EVERYTHING: list[Event] = [
     SyncEnded("p", SyncRecord(version=0, outcome="busy", seconds=1.0, nbytes=0)),
     CaughtUp("p", 3, (RANK,), 10),
     Retried("p", "lost"),
+    LoadFailed("p", "g", 0, 3, "boom", kept=True),
     SidecarReplaced("p", "lost", 2),
     ReplicaLoaded("p", "a", 0, 3),
     ReplicaIdle("p", "a", 0, 1),

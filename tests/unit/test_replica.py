@@ -280,7 +280,7 @@ SICK = {
     "start_timeout": (False, Readiness(False, "rank 0 has not joined"), 11),
     "heartbeat_timeout": (True, Readiness(True, heartbeat_age_s=21), 0),
     "progress_timeout": (True, Readiness(True, heartbeat_age_s=1, progressed_s=31), 0),
-    "load_timeout": (True, Readiness(False, "half", heartbeat_age_s=1, partial=True), 0),
+    "load_failed": (True, Readiness(False, "half", heartbeat_age_s=1, partial="half"), 0),
 }
 
 

@@ -18,7 +18,7 @@ from replicas.trust.tokens import JoinToken, Role, SavedTokens, Tokens
 from replicas.trust.way import way_to
 
 KEY = "0123456789abcdef" * 4
-NO_WORDS = "the token names no key, so the control port at 10.0.0.5:9477 could be anybody's"
+NO_WORDS = "the token names no key, so the server at 10.0.0.5:9477 cannot be verified"
 
 
 def bearer(text: str) -> dict[str, str]:
@@ -224,7 +224,7 @@ def test_elsewhere_it_does_not(endpoint: str) -> None:
     assert "replicas token" in caught.value.hint
     assert "REPLICAS_CA_FILE" in caught.value.hint
     assert "hunter2" not in str(caught.value)
-    with pytest.raises(errors.UsageError, match="without a token there is no key to expect"):
+    with pytest.raises(errors.UsageError, match="no token given, so the server at "):
         way_to(endpoint, "", {})
 
 

@@ -270,7 +270,7 @@ class LogQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The next lines of this node's logs; ``number``: of the reader, new for each.
 
     :ivar selection: a ``Selection`` of :mod:`replicas.control.log_files`; None: the
-        reader is done.
+        reader is done, and asks for its last lines until a reply has none.
     """
 
     number: int

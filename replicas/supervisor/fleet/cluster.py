@@ -31,7 +31,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +39,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from replicas.common.foreign import one_line
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.status import NodeStatus
@@ -55,7 +55,7 @@ from replicas.telemetry.events import Event, NodeChanged
 
 __all__ = ["Cluster", "Link", "Site"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 _SILENT_S = 3.5 * BEAT_S
 _DRAINED = "the node is drained"
@@ -644,8 +644,8 @@ class Cluster:
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
         """The reply of this node's agent. TimeoutError: it is away, or silent."""
         member = self._members.get(node)
-        if member is None or member.link is None:
-            raise TimeoutError(f"node {node} is not connected")
+        if member is None or member.link is None or member.state != "up":
+            raise TimeoutError(f"node {node} is away")
         asked: asyncio.Future[Reply] = self._loop.create_future()
         self._replies[kind, query.number] = asked
         member.send(query)

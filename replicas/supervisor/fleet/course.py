@@ -17,7 +17,7 @@ from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import GENERATION, GENERATION_ACTIONS, Asked, CourseInput, CourseState
 from replicas.core.lives.lifecycle import Lifecycle
 from replicas.supervisor.cleanup.still_held import HoldUps
-from replicas.supervisor.fleet.causes import Cause, dropped, exited, verdict
+from replicas.supervisor.fleet.causes import STOPPED, Cause, dropped, exited, verdict
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.shim.generation import STUCK_S, Generation, Host, ShimStarter
 from replicas.telemetry.events import StacksSaved
@@ -50,6 +50,7 @@ class Owner(Protocol):
     life: Lifecycle
     last_exit: str
     cause: Cause | None
+    cut: bool
 
     @property
     def asked(self) -> Asked: ...
@@ -209,7 +210,10 @@ class Course:
         if own is not None and owner.asked == "nothing":
             owner.fall(own)
         number, cause = owner.life.generation, owner.cause
-        owner.last_exit = cause.text if cause is not None else "finished" if owner.asked == "nothing" else "stopped"
+        owner.last_exit = cause.text if cause is not None else "finished" if owner.asked == "nothing" else STOPPED
+        if owner.asked not in ("nothing", "fault") and (cut_s := max((one.cut_s for one in reports), default=0.0)):
+            owner.last_exit += f": killed, as it had not ended {cut_s:g} s after SIGTERM"
+            owner.cut = owner.asked == "end_run"
         stuck = cause is not None and cause.reason.endswith("timeout")
         if stuck and any(node.last_stacks for node in generation.nodes):
             (group, replica), reason = self._key, owner.last_exit

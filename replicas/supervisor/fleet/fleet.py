@@ -9,8 +9,9 @@ over:
 * with exit code 0 when the groups of ``stop_when``, or all groups, have finished;
 * with exit code 2 when ``cluster.min_nodes`` nodes have not joined in time;
 * with exit code 1 when a group's failures end the run: its ``on_failure`` says so, or
-  fewer than ``min_ready`` of its replicas are left. A group that the end of the run
-  waits for ends it in any case when none of its replicas is left.
+  fewer than ``min_ready`` of its replicas are left, or of a channel's targets none
+  (``least_left``). A group that the end of the run waits for ends it in any case when
+  none of its replicas is left.
 
 A group that is scaled to 0 rests; it has not finished.
 
@@ -45,7 +46,7 @@ from replicas.config.structs import Config, GroupConfig
 from replicas.control.exit_codes import DONE, FAILED, USAGE
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
-from replicas.core.lives.ordering import is_good, start_levels, unmet, within
+from replicas.core.lives.ordering import is_good, least_left, start_levels, unmet, within
 from replicas.core.lives.placement import Share
 from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
@@ -65,6 +66,7 @@ __all__ = ["Adopted", "Fleet"]
 TICK_S = 0.25
 _SETTLE_S = 0.75
 _DIGITS = 7
+_NAMED = 10
 
 
 Adopted = Mapping[tuple[str, int], tuple[int, list[ShimRecord], list[ShimHandle]]]
@@ -230,7 +232,7 @@ class Fleet:
         if self._short_since is not None and now - self._short_since > timeout_s:
             self._finish(USAGE, str(resources.too_few(timeout_s)))
             return
-        failures = [group.failure for group in self.groups.values() if group.failure]
+        failures = [text for one in self.groups.values() if (text := one.failure(least_left(self.config, one.config)))]
         named = [name for name in self.config.run.stop_when if name in self.groups]
         ours = [name for name, group in self.groups.items() if not group.config.external]
         wanted = named or [name for name in ours if self.groups[name].size]  # a group scaled to 0 only rests
@@ -247,6 +249,22 @@ class Fleet:
         self.exit_code, self.ended_by = code, words
         self.say(words)
         self.over.set()
+
+    @property
+    def cut(self) -> list[str]:
+        """Replicas that did not end in time when the run ended."""
+        return [replica.name for replica in self.all() if replica.cut]
+
+    @property
+    def words_of_cut(self) -> str:
+        names = self.cut
+        many = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return f"killed or left behind, as not ended in time: {', '.join(names[:_NAMED])}{many}" if names else ""
+
+    @property
+    def words_of_end(self) -> str:
+        """Why the run is over, and what did not end in time."""
+        return "; ".join(filter(None, (self.ended_by, self.words_of_cut)))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for ``condition``, which is checked after each look of the monitor."""

@@ -22,6 +22,7 @@ from replicas import errors
 from replicas.common.table import Machine
 from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
+from replicas.coordinator import Readiness
 from replicas.core.lives.ending import ASKED, ASKED_ACTIONS, LEAVING, UNWANTED, Asked, Request, request_of
 from replicas.core.lives.leases import UNHEARD_S
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, RestartReason, after_exit
@@ -89,6 +90,8 @@ class Replica:
         self.cause: Cause | None = None
         """Why the generation ends, once something has a reason for it."""
         self.last_exit = ""
+        self.cut = False
+        """Whether it did not end in time at the end of the run."""
         self.started_with = digest_of_start(self.group)
         """Of what its processes are started with; empty: it is not known."""
         self._adopted = False
@@ -402,6 +405,7 @@ class Replica:
         if self._course.state == "left_behind":
             generation.abandon()
             self._course.hold_ups.remain(generation.remains, gave_up=True)
+            self.cut = True
             self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
         else:
             generation.settled()
@@ -444,6 +448,15 @@ class Replica:
     def resume_in_s(self) -> float:
         return max(0.0, self._resume_at - self._now())
 
+    @property
+    def _cycles(self) -> int:
+        """Failures in a row to which the next one would add, by the same rules."""
+        lives, window_s = self.life.alive, self.group.restart.window_s
+        well = lives and (
+            self._host.progressed(*self._key) is not False or self.life.starting_s(self._now()) >= window_s
+        )
+        return 0 if well else self._restarts.cycles_of(self.index)
+
     def status(self, now: float) -> ReplicaStatus:
         life, nodes = self.life, self._generation.nodes
         view = self._health.view if life.state in ("starting", "ready") else None
@@ -464,13 +477,24 @@ class Replica:
             replica=life.replica,
             state=self.state,
             generation=life.generation,
-            reason="" if self.state == "ready" else reason,
+            reason=_without_version(view) if self.state == "ready" else reason,
             pid=nodes[0].main_pid if nodes and life.alive else None,
             restarts=sum(life.restarts.values()),
             state_age_s=life.state_age_s(now),
             heartbeat_age_s=view.heartbeat_age_s if view is not None else None,
             versions=dict(view.versions) if view is not None else {},
             last_exit=self.last_exit,
-            cycles=self._restarts.cycles_of(self.index),
+            cycles=self._cycles,
             nodes=tuple(share.node for share in self._host.shares(*self._key)),
+            pids=view.pids if view is not None else {},
+            step=view.step if view is not None else None,
+            open_s=view.open_s if view is not None else {},
+            slots=view.slots if view is not None else {},
+            lived_s=life.starting_s(now) if life.alive else 0.0,
         )
+
+
+def _without_version(view: Readiness | None) -> str:
+    """What a ready replica lacks: it may have joined before anything was committed."""
+    versions = view.versions.items() if view is not None else ()
+    return ", ".join(f"no version of {name} yet" for name, version in versions if not version)

@@ -20,7 +20,6 @@ is not synced for every change: what a crash of the machine makes old is found o
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Literal
@@ -28,6 +27,7 @@ from typing import Literal
 import msgspec
 
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.core.lives.lifecycle import RestartReason
 from replicas.linux import private
 from replicas.linux.processes import boot_id, namespace, start_time
@@ -49,7 +49,7 @@ __all__ = [
     "this_process",
 ]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 SCHEMA = 1
 """Raise it when a field changes its meaning, or a histogram of the tally its bounds."""
