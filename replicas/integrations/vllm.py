@@ -106,6 +106,7 @@ def follow(
     lora: bool = False,
     mode: PauseMode = "keep",
     every: int = 1,
+    min_serving: float = follower.MIN_SERVING,
     complete: bool = True,
     public_url: str | None = None,
     api_key: str | None = None,
@@ -130,6 +131,9 @@ def follow(
     :param mode: requests in flight during a load are kept (frozen, and continued with
         the new weights), waited for, or aborted.
     :param every: load every n-th version at most; 1: each, unless a newer one is there.
+    :param min_serving: the least share of the time in which the server computes, from 0
+        to below 1; default 0.5: after a load it serves for as long as that took, and
+        then loads the newest version.
     :param complete: False: versions may lack parameters of the model.
     :param public_url: address for routers, shown as ``info["url"]``; default: base_url.
     :param api_key: the server's API key; default: the environment's ``VLLM_API_KEY``.
@@ -153,6 +157,7 @@ def follow(
             identity=identity,
             mode=mode,
             every=every,
+            min_serving=min_serving,
             complete=complete,
             folder=Path(folder),
             url=public_url or base_url,
@@ -187,6 +192,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lora", action="store_true", help="its versions are LoRA adapters")
     parser.add_argument("--pause-mode", choices=["keep", "wait", "abort"], default="keep")
     parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
+    parser.add_argument(
+        "--min-serving",
+        type=float,
+        default=follower.MIN_SERVING,
+        help="the least share of the time in which the server serves (default: %(default)g)",
+    )
     parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
@@ -251,6 +262,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             lora=options.lora,
             mode=options.pause_mode,
             every=options.every,
+            min_serving=options.min_serving,
             complete=not options.partial,
             url=url,
             gate=gate,
