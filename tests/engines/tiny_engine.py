@@ -1,5 +1,5 @@
-"""A tiny model of experts in the released vLLM, in this process: what its
-worker loads, what it refuses, and what it computes then.
+"""A tiny model of experts in the released vLLM, in this process: what its worker loads,
+what it refuses, and what it computes then.
 
     python tests/engines/tiny_engine.py FOLDER
 
