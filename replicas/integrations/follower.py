@@ -52,7 +52,7 @@ from replicas.integrations.engine_health import API, Health, Spent, processor_ti
 from replicas.integrations.engine_server import EngineServer
 from replicas.integrations.gate import GatePage
 
-__all__ = ["Following", "PauseMode", "run"]
+__all__ = ["Following", "PauseMode", "release_of", "run"]
 
 logger = logging.getLogger("replicas.integrations.vllm")
 
@@ -159,15 +159,24 @@ def _wait_until_healthy(server: EngineServer, following: Following, stop: thread
 
 
 def _check_release(server: EngineServer) -> None:
-    """:raises UsageError: the server is of a release without these control routes."""
     answer = server.call("GET", "/version")
-    text = str(answer.get("version", "")) if isinstance(answer, dict) else ""
-    found = tuple(int(part) for part in re.findall(r"\d+", text)[:2])
-    if len(found) == 2 and (0, 0) < found < OLDEST:
+    release_of(str(answer.get("version", "")) if isinstance(answer, dict) else "")
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """First two numbers of vLLM's version; of an unknown one, those of none.
+
+    :raises UsageError: it is too old: its control routes are others.
+    """
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if len(found) < 2 or found == (0, 0):  # built from source, perhaps
+        return ()
+    if found < OLDEST:
         raise errors.UsageError(
-            f"{server.url} runs vLLM {text}, which has other control routes",
+            f"the server is vLLM {version}, which has other control routes",
             hint=f"install vLLM {'.'.join(map(str, OLDEST))} or newer (tested: 0.32)",
         )
+    return found
 
 
 def _lost(reason: str) -> errors.SyncError:

@@ -157,7 +157,7 @@ async def test_a_release_of_other_routes_is_refused(release: str, accepted: bool
             if accepted:
                 await wait_until(lambda: "/init_weight_transfer_engine" in engine.calls, "the follower begins")
             else:
-                with pytest.raises(errors.UsageError, match=r"runs vLLM 0\.28\.3"):
+                with pytest.raises(errors.UsageError, match=r"is vLLM 0\.28\.3"):
                     await task
 
 
