@@ -20,7 +20,8 @@ that come faster than it loads them would leave it no time to compute.
 loaded under a name of its own, ``NAME@VERSION``: vLLM keeps what it computed with an
 adapter by the adapter's name. Nothing is paused. Requests that began with the version
 before end with it, so the name before is unloaded, and its folder, which vLLM may read
-once more for them, stays until the next version.
+once more for them, stays until the next version. An adapter that vLLM does not take is
+refused: the server goes on with the one before.
 
 Meanwhile threads watch the server (:mod:`replicas.integrations.engine_health`). vLLM's
 ``/health`` is answered by its API process, also when its engine is frozen;
@@ -362,18 +363,29 @@ class Adapters(Follower):
         with self._join(1) as channel:
             while (update := self._next(channel)) is not None:
                 with update:
-                    loaded.append(self._load(update))
+                    try:
+                        loaded.append(self._load(update))
+                    except errors.SyncError as error:
+                        if self._health.reason:
+                            raise
+                        logger.warning("adapter version %d is refused: %s", update.version, error)
+                        update.refuse(error)
+                        continue
                 for name, _ in loaded[:-1][-1:]:
                     self._post("/v1/unload_lora_adapter", {"lora_name": name})
                 while len(loaded) > 2:
                     shutil.rmtree(loaded.pop(0)[1])
 
     def _load(self, update: replicas.Update) -> tuple[str, Path]:
-        name = f"{update.meta['adapter']}@{update.version}"
+        name = f"{update.meta.get('adapter')}@{update.version}"
         folder = self._write(update, name)
         began = time.monotonic()
-        with self._health.loading():
-            self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        try:
+            with self._health.loading():
+                self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        except errors.SyncError:
+            shutil.rmtree(folder)
+            raise
         self._longest_s = max(self._longest_s, time.monotonic() - began)
         logger.info("adapter %s is served: loaded in %.3f s", name, time.monotonic() - began)
         self._open_gate(update.version, name)

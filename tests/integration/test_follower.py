@@ -319,6 +319,27 @@ async def test_each_version_of_an_adapter_is_loaded_under_a_name_of_its_own() ->
     assert not folders[2].exists()
 
 
+async def test_an_adapter_that_the_server_does_not_take_is_refused_and_the_one_before_stays() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+
+        async def publish_adapter() -> replicas.Receipt:
+            return await (await asyncio.to_thread(partial(trainer.publish, Adapter(weights(1)), adapter="math")))
+
+        async with FakeEngine() as engine, following(world, engine, lora=True) as task:
+            await publish_adapter()
+            await wait_until(partial(serves_alone, engine, "math@1"), "the first adapter is served")
+            engine.bad_adapter = True
+            await publish_adapter()
+            with pytest.raises(errors.SyncError, match="max_lora_rank 16"):
+                await trainer.loaded(2, deadline=20)
+            engine.bad_adapter = False
+            receipt = await publish_adapter()
+            assert "max_lora_rank 16" in receipt.not_loaded["rollout/0"]
+            await wait_until(partial(serves_alone, engine, "math@3"), "the next adapter is served")
+            assert not task.done()
+
+
 async def test_an_adapter_whose_configuration_is_not_known_is_refused() -> None:
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")

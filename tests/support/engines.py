@@ -74,6 +74,7 @@ class FakeEngine(ThreadingHTTPServer):
     :ivar fail_updates: how many of the next updates die after their first tensor.
     :ivar kept_requests: frozen requests hold blocks of the prefix cache.
     :ivar pause_s: how long it takes to pause.
+    :ivar bad_adapter: it takes no adapter.
     :ivar is_dead: its engine has died: ``/health`` answers 503.
     :ivar api_key: what requests below ``/v1`` must carry; empty: nothing.
     :ivar prefix: of all its paths.
@@ -92,6 +93,7 @@ class FakeEngine(ThreadingHTTPServer):
         self.version = "default"
         self.kept_requests = False
         self.is_dead = False
+        self.bad_adapter = False
         self.pause_s = 0.0
         self.api_key = ""
         self.prefix = ""
@@ -160,6 +162,8 @@ class FakeEngine(ThreadingHTTPServer):
                 self.active, self.version = False, body["weight_version"]
             case "/reset_prefix_cache":
                 return {"success": not self.kept_requests or "reset_running_requests=true" in query}
+            case "/v1/load_lora_adapter" if self.bad_adapter:
+                raise RuntimeError("LoRA rank 64 is greater than max_lora_rank 16")
             case "/v1/load_lora_adapter":
                 self.adapters[body["lora_name"]] = Path(body["lora_path"])
                 return "Success"
