@@ -24,7 +24,7 @@ from replicas import environ
 from replicas.cli.client import Client
 from replicas.common.decoding import MALFORMED
 from replicas.config import values as config_values
-from replicas.config.file import load
+from replicas.config.file import default_state_dir, load, place_of
 from replicas.config.structs import Config
 from replicas.config.text import absolute, state_home
 from replicas.errors import BadConfig, Disconnected, ReplicasError, UsageError
@@ -167,18 +167,16 @@ def state_dir_of(path: Path) -> Path | None:
     :raises BadConfig: it cannot be read.
     """
     try:
-        text = path.read_bytes().decode("utf-8", "replace")
+        text = path.read_bytes().decode("utf-8-sig", "replace")
     except (OSError, ValueError) as error:  # ValueError: an impossible file name
         words = error.strerror if isinstance(error, OSError) else error
         raise BadConfig([f"cannot be read: {words}"], source=clean(str(path))) from error
-    base = path.resolve().parent
-    run = _run_table(text)
-    place = config_values.Place(base)
+    run, place = _run_table(text), place_of(path)
     if "state_dir" in run:
         found = config_values.folder.read(place, run["state_dir"])
     else:
         found = config_values.name.read(place, run.get("name"))
-        found = None if place.problems else base / ".replicas" / found
+        found = None if place.problems else default_state_dir(place, found)
     return None if place.problems else found
 
 

@@ -347,7 +347,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     stop_timeout_s: _Duration = 10.0
     """Time from SIGTERM to SIGKILL of a replica that is being ended. Raise it when it
-    saves a checkpoint then.
+    saves a checkpoint then: a run at whose end a replica was killed exits with 4.
     """
     max_unavailable: _Count = 1
     """Number of replicas that a rolling restart ends at a time, at most."""

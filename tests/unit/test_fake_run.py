@@ -38,6 +38,23 @@ def test_a_program_joins_by_its_environment(run: FakeRun, monkeypatch: pytest.Mo
             assert torch.equal(dict(update)["weight"], ONE["weight"])
 
 
+def test_a_step_that_is_repeated_gets_its_version_again(run: FakeRun) -> None:
+    trainer, rollout = run.join("trainer"), run.join("rollout")
+    bounds: list[int | tuple[str, float]] = [1, ("step", 2), 3]
+    for step, bound in enumerate(bounds, start=1):
+        trainer.publish(ONE, meta={"step": step}, deadline=20).wait(30)
+        for _ in range(3):
+            with rollout.receive(at_least=bound, deadline=20).wait(30) as update:
+                assert update.version == step
+                assert torch.equal(dict(update)["weight"], ONE["weight"])
+        run.restart_coordinator()
+    with pytest.raises(errors.DeadlineExceeded):
+        rollout.receive(deadline=0.2).wait(30)  # without a bound, a newer one
+    with pytest.raises(errors.DeadlineExceeded):
+        rollout.receive(deadline=0.2, at_least=4).wait(30)
+    assert rollout.version == 3
+
+
 def test_virtual_targets_load_each_version(run: FakeRun) -> None:
     trainer, target = run.join("trainer"), run.target("rollout")
     for step in (1, 2):
@@ -124,6 +141,20 @@ def test_a_member_that_wakes_in_time_is_not_lost(run: FakeRun) -> None:
     assert not pending.done()
     run.thaw(frozen)
     assert [member.name for member in pending.wait().members] == ["rollout/0/0"]
+
+
+@pytest.mark.parametrize("how", [{"transport": "group"}, {"staging": "device"}])
+def test_a_channel_whose_bytes_need_processes_has_them_mapped(how: dict[str, str]) -> None:
+    with FakeRun({"policy": {"sources": ["trainer"], "targets": ["rollout"], **how}}) as run:
+        trainer, target = run.join("trainer"), run.target("rollout")
+        assert trainer.publish(ONE, deadline=20).wait(30).version == 1
+        assert trainer.loaded(1, deadline=20).wait(30) == 1
+        assert torch.equal(target.weights["weight"], ONE["weight"])
+
+
+def test_a_channel_is_checked_as_it_is_given() -> None:
+    with pytest.raises(errors.BadConfig, match="transport"):
+        FakeRun({"policy": {"sources": ["trainer"], "targets": ["rollout"], "transport": "carrier pigeon"}})
 
 
 def test_a_broken_connection_resumes(run: FakeRun) -> None:

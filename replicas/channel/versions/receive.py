@@ -21,7 +21,8 @@ that runs elsewhere. So after a pause it takes none of those, and asks again.
 (:mod:`replicas.core.versions.rounds`). A version that was granted because another rank
 has begun with it, but is below the bound here, is declined, and a newer one is asked
 for. A receive with another bound replaces the one under way, unless its update has been
-handed out.
+handed out. If the version served here is enough, and none is newer, it is handed out
+again, to all ranks that ask so.
 
 A new coordinator is told of an open ask; a grant that was not delivered is made anew.
 An open update stays open, and is reported to the new coordinator, as is a failed load
@@ -109,7 +110,7 @@ class Receiver(Part):
             update.withdraw()
         if replaced is None and update is not None and not update.ended:
             raise self._still_open(update)
-        pending = Pending(f"receive on {self._hub.name}")
+        pending = self._hub.pending("receive")
         self._hub.call(self._ask, pending, deadline_s, bound, replaced)
         self._pending, self._bound = pending, bound  # after the ask: without one it would never end
         return pending
@@ -200,8 +201,14 @@ class Receiver(Part):
 
     def _send_ask(self) -> None:
         self._asks += 1
-        after = max(self._hub.loaded, self._declined, self._refused)
+        after = max(self._hub.loaded - int(self._has_enough()), self._declined, self._refused)
         self._hub.send(ReceiveAsk(self._asks, after, *self._asked_bound))
+
+    def _has_enough(self) -> bool:
+        """Whether the version served here, still held, is enough for the bound."""
+        hub, bound = self._hub, self._asked_bound
+        loaded, meta = hub.loaded, hub.holdings.meta(hub.loaded)
+        return bound != Bound() and loaded in hub.arena.images() and is_enough(*bound, loaded, meta)
 
     def _grant(self, message: ReceiveGrant) -> None:
         if message.ask != self._asks or self._asked is None:
@@ -327,13 +334,13 @@ class Watches(Part):
         self._numbered = 0
 
     def committed(self, after: int | None, deadline_s: float | None) -> Pending[int]:
-        pending: Pending[int] = Pending(f"commit on {self._hub.name}")
+        pending: Pending[int] = self._hub.pending("commit")
         version = self._hub.latest if after is None else after
         self._hub.call(self._begin, self._commits, _Watch(version, pending), deadline_s)
         return pending
 
     def loaded(self, version: int, deadline_s: float | None) -> Pending[int]:
-        pending: Pending[int] = Pending(f"load of version {version} on {self._hub.name}")
+        pending: Pending[int] = self._hub.pending(f"load of version {version}")
         self._hub.call(self._begin, self._loads, _Watch(version, pending), deadline_s)
         return pending
 
