@@ -124,7 +124,7 @@ class Engine:
         for callback in self._callbacks:
             try:
                 callback(event)
-            except Exception:
+            except BaseException:  # of the program: what is under way here must come to its end
                 log.exception("a subscriber failed on %r", event)
 
     # ------------------------------------------------------------ sessions
