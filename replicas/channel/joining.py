@@ -22,6 +22,7 @@ from replicas.linux import stacks
 from replicas.memory.beacon import own_beacon, own_process
 from replicas.messages import PROTOCOL, Hello, arguments
 from replicas.messages.bounds import RANKS_MAX, clean
+from replicas.messages.identity import proof_of
 from replicas.sidecar.device_probe import prove_device
 from replicas.weights.devices.accelerator import accelerator
 
@@ -104,6 +105,7 @@ def join(
     chosen = found.replica if replica is None else replica
     number = chosen if not isinstance(chosen, str) or chosen != "auto" else None  # numpy's answer to `==` is no bool
     auto = chosen is not None and number is None
+    incarnation = secrets.token_hex(8)
     hello = Hello(
         protocol=PROTOCOL,
         run=arguments.text("join: run", run if run is not None else found.run or ""),
@@ -113,10 +115,11 @@ def join(
         any_replica=auto and not observe,
         rank=_first("rank", rank, found.rank, 0),
         world_size=_first("world_size", world_size, found.world_size, 1),
-        incarnation=secrets.token_hex(8),
+        incarnation=incarnation,
         generation=found.generation,
         process=own_process(),
         observe=observe,
+        proof="" if observe else proof_of(found.mark, incarnation),
         info=texts,
         torch_version=str(torch.__version__),
         nccl_version=_nccl_version(),

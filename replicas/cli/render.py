@@ -348,6 +348,9 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
         case happened.LeftoverFound():
             fate = "killed" if event.swept else "NOT killed"
             return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "yellow"
+        case happened.LeasesAwaited():
+            nodes = ", ".join(node or "an unknown node" for node in event.nodes)
+            return "run", f"waits up to {duration_text(event.seconds)} for the leases of {nodes}", "yellow"
         case happened.NodeChanged():
             return (
                 f"node {event.node}",

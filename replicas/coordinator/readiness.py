@@ -36,6 +36,10 @@ class Readiness(msgspec.Struct, frozen=True):
         another rank has left.
     :ivar progressed_s: seconds since its last progress; None while it waits for others
         (in a receive or an operation), which is no lack of progress.
+    :ivar step: the newest step that it reported, in this or an earlier generation.
+    :ivar pids: of its ranks, each on its own node.
+    :ivar slots: how many versions a rank holds, by channel; the rank with most counts.
+    :ivar open_s: for how long a rank has had an update open, by channel.
     """
 
     ready: bool
@@ -45,6 +49,10 @@ class Readiness(msgspec.Struct, frozen=True):
     partial: str = ""
     stranded: bool = False
     progressed_s: float | None = None
+    step: int | None = None
+    pids: dict[int, int] = {}
+    slots: dict[str, int] = {}
+    open_s: dict[str, float] = {}
 
 
 class ReadinessBook:
@@ -73,6 +81,9 @@ class ReadinessBook:
         reasons: list[str] = []
         versions: dict[str, int] = {}
         seen: list[MemberState] = []
+        steps: list[int] = []
+        slots: dict[str, int] = {}
+        open_s: dict[str, float] = {}
         partial = stranded = False
         failures: list[str] = []
         for channel in channels:
@@ -84,6 +95,10 @@ class ReadinessBook:
                 m for m in channel.roster.replica(group, replica) if external or m.hello.generation == generation
             ]
             seen += members
+            steps.append(channel.marks.of(group, replica)[0])
+            slots[config.name] = max((len(m.held) for m in members), default=0)
+            if opened := [now - m.granted_at for m in members if channel.rounds.has_open(m.member)]:
+                open_s[config.name] = max(opened)
             left = _left(channel, group, replica, None if external else generation)
             expected = range(1 if all(party.ranks == "leader" for party in parties) else world)
             missing = set(expected) - {m.member.rank for m in members} - left
@@ -111,6 +126,10 @@ class ReadinessBook:
             partial="; ".join(failures) or "it cannot say why" if partial else "",
             stranded=stranded,
             progressed_s=None if waits else min(progressed, default=None),
+            step=max((step for step in steps if step >= 0), default=None),
+            pids={state.member.rank: state.hello.process.pid for state in seen},
+            slots=slots,
+            open_s=open_s,
         )
 
     def _behind(self, channel: ChannelState, group: str, replica: int, generation: int) -> list[str]:

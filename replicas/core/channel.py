@@ -399,6 +399,7 @@ class ChannelState:
             case wire.ReceiveCancel():
                 self.rounds.cancel_ask(member, message.ask)
             case wire.Loaded() if message.version <= commits.latest:  # else it cannot have been loaded
+                state.load_s = message.load_s
                 self.marks.note(member.group, member.replica, version=message.version)
                 self.rounds.loaded(state, message.version)
             case wire.LoadFailed():

@@ -482,6 +482,25 @@ async def test_a_replica_that_failed_for_good_ends_nothing_else() -> None:
         await made.until(lambda: set(yard.states().values()) == {"ready"})
 
 
+@pytest.mark.parametrize("well", ["progressed", "lived long"])
+def test_a_replica_that_is_well_again_shows_no_failures(well: str) -> None:
+    """The next failure would be the first in a row; before it is well, the third."""
+
+    async def story() -> None:
+        group = group_of("a", restart={"no_progress_cycles": 3, "window_s": 600.0})
+        async with fleet(group, lives={"a": [DIES, DIES, Life()]}, on_channel={"a"}) as (made, yard):
+            await made.until(lambda: len(yard.shims["a/0"]) == 3)
+            assert made.groups["a"].status(0.0).replicas[0].cycles == 2
+            if well == "progressed":
+                yard.steps["a/0"] = 1
+            else:
+                await asyncio.sleep(601)
+            shown = made.groups["a"].status(0.0)
+            assert (shown.replicas[0].cycles, shown.no_progress_remaining_ratio) == (0, 1.0)
+
+    virtually(story())
+
+
 @history
 async def test_a_group_is_ready_with_min_ready_and_the_run_ends_below_it() -> None:
     rollout = group_of("rollout", replicas=3, restart=NEVER, on_failure="replica", min_ready=2)

@@ -73,6 +73,11 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "a/0",
         "left over by a dead run: process 7 (sleep 9), killed",
     ),
+    (
+        events.LeasesAwaited(nodes=("n1", ""), seconds=34.0),
+        "run",
+        "waits up to 34 s for the leases of n1, an unknown node",
+    ),
     (events.ConnectionsRefused(reason="token", count=3), "run", "connections refused: reason token, count 3"),
     (effects.MemberJoined("policy", MEMBER), MEMBER.name, "joined policy"),
     (effects.MemberLost("policy", MEMBER, "lease"), MEMBER.name, "left policy: lease"),

@@ -306,6 +306,7 @@ async def free_slot(
     check: Callable[[], object],
     text: str,
     phase: str = "wait",
+    alone: bool = True,
 ) -> Slot:
     """Session thread, which interrupts do not reach: a slot to fill with ``version``.
 
@@ -319,9 +320,9 @@ async def free_slot(
         hub.leases.sweep()
         hub.arena.release(version)
         if nbytes < PREPARED_NBYTES:  # its memory is allocated fast enough for this thread
-            slot = hub.arena.acquire(version, manifest)
+            slot = hub.arena.acquire(version, manifest, alone=alone)
         else:
-            slot = await asyncio.to_thread(hub.arena.acquire, version, manifest)
+            slot = await asyncio.to_thread(hub.arena.acquire, version, manifest, alone=alone)
         try:
             check()
         except BaseException:

@@ -315,7 +315,7 @@ class Transfers(Part):
                 raise hub.error(errors.Gone, "the transfer was withdrawn", hint="")
 
         text = f"{hub.member} has no free slot for version {offer.version}"
-        slot = await free_slot(hub, offer.version, manifest, until=until, check=check, text=text, phase="")
+        slot = await free_slot(hub, offer.version, manifest, until=until, check=check, text=text, phase="", alone=False)
         slot.sharing = offer.sharing
         transfer.slot = slot
         return slot

@@ -169,6 +169,10 @@ class Rounds:
         """Return whether the member waits for a grant."""
         return member in self._known(member.group, member.replica).asks
 
+    def has_open(self, member: Member) -> bool:
+        """Return whether the member was granted an update and has not reported it."""
+        return member in self._known(member.group, member.replica).taken
+
     def loading(self, group: str, replica: int) -> bool:
         """Return whether a round has begun to load and is not complete."""
         round_ = self._known(group, replica)
@@ -296,7 +300,8 @@ class Rounds:
             round_.move("all_alike")
         if loaded != round_.loaded:
             round_.loaded = loaded
-            self._out.append(ReplicaLoaded(self._channel, member.group, member.replica, loaded))
+            load_s = max((state.load_s for state in view.ranks), default=0.0) if loaded else 0.0
+            self._out.append(ReplicaLoaded(self._channel, member.group, member.replica, loaded, load_s))
         return view
 
     def advance(self, group: str, replica: int, newest: Newest) -> None:
