@@ -30,6 +30,7 @@ from replicas.coordinator.threaded import LoopThread
 from replicas.core.channel import ChannelState
 from replicas.core.effects import Event
 from replicas.core.members.roster import GroupShape
+from replicas.core.versions.steps import number_in
 from replicas.messages import arguments
 from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown
 from replicas.messages.identity import Member
@@ -374,7 +375,7 @@ class Coordinator:
 def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     commits, told = channel.commits, channel.told
     meta = commits.newest.meta if commits.latest == told.latest else None
-    step = (meta or {}).get("step")
+    fell = commits.steps.fell
     digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit
     members = (
         MemberStatus(
@@ -401,7 +402,8 @@ def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         bytes_total=told.nbytes,
         operations=dict(channel.operations.totals),
         last_sync=told.last,
-        step=step if isinstance(step, int | float) and not isinstance(step, bool) else None,
+        step=number_in(meta, "step"),
+        step_before=None if fell is None else fell.before,
         slots=channel.config.slots,
     )
 

@@ -13,11 +13,11 @@ Leases are granted here, too: each is on disk before its agent is welcomed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
+from replicas.common.logs import Log
 from replicas.core.lives.leases import lost_after_s
 from replicas.supervisor.agent.messages import ShimState
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -25,7 +25,7 @@ from replicas.supervisor.state.leases import Lease
 
 __all__ = ["Awaited", "words"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 _UNKNOWN = "nodes that are not known"
 
