@@ -305,7 +305,7 @@ NOT_CALLED = {
         "takes nothing, or is for the supervisor's own parts",
     ),
     **dict.fromkeys(("Supervisor.detach", "Supervisor.preempt", "Supervisor.run_until_done"), "ends the run"),
-    "Coordinator.in_thread": "takes nothing",
+    **dict.fromkeys((f"Coordinator.{name}" for name in ("in_thread", "start", "close")), "takes nothing"),
     **dict.fromkeys(
         (
             f"Coordinator.{name}"
