@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from replicas.common import logs
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; all children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup, with which a run outlives its terminal
@@ -71,3 +73,18 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+class _Flushed(pytest.LogCaptureFixture):  # type: ignore[misc]  # final, but there is no other way in
+    """Records of this library come by a thread of its own: wait for them."""
+
+    @property
+    def handler(self) -> Any:
+        logs.flush(10.0)
+        return super().handler
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.__class__ = _Flushed
+    return caplog

@@ -22,7 +22,6 @@ each operation also has a local timer that fires shortly after its deadline.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -37,6 +36,7 @@ from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
 from replicas.channel.session import Session
 from replicas.channel.versions.holdings import Holdings, Leases
+from replicas.common.logs import Log
 from replicas.memory.beacon import find
 from replicas.messages.bounds import text_of
 from replicas.messages.identity import Member
@@ -45,7 +45,7 @@ from replicas.weights.memory.arena import Arena
 
 __all__ = ["BYE_TIMEOUT_S", "GRACE_S", "Hub", "Part", "as_wire_error"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 GRACE_S = 5.0
 """How long after its deadline an operation waits for a verdict before it ends."""
@@ -174,6 +174,10 @@ class Hub:
             return self.error(errors.Disconnected, f"{text} for {down_s:.0f} s ({self._down_reason})")
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s")
 
+    def pending(self, what: str) -> Pending[Any]:
+        """A Pending that the session thread ends: at the latest when it ends itself."""
+        return Pending(f"{what} on {self.name}", self.loop.end)
+
     def note_failure(self, pending: Pending[Any]) -> None:
         """Session thread: remember a failure, for callers that do not wait for it."""
         known = (known for known in self._failures if known._unobserved_error() is not None)
@@ -186,7 +190,7 @@ class Hub:
             error = pending._unobserved_error()
             pending._told = True
             if error is not None and found is not None:
-                self.loop.call(logger.warning, "%s: an earlier failure that nobody waited for: %s", self.name, error)
+                logger.warning("%s: an earlier failure that nobody waited for: %s", self.name, error)
             found = found or error
         return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
@@ -17,6 +16,7 @@ from replicas.channel.channel import Channel
 from replicas.channel.hub import GRACE_S, Hub
 from replicas.channel.loop import session_loop
 from replicas.common import own_loop
+from replicas.common.logs import Log
 from replicas.environ import Environment
 from replicas.linux import stacks
 from replicas.memory.beacon import own_beacon, own_process
@@ -28,7 +28,7 @@ from replicas.weights.devices.accelerator import accelerator
 
 __all__ = ["join"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 MIN_PROOF_S = 1.0
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from replicas.cli import render
 from replicas.cli.base import Json, OptionalTarget, Screen, ThisRun, command, json_text, patience
 from replicas.cli.find_run import NotTrusted, RunAddress, RunEndWatcher, lives, trusted
+from replicas.cli.slurm import queued
 from replicas.common.decoding import MALFORMED
 from replicas.common.foreign import ascii_controls, one_line, readable
 from replicas.config.values import UNITS_S, in_units, nearest
@@ -54,7 +55,12 @@ def status(
 ) -> None:
     """Print the state of a running run: its replicas, channels and versions."""
     end = place.end() if watch else None
-    answer = place.status()
+    try:
+        answer = place.status()
+    except Disconnected as error:
+        if (job := queued(place)) is not None:
+            raise Disconnected(error.message, hint=job) from error
+        raise
     if end is not None:
         _watch(place, end, interval, as_json=as_json)
     elif as_json:

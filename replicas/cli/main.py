@@ -35,6 +35,7 @@ from replicas.control.exit_codes import BUG, DONE, FAILED
 from replicas.errors import Disconnected, UsageError
 from replicas.linux import inherited
 from replicas.status import NodeStatus
+from replicas.supervisor.console import Console
 
 __all__ = ["app", "check", "main", "run", "supervisor_main"]
 
@@ -63,6 +64,7 @@ def _options(
 def run(*, config: ConfigPath) -> None:
     """Supervise the run of CONFIG until it is over."""
     loaded = load(config)
+    Console().say(f"run {loaded.run.name}: starting")
     from replicas.supervisor.operator import supervise  # heavy: imported by this command only
 
     raise typer.Exit(supervise(loaded))

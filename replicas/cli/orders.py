@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -28,12 +29,14 @@ from replicas.control.commands import Answer, Detach, Drain, Reload, ResetFailed
 from replicas.control.exit_codes import FAILED
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, enough, is_good
-from replicas.errors import DeadlineExceeded, UsageError, WorldError
+from replicas.errors import DeadlineExceeded, Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 
 __all__ = ["chosen", "detach", "drain", "reload", "reset_failed", "restart", "scale", "stacks", "unready", "wait"]
 
 _LOOK_AGAIN_S = 0.2
+_COMING_S = 30.0
+"""How long a run that is to be waited for may take to appear."""
 
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as it has begun.")]
 
@@ -202,8 +205,9 @@ def wait(
 ) -> None:
     """Wait until a replica, a group or (without TARGET) the whole run is ready.
 
-    One that has done its work counts as ready. Exit code 1 when that cannot happen any
-    more (a replica has failed or was drained, the run is over), or not in time.
+    One that has done its work counts as ready. A run that is only being started is
+    waited for, too: 30 s until it appears. Exit code 1 when it cannot be ready any more
+    (a replica has failed or was drained, the run is over), or not in time.
     """
     checked = config_values.Place(Path())
     seconds = config_values.duration().read(checked, timeout)
@@ -221,7 +225,8 @@ def wait(
 def _until_ready(place: RunAddress, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
     missing: list[ReplicaStatus] | None = None
     with patience("waiting") as show_doing:
-        for status in place.looks(_LOOK_AGAIN_S):
+        end = _there(place, until, show_doing)
+        for status in place.looks(_LOOK_AGAIN_S, end):
             missing = missing if status is None else unready(status, target)
             if status is not None and not missing:
                 return tuple(one for group in chosen(status, target) for one in group.replicas)
@@ -231,6 +236,25 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
                 what = "nobody answered" if missing is None else f"not ready: {_named(missing)}"
                 raise DeadlineExceeded(f"not within {words}: {what}", hint="replicas status tells why")
     raise WorldError("the run is over")
+
+
+def _there(place: RunAddress, until: float, show_doing: Callable[[str], None]) -> RunEndWatcher:
+    """Wait until the run answers, so that a script may start it in the background.
+
+    :raises replicas.errors.Disconnected: it does not appear, or not in time.
+    """
+    give_up_at = min(until, time.monotonic() + _COMING_S)
+    while True:
+        try:
+            end = place.end()
+            place.status()
+            return end
+        except Disconnected:
+            now = time.monotonic()
+            if now >= (until if place.starting else give_up_at):
+                raise
+        show_doing("waiting for the run to start")
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:

@@ -17,7 +17,7 @@ from replicas.common.foreign import one_line
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.config.values import size_text
 from replicas.core import effects
-from replicas.core.lives.ordering import enough
+from replicas.core.lives.ordering import enough, least_left
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaStatus, RunStatus
 from replicas.telemetry import events as happened
 
@@ -70,7 +70,7 @@ def plan(config: Config) -> RenderableType:
         ("in all", f"{_count(len(config.groups), 'group')}, {_count(replicas, 'replica')}, {_count(ranks, 'rank')}"),
     ]
     on_channels = frozenset[str]().union(*(one.groups for one in config.channels.values()))
-    failures, timeouts = (_failure_row(group, on_channels) for group in groups), map(_timeout_row, groups)
+    failures, timeouts = (_failure_row(config, group, on_channels) for group in groups), map(_timeout_row, groups)
     head = Table.grid(padding=(0, 2))
     for name, value in facts:
         head.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
@@ -131,14 +131,15 @@ def _group_row(group: GroupConfig) -> tuple[str, ...]:
 _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays failed"}
 
 
-def _failure_row(group: GroupConfig, on_channels: frozenset[str]) -> tuple[str, ...]:
+def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]) -> tuple[str, ...]:
     ready = f"{enough(group.min_ready, group.replicas)} of {group.replicas}"
     if group.external:
         return group.name, "by others", "-", "-", ready
     rules = group.restart
     never = rules.policy == "never"
     cycles = rules.no_progress_cycles if group.name in on_channels and not never else 0
-    below = f", the run below {group.min_ready}" if group.on_failure != "run" and group.min_ready else ""
+    least = least_left(config, group)
+    below = f", the run below {least}" if group.on_failure != "run" and least else ""
     return (
         group.name,
         rules.policy if never else f"{rules.policy} {rules.max_restarts}/{duration_text(rules.window_s)}",
@@ -347,6 +348,9 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
         case happened.LeftoverFound():
             fate = "killed" if event.swept else "NOT killed"
             return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "yellow"
+        case happened.LeasesAwaited():
+            nodes = ", ".join(node or "an unknown node" for node in event.nodes)
+            return "run", f"waits up to {duration_text(event.seconds)} for the leases of {nodes}", "yellow"
         case happened.NodeChanged():
             return (
                 f"node {event.node}",
@@ -392,6 +396,9 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
         case effects.ReplicaLoaded():
             what = f"serves version {event.version}" if event.version else "serves no whole version any more"
             return who, f"{what} of {event.channel}", ""
+        case effects.LoadFailed():
+            what = "refused" if event.kept else "did not load"
+            return who, f"{what} version {event.version} of {event.channel}{_because(event.reason)}", "red"
         case effects.StoreChanged():
             return event.channel, f"store {'up' if event.up else 'down'}", "" if event.up else "bold red"
     return who or "run", _plain(event), ""

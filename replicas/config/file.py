@@ -36,7 +36,7 @@ from replicas.config.values import NAMED_MAX, Place, nearest, show
 from replicas.errors import BadConfig, UsageError
 from replicas.messages.bounds import RANKS_MAX, shown
 
-__all__ = ["channels_from", "load", "parse", "read"]
+__all__ = ["channels_from", "default_state_dir", "load", "parse", "place_of", "read"]
 
 _FEWEST_SLOTS = 2
 _LONGEST_SOCKET_PATH = 107
@@ -91,8 +91,17 @@ def load(path: Path | str) -> Config:
     except ValueError as error:
         raise BadConfig([visible(str(error))], source=source) from error
     path = config_text.absolute(path)
-    place = Place(path.parent.resolve(), home=config_text.state_home(path.parent))
-    return _parse(place, mapping, source, path, config_text.Lines(text, mapping))
+    return _parse(place_of(path), mapping, source, path, config_text.Lines(text, mapping))
+
+
+def place_of(path: Path) -> Place:
+    """The place of a config file: its relative folders, and the state of its run."""
+    path = config_text.absolute(path)
+    return Place(path.parent.resolve(), home=config_text.state_home(path))
+
+
+def default_state_dir(place: Place, name: str) -> Path:
+    return (place.home or place.base) / ".replicas" / name
 
 
 def parse(mapping: Mapping[str, Any], *, base: Path | None = None) -> Config:
@@ -166,7 +175,7 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    fields.setdefault("state_dir", (place.home or place.base) / ".replicas" / fields["name"])
+    fields.setdefault("state_dir", default_state_dir(place, fields["name"]))
     return RunConfig(**fields)
 
 

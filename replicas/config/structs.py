@@ -347,7 +347,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     stop_timeout_s: _Duration = 10.0
     """Time from SIGTERM to SIGKILL of a replica that is being ended. Raise it when it
-    saves a checkpoint then.
+    saves a checkpoint then: a run at whose end a replica was killed exits with 4.
     """
     max_unavailable: _Count = 1
     """Number of replicas that a rolling restart ends at a time, at most."""
@@ -358,9 +358,13 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     the replica alone. Set it when a replica is more, or less, important than the
     default says.
     """
-    min_ready: Annotated[_Natural | None, AsKey(default="all to be ready, none to go on")] = None
+    min_ready: Annotated[
+        _Natural | None,
+        AsKey(default='all to be ready; to go on, one of a target of channels with on_failure = "replica", else none'),
+    ] = None
     """Number of ready replicas that make the group ready; when fewer are left, the run
-    ends. Set it when the run is useful with some replicas missing.
+    ends. Set it when the run is useful with some replicas missing; 0 when it is useful
+    without the group.
     """
 
     @property

@@ -20,7 +20,6 @@ does one whose token ends: it only hears nothing more of it.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 from urllib.parse import quote, unquote
@@ -33,6 +32,7 @@ from starlette.routing import Route
 
 from replicas import errors
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.control import commands as orders
 from replicas.control.access import Access, Lasting, everyone
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem
@@ -49,7 +49,7 @@ __all__ = [
     "unauthorized",
 ]
 
-log = logging.getLogger("replicas.control")
+log = Log("replicas.control")
 
 QUICK_S = 0.25
 BEAT_S = 2.0

@@ -354,6 +354,8 @@ class Coordinator:
 
 def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     commits, told = channel.commits, channel.told
+    meta = commits.newest.meta if commits.latest == told.latest else None
+    step = (meta or {}).get("step")
     digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit
     members = (
         MemberStatus(
@@ -380,6 +382,8 @@ def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         bytes_total=told.nbytes,
         operations=dict(channel.operations.totals),
         last_sync=told.last,
+        step=step if isinstance(step, int | float) and not isinstance(step, bool) else None,
+        slots=channel.config.slots,
     )
 
 

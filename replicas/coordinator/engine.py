@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
@@ -45,7 +45,7 @@ from replicas.messages.identity import Member
 
 __all__ = ["Engine", "NotYet"]
 
-log = logging.getLogger("replicas.coordinator")
+log = Log("replicas.coordinator")
 
 TICK_S = 0.1
 LAST_WORDS_S = 0.25
@@ -168,6 +168,7 @@ class Engine:
         self._channel_of[member] = channel
         try:
             state, older = channel.join(hello, address, now)
+            state.granted_at = now
         except errors.ReplicasError:
             self._forget(member)
             raise
@@ -402,6 +403,8 @@ class Engine:
         match effect:
             case effects.Send():
                 session = self._sessions.get(effect.member)
+                if isinstance(effect.message, wire.ReceiveGrant) and (state := channel.roster.get(effect.member)):
+                    state.granted_at = self._now()
                 if session is not None and not session.send(effect.message, self._encoded.of(effect.message)):
                     self.refused("overflow")
                     channel.lose(effect.member, "overflow", self._now())
@@ -430,6 +433,10 @@ class Engine:
                     channel.told.nbytes += event.moved_nbytes
                 elif isinstance(event, effects.MemberQuarantined):
                     log.warning("%s: %s is quarantined: %s", event.channel, event.member, event.reason)
+                elif isinstance(event, effects.LoadFailed):
+                    what = "refused" if event.kept else "did not load"
+                    name = f"{event.group}/{event.replica}"
+                    log.warning("%s: %s %s version %d: %s", event.channel, name, what, event.version, event.reason)
                 self.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ipaddress
 import itertools
-import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine
@@ -18,13 +17,14 @@ from replicas import errors
 from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.coordinator.store_process import Reply, Request
 from replicas.linux.helpers import apart, python_module
 
 __all__ = ["StoreWatcher"]
 
-log = logging.getLogger("replicas.store")
+log = Log("replicas.store")
 
 START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 5.0

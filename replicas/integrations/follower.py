@@ -17,11 +17,15 @@ adapter by the adapter's name. Nothing is paused. Requests that began with the v
 before end with it, so the name before is unloaded, and its folder, which vLLM may read
 once more for them, stays until the next version.
 
-Meanwhile a thread watches the server. vLLM's ``/health`` is answered by its API
-process, also when its engine is frozen; ``/is_paused`` is answered by the engine, but
-not during a load. So both are asked, a load has a deadline of its own, and a server
-that misses one is given up: its connections are broken, so that no call of the follower
-hangs on it.
+Meanwhile threads watch the server (:mod:`replicas.integrations.engine_health`). vLLM's
+``/health`` is answered by its API process, also when its engine is frozen;
+``/is_paused`` is answered by the engine, but only between two steps, and not during a
+load. So both are asked, each call of a load has a time of its own, and a server that
+exceeds one while its processes do nothing is given up: its connections are broken, so
+that no call of the follower hangs on it.
+
+A first request that asks for log-probabilities makes vLLM compile, for a minute on a
+busy machine. So a server with a gate gets one before its gate opens.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ from typing import Any, Literal
 
 import replicas
 from replicas import errors
-from replicas.integrations.engine_server import EngineServer, Health
+from replicas.integrations.engine_health import API, Health, Spent, processor_time, serving_process
+from replicas.integrations.engine_server import EngineServer
 from replicas.integrations.gate import GatePage
 
 __all__ = ["Following", "PauseMode", "run"]
@@ -53,8 +58,12 @@ USUAL_LOAD_MIN_S = 20.0
 USUAL_LOADS = 10
 """A load may take so many times as long as the longest before it."""
 BEAT_S = 0.5
-WATCHED = {"/health": 15.0, "/is_paused": 30.0}
-"""Seconds for which a path of a server may go without an answer."""
+WATCHED = {API: 15.0, "/is_paused": 30.0}
+"""Seconds for which a path of a server may go without an answer while its processes do
+nothing."""
+ENGINE_TIMEOUT_S = 600.0
+BACKSTOP_S = 60.0
+WARM_UP = {"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 1.0, "logprobs": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +76,10 @@ class Following:
     :ivar url: the server's address for routers.
     :ivar gate: the server's gate, if it has one.
     :ivar is_gone: returns why the server is gone, or an empty text.
+    :ivar engine_timeout_s: for so long the engine may answer nothing while its
+        processes are at work (it compiles), or cannot be seen from here.
+    :ivar process: the pid of the server's API process; None: the one that listens on
+        the port, if that is of this machine's loopback.
     """
 
     channel: str
@@ -79,12 +92,17 @@ class Following:
     url: str
     gate: GatePage | None = None
     is_gone: Callable[[], str] = lambda: ""
+    engine_timeout_s: float = ENGINE_TIMEOUT_S
+    process: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("keep", "wait", "abort"):
             raise errors.UsageError(f"follow: mode {self.mode!r}", hint='one of "keep", "wait", "abort"')
         if self.every < 1:
             raise errors.UsageError(f"follow: every must be 1 or more, not {self.every}", hint="1 loads each version")
+        if not self.engine_timeout_s > 0:
+            text = f"follow: engine_timeout must be above 0, not {self.engine_timeout_s}"
+            raise errors.UsageError(text, hint="seconds for which a busy engine may answer nothing")
 
 
 def run(server: EngineServer, following: Following, stop: threading.Event, start_timeout_s: float) -> None:
@@ -94,7 +112,21 @@ def run(server: EngineServer, following: Following, stop: threading.Event, start
     """
     if not _wait_until_healthy(server, following, stop, start_timeout_s):
         return
-    with Health(server, following.is_gone, WATCHED, while_loading=("/health",)) as health:
+    process = following.process
+    if process is None and server.local_port is not None:
+        process = serving_process(server.local_port)
+
+    def spent() -> Spent | None:
+        return None if process is None else processor_time(process)
+
+    with Health(
+        server,
+        following.is_gone,
+        WATCHED,
+        while_loading=(API,),
+        limit_s=following.engine_timeout_s,
+        spent=spent,
+    ) as health:
         (Adapters if following.lora else Weights)(server, following, health, stop).run()
 
 
@@ -152,12 +184,40 @@ class Follower:
     def _post(
         self, path: str, body: Any = None, *, query: dict[str, str] | None = None, timeout_s: float | None = None
     ) -> Any:
-        timeout_s = self._load_timeout_s if timeout_s is None else timeout_s
+        patience_s = self._load_timeout_s if timeout_s is None else timeout_s
+        longest_s = max(patience_s, self._following.engine_timeout_s) + BACKSTOP_S
         began = time.monotonic()
         try:
-            return self._server.call("POST", path, body, query=query, timeout_s=timeout_s)
+            with self._health.calling(path, patience_s):
+                return self._server.call("POST", path, body, query=query, timeout_s=longest_s)
         finally:
             self._called_s += time.monotonic() - began
+
+    def _open_gate(self, version: int, model: str = "") -> None:
+        """Let requests in, from the first version on.
+
+        :param model: the name to ask for in the first request; default: the server's
+            own.
+        """
+        gate = self._following.gate
+        if gate is None:
+            return
+        if not gate.version:
+            self._warm_up(model)
+        gate.open(version)
+
+    def _warm_up(self, model: str) -> None:
+        """Have the server compile what a first request needs."""
+        began = time.monotonic()
+        try:
+            name = model or self._server.call("GET", "/v1/models")["data"][0]["id"]
+            self._post("/v1/completions", {"model": name, **WARM_UP}, timeout_s=LOAD_TIMEOUT_S)
+        except (errors.SyncError, KeyError, IndexError, TypeError) as error:
+            if self._health.reason:
+                raise _lost(self._health.reason) from error
+            logger.info("the server could not be warmed up (it may serve no completions): %s", error)
+        else:
+            logger.info("the server's first request took %.1f s", time.monotonic() - began)
 
 
 class Weights(Follower):
@@ -196,9 +256,8 @@ class Weights(Follower):
             self._reset_prefix_cache()
             self._post("/resume")
         now = time.monotonic()
-        if gate is not None:
-            gate.open(version)
         self._longest_s = max(self._longest_s, now - paused)
+        self._open_gate(version)
         logger.info(
             "version %d is served: paused in %.4f s, loaded in %.4f s, resumed in %.4f s, between the calls %.4f s",
             *(version, paused - began, loaded - paused, now - loaded, now - paused - self._called_s),
@@ -251,8 +310,7 @@ class Adapters(Follower):
             self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         self._longest_s = max(self._longest_s, time.monotonic() - began)
         logger.info("adapter %s is served: loaded in %.3f s", name, time.monotonic() - began)
-        if self._following.gate is not None:
-            self._following.gate.open(update.version)
+        self._open_gate(update.version, name)
         return name, folder
 
     def _write(self, update: replicas.Update, name: str) -> Path:

@@ -17,10 +17,11 @@ follower: nothing is on a disk, and nothing outlives the two. Each process of a 
 with several API processes maps the same page, so all of them open and close in the same
 instant.
 
-While the gate is closed, requests other than for health, metrics and the like are
-answered with 503 at once. A fresh server would otherwise answer with its checkpoint,
-and one whose update has failed with a mixture of two versions. ``GET /readyz`` says
-which it is, for readiness probes: a closed gate is no reason to end the server.
+While the gate is closed, requests other than for health, metrics and the like, and
+other than the follower's own, are answered with 503 at once. A fresh server would
+otherwise answer with its checkpoint, and one whose update has failed with a mixture of
+two versions. ``GET /readyz`` says which it is, for readiness probes: a closed gate is
+no reason to end the server.
 
 An engine's control routes (pause, update, reset) are not behind its API key. The gate
 answers them with 403 unless the request carries the secret, which only the follower and
@@ -159,7 +160,7 @@ class Gate:
             await _refuse(scope, send, 403, "this route is the follower's alone: publish a version instead")
         elif kind == "readyz" and self._page.is_open:
             await _answer(send, 200, b'{"version": %d}' % self._page.version)
-        elif self._page.is_open or kind in ("control", "always"):
+        elif self._page.is_open or kind in ("control", "always") or self._may_control(scope):
             await self._app(scope, receive, send)
         else:
             await _refuse(scope, send, 503, "no version has been loaded yet, or the last load failed")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from replicas.common.foreign import one_line
+from replicas.linux.files import kernel_lines
 
 __all__ = [
     "MARK",
@@ -138,8 +139,8 @@ def pid_of(pidfd: int) -> int:
 
     :raises OSError: it is closed.
     """
-    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("Pid:")), 0)
+    found = kernel_lines(Path(f"/proc/self/fdinfo/{pidfd}"))
+    return next((int(line.split()[1]) for line in found if line.startswith("Pid:")), 0)
 
 
 def is_stopped(pid: int) -> bool:

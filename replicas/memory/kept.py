@@ -17,7 +17,6 @@ GPU, which ends with its owner) is not kept.
 from __future__ import annotations
 
 import errno
-import logging
 import operator
 import os
 import weakref
@@ -25,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from replicas.common.logs import Log
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import open_plain
@@ -38,7 +38,7 @@ _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Transient errors: they do not say whether the two processes can share memory."""
 _SCARCE_HINT = "raise the limit of open files (ulimit -n) or free memory; the version is fetched again by itself"
 
-log = logging.getLogger("replicas.memory")
+log = Log("replicas.memory")
 
 
 def hold(place: SlotPlace, version: int) -> int:

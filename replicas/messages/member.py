@@ -267,7 +267,10 @@ class Dropped(_FromMember, frozen=True):
 
 
 class ReceiveAsk(_FromMember, frozen=True):
-    """Ask for a committed version newer than ``after`` and the replica's loaded one.
+    """Ask for a committed version newer than ``after``.
+
+    With a bound, ``after`` may be less than the version that the rank serves: it asks
+    for that one again, if there is no newer one.
 
     ``at_least``: minimum of the version's number or, with a ``key``, of the number of
     that name in its publisher's ``meta``.
@@ -289,8 +292,14 @@ class Loaded(_FromMember, frozen=True):
 
 
 class LoadFailed(_FromMember, frozen=True):
+    """A load has failed, and this member may hold a part of the version only.
+
+    ``kept``: it has loaded nothing of it, and goes on with the version that it has.
+    """
+
     version: int
     error: WireError
+    kept: bool = False
 
 
 class WatchLoaded(_FromMember, frozen=True):

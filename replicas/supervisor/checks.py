@@ -21,6 +21,7 @@ import msgspec
 from replicas.config.structs import Config, LogsConfig
 from replicas.config.values import size_text
 from replicas.linux import cgroups
+from replicas.linux.files import kernel_lines
 from replicas.linux.processes import descendants
 from replicas.linux.smi import gpu_processes
 from replicas.supervisor.cleanup import leftovers
@@ -173,7 +174,7 @@ def _limit(name: str, which: int, needed: int, option: str) -> Finding:
 
 
 def _available_nbytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in kernel_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -14,9 +14,9 @@ close last, so that ranks can leave in order. torch is never imported in this pr
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -30,27 +30,30 @@ from anyio.abc import TaskGroup
 
 import replicas
 from replicas import environ, errors
+from replicas.common.logs import Log
 from replicas.config import file as config_file
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
-from replicas.control.exit_codes import BUG, DONE, PREEMPTED
+from replicas.control.exit_codes import BUG, CUT, DONE, PREEMPTED
 from replicas.control.log_files import LogReader, Selection
 from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.effects import MemberLost, ReplicaIdle
+from replicas.core.lives.leases import lost_after_s
 from replicas.core.lives.ordering import start_levels
 from replicas.linux import inherited
 from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
 from replicas.supervisor.checks import Finding
+from replicas.supervisor.fleet.awaited import words
 from replicas.supervisor.fleet.causes import FailureReports, line
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.marks import check_mark
-from replicas.supervisor.fleet.nodes import Nodes
+from replicas.supervisor.fleet.nodes import Nodes, longest_lease_of
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import (
     Machine,
@@ -66,19 +69,30 @@ from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_re
 from replicas.supervisor.state.run_state import machine as this_machine
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.event_log import EventLog
-from replicas.telemetry.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, TokenChanged, Transition
+from replicas.telemetry.events import (
+    ConnectionsRefused,
+    Event,
+    LeasesAwaited,
+    Record,
+    Reloaded,
+    RunEnded,
+    TokenChanged,
+    Transition,
+)
 from replicas.telemetry.metrics import Metrics
 from replicas.telemetry.tally import CounterDeltas
 from replicas.trust.tokens import ROLES, Role, Tokens
 
 __all__ = ["Supervisor"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 T = TypeVar("T")
 
 _STUCK_LOOP_S = 10.0
 _REFUSALS_INTERVAL_S = 10.0
+_LAST_SCRAPE_S = 10.0
+"""How long at most an end waits for a Prometheus that has come regularly until then."""
 
 
 async def _finish_in_thread(
@@ -130,7 +144,8 @@ class Supervisor:
         self.config: Config = config_file.read(config)
         """The config in use."""
         start_levels(self.config.groups)
-        self.state: StateDir = StateDir(self.config.run.state_dir, self.config.run.name)
+        run = self.config.run
+        self.state: StateDir = StateDir(run.state_dir, run.name, longest_lease_s=longest_lease_of(self.config))
         self._events = EventLog(None)
         self._failures = FailureReports()
         self._refusals = CounterDeltas(_REFUSALS_INTERVAL_S)
@@ -148,6 +163,10 @@ class Supervisor:
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
+        self._scrapes: deque[float] = deque(maxlen=2)
+        self._seen_off = asyncio.Event()
+        """Set when the metrics have told how the run ended, or a hurry began."""
+        self._ended: RunEnded | None = None
         self._preempted = False
         self._crashed = False
         """Whether a task of this supervisor has failed, and ended it."""
@@ -218,6 +237,7 @@ class Supervisor:
             stack.callback(self._release)
             self._events = self.state.open_events(config.run.events_max_nbytes)
             stack.callback(self._events.close)
+            self._tell_of_leases()
             await stack.enter_async_context(self._nodes)  # before any other process is started
             coordinator = self._coordinator = self._make_coordinator()  # opens the decision log, so not before the lock
             self.state.tokens.check(coordinator.tokens.key)
@@ -244,6 +264,7 @@ class Supervisor:
                 saved=groups,
                 wall=time.time(),
                 start_shim=self._nodes.cluster.start,
+                starts=self._nodes,
                 adopted=self._nodes.adopted(config),
             )
             self._fleet.start()
@@ -259,6 +280,18 @@ class Supervisor:
             self._stack = stack.pop_all()
         return self
 
+    def _tell_of_leases(self) -> None:
+        """Say why no replica starts yet, if any lease keeps all from starting."""
+        unseen = self.state.heritage.unseen
+        if unseen:
+            nodes = tuple(dict.fromkeys(one.node for one in unseen))
+            seconds = lost_after_s(max(one.lease_s for one in unseen))
+            self._events.emit(LeasesAwaited(nodes=nodes, seconds=seconds))
+            self.say(
+                f"the state does not say what an earlier supervisor has left: each replica waits up to {seconds:.0f} s "
+                f"for {words(nodes)}"
+            )
+
     def _resume(self, saved: Saved) -> None:
         """Go on with what an earlier supervisor had begun; apply a changed config.
 
@@ -266,7 +299,7 @@ class Supervisor:
         this machine has outlived goes on with it, and a job that runs again does not.
         """
         preempted = saved.draining == "preempted"
-        if saved.draining and self.config.run.adopt_s and (saved.agent is not None or not preempted):
+        if saved.draining and self.config.run.adopt_s and (self.state.heritage.known is not None or not preempted):
             self.spawn(self.preempt if preempted else self.drain)
             return
         outdated = {name: found for name, group in self.fleet.groups.items() if (found := self._outdated(group))}
@@ -289,7 +322,8 @@ class Supervisor:
             if not self.detached:
                 with anyio.CancelScope(shield=True):
                     await self.fleet.drain(reason="over")
-                self._conclude()
+                    self._conclude()
+                    await self._last_scrape()
             self._events.close()  # ends its followers, and with them the control port's streams
         finally:
             if self._tasks is not None:
@@ -305,17 +339,27 @@ class Supervisor:
             return
         self._count_refused()
         code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
-        self.emit(RunEnded(exit_code=code, reason=reason or self.fleet.ended_by))
+        self._ended = RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end)
+        self.emit(self._ended)
         self._events.finish()
+
+    async def _last_scrape(self) -> None:
+        """Let a Prometheus that comes regularly see how the run has ended."""
+        if len(self._scrapes) < 2 or self._preempted or self._crashed:
+            return
+        interval_s = self._scrapes[1] - self._scrapes[0]
+        if time.monotonic() - self._scrapes[1] < 2 * interval_s:
+            with anyio.move_on_after(min(1.5 * interval_s, _LAST_SCRAPE_S)):
+                await self._seen_off.wait()
 
     def _refused(self, reason: str) -> None:
         self.coordinator.engine.refused(reason)
 
     def _release(self) -> None:
-        ended = self._fleet is not None and self._fleet.over.is_set()
+        ended = self._fleet is not None and self._fleet.over.is_set() and not (self.detached or self._crashed)
         if self._goes_on:
             self.save()
-        self.state.release(ended=ended and not self._goes_on)
+        self.state.release(ended=ended and not self._preempted, left=self._nodes.left if ended else None)
 
     @property
     def _goes_on(self) -> bool:
@@ -339,7 +383,8 @@ class Supervisor:
 
         :meth:`events` ends with it.
 
-        :return: the exit code: 0, 1 for a failure, 75 after a preemption.
+        :return: the exit code: 0, 1 for a failure, 4 if processes were killed as they
+            had not ended in time or were left behind, 75 after a preemption.
         """
         await self.fleet.over.wait()
         if self.detached:
@@ -352,8 +397,10 @@ class Supervisor:
     @property
     def exit_code(self) -> int:
         """The exit code of the run, as far as it is known."""
-        code = self._fleet.exit_code if self._fleet is not None else None
-        return PREEMPTED if self._preempted else code or DONE
+        if self._preempted:
+            return PREEMPTED
+        fleet = self._fleet
+        return DONE if fleet is None else fleet.exit_code or (CUT if fleet.cut else DONE)
 
     async def wait_ready(self, group: str | None = None, timeout: float | None = None) -> None:
         """Wait until all replicas of ``group`` are ready or have finished.
@@ -378,6 +425,7 @@ class Supervisor:
         :raises replicas.errors.UsageError: no such group, a negative number, or the run
             is being drained.
         :raises replicas.errors.BadConfig: so many replicas do not fit this machine.
+        :raises replicas.errors.WorldError: the disk does not take the new size.
         """
         fleet = self.fleet
         size = fleet.group(group).size
@@ -398,7 +446,7 @@ class Supervisor:
         :raises replicas.errors.UsageError: no such group or replica, or it is being
             stopped.
         :raises replicas.errors.WorldError: a replica failed in a rolling restart, which
-            has stopped there.
+            has stopped there; or the disk takes no state, and nothing is restarted.
         """
         target = arguments.text("restart: target", target)
         await self.fleet.restart(target, rolling=arguments.flag("restart: rolling", rolling))
@@ -411,10 +459,14 @@ class Supervisor:
             then over.
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
         :raises replicas.errors.UsageError: no such group or replica.
+        :raises replicas.errors.WorldError: the disk does not take note of a target's
+            end, and nothing is ended. The whole run ends whatever the disk says.
         """
         if self.detached:
             raise errors.UsageError("this supervisor has left the run", hint="drain it by the next one")
-        await self.fleet.drain(target, hurry=arguments.flag("drain: hurry", hurry))
+        if arguments.flag("drain: hurry", hurry):
+            self._seen_off.set()
+        await self.fleet.drain(target, hurry=hurry)
 
     async def preempt(self) -> None:
         """Drain the run because its machine is about to be taken away; exit code 75.
@@ -434,6 +486,8 @@ class Supervisor:
 
         :raises replicas.errors.UsageError: ``run.adopt`` is not set, or the run is
             being drained or is over.
+        :raises replicas.errors.WorldError: the disk does not take the state; nothing
+            has changed.
         """
         fleet = self.fleet
         if not self.config.run.adopt_s:
@@ -442,6 +496,7 @@ class Supervisor:
         fleet.refuse_while_draining()
         if fleet.over.is_set():
             raise errors.UsageError("the run is over")
+        self.save(order=True)  # else nobody could follow
         self._leave("as ordered")
         fleet.over.set()
 
@@ -599,8 +654,10 @@ class Supervisor:
             sidecar_replacements=coordinator.sidecar_replacements(),
             refused=coordinator.refused(),
             state_dir=str(self.state.path),
+            exit_code=self._ended.exit_code if self._ended is not None else None,
+            ended_by=self._ended.reason if self._ended is not None else "",
         )
-        return self._events.tally.shown_in(status)
+        return self._events.tally.shown_in(status, time.time())
 
     @property
     def looked_at(self) -> float:
@@ -609,6 +666,9 @@ class Supervisor:
 
     def metrics_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
+        self._scrapes.append(time.monotonic())
+        if self._ended is not None:
+            self._seen_off.set()
         return self.metrics.render()
 
     def live(self) -> bool:
@@ -647,14 +707,26 @@ class Supervisor:
         if self._fleet is not None:
             self._fleet.look()
 
-    def save(self) -> None:
-        """Write the state that must survive when this process is killed."""
-        if self._fleet is None:
-            return
+    def save(self, *, order: bool = False) -> bool:
+        """Write the state that must survive when this process is killed.
+
+        :param order: for one that is acknowledged then: it survives a crash of the
+            machine, too.
+        :return: False: the disk does not take it.
+        :raises replicas.errors.WorldError: that, for an order.
+        """
+        saved = self._fleet is None or self._save(sync=order)
+        if order and not saved:
+            text = f"the order is refused, as the state cannot be written: {self.state.run_state.problem}"
+            raise errors.WorldError(text, hint="make room on its disk; what runs goes on")
+        return saved
+
+    def _save(self, *, sync: bool) -> bool:
         fleet, wall = self.fleet, time.time()
         ended = "preempted" if self._preempted else "requested" if fleet.draining else ""
-        self.state.run_state.save(
+        return self.state.run_state.save(
             Saved(
+                starts=self.state.leases.starts,
                 run=self.config.run.name,
                 machine=self._machine,
                 supervisor=self._process,
@@ -667,7 +739,8 @@ class Supervisor:
                 agents=self._nodes.cluster.records(),
                 port=int(self.endpoint.rpartition(":")[2]),
                 draining="" if fleet.over.is_set() else ended,
-            )
+            ),
+            sync=sync,
         )
 
     def _helper_records(self) -> tuple[ProcessRecord, ...]:

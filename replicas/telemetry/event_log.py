@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import re
 import time
@@ -32,13 +31,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.linux import private
 from replicas.telemetry.events import Event, EventsLost, Record, decode, encode
 from replicas.telemetry.tally import Tally
 
 __all__ = ["MAX_NBYTES", "EventLog", "read"]
 
-log = logging.getLogger("replicas.telemetry.events")
+log = Log("replicas.telemetry.events")
 
 MAX_NBYTES = 64 << 20
 _RING = 1000
@@ -71,7 +71,7 @@ class EventLog:
         self.path = path
         self.tally = Tally() if tally is None else tally
         self.seq = seq or 0
-        self.on_rotate: Callable[[], None] | None = None
+        self.on_rotate: Callable[[], object] | None = None
         """Called before a rotation, while the file can still rebuild the counters."""
         self._max_nbytes = max_nbytes
         self._now = now
@@ -89,7 +89,7 @@ class EventLog:
             self.seq = _last_seq(path)
             return
         for record in read(path, seq):
-            self.tally.count(record.event)
+            self.tally.count(record.event, record.at)
             self.seq = record.seq
 
     def emit(self, event: Event) -> Record:
@@ -114,7 +114,7 @@ class EventLog:
         return record, line
 
     def _pass_on(self, record: Record) -> None:
-        self.tally.count(record.event)
+        self.tally.count(record.event, record.at)
         self.seq = record.seq
         self._ring.append(record)
         self._wake()

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,7 +23,8 @@ from safetensors.torch import load_file
 
 import replicas
 from replicas import errors
-from replicas.integrations import engine_server, follower
+from replicas.integrations import engine_health, engine_server, follower
+from replicas.integrations.engine_health import Spent
 from replicas.integrations.vllm import follow
 from replicas.linux.processes import start_time
 from tests.support.channels import POLICY, ChannelWorld, channel_world, wait_until
@@ -130,16 +133,17 @@ async def test_a_follower_that_was_replaced_ends_the_update_that_the_first_left_
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_server, "HEALTH_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(engine_server, "HEALTH_EVERY_S", 0.1)
+    monkeypatch.setattr(engine_server, "ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(engine_health, "EVERY_S", 0.1)
     monkeypatch.setattr(follower, "WATCHED", {"/health": 1.0, "/is_paused": 1.0})
+    monkeypatch.setattr(follower, "serving_process", lambda port: None)  # it is this one, which is at work
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_server_that_stops_answering_is_given_up() -> None:
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
+        async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
             await publish(trainer, 1)
             await served(engine, 1)
             engine.answers.clear()
@@ -153,7 +157,7 @@ async def test_a_server_that_stops_answering_is_given_up() -> None:
 async def test_an_engine_that_is_frozen_behind_a_healthy_server_is_given_up() -> None:
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
+        async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
             await publish(trainer, 1)
             await served(engine, 1)
             engine.engine_answers.clear()
@@ -171,13 +175,70 @@ async def test_an_engine_that_freezes_in_a_load_misses_the_loads_deadline(
     monkeypatch.setattr(follower, "USUAL_LOADS", 1)
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
+        async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
             await publish(trainer, 1)
             await served(engine, 1)
             engine.freeze_at = call
             assert (await publish(trainer, 2)).version == 2
             with pytest.raises(errors.SyncError, match=f"no answer to {call} within|has not answered /is_paused"):
                 await task
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_engine_that_is_at_work_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles within a step, in which it answers nothing."""
+    monkeypatch.setattr(follower, "serving_process", lambda port: os.getpid())
+    monkeypatch.setattr(follower, "processor_time", lambda pid: Spent(0.0, time.monotonic()))
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine) as task:
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.engine_answers.clear()
+            await asyncio.wait([task], timeout=4 * follower.WATCHED["/is_paused"])
+            assert not task.done()
+            engine.engine_answers.set()
+            await publish(trainer, 2)
+            await served(engine, 2)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_server_whose_engine_has_died_is_given_up_at_once_though_a_call_hangs() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine) as task:
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.engine_answers.clear()  # /is_paused hangs
+            engine.is_dead = True  # and /health is 503
+            with pytest.raises(errors.SyncError, match="does not answer /health any more"):
+                await asyncio.wait_for(task, 20)
+
+
+async def test_a_servers_api_key_is_sent_with_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine:
+            engine.api_key = "sesame"
+            for given in ({"api_key": "sesame"}, {}):
+                if not given:
+                    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+                async with following(world, engine, lora=True, **given):
+                    receipt = await (
+                        await asyncio.to_thread(partial(trainer.publish, Adapter(weights(1)), adapter="m"))
+                    )
+                    name = f"m@{receipt.version}"
+                    await wait_until(partial(engine.adapters.__contains__, name), f"{name} is served")
+
+
+async def test_a_prefix_of_the_servers_paths_is_kept() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine:
+            engine.prefix = "/engine"
+            async with following(world, engine):
+                await publish(trainer, 1)
+                await served(engine, 1)
 
 
 def serves_alone(engine: FakeEngine, adapter: str) -> bool:

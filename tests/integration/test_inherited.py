@@ -25,6 +25,7 @@ from tests.support.users import needs_users
 
 DAEMON = (sys.executable, "-m", "replicas.supervisor")
 COMMAND_LINE = (sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 CLOSED = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
 
 IGNORES_AND_BLOCKS = """
@@ -61,6 +62,18 @@ def test_ignored_and_blocked_signals(tmp_path: Path) -> None:
         run.wait_line("a/0: the shim of node 0 was killed by SIGKILL")
         first_line(run, "a/0", 2)
         assert not alive(int(daemon))
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 0
+        run.assert_nothing_left()
+
+
+@needs_root
+def test_a_mount_point_whose_name_is_no_text(tmp_path: Path) -> None:
+    mounts = 'odd="$(printf "%s/\\377" "$0")" && mkdir "$odd" && mount -t tmpfs none "$odd" && exec "$@"'
+    command = ("unshare", "--mount", "sh", "-c", mounts, str(tmp_path), *DAEMON)
+    with running(tmp_path, group("a", SLEEPS), command=command) as run:
+        run.wait_line("a/0: ready")
+        assert b"\xff" in Path(f"/proc/{run.pid}/mountinfo").read_bytes()
         run.signal(signal.SIGTERM)
         assert run.wait() == 0
         run.assert_nothing_left()

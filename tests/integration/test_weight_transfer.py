@@ -97,6 +97,24 @@ async def test_no_free_slot_is_a_failed_sync_and_no_error_of_the_trainer() -> No
         await asyncio.to_thread(transfer.destroy)
 
 
+async def test_a_load_that_was_refused_is_logged_and_is_a_figure(caplog: pytest.LogCaptureFixture) -> None:
+    async with channel_world(POLICY) as world:
+        rollout = await world.join("rollout")
+        transfer, trainer = transfer_to(world, "loaded"), Trainer(3.0)
+        with caplog.at_level(logging.WARNING, "replicas.integrations"):
+            for refuses in (True, False):
+                syncing = asyncio.create_task(asyncio.to_thread(trainer.sync, transfer))
+                with await rollout.receive(deadline=20) as update:
+                    if refuses:
+                        update.refuse("no weights for b")
+                await syncing
+        assert "is not loaded everywhere" in caplog.text
+        assert "rollout/0 goes on with older weights, or is started again: version 1: no weights for b" in caplog.text
+        logged = trainer._metrics["train"]
+        assert logged["replicas/load_failed"] == logged["replicas/not_loaded"] == [1.0]
+        await asyncio.to_thread(transfer.destroy)
+
+
 def test_an_unknown_wait_names_those_that_there_are() -> None:
     with pytest.raises(errors.UsageError, match="committed"):
         WeightTransfer(wait="sent")  # type: ignore[arg-type]

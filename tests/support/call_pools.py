@@ -236,6 +236,7 @@ POOLS: dict[str, dict[str, Pool]] = {
     "Receipt.metrics": {"prefix": []},
     "Update.load_into": {"model": [*WEIGHTS, *({"w": one} for one in TENSORS)]},
     "Update.failed": {"error": ERRORS},
+    "Update.refuse": {"error": ERRORS},
     "Update.loaded": {},
     "Update.tensors": {},
     "Shard": {

@@ -75,6 +75,7 @@ BASE: dict[str, dict[str, Any]] = {
     "Supervisor.doctor": {"node": "nowhere"},
     "Update.load_into": {"model": {"w": torch.zeros(2)}},
     "Update.failed": {"error": "it does not load"},
+    "Update.refuse": {"error": "it does not load"},
     **{f"Channel.{kind}": {"tensors": torch.ones(2)} for kind in ("all_reduce", "all_gather")},
     **{f"Channel.{kind}": {"tensors": torch.ones(2), "src": "peer/1"} for kind in ("broadcast", "recv")},
     **{f"Channel.{kind}": {"tensors": torch.ones(2), "dst": "peer/1"} for kind in ("reduce", "gather", "send")},

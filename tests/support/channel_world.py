@@ -127,6 +127,7 @@ class SimMember:
     unlooked: int = 0
     at_least: int = 0
     declined: int = 0
+    refused: int = 0
     refuse: wire.WireError | None = None
     bad_digest: bool = False
     breaks: bool = False
@@ -185,6 +186,13 @@ class SimMember:
             self.outbox.append(wire.Loaded(self.unlooked, 0.0))
             self.unlooked = 0
 
+    def keep_own(self, why: str) -> None:
+        """Load nothing of what it was granted, and go on with what it has."""
+        version, self.unlooked = self.unlooked, 0
+        self.granted.remove(version)
+        self.refused = version
+        self.outbox.append(wire.LoadFailed(version, wire.WireError("ManifestMismatch", why), kept=True))
+
     def give_back(self) -> None:
         """Ask for a newer version in place of the one that it was granted and has not
         looked at."""
@@ -218,7 +226,7 @@ class SimMember:
 
     def ask_again(self) -> None:
         self.asks += 1
-        after = max(self.declined, *self.granted, 0)
+        after = max(self.declined, self.refused, *self.granted, 0)
         self.outbox.append(wire.ReceiveAsk(self.asks, after, self.at_least))
 
     # ---------------------------------------------------------- what its library does

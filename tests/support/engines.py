@@ -53,6 +53,9 @@ class FakeEngine(ThreadingHTTPServer):
     :ivar calls: the control requests so far, by path.
     :ivar fail_updates: how many of the next updates die after their first tensor.
     :ivar kept_requests: frozen requests hold blocks of the prefix cache.
+    :ivar is_dead: its engine has died: ``/health`` answers 503.
+    :ivar api_key: what requests below ``/v1`` must carry; empty: nothing.
+    :ivar prefix: of all its paths.
     :ivar answers: event; while it is clear no request is answered.
     """
 
@@ -66,6 +69,9 @@ class FakeEngine(ThreadingHTTPServer):
         self.active = False
         self.version = "default"
         self.kept_requests = False
+        self.is_dead = False
+        self.api_key = ""
+        self.prefix = ""
         self.answers = threading.Event()
         self.answers.set()
         self.engine_answers = threading.Event()  # the process behind the API process
@@ -76,7 +82,7 @@ class FakeEngine(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"http://127.0.0.1:{self.server_address[1]}{self.prefix}"
 
     async def __aenter__(self) -> FakeEngine:
         self._thread.start()
@@ -161,9 +167,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any]) -> None:
         self.server.answers.wait()
+        answer: Any
         try:
             split = urlsplit(self.path)
-            status, answer = 200, self.server.control(split.path, body, split.query)
+            path = split.path.removeprefix(self.server.prefix)
+            if self.server.is_dead and path == "/health":
+                status, answer = 503, ""
+            elif path.startswith("/v1/") and self.server.api_key not in self.headers.get("authorization", ""):
+                status, answer = 401, "Unauthorized"
+            else:
+                status, answer = 200, self.server.control(path, body, split.query)
         except (RuntimeError, replicas.errors.ReplicasError) as error:
             status, answer = 500, {"error": {"message": str(error)}}
         is_text = isinstance(answer, str)

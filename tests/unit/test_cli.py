@@ -26,6 +26,7 @@ from replicas.config.values import size_text
 from replicas.control.commands import Answer
 from replicas.core import effects
 from replicas.errors import Disconnected
+from replicas.linux.processes import start_time
 from replicas.status import (
     ChannelStatus,
     GroupStatus,
@@ -156,7 +157,8 @@ def test_check_prints_the_plan(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "trainer finished" in out
     rules = [" ".join(line.split()) for line in out.partition("Failures")[2].partition("Timeouts")[0].splitlines()]
     assert "trainer on-failure 5/10m 3 in a row the run ends 1 of 1" in rules
-    assert "rollout on-failure 5/10m 3 in a row it stays failed 2 of 2" in rules
+    assert "rollout on-failure 5/10m 3 in a row it stays failed, the run 2 of 2" in rules
+    assert "below 1" in rules
     assert max(len(line) for line in out.splitlines() if str(folder) not in line) <= 80
 
 
@@ -418,6 +420,26 @@ def test_status_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == (
         f"replicas: no run has its state in {folder / '.replicas'} (name its CONFIG, or give --endpoint HOST:PORT)\n"
     )
+
+
+def test_a_run_that_starts_is_not_one_that_does_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    locks = [folder / ".replicas" / name / "lock" for name in ("grpo", "other")]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    pid = os.getpid()
+    locks[0].write_text(f"{pid} {start_time(pid)} machine host")
+    assert find.RunAddress(folder / "grpo.toml").starting
+    for words in (["status", "grpo.toml"], ["status"], ["scale", "rollout", "1"]):
+        assert cli.main(words) == 69
+        expected = (
+            f'replicas: run "grpo" is starting: process {pid} does not answer yet (wait for it with: replicas wait)\n'
+        )
+        assert capsys.readouterr().err == expected
+    locks[0].write_text(f"{pid} 1 machine host")
+    assert not find.RunAddress(folder / "grpo.toml").starting
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert "is not running" in capsys.readouterr().err
 
 
 def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,6 +127,30 @@ def test_a_run_that_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err == "replicas: the run is over\n"
 
 
+@pytest.mark.parametrize("option", ["-t1m", "-t50ms"])
+def test_a_run_that_comes_later_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """As with ``replicas run & replicas wait``."""
+    late = [None] * (3 if option == "-t1m" else 10_000)
+    code = wait_for(monkeypatch, FakePlace(*late, run_of(READY, STARTING), run_of(READY)), option)
+    said = capsys.readouterr()
+    if option == "-t1m":
+        assert (code, said.out) == (0, "the run: ready\n")
+    else:
+        assert (code, said.err.partition(" (")[0]) == (69, "replicas: nobody answers")
+
+
+@pytest.mark.parametrize("starting", [False, True])
+def test_a_run_that_does_not_appear_is_given_up_earlier_than_one_that_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], starting: bool
+) -> None:
+    monkeypatch.setattr(cli_wait, "_COMING_S", 0.01)
+    monkeypatch.setattr(FakePlace, "starting", starting)
+    code = wait_for(monkeypatch, FakePlace(*[None] * 100, run_of(READY)), "-t1m")
+    assert code == (0 if starting else 69), capsys.readouterr().err
+
+
 def test_a_duration_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["wait", "-t", "soon"]) == 2
     assert '"soon" is no duration' in capsys.readouterr().err

@@ -68,3 +68,34 @@ def test_a_link_that_leads_elsewhere_stands_for_what_it_leads_to(tmp_path: Path)
     (tmp_path / "machine").mkdir()
     (tmp_path / "machine/data").symlink_to(tmp_path / "disk/data")
     assert load(tmp_path / "machine/data/project/run.toml").run.state_dir == tmp_path / "disk/data/project/.replicas/x"
+
+
+@pytest.mark.parametrize("name", ["real/run.toml", "link/run.toml", "link/folder/run.toml", "map/run.toml"])
+@pytest.mark.parametrize("head", ["", '\nstate_dir = "state"'])
+def test_a_run_is_looked_up_where_it_keeps_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, head: str
+) -> None:
+    write(tmp_path / "real", 1)
+    write(tmp_path / "map/..v1", 1)
+    for config in (tmp_path / "real/run.toml", tmp_path / "map/..v1/run.toml"):
+        config.write_text(config.read_text().replace('name = "x"', f'name = "x"{head}'))
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/run.toml").symlink_to("../real/run.toml")
+    (tmp_path / "link/folder").symlink_to("../real")
+    (tmp_path / "map/..data").symlink_to("..v1")
+    (tmp_path / "map/run.toml").symlink_to("..data/run.toml")
+    config = tmp_path / name
+    monkeypatch.chdir(config.parent)
+    monkeypatch.setenv("PWD", str(config.parent))
+    state_dir = load("run.toml").run.state_dir
+    assert find.state_dir_of(Path("run.toml")) == find.state_dir_of(config) == state_dir
+    if not head:  # one run has one state, and so one supervisor
+        assert state_dir == tmp_path / ("map" if name.startswith("map") else "real") / ".replicas/x"
+
+
+def test_a_mark_of_the_order_of_bytes_is_no_statement(tmp_path: Path) -> None:
+    write(tmp_path / "a", 3)
+    config = tmp_path / "a/run.toml"
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert load(config).groups["a"].replicas == 3
+    assert find.state_dir_of(config) == load(config).run.state_dir

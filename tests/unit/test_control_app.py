@@ -10,9 +10,10 @@ import pytest
 from starlette.applications import Starlette
 
 from replicas import errors
-from replicas.control.access import Cached
+from replicas.control.access import ByToken, Cached
 from replicas.control.app import control_routes
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus, StoreStatus
+from replicas.trust.tokens import Tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -149,7 +150,7 @@ async def test_head_is_a_get_without_its_body() -> None:
 
 
 async def strangers_page(source: Fake, path: str) -> httpx.Response:
-    app = Starlette(routes=control_routes(source, access=lambda _: "no token"))
+    app = Starlette(routes=control_routes(source, access=ByToken(Tokens, lambda _: None)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://control") as client:
         return await client.get(path)
 

@@ -73,6 +73,11 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "a/0",
         "left over by a dead run: process 7 (sleep 9), killed",
     ),
+    (
+        events.LeasesAwaited(nodes=("n1", ""), seconds=34.0),
+        "run",
+        "waits up to 34 s for the leases of n1, an unknown node",
+    ),
     (events.ConnectionsRefused(reason="token", count=3), "run", "connections refused: reason token, count 3"),
     (effects.MemberJoined("policy", MEMBER), MEMBER.name, "joined policy"),
     (effects.MemberLost("policy", MEMBER, "lease"), MEMBER.name, "left policy: lease"),
@@ -86,6 +91,11 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (effects.ReplicaLoaded("policy", "rollout", 1, 3), "rollout/1", "serves version 3 of policy"),
     (effects.StoreChanged("policy", False), "policy", "store down"),
     (effects.CaughtUp("policy", 3, (MEMBER,), 10), "policy", "caught up with version 3: rollout/1/0"),
+    (
+        effects.LoadFailed("policy", "rollout", 0, 7, "no weights for b", kept=True),
+        "rollout/0",
+        "refused version 7 of policy: no weights for b",
+    ),
     (effects.Retried("policy", "lost"), "run", "retried: channel policy, reason lost"),
 ]
 

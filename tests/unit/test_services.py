@@ -84,6 +84,7 @@ def test_the_unit_runs_a_command_that_exists() -> None:
         exit_codes.FAILED,
         exit_codes.USAGE,
         exit_codes.SUPERVISED,
+        exit_codes.CUT,
         exit_codes.BAD_CONFIG,
     ]
 

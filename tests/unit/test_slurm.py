@@ -172,6 +172,20 @@ def test_submitting_prints_the_number_or_what_sbatch_says(
     assert "invalid partition" in capsys.readouterr().err
 
 
+def test_the_status_of_a_job_in_the_queue_names_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "--me --noheader --name grpo --format %i %T %r"
+    program(path.parent, "squeue", f'[ "$*" = "{asked}" ] && echo "17 PENDING Resources"')
+    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+    assert cli.main(["status", str(path)]) == 69
+    assert "is not running" in (said := capsys.readouterr().err)
+    assert "(Slurm has its job 17: PENDING Resources)" in said
+    program(path.parent, "squeue", "exit 1")
+    assert cli.main(["status", str(path)]) == 69
+    assert "(start it with: replicas run CONFIG)" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------ the script, run
 
 

@@ -18,7 +18,7 @@ import torch
 
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
-from replicas.channel.pending import Pending, Receipt
+from replicas.channel.pending import Pending, Receipt, SessionEnd
 from replicas.channel.versions.holdings import Holder
 from replicas.common import own_loop
 from replicas.core.versions.manifest import Manifest, PartManifest, check_size
@@ -47,6 +47,7 @@ class PublishJob:
     given_meta: InitVar[Meta | Callable[[], Mapping[str, Any]]]
     new_manifest: bool
     channel: InitVar[str]
+    session_end: InitVar[SessionEnd | None] = None
     hold: bool = True  # GPU tensors are copied on the caller's stream
     number: int = 0  # among the replica's publishes; 0 until it has begun
     version: int = 0  # as the coordinator numbered it; 0 until then
@@ -72,7 +73,9 @@ class PublishJob:
     timer: asyncio.TimerHandle | None = None
     settling: asyncio.TimerHandle | None = None  # settles it if no verdict follows
 
-    def __post_init__(self, given_meta: Meta | Callable[[], Mapping[str, Any]], channel: str) -> None:
+    def __post_init__(
+        self, given_meta: Meta | Callable[[], Mapping[str, Any]], channel: str, session_end: SessionEnd | None
+    ) -> None:
         self.began = time.monotonic()
         self.deadline = self.began + self.deadline_s
         self.meta: Meta = {}
@@ -80,8 +83,8 @@ class PublishJob:
             self.late_meta = given_meta
         else:
             self.meta = given_meta
-        self.pending: Pending[Receipt] = Pending(f"publish on {channel}")
-        self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
+        self.pending: Pending[Receipt] = Pending(f"publish on {channel}", session_end)
+        self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}", session_end)
 
     def ask_meta(self) -> None:
         """Call the user's ``meta`` function after the walk; its exceptions pass."""
@@ -282,7 +285,7 @@ def _fetched(hub: Hub, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
     The slot has an owner when ``find`` returns: whatever the caller does, it comes
     back.
     """
-    room: Pending[Slot] = Pending(f"a slot of {hub.name}")
+    room: Pending[Slot] = hub.pending("a slot")
 
     async def look() -> None:
         try:
@@ -303,6 +306,7 @@ async def free_slot(
     check: Callable[[], object],
     text: str,
     phase: str = "wait",
+    alone: bool = True,
 ) -> Slot:
     """Session thread, which interrupts do not reach: a slot to fill with ``version``.
 
@@ -316,9 +320,9 @@ async def free_slot(
         hub.leases.sweep()
         hub.arena.release(version)
         if nbytes < PREPARED_NBYTES:  # its memory is allocated fast enough for this thread
-            slot = hub.arena.acquire(version, manifest)
+            slot = hub.arena.acquire(version, manifest, alone=alone)
         else:
-            slot = await asyncio.to_thread(hub.arena.acquire, version, manifest)
+            slot = await asyncio.to_thread(hub.arena.acquire, version, manifest, alone=alone)
         try:
             check()
         except BaseException:

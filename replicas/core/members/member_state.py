@@ -147,6 +147,10 @@ class MemberState:
     parts: set[int] = field(default_factory=set)
     reading: Reading | None = None
     loaded: int = 0
+    load_s: float = 0.0
+    """How long it had the update open that it reported last."""
+    granted_at: float = 0.0
+    """When it was last granted an update, or joined."""
     progressed_at: float = 0.0
     retry_at: float = 0.0
     failures: int = 0

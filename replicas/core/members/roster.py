@@ -103,6 +103,7 @@ class Roster:
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
         self.left: dict[str, tuple[int, float]] = {}
+        self.unloaded: dict[str, str] = {}
         """Generation and time of orderly leaves, by name, until the next join."""
         self._losses: dict[str, deque[float]] = {}
         self._isolations: dict[str, deque[float]] = {}
@@ -411,6 +412,11 @@ class Roster:
     @property
     def heartbeat_interval_s(self) -> float:
         return self._heartbeats.interval_s(len(self._members), self.shortest_lease_s)
+
+    def take_unloaded(self) -> dict[str, str]:
+        """Why replicas failed to load since the last call, by name."""
+        found, self.unloaded = self.unloaded, {}
+        return found
 
     def welcome_settings(self, state: MemberState) -> ChannelSettings:
         """Return the settings for a Welcome, with the current heartbeat interval."""

@@ -106,7 +106,8 @@ class Transfer:
         """Members that got it over a lane."""
         self.unreached: set[Member] = set()
         """Members that no holder reaches."""
-        self.moved_nbytes = 0
+        self.moved_to: dict[str, int] = {}
+        """Bytes that were sent to each replica."""
         """Bytes of weights that went through process groups and were right."""
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
@@ -375,12 +376,17 @@ class Transfer:
         if lent:
             self._received |= replies.keys()
 
+    @property
+    def moved_nbytes(self) -> int:
+        return sum(self.moved_to.values())
+
     def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
         """Record receivers, and count their bytes without locally copied parts."""
         for member in replies:
             owners = [self._ground.keeping.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
             places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
-            self.moved_nbytes += self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
+            nbytes = self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
+            self.moved_to[member.replica_name] = self.moved_to.get(member.replica_name, 0) + nbytes
         self._keep(replies, lent=True)
 
     def filled(self, now: float) -> None:

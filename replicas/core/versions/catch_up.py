@@ -173,7 +173,8 @@ class CatchUp:
         self._on_end(transfer.payload)
         if transfer.verified:
             served = tuple(sorted(transfer.verified))
-            ground.emit(CaughtUp(ground.config.name, transfer.payload.version, served, transfer.moved_nbytes))
+            version, moved = transfer.payload.version, dict(transfer.moved_to)
+            ground.emit(CaughtUp(ground.config.name, version, served, transfer.moved_nbytes, moved))
         for state in ground.roster:
             if state.member in transfer.verified:
                 state.served = True

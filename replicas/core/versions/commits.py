@@ -305,7 +305,7 @@ class Commits:
         publish.receipt = self._receipt(publish, members, publish.lost, publish.phases(now - publish.began_at), now)
         for state in self._roster.states(transfer.verified):
             state.failures, state.slow = 0, False  # it works in joint transfers
-        self._verdict(publish, "committed", now, moved_nbytes=transfer.moved_nbytes)
+        self._verdict(publish, "committed", now, transfer)
         self._ground.marks.note(publish.group, publish.replica, version=publish.version)
         self._ground.lanes.keep(transfer.lane)
 
@@ -323,6 +323,7 @@ class Commits:
             version=publish.version,
             staging=self._ground.config.staging,
             digest=self.decided,
+            not_loaded=self._roster.take_unloaded(),
         )
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
@@ -408,7 +409,7 @@ class Commits:
                 self._ground.send(state.member, wire.Discard(publish.version))
         self._verdict(publish, _snake(type(error).__name__), now)
 
-    def _verdict(self, publish: Publish, outcome: str, now: float, *, moved_nbytes: int = 0) -> None:
+    def _verdict(self, publish: Publish, outcome: str, now: float, transfer: Transfer | None = None) -> None:
         ground = self._ground
         self.publishes.end(publish, committed=publish.receipt is not None)
         end = wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error)
@@ -419,7 +420,8 @@ class Commits:
             outcome=outcome,
             seconds=now - publish.began_at,
             nbytes=publish.payload.nbytes if publish.payload is not None else 0,
-            moved_nbytes=moved_nbytes,
+            moved_nbytes=transfer.moved_nbytes if transfer is not None else 0,
+            moved_to=dict(transfer.moved_to) if transfer is not None else {},
             phases=receipt.phases if receipt is not None else {},
             members=len(receipt.members) if receipt is not None else 0,
             lost=tuple(publish.lost),

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import signal
 import socket
@@ -40,6 +39,7 @@ from typing import Any
 import tenacity
 
 from replicas import __version__
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.linux import place
 from replicas.linux.helpers import apart, python_module
@@ -51,7 +51,7 @@ from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFaile
 
 __all__ = ["Forkserver", "OtherRelease", "Sidecar", "SidecarDied", "SidecarFailed", "Unbound"]
 
-logger = logging.getLogger("replicas.sidecar")
+logger = Log("replicas.sidecar")
 
 FORK_TIMEOUT_S = 4.0
 """A fork takes milliseconds: a forkserver that is silent and idle for 4 s is frozen,

@@ -22,7 +22,6 @@ A death signal ends it with its agent.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import signal
@@ -32,6 +31,7 @@ from collections.abc import Callable, Collection, Mapping
 from replicas import environ
 from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
+from replicas.common.logs import Log
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.place import lasting
 from replicas.linux.processes import Child, room_for_mark
@@ -41,7 +41,7 @@ from replicas.supervisor.agent.node import base_environment
 
 __all__ = ["TRIES", "Forkservers", "KeptForkserver", "start_forkserver"]
 
-log = logging.getLogger("replicas.agent")
+log = Log("replicas.agent")
 
 TRIES = 8
 AGAIN = Backoff(0.1, 6.4)

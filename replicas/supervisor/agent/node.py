@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ import anyio.to_thread
 
 from replicas import __version__, environ
 from replicas.common import own_code
+from replicas.common.logs import Log
 from replicas.common.patience import PAUSE_S, Silence
 from replicas.linux import cgroups, private
 from replicas.linux.helpers import apart, python_module
@@ -31,7 +31,7 @@ from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S, ExitReport, LogL
 
 __all__ = ["Node", "base_environment", "start_helper"]
 
-log = logging.getLogger("replicas.agent")
+log = Log("replicas.agent")
 
 _PING_INTERVAL_S = 1.0
 _SWEEP_S = 2.0

@@ -31,6 +31,7 @@ import anyio.to_thread
 from websockets.asyncio.client import ClientConnection, connect
 
 from replicas import errors
+from replicas.common.logs import Log
 from replicas.linux import inherited, private
 from replicas.linux.processes import command_line, signal_each
 from replicas.linux.sockets import listener_uids, whose
@@ -46,7 +47,7 @@ from replicas.trust.way import way_to
 
 __all__ = ["Invitation", "serve_node"]
 
-log = logging.getLogger("replicas.agent")
+log = Log("replicas.agent")
 
 _SETTLE_S = 8.0
 """How long processes of a dead agent may take to end by themselves."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
 
 import msgspec
@@ -12,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from replicas.common.logs import Log
 from replicas.coordinator.connection_guard import CLOSE_TIMEOUT_S, SessionProtocol, session_of, welcome
 from replicas.supervisor.agent.messages import Hello, Refused, decode_from_agent, encode
 from replicas.supervisor.fleet.cluster import Cluster
@@ -19,7 +19,7 @@ from replicas.trust.tokens import Tokens
 
 __all__ = ["agent_route"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 _HELLO_S = 10.0
 _BAD_DATA = 1007

@@ -20,8 +20,10 @@ from replicas.linux.processes import signal_name
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, RankExit
 from replicas.telemetry.events import Event, LogLinesDropped, RankEnd, ReplicaExited
 
-__all__ = ["Cause", "FailureReports", "Health", "dropped", "exited", "line", "verdict"]
+__all__ = ["STOPPED", "Cause", "FailureReports", "Health", "dropped", "exited", "line", "verdict"]
 
+STOPPED = "stopped"
+"""How a generation that was asked to end has ended."""
 _MANY = 1000
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals from outside: the program's last line of output does not explain them."""
@@ -61,7 +63,7 @@ class Health:
         if view.progressed_s is not None and view.progressed_s > config.progress_timeout_s:
             return Cause("progress_timeout", f"no progress for {config.progress_timeout_s:g} s")
         if view.partial:
-            return Cause("load_timeout", "it loaded a version only in part")
+            return Cause("load_failed", f"it loaded a version only in part: {view.partial}")
         # A rank that has left is waited for only if others wait for it.
         overdue = not ready and self.was_ready and (not self.left or view.stranded)
         if overdue and now - self.unready_at > config.load_deadline_s:
@@ -140,6 +142,8 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
             return f"{name}: {reason}; starting again {when}; logs: {folder}"
         case ReplicaEvent.GIVE_UP:
             return f"{name}: failed: {reason}; logs: {folder}"
+        case ReplicaEvent.STOPPED if reason.startswith(STOPPED):
+            return f"{name}: {reason}"
         case ReplicaEvent.FINISHED | ReplicaEvent.STOPPED:
             return f"{name}: {transition.event.value}"
         case ReplicaEvent.LEFT:

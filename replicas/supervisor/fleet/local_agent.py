@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from collections.abc import Callable, Sequence
 from replicas import errors
 from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
+from replicas.common.logs import Log
 from replicas.common.patience import Patience, PauseClock
 from replicas.core.lives.leases import BEAT_S, FROZEN_S
 from replicas.linux.helpers import apart, python_module
@@ -31,7 +31,7 @@ from replicas.supervisor.state.run_state import ProcessRecord
 
 __all__ = ["AGENT", "LocalAgent"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 AGENT = "replicas.supervisor.agent.local"
 AGAIN = Backoff(0.05, 5.0)

@@ -240,17 +240,20 @@ class ExitReport(NamedTuple):
     :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked), ``lost``
         (launcher or shim died), or ``node`` (its agent died or its node was lost).
     :param ranks: failed ranks of this node, the first to fail first.
+    :param cut_s: it was told to end, and killed so many seconds later, as it had not
+        ended; 0: it was not.
     """
 
     outcome: str
     text: str = ""
     ranks: tuple[RankExit, ...] = ()
+    cut_s: float = 0.0
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> ExitReport:
         with reading("report"):
             ranks = tuple(RankExit.of(rank) for rank in data["ranks"])
-            return cls(outcome=str(data["outcome"]), text=str(data["text"]), ranks=ranks)
+            return cls(str(data["outcome"]), str(data["text"]), ranks, float(data.get("cut_s", 0.0)))
 
     def message(self, kind: str = "ended") -> Message:
         return {"type": kind, "report": self._asdict() | {"ranks": [rank._asdict() for rank in self.ranks]}}

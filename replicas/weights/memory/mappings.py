@@ -59,6 +59,7 @@ class Mapping:
     """Mapped memory as a tensor, pinned at most once.
 
     :param tensor: uint8 of shape ``[nbytes]``.
+    :ivar read_only: writing to it is a SIGSEGV.
     :ivar kept: whose memory it is, if a :class:`KeptMappings` has it, and unpins it.
     :ivar used: the number of its last use there.
     """
@@ -67,7 +68,7 @@ class Mapping:
         self.tensor = tensor
         self.kept: SlotPlace | None = None
         self.used = 0
-        self._read_only = read_only
+        self.read_only = read_only
         self._pin: Registration | None = None
         self._refused = False
         self._pinning = threading.Lock()
@@ -82,7 +83,7 @@ class Mapping:
 
     def _register(self, device: Accelerator) -> bool:
         if self._pin is None and not self._refused:
-            self._pin = device.register(self.tensor, read_only=self._read_only)
+            self._pin = device.register(self.tensor, read_only=self.read_only)
             self._refused = self._pin is None
         return self.pinned
 
