@@ -297,6 +297,7 @@ NOT_CALLED = {
                 "metrics_text",
                 "save",
                 "say",
+                "scrape",
                 "spawn",
                 "status",
                 "told",
