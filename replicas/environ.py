@@ -17,6 +17,7 @@ import msgspec
 
 from replicas import errors
 from replicas.linux.helpers import TORCHRUN
+from replicas.linux.processes import MARK
 
 __all__ = [
     "ACCELERATOR",
@@ -107,6 +108,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: Path | None = None
     rank: int | None = None
     world_size: int | None = None
+    mark: str = ""
+    """Of the shim under which it runs; a secret, as it shows who started it."""
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
@@ -130,6 +133,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         log_dir=Path(log_dir) if log_dir else None,
         rank=_integer(source, "RANK"),
         world_size=_integer(source, "WORLD_SIZE"),
+        mark=source.get(MARK, ""),
     )
 
 

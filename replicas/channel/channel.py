@@ -282,11 +282,13 @@ class Channel(Collectives):
     ) -> Pending[Update]:
         """Get the newest committed version, the same for all ranks of this replica.
 
-        It is newer than the version loaded here. A second call before the update was
-        taken returns the same Pending. The call may be made ahead of time: until a
-        caller waits for the update, each newer version replaces it (``done()`` is False
-        for a moment then). An update that was handed out keeps its slot in use until it
-        has ended; a publish may have to wait for that slot.
+        It is newer than the version loaded here; or that one again, at once, if
+        ``at_least`` allows it and none is newer, so that a step can be repeated. A
+        second call before the update was taken returns the same Pending. The call may
+        be made ahead of time: until a caller waits for the update, each newer version
+        replaces it (``done()`` is False for a moment then). An update that was handed
+        out keeps its slot in use until it has ended; a publish may have to wait for
+        that slot.
 
         A replica that restarts in the middle of a commit gets the version before it;
         pass ``at_least`` where that is too old. Pass the same ``at_least`` on all ranks

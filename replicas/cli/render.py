@@ -219,6 +219,7 @@ def run_status(status: RunStatus) -> RenderableType:
         parts.append(_table("Nodes", _NODE_STATE, map(_node_row, status.nodes)))
     if status.channels:
         parts.append(_table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
+        parts += [Text(words, style="bold red") for channel in status.channels if (words := _fallen(channel))]
     return Group(*parts)
 
 
@@ -292,6 +293,12 @@ def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
     )
 
 
+def _fallen(channel: ChannelStatus) -> str:
+    if channel.step is None or channel.step_before is None:
+        return ""
+    return f"{channel.name}: step {channel.step:g} after {channel.step_before:g} (a trainer without its checkpoint?)"
+
+
 def event_line(record: happened.Record) -> Text:
     """``20:07:51     12  rollout/1          ready after 2.1 s``."""
     who, what, style = _words(record.event, record.at)
@@ -363,6 +370,9 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
         case happened.LeftoverFound():
             fate = "killed" if event.swept else "NOT killed"
             return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "yellow"
+        case happened.LeasesAwaited():
+            nodes = ", ".join(node or "an unknown node" for node in event.nodes)
+            return "run", f"waits up to {duration_text(event.seconds)} for the leases of {nodes}", "yellow"
         case happened.NodeChanged():
             return (
                 f"node {event.node}",
@@ -402,6 +412,8 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
                 f"{what}, {_count(sync.members, 'member')}{lost}",
                 "" if sync.outcome == "committed" else "red",
             )
+        case effects.StepFell():
+            return event.channel, f"version {event.version} has step {event.step:g} after {event.before:g}", "bold red"
         case effects.CaughtUp():
             names = ", ".join(member.name for member in event.members)
             return event.channel, f"caught up with version {event.version}: {names}", "dim"

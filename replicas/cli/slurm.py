@@ -104,7 +104,7 @@ def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
 
     :raises UsageError: an option has no valid value.
     """
-    place = Place(Path.cwd())
+    place = Place(Path())
     read = config_tables.read(place, given, SlurmConfig)
     if place.problems or read is UNSET:
         texts = (
@@ -123,7 +123,12 @@ def _submitted(text: str) -> str:
     """
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable"], input=text, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S, check=False
+            ["sbatch", "--parsable"],
+            input=text,
+            capture_output=True,
+            errors="replace",
+            timeout=_SUBMIT_TIMEOUT_S,
+            check=False,
         )
     except FileNotFoundError as error:
         raise UsageError("there is no sbatch here", hint="submit from a login node of the cluster") from error

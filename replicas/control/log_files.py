@@ -27,6 +27,7 @@ from typing import BinaryIO, Protocol
 import anyio.to_thread
 import msgspec
 
+from replicas.common.foreign import visible
 from replicas.errors import UsageError
 
 __all__ = [
@@ -357,7 +358,7 @@ class Follower:
                                 yield path, f"{group.name}/{replica.name}", generation, int(rank[1])
 
     def _generations(self, replica: Path) -> list[int]:
-        found = sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdigit())
+        found = sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdecimal())
         if self._selection.generation is not None:
             return [number for number in found if number == self._selection.generation]
         if not self._begun:
@@ -370,7 +371,9 @@ class Follower:
         words = [chosen.target or "this run"]
         words += [f"rank {chosen.rank}"] if chosen.rank is not None else []
         words += [f"generation {chosen.generation}"] if chosen.generation is not None else []
-        known = sorted(f"{path.parent.name}/{path.name}" for group in _folders(self._logs) for path in _folders(group))
+        known = sorted(
+            visible(f"{path.parent.name}/{path.name}") for group in _folders(self._logs) for path in _folders(group)
+        )
         if not known and len(words) == 1 and chosen.target is None:
             text = f"this start of the run has written no log yet in {self._logs}"
             return UsageError(text, hint="--previous shows the last one; programs that others start log elsewhere")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from replicas.common.foreign import one_line
+from replicas.linux.files import kernel_lines
 
 __all__ = [
     "MARK",
@@ -56,7 +57,8 @@ __all__ = [
 MARK = "REPLICAS_SHIM"
 """Environment variable with the nonce of the shim under which a process was started.
 
-Children inherit it; a sweep uses it to find what a dead generation left behind.
+Children inherit it; a sweep uses it to find what a dead generation left behind. By it
+a rank shows the coordinator that the supervisor has started it, so it is a secret.
 """
 NO_MARK = "REPLICAS_NONE"
 """Room for a mark in the environment of a process that has none: 32 zeros.
@@ -137,8 +139,8 @@ def pid_of(pidfd: int) -> int:
 
     :raises OSError: it is closed.
     """
-    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("Pid:")), 0)
+    found = kernel_lines(Path(f"/proc/self/fdinfo/{pidfd}"))
+    return next((int(line.split()[1]) for line in found if line.startswith("Pid:")), 0)
 
 
 def is_stopped(pid: int) -> bool:

@@ -41,16 +41,19 @@ from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.effects import MemberLost, ReplicaIdle
+from replicas.core.lives.leases import lost_after_s
 from replicas.core.lives.ordering import start_levels
-from replicas.linux import inherited
-from replicas.messages import arguments
+from replicas.linux import inherited, needs
+from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
 from replicas.supervisor.checks import Finding
+from replicas.supervisor.fleet.awaited import words
 from replicas.supervisor.fleet.causes import FailureReports, line
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
-from replicas.supervisor.fleet.nodes import Nodes
+from replicas.supervisor.fleet.marks import check_mark
+from replicas.supervisor.fleet.nodes import Nodes, longest_lease_of
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import (
     Machine,
@@ -66,7 +69,16 @@ from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_re
 from replicas.supervisor.state.run_state import machine as this_machine
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.event_log import EventLog
-from replicas.telemetry.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, TokenChanged, Transition
+from replicas.telemetry.events import (
+    ConnectionsRefused,
+    Event,
+    LeasesAwaited,
+    Record,
+    Reloaded,
+    RunEnded,
+    TokenChanged,
+    Transition,
+)
 from replicas.telemetry.metrics import Metrics
 from replicas.telemetry.tally import CounterDeltas
 from replicas.trust.tokens import ROLES, Role, Tokens
@@ -122,17 +134,18 @@ class Supervisor:
         Default: the logger ``replicas.supervisor``.
     :raises replicas.errors.BadConfig: with every problem of the config.
     :raises replicas.errors.UsageError: ``/proc`` is not the one of this process's pid
-        namespace.
+        namespace, or the kernel denies a call that is needed.
     """
 
     def __init__(
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
-        inherited.check_proc()
+        needs.check()
         self.config: Config = config_file.read(config)
         """The config in use."""
         start_levels(self.config.groups)
-        self.state: StateDir = StateDir(self.config.run.state_dir, self.config.run.name)
+        run = self.config.run
+        self.state: StateDir = StateDir(run.state_dir, run.name, longest_lease_s=longest_lease_of(self.config))
         self._events = EventLog(None)
         self._failures = FailureReports()
         self._refusals = CounterDeltas(_REFUSALS_INTERVAL_S)
@@ -166,7 +179,7 @@ class Supervisor:
     def _make_coordinator(self) -> Coordinator:
         config = self.config
         access = ByToken(lambda: self.coordinator.tokens, self._refused)
-        return Coordinator(
+        coordinator = Coordinator(
             config.channels,
             run=config.run.name,
             token=self.state.tokens.open(self.state.token, config.control.token_files),
@@ -185,6 +198,23 @@ class Supervisor:
             ],
             live=self.live,
         )
+        coordinator.engine.vouch = self._vouch
+        return coordinator
+
+    def _vouch(self, hello: Hello) -> bool:
+        """Whether it is of a replica that this supervisor runs.
+
+        :raises replicas.errors.Fenced: it poses as such.
+        """
+        config, saved = self.config.groups.get(hello.group), self.state.saved
+        shims = saved.shims if saved is not None else ()  # members of a run that is taken over come back first
+        if self._fleet is not None:
+            group, replica = self._fleet.groups.get(hello.group), self._fleet.replica(hello.group, hello.replica)
+            config, shims = group.config if group else None, tuple(replica.shims) if replica else ()
+        if config is None or config.external:
+            return False
+        check_mark(hello, shims)
+        return True
 
     # ------------------------------------------------------------ from start to end
 
@@ -207,6 +237,7 @@ class Supervisor:
             stack.callback(self._release)
             self._events = self.state.open_events(config.run.events_max_nbytes)
             stack.callback(self._events.close)
+            self._tell_of_leases()
             await stack.enter_async_context(self._nodes)  # before any other process is started
             coordinator = self._coordinator = self._make_coordinator()  # opens the decision log, so not before the lock
             self.state.tokens.check(coordinator.tokens.key)
@@ -233,6 +264,7 @@ class Supervisor:
                 saved=groups,
                 wall=time.time(),
                 start_shim=self._nodes.cluster.start,
+                starts=self._nodes,
                 adopted=self._nodes.adopted(config),
             )
             self._fleet.start()
@@ -248,6 +280,18 @@ class Supervisor:
             self._stack = stack.pop_all()
         return self
 
+    def _tell_of_leases(self) -> None:
+        """Say why no replica starts yet, if any lease keeps all from starting."""
+        unseen = self.state.heritage.unseen
+        if unseen:
+            nodes = tuple(dict.fromkeys(one.node for one in unseen))
+            seconds = lost_after_s(max(one.lease_s for one in unseen))
+            self._events.emit(LeasesAwaited(nodes=nodes, seconds=seconds))
+            self.say(
+                f"the state does not say what an earlier supervisor has left: each replica waits up to {seconds:.0f} s "
+                f"for {words(nodes)}"
+            )
+
     def _resume(self, saved: Saved) -> None:
         """Go on with what an earlier supervisor had begun; apply a changed config.
 
@@ -255,7 +299,7 @@ class Supervisor:
         this machine has outlived goes on with it, and a job that runs again does not.
         """
         preempted = saved.draining == "preempted"
-        if saved.draining and self.config.run.adopt_s and (saved.agent is not None or not preempted):
+        if saved.draining and self.config.run.adopt_s and (self.state.heritage.known is not None or not preempted):
             self.spawn(self.preempt if preempted else self.drain)
             return
         outdated = {name: found for name, group in self.fleet.groups.items() if (found := self._outdated(group))}
@@ -312,10 +356,10 @@ class Supervisor:
         self.coordinator.engine.refused(reason)
 
     def _release(self) -> None:
-        ended = self._fleet is not None and self._fleet.over.is_set()
+        ended = self._fleet is not None and self._fleet.over.is_set() and not (self.detached or self._crashed)
         if self._goes_on:
             self.save()
-        self.state.release(ended=ended and not self._goes_on)
+        self.state.release(ended=ended and not self._preempted, left=self._nodes.left if ended else None)
 
     @property
     def _goes_on(self) -> bool:
@@ -381,6 +425,7 @@ class Supervisor:
         :raises replicas.errors.UsageError: no such group, a negative number, or the run
             is being drained.
         :raises replicas.errors.BadConfig: so many replicas do not fit this machine.
+        :raises replicas.errors.WorldError: the disk does not take the new size.
         """
         fleet = self.fleet
         size = fleet.group(group).size
@@ -401,7 +446,7 @@ class Supervisor:
         :raises replicas.errors.UsageError: no such group or replica, or it is being
             stopped.
         :raises replicas.errors.WorldError: a replica failed in a rolling restart, which
-            has stopped there.
+            has stopped there; or the disk takes no state, and nothing is restarted.
         """
         target = arguments.text("restart: target", target)
         await self.fleet.restart(target, rolling=arguments.flag("restart: rolling", rolling))
@@ -414,6 +459,8 @@ class Supervisor:
             then over.
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
         :raises replicas.errors.UsageError: no such group or replica.
+        :raises replicas.errors.WorldError: the disk does not take note of a target's
+            end, and nothing is ended. The whole run ends whatever the disk says.
         """
         if self.detached:
             raise errors.UsageError("this supervisor has left the run", hint="drain it by the next one")
@@ -439,6 +486,8 @@ class Supervisor:
 
         :raises replicas.errors.UsageError: ``run.adopt`` is not set, or the run is
             being drained or is over.
+        :raises replicas.errors.WorldError: the disk does not take the state; nothing
+            has changed.
         """
         fleet = self.fleet
         if not self.config.run.adopt_s:
@@ -447,6 +496,7 @@ class Supervisor:
         fleet.refuse_while_draining()
         if fleet.over.is_set():
             raise errors.UsageError("the run is over")
+        self.save(order=True)  # else nobody could follow
         self._leave("as ordered")
         fleet.over.set()
 
@@ -509,7 +559,7 @@ class Supervisor:
         return await self._nodes.examine(None if node is None else arguments.text("doctor: node", node))
 
     async def tokens(
-        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False
+        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False, force: bool = False
     ) -> dict[str, dict[str, Any]]:
         """The run's present join tokens, by role; make a new one, or end the old.
 
@@ -519,18 +569,24 @@ class Supervisor:
             members read the new one from their file as they reconnect.
         :param revoke_old: only the present one stays valid. Connections that showed the
             other end.
+        :param force: also while nodes are away, which could not come back then: their
+            replicas would end with their lease.
         :return: ``{"member": {"token": "...", "old_is_valid": False}, ...}``.
         :raises replicas.errors.UsageError: no such role; or the config names a file for
-            it, which has no new token.
+            it, which has no new token; or a node that is away may have no other token
+            than the one that would end.
         :raises replicas.errors.WorldError: the state folder cannot be written; the
             tokens of that role are as they were.
         """
         chosen = (arguments.one_of("tokens: role", role, ROLES),) if role is not None else ROLES
         found, state = self.coordinator.tokens, self.state
+        ends = [one for one in chosen if (found.both_valid(one) and (rotate or revoke_old)) or (rotate and revoke_old)]
+        if ends and not arguments.flag("tokens: force", force):
+            self._nodes.refuse_while_away()
         for one in chosen if arguments.flag("tokens: rotate", rotate) else ():
             state.change_tokens(found, one, partial(state.tokens.rotate, role=one))
             self.emit(TokenChanged(role=one, change="rotated"))
-        self._nodes.cluster.tell_tokens(found.text("member"), found.text("operator"))
+        self._nodes.cluster.tell_tokens()
         if rotate or revoke_old:
             self.on_tokens()
         for one in chosen if arguments.flag("tokens: revoke_old", revoke_old) else ():
@@ -663,14 +719,26 @@ class Supervisor:
         if self._fleet is not None:
             self._fleet.look()
 
-    def save(self) -> None:
-        """Write the state that must survive when this process is killed."""
-        if self._fleet is None:
-            return
+    def save(self, *, order: bool = False) -> bool:
+        """Write the state that must survive when this process is killed.
+
+        :param order: for one that is acknowledged then: it survives a crash of the
+            machine, too.
+        :return: False: the disk does not take it.
+        :raises replicas.errors.WorldError: that, for an order.
+        """
+        saved = self._fleet is None or self._save(sync=order)
+        if order and not saved:
+            text = f"the order is refused, as the state cannot be written: {self.state.run_state.problem}"
+            raise errors.WorldError(text, hint="make room on its disk; what runs goes on")
+        return saved
+
+    def _save(self, *, sync: bool) -> bool:
         fleet, wall = self.fleet, time.time()
         ended = "preempted" if self._preempted else "requested" if fleet.draining else ""
-        self.state.run_state.save(
+        return self.state.run_state.save(
             Saved(
+                starts=self.state.leases.starts,
                 run=self.config.run.name,
                 machine=self._machine,
                 supervisor=self._process,
@@ -683,7 +751,8 @@ class Supervisor:
                 agents=self._nodes.cluster.records(),
                 port=int(self.endpoint.rpartition(":")[2]),
                 draining="" if fleet.over.is_set() else ended,
-            )
+            ),
+            sync=sync,
         )
 
     def _helper_records(self) -> tuple[ProcessRecord, ...]:

@@ -71,7 +71,7 @@ class EventLog:
         self.path = path
         self.tally = Tally() if tally is None else tally
         self.seq = seq or 0
-        self.on_rotate: Callable[[], None] | None = None
+        self.on_rotate: Callable[[], object] | None = None
         """Called before a rotation, while the file can still rebuild the counters."""
         self._max_nbytes = max_nbytes
         self._now = now

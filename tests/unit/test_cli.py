@@ -312,6 +312,12 @@ def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "replicas: give CONFIG or --endpoint, not both\n"
     assert cli.main(["status", "--endpoint", "9477"]) == 2
     assert capsys.readouterr().err == 'replicas: "9477" is not HOST:PORT (for example "127.0.0.1:9477")\n'
+    for url in ("http://10.0.0.7:9477", "https://me@10.0.0.7:9477/status"):
+        assert cli.main(["status", "--endpoint", url]) == 2
+        assert capsys.readouterr().err == f'replicas: "{url}" is not HOST:PORT (write "10.0.0.7:9477")\n'
+    for odd in ("http://10.0.0.7", "10.0.0.7/status:9477"):
+        assert cli.main(["status", "--endpoint", odd]) == 2
+        assert capsys.readouterr().err == f'replicas: "{odd}" is not HOST:PORT (for example "127.0.0.1:9477")\n'
 
 
 def test_a_config_may_follow_the_target_and_numbers_may_be_negative(

@@ -73,6 +73,11 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "a/0",
         "left over by a dead run: process 7 (sleep 9), killed",
     ),
+    (
+        events.LeasesAwaited(nodes=("n1", ""), seconds=34.0),
+        "run",
+        "waits up to 34 s for the leases of n1, an unknown node",
+    ),
     (events.ConnectionsRefused(reason="token", count=3), "run", "connections refused: reason token, count 3"),
     (effects.MemberJoined("policy", MEMBER), MEMBER.name, "joined policy"),
     (effects.MemberLost("policy", MEMBER, "lease"), MEMBER.name, "left policy: lease"),
@@ -84,6 +89,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "version 3 committed in 500 ms, 2 KiB, 2 members",
     ),
     (effects.ReplicaLoaded("policy", "rollout", 1, 3), "rollout/1", "serves version 3 of policy"),
+    (effects.StepFell("policy", 3, 0, 812), "policy", "version 3 has step 0 after 812"),
     (effects.StoreChanged("policy", False), "policy", "store down"),
     (effects.CaughtUp("policy", 3, (MEMBER,), 10), "policy", "caught up with version 3: rollout/1/0"),
     (

@@ -70,6 +70,12 @@ class Replica:
             self.rounds.ask(state.member, wire.ReceiveAsk(1, max(after, state.loaded), at_least, key))
         self.advance()
 
+    def ask_again(self, *ranks: int) -> None:
+        """For version 1, which is enough."""
+        for rank in ranks:
+            self.rounds.ask(self.ranks[rank].member, wire.ReceiveAsk(1, 0, 1))
+        self.advance()
+
     def loaded(self, rank: int, version: int) -> None:
         self.rounds.loaded(self.ranks[rank], version)
         self.advance()
@@ -300,6 +306,59 @@ def test_at_least_a_number_in_what_the_publisher_said(replica: Replica) -> None:
     assert replica.granted() == {0: replica.latest, 1: replica.latest}
 
 
+def test_a_version_that_is_enough_is_granted_again(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    for rank in range(2):
+        replica.loaded(rank, 1)
+    replica.out.clear()
+    replica.ask_again(0)
+    assert replica.granted() == {0: 1}
+    replica.loaded(0, 1)
+    replica.commit()
+    replica.ask_again(0)
+    assert replica.granted() == {0: 1}, "the other rank repeats the step first"
+    replica.out.clear()
+    replica.ask_again(1)
+    assert replica.granted() == {1: 1, 0: 2}, "the same, and then both go on"
+    replica.loaded(1, 1)
+    replica.ask_again(1)
+    assert replica.granted() == {0: 2, 1: 2}
+    assert replica.state == "loading"
+
+
+def test_a_rank_that_goes_on_without_repeating_holds_nobody_up(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    for rank in range(2):
+        replica.loaded(rank, 1)
+    replica.ask_again(0)
+    replica.loaded(0, 1)
+    replica.commit()
+    replica.ask(1)
+    assert replica.granted() == {0: 1, 1: 2}
+
+
+@pytest.mark.parametrize("gone", ["lost", "dropped"])
+def test_what_a_rank_is_owed_ends_with_it(replica: Replica, gone: str) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    for rank in range(2):
+        replica.loaded(rank, 1)
+    replica.ask_again(0)
+    replica.loaded(0, 1)
+    if gone == "lost":
+        replica.lose(1)
+        replica.join(1)
+        replica.ask(1)
+        replica.loaded(1, 1)
+    else:
+        del replica.ranks[1].held[1]
+        replica.commit()
+    replica.ask_again(0, 1)
+    assert replica.granted() == ({0: 1, 1: 1} if gone == "lost" else {0: 2, 1: 2})
+
+
 def test_with_unequal_bounds_the_highest_counts_for_all(replica: Replica) -> None:
     replica.ask(0, at_least=1)
     replica.ask(1, at_least=3)
@@ -401,7 +460,10 @@ def test_any_history_has_its_rows(seed: int) -> None:
             case "commit":
                 replica.commit()
             case "ask" if rank in replica.ranks:
-                replica.ask(rank, at_least=choose.choice((0, 0, replica.latest, replica.latest + 1)))
+                if choose.random() < 0.2:
+                    replica.ask_again(rank)
+                else:
+                    replica.ask(rank, at_least=choose.choice((0, 0, replica.latest, replica.latest + 1)))
             case "loaded" if rank in replica.ranks:
                 replica.loaded(rank, version)
             case "failed" if rank in replica.ranks and choose.random() < 0.3:

@@ -137,10 +137,10 @@ def test_tokens_that_cannot_be_written_change_nothing(
     held = (tmp_path / ("token" if role == "member" else "operator-token")).read_text()
     before, replace = tokens.saved(), private.replace
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, *, sync: bool) -> None:
         if path.name == unwritable:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        replace(path, data)
+        replace(path, data, sync=sync)
 
     ended: list[str] = []
     with tokens.watched(bearer(held), lambda: ended.append("whose token was retired")):

@@ -21,7 +21,8 @@ that runs elsewhere. So after a pause it takes none of those, and asks again.
 (:mod:`replicas.core.versions.rounds`). A version that was granted because another rank
 has begun with it, but is below the bound here, is declined, and a newer one is asked
 for. A receive with another bound replaces the one under way, unless its update has been
-handed out.
+handed out. If the version served here is enough, and none is newer, it is handed out
+again, to all ranks that ask so.
 
 A new coordinator is told of an open ask; a grant that was not delivered is made anew.
 An open update stays open, and is reported to the new coordinator, as is a failed load
@@ -200,8 +201,14 @@ class Receiver(Part):
 
     def _send_ask(self) -> None:
         self._asks += 1
-        after = max(self._hub.loaded, self._declined, self._refused)
+        after = max(self._hub.loaded - int(self._has_enough()), self._declined, self._refused)
         self._hub.send(ReceiveAsk(self._asks, after, *self._asked_bound))
+
+    def _has_enough(self) -> bool:
+        """Whether the version served here, still held, is enough for the bound."""
+        hub, bound = self._hub, self._asked_bound
+        loaded, meta = hub.loaded, hub.holdings.meta(hub.loaded)
+        return bound != Bound() and loaded in hub.arena.images() and is_enough(*bound, loaded, meta)
 
     def _grant(self, message: ReceiveGrant) -> None:
         if message.ask != self._asks or self._asked is None:

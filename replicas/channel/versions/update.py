@@ -19,7 +19,7 @@ from replicas.core.versions.manifest import Manifest
 from replicas.messages import Meta
 from replicas.messages.bounds import shown
 from replicas.weights.devices.accelerator import Event, device_of
-from replicas.weights.loading import load_into, views
+from replicas.weights.loading import load_image, views
 from replicas.weights.memory.arena import Buffer, Slot
 
 __all__ = ["Update", "UpdateOwner"]
@@ -41,9 +41,10 @@ class Update:
     """The newest committed version, the same for all ranks of this replica.
 
     Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception
-    :meth:`failed`. Without a block call one of the two by hand. Tensors and
-    :attr:`path` are valid until the end of the block (or until that call): afterwards
-    the memory is reused for another version. Only one thread may use it at a time: a
+    :meth:`failed`. Without a block call one of the two by hand. Take tensors and
+    :attr:`path` before the end of the block (or before that call). What was read or
+    mapped until then stays as it is for as long as it is kept, and keeps memory of its
+    version. Only one thread may use it at a time: a
     second ``with`` block is refused while the first is open, and a :meth:`load_into`
     under way in another thread keeps the memory until it is done.
 
@@ -65,7 +66,7 @@ class Update:
         self.meta: Meta = meta
         self.digest = digest
         self.manifest: Manifest = manifest
-        self._path = "" if slot.buffer.device else slot.buffer.path
+        self._path = ""
         self._reads: deque[Event] = deque()
         self._owner = owner
         self._pid = os.getpid()
@@ -83,15 +84,35 @@ class Update:
 
     @property
     def path(self) -> str:
-        """The slot as a safetensors file, for engines that load from disk.
+        """The slot as a safetensors file, for engines that load from disk; read-only.
 
-        :raises replicas.errors.UsageError: the slot is in GPU memory (``staging =
-            "device"``).
+        Open it before the end of the block. Files are mostly mapped rather than read
+        (``load_file``, ``safe_open``, ``np.memmap``), in this process or another one:
+        such a mapping never changes, whatever is published later. So the memory is not
+        used for a later version, but freed when nothing has it mapped or open any more;
+        :attr:`path_to_copy` saves that.
+
+        :raises replicas.errors.UsageError: the update has ended, or the slot is in GPU
+            memory (``staging = "device"``).
+        :raises replicas.errors.WorldError: the kernel cannot make the file read-only.
         """
-        if self._path and self._outcome is not None:
+        return self._show(to_copy=False)
+
+    @property
+    def path_to_copy(self) -> str:
+        """:attr:`path`, for a reader that copies what it reads before the block ends.
+
+        The memory is then used for a later version: a mapping that is kept would show
+        that one. On a host that receives versions from another one it is the same as
+        :attr:`path`.
+        """
+        return self._show(to_copy=True)
+
+    def _show(self, *, to_copy: bool) -> str:
+        if self.ended and self._path:  # it was shown
             return self._path
-        slot = self._open_slot()
-        return self._path or slot.buffer.path
+        self._path = self._open_slot().buffer.show(to_copy=to_copy)
+        return self._path
 
     @property
     def touched(self) -> bool:
@@ -187,9 +208,8 @@ class Update:
         try:
             slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
-            tensors = views(buffer.readable(), self.manifest)
             sharing = slot.sharing  # the ranks mostly load at the same time
-            load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
+            load_image(model, buffer.readable(), self.manifest, sharing=sharing, on_device=buffer.pin)
         finally:
             del load
             self._let_go()  # another thread may have ended the update meanwhile

@@ -63,9 +63,10 @@ class Life:
     """One life of a replica: a generation, or each of its ranks once.
 
     Ranks may join before the others, and after they have left in good order: who is a
-    member at the moment tells nothing of it. Others than the supervisor may start each
-    life with the same number; then it ends with its last member, if that was lost, or
-    if another process comes for a rank that has joined.
+    member at the moment tells nothing of it. Those that a supervisor has started (their
+    Hello has a proof) are one life by their generation. Others may start each life
+    with the same number: then it ends with its last member, if one was lost and has not
+    come back, or if another process comes for a rank that has joined.
 
     :ivar ranks: the process of each rank that has joined, by its number.
     :ivar lost: ranks that were lost, and did not leave in good order.
@@ -79,8 +80,9 @@ class Life:
 
     def goes_on(self, hello: Hello) -> bool:
         """Whether ``hello`` is of this life, when it has no member at the moment."""
-        same = self.generation == hello.generation and self.ranks.get(hello.rank, hello.process) == hello.process
-        return same and not self.lost - {hello.rank}
+        if hello.proof or self.generation != hello.generation:
+            return self.generation == hello.generation
+        return self.ranks.get(hello.rank, hello.process) == hello.process and not self.lost - {hello.rank}
 
     def joined(self, hello: Hello) -> None:
         self.ranks[hello.rank] = hello.process

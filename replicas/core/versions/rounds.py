@@ -21,6 +21,11 @@ with is not enough *declines* it: it asks again, for a newer one, and waits. Whe
 ranks ask, so that none of them is loading it, the next round opens. While the ``meta``
 of the newest version is unknown here, no bound on it is met.
 
+*Again.* A rank whose own version meets its bound may ask for it again: a framework
+repeats a step, say. As long as no newer version is committed, it is granted that one at
+once, and so is every other rank of the replica that asks again, even if a newer one is
+committed meanwhile: they are *owed* it until they have asked once more.
+
 A round can advance only where a rank asks, and only when that replica, or the newest
 version, has changed: only such replicas, which are *due*, are looked at.
 """
@@ -35,6 +40,7 @@ from typing import NamedTuple
 from replicas.core.effects import Effect, LoadFailed, ReplicaLoaded, Send
 from replicas.core.members.member_state import MemberState
 from replicas.core.membership import ROUND, RoundEvent, RoundState
+from replicas.core.versions.steps import number_in
 from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
 from replicas.messages.identity import Member
 
@@ -49,6 +55,10 @@ class Round:
     taken: set[Member] = field(default_factory=set)
     """Ranks that were granted it and have not reported the result yet."""
     asks: dict[Member, ReceiveAsk] = field(default_factory=dict)
+    again: set[Member] = field(default_factory=set)
+    """Ranks whose ask is met by the version that they have."""
+    owed: set[Member] = field(default_factory=set)
+    """Ranks that get ``version`` if they ask again, as another rank did."""
     loaded: int = 0
     """The version that all ranks serve; 0: none, or they differ."""
     failed: int = 0
@@ -71,6 +81,7 @@ class Round:
     def assign(self, version: int) -> None:
         self.move("assign")
         self.version = version
+        self.owed.clear()
 
     def grant(self, member: Member) -> None:
         self.move("grant")
@@ -93,8 +104,8 @@ def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object
 
     With ``key``, the number by that name in its ``meta`` counts instead.
     """
-    found = meta.get(key) if key else version
-    return isinstance(found, (int, float)) and not isinstance(found, bool) and found >= at_least
+    found = number_in(meta, key) if key else version
+    return found is not None and found >= at_least
 
 
 class ReplicaView(NamedTuple):
@@ -178,6 +189,13 @@ class Rounds:
         round_ = self.of(member.group, member.replica)
         round_.asks[member] = ask
         round_.taken.discard(member)
+        ranks = self._view(member.group, member.replica).ranks
+        if (ask.at_least or ask.key) and any(one.member == member and ask.after < one.loaded for one in ranks):
+            round_.again.add(member)
+        else:
+            round_.again.discard(member)
+            if member in round_.owed:
+                round_.owed.clear()  # it goes on without
         self._due.add((member.group, member.replica))
 
     def cancel_ask(self, member: Member, ask: int) -> None:
@@ -258,6 +276,7 @@ class Rounds:
         round_ = self.of(member.group, member.replica)
         round_.asks.pop(member, None)
         round_.taken.discard(member)
+        round_.owed.discard(member)
         if in_order and state.carries:
             round_.done = max(round_.done, state.loaded)
         if not self._settle(round_, member).ranks:
@@ -296,6 +315,8 @@ class Rounds:
             round_.move("given_back")
         if round_.state != "loading" and any(state.draining for state in view.ranks):
             return  # ranks may load a version that others have begun with, but nothing new
+        if round_.state == "loaded" and self._given_again(round_, view, latest):
+            return
         asks = round_.asks.values()
         wanted = any(ask.after < latest for ask in asks) and all(newest.is_enough(ask) for ask in asks)
         if wanted and round_.version != latest and not self._in_progress(round_, view):
@@ -313,6 +334,27 @@ class Rounds:
                 del round_.asks[state.member]
                 round_.grant(state.member)
                 self._out.append(Send(state.member, ReceiveGrant(ask.ask, round_.version)))
+
+    def _given_again(self, round_: Round, view: ReplicaView, latest: int) -> bool:
+        """Grant the version that all serve to ranks that ask for it again.
+
+        True: no other one may be opened, as a rank is still owed it.
+        """
+        version = round_.version
+        asking = [state for state in view.ranks if state.member in round_.asks and state.member in round_.again]
+        if asking and not round_.owed and version == latest:
+            round_.owed = {state.member for state in view.ranks}
+        for state in asking:
+            if state.member not in round_.owed:
+                continue
+            if version not in state.held:
+                round_.owed.clear()
+                break
+            round_.owed.discard(state.member)
+            round_.taken.add(state.member)
+            ask = round_.asks.pop(state.member)
+            self._out.append(Send(state.member, ReceiveGrant(ask.ask, version)))
+        return bool(round_.owed)
 
     @staticmethod
     def _in_progress(round_: Round, view: ReplicaView) -> bool:

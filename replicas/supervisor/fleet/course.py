@@ -25,6 +25,7 @@ from replicas.telemetry.events import StacksSaved
 __all__ = ["Course", "Owner", "new_turns"]
 
 TURN_S = 2.0
+DISK_AGAIN_S = 1.0
 _TURNS_FOR_EACH_CORE = 2
 
 
@@ -98,7 +99,7 @@ class Course:
                 if generation.started or generation.reports:
                     turn_over()
                 generation.press()
-                if self.hold_ups.remain(generation.remains):
+                if self.hold_ups.remain(generation.remains) or (generation.awaits and owner.life.state != "draining"):
                     owner.held_up()
         finally:
             turn_over()
@@ -113,10 +114,18 @@ class Course:
             return lambda: None
         owner, turn_over = self._owner, await _turn(turns)
         owner.life.launched(self._now())
+        while self.state == "waiting":
+            problem = self.generation.prepare(owner.group, owner.life.replica, owner.life.generation)
+            self.hold_ups.wait(f"waits for room on the disk of the state folder ({problem})" if problem else "")
+            if not problem:
+                break
+            turn_over()
+            await self._pause(DISK_AGAIN_S)
         if self.state != "waiting":
             return turn_over
+        owner.life.launched(self._now())
         try:
-            self.generation.start(owner.group, owner.life.replica, owner.life.generation)
+            self.generation.start()
             self.take("launched")
         except OSError as error:
             owner.fall(Cause("lost", f"a shim cannot be started: {error}"))

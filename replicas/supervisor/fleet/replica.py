@@ -27,7 +27,7 @@ from replicas.core.lives.ending import ASKED, ASKED_ACTIONS, LEAVING, UNWANTED, 
 from replicas.core.lives.leases import UNHEARD_S
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, RestartReason, after_exit
 from replicas.core.lives.restarts import Restarts, RestartVerdict
-from replicas.status import ReplicaStatus
+from replicas.status import ReplicaState, ReplicaStatus
 from replicas.supervisor.fleet.causes import Cause, Health
 from replicas.supervisor.fleet.course import Course, new_turns
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -37,6 +37,8 @@ from replicas.supervisor.state.run_state import SavedCause, ShimRecord
 __all__ = ["REQUESTED", "Replica"]
 
 REQUESTED = Cause("requested", "restart requested")
+_SILENT_S = 3.5
+"""A rank that is silent for longer is not said to be ready: others go on without it."""
 
 
 class Replica:
@@ -122,6 +124,25 @@ class Replica:
     def falling(self) -> bool:
         """Whether its generation is ending, and something of it may be left."""
         return self.life.alive and (self.life.state == "draining" or self.asked != "nothing")
+
+    @property
+    def state(self) -> ReplicaState:
+        """Its state for others: of one that is not heard nobody says that it is ready.
+
+        Its processes may be well, so that alone does not end them.
+        """
+        return "starting" if self.life.state == "ready" and self._silence else self.life.state
+
+    @property
+    def _silence(self) -> str:
+        """What is not heard of it while it is ready, in words; empty: all is."""
+        if self.life.state != "ready":
+            return ""
+        if unheard := self._generation.unheard:
+            return f"nothing is heard of node {', '.join(unheard)}"
+        view = self._health.view
+        age_s = view.heartbeat_age_s if view is not None else None
+        return f"nothing is heard of a rank for {age_s:.0f} s" if age_s is not None and age_s > _SILENT_S else ""
 
     @property
     def stuck(self) -> bool:
@@ -359,6 +380,7 @@ class Replica:
             due = waited and not self._waits_for
         if due:
             self._restarts.resumed()
+            self.life.generation = max(self.life.generation, self._host.starts.floor(*self._key))
             self._apply(event)
             self._begin(self._generation.nodes)
         return due
@@ -443,11 +465,13 @@ class Replica:
     def status(self, now: float) -> ReplicaStatus:
         life, nodes = self.life, self._generation.nodes
         view = self._health.view if life.state in ("starting", "ready") else None
-        reason = view.reason if view is not None else life.reason
+        reason = self._silence or (view.reason if view is not None else life.reason)
         if life.state == "pending" and self._waits_for:
-            reason = f"waits for {self._waits_for}"
+            reason = f"waits {self._waits_for}"
         elif life.state == "backoff" and self._waits_for:
-            reason = f"{reason}; waits for {self._waits_for}"
+            reason = f"{reason}; waits {self._waits_for}"
+        elif awaits := self._generation.awaits:
+            reason = f"{reason}; waits {awaits}"
         elif self._course.hold_ups.text and life.alive:
             reason = self._with_hold_ups()
         elif self._course.state == "syncing":
@@ -456,9 +480,9 @@ class Replica:
             name=life.name,
             group=life.group,
             replica=life.replica,
-            state=life.state,
+            state=self.state,
             generation=life.generation,
-            reason=_without_version(view) if life.state == "ready" else reason,
+            reason=_without_version(view) if self.state == "ready" else reason,
             pid=nodes[0].main_pid if nodes and life.alive else None,
             restarts=sum(life.restarts.values()),
             state_age_s=life.state_age_s(now),

@@ -39,6 +39,7 @@ from replicas.config.values import is_loopback
 from replicas.core.lives.placement import Need, Offer, Share, place
 from replicas.linux import smi
 from replicas.linux.cgroups import LIMITS, find_own, own_group
+from replicas.linux.files import kernel_lines
 from replicas.linux.helpers import interpreter
 from replicas.supervisor.state.run_state import SavedGroup
 
@@ -103,7 +104,7 @@ def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Mach
             cpus = min(cpus, max(1, int(quota) // int(period)))
     try:
         own = find_own()
-        controllers = (own / "cgroup.controllers").read_text().split()
+        controllers = kernel_lines(own / "cgroup.controllers")[0].split()
         missing = [name for name in LIMITS if name not in controllers]
         refused = f"{own} has no controller {' or '.join(missing)}; {_REMEDY}" if missing else ""
     except OSError as error:
@@ -169,7 +170,7 @@ def _cgroup_texts(name: str) -> Iterator[str]:
         return
     for folder in (own, *own.parents):
         with contextlib.suppress(OSError):  # the root has no limits, and a controller that is off has no file
-            yield (folder / name).read_text().strip()
+            yield kernel_lines(folder / name)[0]
 
 
 def machine_for(config: Config) -> Machine:
