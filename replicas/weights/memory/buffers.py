@@ -42,6 +42,7 @@ import torch
 from replicas.common.waits import locked
 from replicas.errors import NoCapacity, WorldError
 from replicas.linux import locks, seals
+from replicas.linux.scarce import SCARCE, limit
 from replicas.memory.beacon import own_door
 from replicas.memory.kept import Living, hold
 from replicas.messages import SlotPlace
@@ -234,6 +235,7 @@ class Buffer:
 
         :param to_copy: the user keeps nothing of it beyond the version's time, so that
             it may be refilled; where another process fills it, this changes nothing.
+        :raises NoCapacity: no descriptor is left here.
         :raises WorldError: this process cannot seal the file.
         """
         path = self.path
@@ -241,6 +243,9 @@ class Buffer:
             try:
                 seals.make_final(self._open_fd)
             except OSError as error:
+                if error.errno in SCARCE:
+                    why, remedy = limit(error)
+                    raise NoCapacity(f"the file of a version cannot be opened: {why}", hint=remedy) from error
                 text = f"the file of a version cannot be made read-only, so it is not handed out: {error}"
                 hint = "use tensors() or load_into(), which need no file, or run all processes of the host as one user"
                 raise WorldError(text, hint=hint) from error
@@ -274,6 +279,8 @@ class Buffer:
         """A copy-on-write view, uint8 of shape ``[nbytes]``; on a GPU a copy.
 
         Its content stays as it is while a tensor uses it, also after :meth:`close`.
+
+        :raises NoCapacity: a limit of this process or machine allows no more mappings.
         """
         fd = self._open_fd
         return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
