@@ -320,6 +320,8 @@ class Buffer:
             mapping.unpin()
         if fd < 0:
             return
+        if self._kept is not None and mapping is not None and mapping.kept is not None and seals.is_final(fd):
+            self._kept.drop(mapping.kept.inode)  # the owner closes this memory, which /proc may not show
         if self._locks_in == os.getpid():  # a forked child shares the locks, and must not release them
             locks.let_go(fd)
             if self.offered:

@@ -217,6 +217,17 @@ class KeptMappings:
                 ):
                     dropped.append(self._kept.pop(inode))
                     kept.kept = None
+        self._let_go(dropped)
+
+    def drop(self, inode: int) -> None:
+        """Drop a mapping whose file is never filled again."""
+        with self._lock:
+            found = self._kept.pop(inode, None)
+            if found is not None:
+                found.kept = None
+        self._let_go([found] if found is not None else [])
+
+    def _let_go(self, dropped: list[Mapping]) -> None:
         if any(one.pinned for one in dropped):  # the caller must not wait
             thread = threading.Thread(target=_unpin, args=(dropped,), name="replicas unpin", daemon=True)
             thread.start()
