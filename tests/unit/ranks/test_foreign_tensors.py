@@ -244,3 +244,26 @@ def test_targets_that_are_interleaved_or_one_the_other_transposed_are_written() 
     given = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     load_into({"a": square, "b": square.t()}, {"a": given, "b": given.t()})
     assert torch.equal(square, given)
+
+
+# ---------------------------------------------------------------- metadata()
+
+
+class Declared:
+    """An object whose ``metadata()`` says anything of its one tensor."""
+
+    def __init__(self, *shape: object) -> None:
+        self._shape = shape
+
+    def metadata(self) -> dict[str, object]:
+        return {"w": (torch.float32, self._shape)}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.ones(2)
+
+
+@pytest.mark.parametrize("extent", [-1, 2.7, "2", None, True, 2**70])
+def test_an_extent_is_a_whole_number(extent: object) -> None:
+    with pytest.raises(ManifestMismatch, match="'w'"):
+        Feed(Declared(extent)).plan()
+    assert Feed(Declared(torch.tensor(2))).plan() is not None
