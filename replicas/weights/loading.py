@@ -146,7 +146,7 @@ def _load_runs(
     if len(values) < len(manifest.tensors) or not set(map(type, values)).issubset(PLAIN):
         return False
     device = accelerator()
-    if device is not None and (device.owns(image) or any(map(device.owns, values))):
+    if device is not None and (device.owns(image) or any(map(device.owns, values))):  # type: ignore[arg-type]  # PLAIN holds tensors only
         return False
     found = places.kinds.look(values)  # type: ignore[arg-type]  # PLAIN holds tensors only
     if found is None or not found.runs.all():

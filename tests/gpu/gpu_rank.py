@@ -249,7 +249,7 @@ class _Rank:
             self.spoil(which, how)
             return pack(packer, *arguments, **named)
 
-        Packer.pack = late  # type: ignore[method-assign]  # for this call
+        Packer.pack = late  # type: ignore[method-assign,assignment]  # for this call
         try:
             self._channel.publish(self._weights).wait(WAIT_S)
         finally:

@@ -16,6 +16,7 @@ from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import Scratch, segments_of, write_segments
 from replicas.core.versions.manifest import segment_layout
 from replicas.errors import ManifestMismatch, UsageError
+from replicas.messages.bounds import shown
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import load_into
 from replicas.weights.memory.arena import Arena
@@ -267,3 +268,10 @@ def test_an_extent_is_a_whole_number(extent: object) -> None:
     with pytest.raises(ManifestMismatch, match="'w'"):
         Feed(Declared(extent)).plan()
     assert Feed(Declared(torch.tensor(2))).plan() is not None
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one], lambda one: {"a": (1, one)}])
+def test_a_freed_tensor_is_not_printed(wrap: Callable[[torch.Tensor], object]) -> None:
+    """torch's repr of it ends the process."""
+    assert "<" in shown(wrap(freed()))
+    assert shown([1, "a"]) == "[1, 'a']"
