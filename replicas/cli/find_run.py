@@ -256,8 +256,11 @@ class RunAddress:
         self.endpoint = endpoint
         self._token_file = token_file
         self._token: tuple[str, int | None] = ("", None)
+
+    @cached_property
+    def _folder(self) -> Path:
         try:
-            self._folder = state_home(absolute(Path()))
+            return state_home(absolute(Path()))
         except FileNotFoundError as error:
             raise UsageError("the current folder has been removed", hint="change into another one") from error
 

@@ -31,6 +31,7 @@ from replicas.core.channel import ChannelState
 from replicas.core.effects import Event
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.steps import number_in
+from replicas.linux import needs
 from replicas.messages import arguments
 from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown
 from replicas.messages.identity import Member
@@ -99,6 +100,7 @@ class Coordinator:
         routes: Sequence[BaseRoute] = (),
         live: Callable[[], bool] | None = None,
     ) -> None:
+        needs.check()
         self._shapes = {
             arguments.name("groups: a name", name): _shape(f"groups[{shown(name)}]", one)
             for name, one in _mapping("groups", groups).items()
@@ -467,7 +469,7 @@ def _port(what: str, port: object) -> int:
 
 
 def _read(what: str, form: Form, value: object) -> Any:
-    place = Place(Path.cwd(), (what,))
+    place = Place(Path(), (what,))
     found = form.read(place, value)
     if found is UNSET:
         raise errors.UsageError(place.problems[0][1])

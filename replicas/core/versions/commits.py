@@ -467,15 +467,17 @@ class Commits:
         """Go on without targets that are not ready in time, if others are.
 
         Late are those not ready after half of the time, or still reading the manifest
-        by then.
+        by then. In a later attempt those that were ready before have :data:`READY_S`.
         """
         transfer = publish.transfer
         if transfer is None or self._ground.config.on_lost == "raise":
             return
-        half = publish.moving_at + (publish.deadline - publish.moving_at) / 2
+        half = late = publish.moving_at + (publish.deadline - publish.moving_at) / 2
         if transfer.attempts > 1:
-            half = max(half, transfer.attempt.began_at + READY_S)
-        laggards = transfer.unready if now > half else transfer.slow_readers(half)
+            late = max(half, transfer.attempt.began_at + READY_S)
+        laggards = transfer.unready if now > late else transfer.slow_readers(late)
+        if now > half:
+            laggards |= transfer.silent
         others = laggards < transfer.needers or transfer.verified
         if laggards and others:
             waited = f"{now - publish.moving_at:.1f} s"
