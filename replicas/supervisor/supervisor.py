@@ -672,10 +672,14 @@ class Supervisor:
 
     def metrics_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
+        return self.metrics.render()[0]
+
+    def scrape(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in a format that ``accept`` asks for, and its Content-Type."""
         self._scrapes.append(time.monotonic())
         if self._ended is not None:
             self._seen_off.set()
-        return self.metrics.render()
+        return self.metrics.render(accept)
 
     def live(self) -> bool:
         """Whether the store is up, and the event loop lags by less than 10 s."""
@@ -699,7 +703,9 @@ class Supervisor:
         self._report(text)
 
     def told(self, transition: Transition, resume_in_s: float) -> None:
-        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs):
+        replica = self.fleet.replica(transition.group, transition.replica) if self._fleet is not None else None
+        here = replica is None or replica.here
+        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs if here else None):
             self._report(text)
 
     def emit(self, event: Event) -> None:

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from replicas.status import ReplicaStatus
 from tests.engines.world import World
 from tests.support.runs import eventually
 
@@ -52,7 +53,10 @@ def test_a_version_that_does_not_fit_is_refused_and_costs_the_server_nothing(
 ) -> None:
     world, before, good = served, served.processes(), served.committed
     world.publish(**misfit)
-    replica = lambda: world.run.status().groups[1].replicas[0]  # noqa: E731  # asked again and again
+
+    def replica() -> ReplicaStatus:
+        return world.run.status().groups[1].replicas[0]
+
     eventually(lambda: "was not loaded" in replica().reason, "the reason in the status", timeout_s=60)
     assert replica().state == "ready"
     assert world.loaded() == good
