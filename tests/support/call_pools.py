@@ -235,6 +235,7 @@ POOLS: dict[str, dict[str, Pool]] = {
         "adapter": ["a"],
         "deadline": [0.2],
         "hold": [False],
+        "check_finite": [True],
     },
     "Channel.fence": {"stream": []},
     "Channel.reserve": {"weights": [*WEIGHTS, *TENSORS], "dtype": [torch.bfloat16, float], "slots": [1, 2, 99]},

@@ -39,6 +39,7 @@ from replicas.messages.bounds import shown
 from replicas.supervisor import Supervisor
 from replicas.weights.memory.writable import WritableSlot
 from tests.support.call_pools import JUNK, MOVING, POOLS, SLOW, Drawn
+from tests.support.log_handlers import rogue_handlers
 
 __all__ = ["limit_s"]
 
@@ -343,7 +344,6 @@ def main(count: str, number: str = "", every: str = "1") -> None:
     die_with_parent(os.getppid(), signal.SIGKILL)
     faulthandler.enable()
     faulthandler.dump_traceback_later(limit_s(int(count)), exit=True)
-    logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     choose = random.Random(int(number) if number else 0)
     world, began = World(choose), time.monotonic()
@@ -354,6 +354,9 @@ def main(count: str, number: str = "", every: str = "1") -> None:
     names = sorted(POOLS)
     weights = [0.1 if name.startswith(SLOW) else 1.0 for name in names]
     done = 0
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    handlers = contextlib.ExitStack()
+    handlers.enter_context(rogue_handlers(int(number) if number else 0))
     try:
         for done in range(int(count)):
             if done % REJOIN_AFTER == 0:
@@ -372,6 +375,7 @@ def main(count: str, number: str = "", every: str = "1") -> None:
         over.set()
         stirrer.join()
         world.close()
+        handlers.close()
     print(f"{done + 1} calls in {time.monotonic() - began:.0f} s: {dict(world.told.most_common())}")
 
 
