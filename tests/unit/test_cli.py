@@ -22,6 +22,7 @@ import replicas
 from replicas.cli import client, render
 from replicas.cli import find_run as find
 from replicas.cli import main as cli
+from replicas.cli.base import Screen
 from replicas.config.values import size_text
 from replicas.control.commands import Answer
 from replicas.core import effects
@@ -468,6 +469,21 @@ def test_a_run_that_starts_is_not_one_that_does_not_run(folder: Path, capsys: py
     assert not find.RunAddress(folder / "grpo.toml").starting
     assert cli.main(["status", "grpo.toml"]) == 69
     assert "is not running" in capsys.readouterr().err
+
+
+def test_the_status_shows_steps_ages_open_updates_and_the_end() -> None:
+    status = a_status()
+    good, lost = status.groups[0].replicas
+    good = msgspec.structs.replace(good, reason="", open_s={"policy": 125.0, "quick": 1.0})
+    group = msgspec.structs.replace(status.groups[0], replicas=(good, lost))
+    channel = msgspec.structs.replace(status.channels[0], step=40, committed_at=time.time() - 7200.0)
+    screen = Screen(soft_wrap=True)
+    with screen.capture() as shown:
+        whole = msgspec.structs.replace(status, groups=(group,), channels=(channel,), exit_code=1)
+        screen.print(render.run_status(whole), width=200)
+    for words in ("12 (step 40)", "committed in 35 ms, 2h ago", "update of policy open for 2m 5s", "over, exit code 1"):
+        assert words in shown.get(), shown.get()
+    assert "quick" not in shown.get()
 
 
 def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
