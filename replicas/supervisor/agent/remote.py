@@ -77,7 +77,8 @@ class Invitation:
             raise errors.UsageError(
                 "an invitation is TOKEN@HOST:PORT", hint="`replicas token --join` prints that of a run"
             )
-        self.token, self.endpoint = arguments.token("the invitation's token", token), endpoint
+        self.token = arguments.token("the invitation's token", token)
+        self.endpoint = arguments.endpoint("the invitation's address", endpoint)
 
     def renew(self, token: str) -> None:
         """Use another token from now on."""
