@@ -3,6 +3,7 @@ columns."""
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -302,6 +303,19 @@ def test_the_state_folder_is_read_from_what_can_be_read(tmp_path: Path, text: st
 def test_python_m_supervisor_is_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.supervisor_main(["gone.toml"]) == 78
     assert capsys.readouterr().err == "replicas: gone.toml: 1 problem\n  cannot be read: No such file or directory\n"
+
+
+@pytest.mark.parametrize("words", [["check", "grpo.toml"], ["--help"], ["--version"]])
+def test_a_full_disk_behind_stdout_is_no_bug(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert cli.main(words) == 1
+        sys.stdout.close()
+        with contextlib.suppress(OSError):  # what is left in it
+            full.close()
+    assert capsys.readouterr().err == "replicas: standard output cannot be written: No space left on device\n"
 
 
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ file is then a page that tells how to open them, and all about locks stays the s
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import operator
@@ -57,6 +58,7 @@ _ALLOCATE_NBYTES = 64 << 20
 RESERVE_NBYTES = 32 << 20
 """Left free beside a large buffer, for its page tables and other processes."""
 
+_FSIZE_HINT = "this memory counts as a file: raise the limit of the size of files (ulimit -f unlimited)"
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _UNLIMITED_NBYTES = 1 << 60
 
@@ -141,7 +143,8 @@ class Buffer:
                 buffer._mapping = map_shared(buffer.fd, nbytes, check)
         except (OSError, ValueError) as error:
             buffer.close()
-            raise NoCapacity(f"{what} of {nbytes} bytes cannot be allocated: {error}") from error
+            hint = _FSIZE_HINT if isinstance(error, OSError) and error.errno == errno.EFBIG else None
+            raise NoCapacity(f"{what} of {nbytes} bytes cannot be allocated: {error}", hint=hint) from error
         except BaseException:
             buffer.close()
             raise
