@@ -52,9 +52,12 @@ def test_a_version_that_does_not_fit_is_refused_and_costs_the_server_nothing(
 ) -> None:
     world, before, good = served, served.processes(), served.committed
     world.publish(**misfit)
-    replica = lambda: world.run.status().groups[1].replicas[0]  # noqa: E731  # asked again and again
-    eventually(lambda: "was not loaded" in replica().reason, "the reason in the status", timeout_s=60)
-    assert replica().state == "ready"
+
+    def refusing() -> bool:
+        (replica,) = world.run.status().groups[1].replicas
+        return replica.state == "ready" and "was not loaded" in replica.reason
+
+    eventually(refusing, "the reason in the status", timeout_s=120)
     assert world.loaded() == good
     assert "Paris" in world.answer()
     told = world.publish(scale=0.0)["not_loaded"]
