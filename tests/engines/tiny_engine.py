@@ -112,7 +112,7 @@ class Engine:
             dtype="bfloat16",
             enforce_eager=True,
             max_model_len=128,
-            weight_transfer_config={"backend": "replicas"},  # type: ignore[arg-type]  # it takes a dict
+            weight_transfer_config={"backend": "replicas"},
         )
         executor: Any = self._llm.llm_engine.model_executor
         self.worker: Any = executor.driver_worker.worker.weight_transfer_engine

@@ -55,6 +55,18 @@ def test_a_step_that_is_repeated_gets_its_version_again(run: FakeRun) -> None:
     assert rollout.version == 3
 
 
+def test_a_member_that_can_share_no_memory_says_so_once_and_what_allows_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("replicas.channel.hub.find", lambda beacons: -1)
+    with FakeRun() as run:
+        run.join("trainer")
+        run.join("rollout")
+    told = [text for text in caplog.messages if "cannot share memory" in text]
+    assert len(told) == 2, "one for each member"
+    assert all("--network or --pid = host or container:NAME" in text for text in told)
+
+
 def test_virtual_targets_load_each_version(run: FakeRun) -> None:
     trainer, target = run.join("trainer"), run.target("rollout")
     for step in (1, 2):
