@@ -180,6 +180,8 @@ def size_problem(data: bytes, *, first: bool = False) -> str | None:
 
 def hello_problem(hello: wire.Hello) -> str | None:
     """Why this Hello is refused as malformed."""
+    if len(hello.proof) > bounds.NAME_LENGTH:
+        return "its proof is too long"
     for what in ("channel", "group", "incarnation"):
         if not bounds.is_name(getattr(hello, what)):
             return f"{what} {getattr(hello, what)[: bounds.NAME_LENGTH]!r} is no name"
@@ -188,8 +190,8 @@ def hello_problem(hello: wire.Hello) -> str | None:
     entries = max(len(hello.info), len(hello.nccl_env))
     if entries > bounds.INFO_ENTRIES or max(len(hello.held), len(hello.lent)) > _HELD:
         return "its info, NCCL variables or versions are too many"
-    if hello.beacon is not None and len(hello.beacon.nonce) > bounds.NAME_LENGTH:
-        return "the nonce of its beacon is too long"
+    if hello.beacon is not None and max(len(hello.beacon.nonce), len(hello.beacon.door)) > bounds.NAME_LENGTH:
+        return "the nonce or the door of its beacon is too long"
     if any(not 0 <= version < bounds.INTEGER_MAX for version in hello.lent):
         return "it has lent an invalid version number"
     if any(len(text) > bounds.INFO_LENGTH for pair in (*hello.info.items(), *hello.nccl_env.items()) for text in pair):

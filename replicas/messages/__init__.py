@@ -102,7 +102,7 @@ __all__ = [
     "encode_frame",
 ]
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of this protocol; a Hello with another one is refused."""
 
 

@@ -23,6 +23,7 @@ from replicas.messages import arguments
 from replicas.messages.bounds import plain, shown, text_of
 from replicas.weights.host_copies import Found, unusable
 from replicas.weights.layout import Entry, layout
+from replicas.weights.passes import with_passes
 from replicas.weights.tensors import PLAIN, Box, alias_of, dtype_name, is_castable, is_dtensor, local_box, why_unusable
 
 if TYPE_CHECKING:
@@ -102,9 +103,9 @@ class Ties:
 class Feed:
     """Walks a set of weights once, in order.
 
-    :param weights: a module, a mapping, an iterable of pairs, or an object with
-        ``metadata()`` and iteration; values are Tensor, DTensor, :class:`Shard`, or
-        None (skipped).
+    :param weights: a module, a mapping, an iterable of pairs, an object with
+        ``metadata()`` and iteration, or vLLM's ``WeightSource``; values are Tensor,
+        DTensor, :class:`Shard`, or None (skipped).
     :param mode: ``"image"``: DTensors are gathered, Shards refused. ``"parts"``: the
         rank's own pieces, no communication.
     :ivar finished: there is nothing left to drain.
@@ -121,7 +122,7 @@ class Feed:
         self.user_failed = False
         self.device = "cpu"
         self.sources: Found | None = None
-        self.weights = weights
+        self.weights = with_passes(weights, mode, Shard)
         self._known: dict[str, object] | None = None
         self._source: Iterator[Any] | None = None
         self._ties: Ties | None = None

@@ -253,10 +253,10 @@ async def test_no_memory_is_the_same_error_on_all_ranks(ranks: str, monkeypatch:
         acquire = Arena.acquire
         poor = trainers[0]._hub
 
-        def refuse(self: Arena, *args: Any) -> Any:
+        def refuse(self: Arena, *args: Any, **named: Any) -> Any:
             if self is poor.arena:
                 raise errors.NoCapacity("the slot of 1 TB cannot be allocated", hint="buy more")
-            return acquire(self, *args)
+            return acquire(self, *args, **named)
 
         monkeypatch.setattr(Arena, "acquire", refuse)
         walked: list[int] = []

@@ -30,7 +30,7 @@ from tests.support.runs import MARK, Run, eventually
 from tests.support.users import ATTACKER, VICTIM, as_user, folder_of, needs_users, python_environment
 
 LOOPBACK = "0100007F"
-FORKSERVER = re.compile(r"replicas-[0-9a-f]{32}")
+ABSTRACT = re.compile(r"replicas-[0-9a-f]{32}|replicas-door-[0-9a-f]{16}")
 
 LISTENERS: dict[tuple[str, str], str] = {
     ("supervisor", "tcp"): "pages that tell no secret for everybody, all else for the token",
@@ -41,6 +41,8 @@ LISTENERS: dict[tuple[str, str], str] = {
     ("launcher", "tcp"): "open: torch's store of the user's own job (MASTER_PORT)",
     ("sidecar", "tcp"): "open: Gloo, which knows no users",
     ("rank", "tcp"): "open: the user's own process groups",
+    ("rank", "abstract"): "the same user who knows the secret: both ends prove it, and peer credentials",
+    ("supervisor", "abstract"): "the same",
 }
 """Who can do what, by who listens and how."""
 
@@ -65,7 +67,7 @@ VARIABLES: dict[str, str] = {
     "REPLICAS_RUN": "plain",
     "REPLICAS_STATE_ID": "plain: what it is known by, not a key to anything",
     "REPLICAS_LOG_DIR": "a path",
-    "REPLICAS_SHIM": "plain: what it is known by",
+    "REPLICAS_SHIM": "SECRET",
     "REPLICAS_NONE": "plain: zeros, in whose place the forkserver's children get a mark",
     "REPLICAS_FORKSERVER": "SECRET",
     "REPLICAS_GROUP": "plain",
@@ -120,6 +122,8 @@ class Scene(NamedTuple):
         for process in self.processes:
             if "REPLICAS_FORKSERVER" in process.environment:
                 found.add(SocketAddress.parse(process.environment["REPLICAS_FORKSERVER"]).secret)
+            if "REPLICAS_GENERATION" in process.environment:
+                found.add(process.environment["REPLICAS_SHIM"])
         assert len(found) > 2
         assert all(len(secret) >= 16 for secret in found)
         return found
@@ -204,7 +208,7 @@ def test_every_listener_has_its_entry(scene: Scene) -> None:
         if one.family == "tcp":
             assert one.address == LOOPBACK, one
         elif one.family == "abstract":
-            assert FORKSERVER.fullmatch(one.name), one
+            assert ABSTRACT.fullmatch(one.name), one
         else:
             assert one.name == str(scene.run.state_dir / "control.sock")
 

@@ -39,6 +39,7 @@ from replicas.messages.bounds import shown
 from replicas.supervisor import Supervisor
 from replicas.weights.memory.writable import WritableSlot
 from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn, stir
+from tests.support.log_handlers import rogue_handlers
 
 __all__ = ["limit_s"]
 
@@ -66,6 +67,7 @@ BASE: dict[str, dict[str, Any]] = {
     "Coordinator": {"channels": CHANNELS},
     "Supervisor": {"config": {}},
     "Supervisor.scale": {"group": "idle", "replicas": 1},
+    "Supervisor.drain_node": {"node": "nowhere"},
     "Supervisor.restart": {"target": "nobody"},
     "Supervisor.drain": {"target": "nobody"},
     "Supervisor.reload": {"config": {}},
@@ -76,6 +78,7 @@ BASE: dict[str, dict[str, Any]] = {
     "Supervisor.drain_node": {"node": "nowhere"},
     "Update.load_into": {"model": {"w": torch.zeros(2)}},
     "Update.failed": {"error": "it does not load"},
+    "Update.refuse": {"error": "it does not load"},
     **{f"Channel.{kind}": {"tensors": torch.ones(2)} for kind in ("all_reduce", "all_gather")},
     **{f"Channel.{kind}": {"tensors": torch.ones(2), "src": "peer/1"} for kind in ("broadcast", "recv")},
     **{f"Channel.{kind}": {"tensors": torch.ones(2), "dst": "peer/1"} for kind in ("reduce", "gather", "send")},
@@ -324,7 +327,6 @@ def main(count: str, number: str = "", every: str = "1") -> None:
     die_with_parent(os.getppid(), signal.SIGKILL)
     faulthandler.enable()
     faulthandler.dump_traceback_later(limit_s(int(count)), exit=True)
-    logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     choose = random.Random(int(number) if number else 0)
     world, began = World(choose), time.monotonic()
@@ -335,6 +337,9 @@ def main(count: str, number: str = "", every: str = "1") -> None:
     names = sorted(POOLS)
     weights = [0.1 if name.startswith(SLOW) else 1.0 for name in names]
     done = 0
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    handlers = contextlib.ExitStack()
+    handlers.enter_context(rogue_handlers(int(number) if number else 0))
     try:
         for done in range(int(count)):
             if done % REJOIN_AFTER == 0:
@@ -353,6 +358,7 @@ def main(count: str, number: str = "", every: str = "1") -> None:
         over.set()
         stirrer.join()
         world.close()
+        handlers.close()
     print(f"{done + 1} calls in {time.monotonic() - began:.0f} s: {dict(world.told.most_common())}")
 
 

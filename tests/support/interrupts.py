@@ -45,6 +45,7 @@ from replicas import errors
 from replicas.channel import Channel
 from replicas.coordinator import Coordinator
 from tests.support.call_pools import MOVING, stir
+from tests.support.log_handlers import rogue_handlers
 from tests.support.runs import eventually
 
 __all__ = ["DEEDS", "Found", "Scene", "at_each_line", "at_random", "scene"]
@@ -301,7 +302,7 @@ DEEDS = (
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """A coordinator on a thread of its own, and members."""
+    """A coordinator on a thread of its own, and members; log handlers that raise."""
     config: dict[str, Any] = {
         "policy": {"sources": ["trainer"], "targets": ["rollout"], "deadline": "10s", "slots": 3},
         "outer": {"peers": ["peer"], "deadline": "10s"},
@@ -322,7 +323,8 @@ def scene() -> Iterator[Scene]:
     stirrer = threading.Thread(target=stir, args=(random.Random(0), over), daemon=True)
     stirrer.start()
     try:
-        yield found
+        with rogue_handlers():
+            yield found
     finally:
         over.set()
         stirrer.join()

@@ -11,7 +11,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
 from replicas.core.channel import WHOLE_VIEW
-from replicas.core.effects import MemberLost, ReplicaLoaded, Retried
+from replicas.core.effects import LoadFailed, MemberLost, ReplicaLoaded, Retried
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from tests.support.channel_world import SimMember, World, channel_config
@@ -363,14 +363,59 @@ def test_a_target_without_memory_is_left_behind_and_the_others_go_on() -> None:
     assert second.held == {1}
 
 
-def test_all_targets_without_memory_fail_the_publish() -> None:
+@pytest.mark.parametrize("says", ["at the offer", "while bytes move", "of its sidecar"])
+@pytest.mark.parametrize("targets", [1, 2])
+def test_targets_without_memory_are_lost_targets(targets: int, says: str) -> None:
+    """As if they had been killed: the trainer goes on."""
     world = World()
+    trainer = world.join("trainer/0/0")
+    sims = [world.join(f"rollout/{index}/0") for index in range(targets)]
+    full = wire.WireError("NoCapacity", "no memory")
+    publish(world, trainer)
+    for sim in sims:
+        sim.refuse, sim.stuck = (full, False) if says == "at the offer" else (None, True)
+    world.run()
+    for sim in sims if says != "at the offer" else ():
+        number = next(iter(sim.incoming))
+        lane = next(message.lane for message in reversed(sim.seen) if isinstance(message, wire.LaneForm))
+        late = wire.LaneFailed(lane, full) if says == "of its sidecar" else wire.TransferFailed(number, full)
+        sim.refuse = full
+        sim.outbox.append(late)
+        world.run()
+    receipt = trainer.verdicts[1].receipt
+    assert receipt is not None
+    assert receipt.reasons == dict.fromkeys([sim.member.name for sim in sims], "no memory")
+    for sim in sims:
+        sim.refuse, sim.stuck = None, False
+    world.advance(10.0)
+    assert [sim.held for sim in sims] == [{1}] * targets
+
+
+def test_a_version_that_no_target_has_room_for_is_no_commit_before_it_is_packed() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="b")
+    target.refuse = wire.WireError("NoCapacity", "no memory")
+    number = trainer.publish()
+    world.run()
+    trainer.stream(number)
+    world.run()
+    assert number not in trainer.verdicts
+    trainer.fill(number)
+    world.run()
+    assert trainer.verdicts[number].receipt is not None
+    assert world.decisions[0].digest == "digest-1"
+
+
+@pytest.mark.parametrize("changes", [{"on_lost": "raise"}, {"min_targets": 1}])
+def test_where_no_target_may_be_lost_the_error_names_who_has_no_memory(changes: dict[str, object]) -> None:
+    world = World(channel_config(**changes))
     trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
     target.refuse = wire.WireError("NoCapacity", "no memory")
     publish(world, trainer)
     world.run()
-    assert trainer.verdicts[1].error is not None
-    assert trainer.verdicts[1].error.kind == "NoCapacity"
+    error = trainer.verdicts[1].error
+    assert error is not None
+    assert (error.kind, error.message, error.members) == ("NoCapacity", "rollout/0/0: no memory", ("rollout/0/0",))
 
 
 def test_a_wrong_digest_is_never_committed() -> None:
@@ -454,7 +499,7 @@ def test_min_targets_lost_on_the_way() -> None:
     world.run()
     error = trainer.verdicts[1].error
     assert error is not None
-    assert error.message == "version 1 is not committed: 1 members hold it, min_targets = 2 replicas"
+    assert error.message == "version 1 is not committed: 1 of its members hold it, min_targets = 2 replicas"
     assert first.commits == []
     assert first.held == set()
 
@@ -563,6 +608,69 @@ def test_a_failed_load_makes_the_replica_partial_until_it_loads_again() -> None:
     world.run()
     assert target.granted == [1, 2]
     assert not world.state.rounds.of("rollout", 0).partial
+
+
+def refusing_world() -> tuple[World, SimMember, SimMember, SimMember]:
+    """A trainer, and two targets of which the second looks at what it is granted."""
+    world = World()
+    trainer, other, target = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
+    target.loads = False
+    publish(world, trainer)
+    for member in (other, target):
+        member.ask()
+    world.run()
+    target.look()
+    publish(world, trainer)
+    for member in (other, target):
+        member.ask()
+    world.run()
+    return world, trainer, other, target
+
+
+def test_a_replica_that_refuses_a_version_keeps_its_own_and_takes_the_next() -> None:
+    world, trainer, other, target = refusing_world()
+    target.keep_own("no weights for b")
+    target.ask()
+    world.run()
+    round_ = world.state.rounds.of("rollout", 1)
+    assert (round_.loaded, round_.partial, round_.failure) == (1, False, "version 2 was not loaded: no weights for b")
+    assert target.granted == [1], "it is not offered the same one again"
+    assert LoadFailed("policy", "rollout", 1, 2, "no weights for b", kept=True) in world.events
+    publish(world, trainer)
+    world.run()
+    target.look()
+    other.ask()
+    world.run()
+    assert target.granted == [1, 3]
+    assert (round_.loaded, round_.failure) == (3, "")
+
+
+def test_a_watch_of_a_refused_version_ends_with_the_reason_once_all_others_have_loaded_it() -> None:
+    world, trainer, other, target = refusing_world()
+    other.granted.clear()
+    world.state.receive(other.member, wire.LoadFailed(2, wire.WireError("SyncError", "half")), world.now)
+    target.keep_own("no weights for b")
+    trainer.outbox.append(wire.WatchLoaded(7, 2))
+    world.run()
+    assert not [m for m in trainer.seen if isinstance(m, wire.WatchEnd)]
+    other.ask()
+    world.run()
+    (end,) = [m for m in trainer.seen if isinstance(m, wire.WatchEnd)]
+    assert (end.watch, end.version) == (7, 2)
+    assert end.failed == {"rollout/1": "version 2 was not loaded: no weights for b"}
+
+
+def test_the_next_receipt_says_which_replicas_failed_to_load_and_why() -> None:
+    world, trainer, other, target = refusing_world()
+    target.keep_own("no weights for b")
+    world.state.receive(other.member, wire.LoadFailed(2, wire.WireError("SyncError", "half")), world.now)
+    receipts = []
+    for _ in range(2):
+        publish(world, trainer)
+        world.run()
+        receipts.append(trainer.verdicts[trainer.publishes].receipt)
+    found = [receipt.not_loaded for receipt in receipts if receipt is not None]
+    assert found == [{"rollout/0": "version 2: half", "rollout/1": "version 2: no weights for b"}, {}]
 
 
 def test_watching_for_loads() -> None:

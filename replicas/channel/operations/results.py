@@ -45,6 +45,7 @@ KEPT_RESULTS = 4
 """Operations of unknown outcome whose outputs are kept; the oldest is dropped first."""
 QUICK_NBYTES = 1 << 20
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _GATHERING = ("all_gather", "gather")
 
 
@@ -109,7 +110,8 @@ class OperationCall:
     @property
     def quick(self) -> bool:
         """Whether a hop to a worker thread would take longer than the write."""
-        return self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
+        small = self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
+        return small and all(type(one) in _PLAIN for one in self.inputs)  # others bring code of their own
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
         """Layout of participant ``me``'s output buffer; the targets must fit."""

@@ -18,7 +18,7 @@ import torch
 
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
-from replicas.channel.pending import Pending, Receipt
+from replicas.channel.pending import Pending, Receipt, SessionEnd
 from replicas.channel.versions.holdings import Holder
 from replicas.common import own_loop
 from replicas.core.versions.manifest import Manifest, PartManifest, check_size
@@ -48,7 +48,9 @@ class PublishJob:
     given_meta: InitVar[Meta | Callable[[], Mapping[str, Any]]]
     new_manifest: bool
     channel: InitVar[str]
+    session_end: InitVar[SessionEnd | None] = None
     hold: bool = True  # GPU tensors are copied on the caller's stream
+    check_finite: bool = False  # its values, before it is announced
     number: int = 0  # among the replica's publishes; 0 until it has begun
     version: int = 0  # as the coordinator numbered it; 0 until then
     late_meta: Callable[[], Mapping[str, Any]] | None = None  # makes ``meta``
@@ -73,7 +75,9 @@ class PublishJob:
     timer: asyncio.TimerHandle | None = None
     settling: asyncio.TimerHandle | None = None  # settles it if no verdict follows
 
-    def __post_init__(self, given_meta: Meta | Callable[[], Mapping[str, Any]], channel: str) -> None:
+    def __post_init__(
+        self, given_meta: Meta | Callable[[], Mapping[str, Any]], channel: str, session_end: SessionEnd | None
+    ) -> None:
         self.began = time.monotonic()
         self.deadline = self.began + self.deadline_s
         self.meta: Meta = {}
@@ -81,8 +85,8 @@ class PublishJob:
             self.late_meta = given_meta
         else:
             self.meta = given_meta
-        self.pending: Pending[Receipt] = Pending(f"publish on {channel}")
-        self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
+        self.pending: Pending[Receipt] = Pending(f"publish on {channel}", session_end)
+        self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}", session_end)
 
     def ask_meta(self) -> None:
         """Call the user's ``meta`` function after the walk; its exceptions pass."""
@@ -284,7 +288,7 @@ def _fetched(hub: Hub, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
     The slot has an owner when ``find`` returns: whatever the caller does, it comes
     back.
     """
-    room: Pending[Slot] = Pending(f"a slot of {hub.name}")
+    room: Pending[Slot] = hub.pending("a slot")
 
     async def look() -> None:
         try:
@@ -305,6 +309,7 @@ async def free_slot(
     check: Callable[[], object],
     text: str,
     phase: str = "wait",
+    alone: bool = True,
 ) -> Slot:
     """Session thread, which interrupts do not reach: a slot to fill with ``version``.
 
@@ -318,9 +323,9 @@ async def free_slot(
         hub.leases.sweep()
         hub.arena.release(version)
         if nbytes < PREPARED_NBYTES:  # its memory is allocated fast enough for this thread
-            slot = hub.arena.acquire(version, manifest)
+            slot = hub.arena.acquire(version, manifest, alone=alone)
         else:
-            slot = await asyncio.to_thread(hub.arena.acquire, version, manifest)
+            slot = await asyncio.to_thread(hub.arena.acquire, version, manifest, alone=alone)
         try:
             check()
         except BaseException:

@@ -47,10 +47,12 @@ that its predecessor had decided. A publish without a number simply begins again
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from replicas import errors
@@ -62,12 +64,16 @@ from replicas.core.versions.manifest import PartManifest
 from replicas.messages import Filled, Packed, PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of
 from replicas.weights.feed import Feed, Mode
+from replicas.weights.finite import not_finite
+from replicas.weights.memory.arena import Slot
 from replicas.weights.packing import Packing
 
 __all__ = ["Publisher"]
 
 LATE_S = 15.0
 """Extra time of a publish past its deadline, once a new coordinator knows of it."""
+NAMED = 3
+"""Tensors that an error names."""
 
 
 class Publisher(Part):
@@ -99,7 +105,7 @@ class Publisher(Part):
             self._fill(job, feed)
         except BaseException as error:
             users = feed.user_failed or job.user_failed or not isinstance(error, Exception)
-            self._hub.call(self._fill_failed, job, error, users)
+            self._hub.call(self._fill_failed, job, self._as_error(job, error, users=users))
             if users or not isinstance(error, Exception):
                 job.pending._told = True
                 raise
@@ -128,6 +134,13 @@ class Publisher(Part):
         manifest, packing = self._filling.fill(job, feed)
         job.ask_meta()
         hub.call(self._packing, job, manifest, self._filling.device(feed), packing, started, time.monotonic())
+
+    def _as_error(self, job: PublishJob, error: BaseException, *, users: bool) -> errors.ReplicasError:
+        """The failure for the session thread: here, as its text may run any code."""
+        if users:
+            text = f"the publishing code of {self._hub.member} raised {type(error).__name__}: {text_of(error)}"
+            return self._hub.error(errors.SyncError, text, phase="pack", members=[self._hub.member.name])
+        return as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None).exception()
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
         """The replica's common verdict, or our own error if none comes."""
@@ -194,7 +207,7 @@ class Publisher(Part):
         if not job.walked and job.failed is None:
             job.pending._told = True  # by the interrupt
             text = f"the publish on {self._hub.member} was interrupted"
-            self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"), False)
+            self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
     def _walked(self, job: PublishJob, device: str, pack_s: float) -> None:
         job.walked, job.pack_s = True, pack_s
@@ -269,6 +282,33 @@ class Publisher(Part):
         if error is not None:
             raise error
         job.digest, job.digest_s = done.result(), digest_s
+        if job.slot is not None and job.check_finite:
+            self._hub.spawn(self._check_finite(job, job.slot), f"values of version {job.version}")
+        else:
+            self._ready(job)
+
+    async def _check_finite(self, job: PublishJob, slot: Slot) -> None:
+        """Announce the version, or fail it: some values are not finite."""
+        hub, manifest = self._hub, job.manifest
+        assert manifest is not None
+        hub.arena.pin(slot)
+        try:
+            found = await asyncio.to_thread(not_finite, slot.data, manifest)
+            failure = _not_finite(hub, job.version, found) if found else None
+        except (OSError, RuntimeError, MemoryError) as error:
+            failure = as_wire_error(error, channel=hub.name, phase="pack", version=job.version).exception()
+        finally:
+            hub.arena.unpin(slot)
+        if failure is None:
+            self._ready(job)
+        elif job.slot is slot:
+            self._let_go(job, keep=False)
+            job.packed = False
+            if job.number in self._jobs:
+                self._say_failed(job, failure)
+
+    def _ready(self, job: PublishJob) -> None:
+        """All that Packed says is known."""
         if job.slot is None:  # it has ended meanwhile
             return
         if job.slot.image is not None:
@@ -314,17 +354,13 @@ class Publisher(Part):
         found = next((manifest for manifest in known if manifest.hash == manifest_hash), None)
         return found.encode() if found is not None else None
 
-    def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:
-        """Report a failed fill; the walk may go on. ``users``: user code raised."""
-        hub = self._hub
+    def _fill_failed(self, job: PublishJob, error: errors.ReplicasError) -> None:
+        """Report a failed fill; the walk may go on."""
         if job.walked:
             return  # the interrupt came after the last step: the publish goes on
         self._free(job)
         if job.number not in self._jobs:
             return
-        if users:
-            text = f"the publishing code of {hub.member} raised {type(error).__name__}: {text_of(error)}"
-            error = hub.error(errors.SyncError, text, phase="pack", members=[hub.member.name])
         self._say_failed(job, error)
 
     def _say_failed(self, job: PublishJob, error: BaseException) -> None:
@@ -443,3 +479,11 @@ class Publisher(Part):
         text = f"version {job.version} was discarded: it was not committed, and never will be"
         error = self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
         self._settle(job, error)
+
+
+def _not_finite(hub: Hub, version: int, found: Mapping[str, int]) -> errors.ReplicasError:
+    named = ", ".join(f"{name!r} ({count:,})" for name, count in islice(found.items(), NAMED))
+    more = f" and {len(found) - NAMED} tensors more" if len(found) > NAMED else ""
+    text = f"version {version} has values that are not finite, in {named}{more}"
+    hint = "the training has diverged; publish without check_finite to send it all the same"
+    return hub.error(errors.ManifestMismatch, text, version=version, phase="pack", hint=hint)

@@ -7,8 +7,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -24,13 +25,15 @@ from replicas.weights.memory.arena import Buffer, Slot
 
 __all__ = ["Update", "UpdateOwner"]
 
+_T = TypeVar("_T")
+
 
 class UpdateOwner(Protocol):
     """Receives the reports of an update."""
 
     def loaded(self, version: int, load_s: float) -> None: ...
 
-    def failed(self, version: int, error: BaseException) -> None: ...
+    def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None: ...
 
     def touched(self, version: int) -> None: ...
 
@@ -41,14 +44,15 @@ class Update:
     """The newest committed version, the same for all ranks of this replica.
 
     Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception
-    :meth:`failed`. Without a block call one of the two by hand. Tensors and
-    :attr:`path` are valid until the end of the block (or until that call): afterwards
-    the memory is reused for another version. Only one thread may use it at a time: a
+    :meth:`failed`. Without a block call one of the two by hand. Take tensors and
+    :attr:`path` before the end of the block (or before that call). What was read or
+    mapped until then stays as it is for as long as it is kept, and keeps memory of its
+    version. Only one thread may use it at a time: a
     second ``with`` block is refused while the first is open, and a :meth:`load_into`
     under way in another thread keeps the memory until it is done.
 
-    An update that was touched and then dropped without a report (an interrupt prevented
-    every report) counts as failed.
+    If you read from an update and drop it without leaving its ``with`` block or calling
+    :meth:`loaded` or :meth:`failed`, the load counts as failed.
 
     :ivar version: its number.
     :ivar meta: the publisher's ``meta``.
@@ -65,7 +69,7 @@ class Update:
         self.meta: Meta = meta
         self.digest = digest
         self.manifest: Manifest = manifest
-        self._path = "" if slot.buffer.device else slot.buffer.path
+        self._path = ""
         self._reads: deque[Event] = deque()
         self._owner = owner
         self._pid = os.getpid()
@@ -83,15 +87,35 @@ class Update:
 
     @property
     def path(self) -> str:
-        """The slot as a safetensors file, for engines that load from disk.
+        """The slot as a safetensors file, for engines that load from disk; read-only.
 
-        :raises replicas.errors.UsageError: the slot is in GPU memory (``staging =
-            "device"``).
+        Open it before the end of the block. Files are mostly mapped rather than read
+        (``load_file``, ``safe_open``, ``np.memmap``), in this process or another one:
+        such a mapping never changes, whatever is published later. So the memory is not
+        used for a later version, but freed when nothing has it mapped or open any more;
+        :attr:`path_to_copy` saves that.
+
+        :raises replicas.errors.UsageError: the update has ended, or the slot is in GPU
+            memory (``staging = "device"``).
+        :raises replicas.errors.WorldError: the kernel cannot make the file read-only.
         """
-        if self._path and self._outcome is not None:
+        return self._show(to_copy=False)
+
+    @property
+    def path_to_copy(self) -> str:
+        """:attr:`path`, for a reader that copies what it reads before the block ends.
+
+        The memory is then used for a later version: a mapping that is kept would show
+        that one. On a host that receives versions from another one it is the same as
+        :attr:`path`.
+        """
+        return self._show(to_copy=True)
+
+    def _show(self, *, to_copy: bool) -> str:
+        if self.ended and self._path:  # it was shown
             return self._path
-        slot = self._open_slot()
-        return self._path or slot.buffer.path
+        self._path = self._of_this(partial(self._open_slot().buffer.show, to_copy=to_copy))
+        return self._path
 
     @property
     def touched(self) -> bool:
@@ -153,9 +177,22 @@ class Update:
         The tensors are CPU views, private to this iteration: writing to one changes
         neither the slot nor the data of other processes. With ``staging = "device"``
         they are copies on the GPU, made one by one on the current stream.
+
+        :raises replicas.errors.NoCapacity: open files, address space or mappings are at
+            their limit, which is named; nothing was read.
         """
         buffer = self._open_slot().buffer
-        return self._copies(buffer) if buffer.device else iter(views(buffer.private(), self.manifest).items())
+        if buffer.device:
+            return self._copies(buffer)
+        return iter(views(self._of_this(buffer.private), self.manifest).items())
+
+    def _of_this(self, look: Callable[[], _T]) -> _T:
+        """Look into the memory; its errors are of this version."""
+        try:
+            return look()
+        except errors.WorldError as error:
+            error.version = self.version
+            raise
 
     def _copies(self, buffer: Buffer) -> Iterator[tuple[str, torch.Tensor]]:
         gpu = device_of(buffer.device)
@@ -181,14 +218,16 @@ class Update:
         :param model: a module, or a mapping of names to tensors.
         :raises replicas.errors.ManifestMismatch: names the misfit; ``model`` is
             unchanged.
+        :raises replicas.errors.NoCapacity: as of iterating; ``model`` is unchanged.
         :raises replicas.errors.UsageError: the update has ended.
         """
         load = Holder()
         try:
             slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
+            image = self._of_this(buffer.readable)
             sharing = slot.sharing  # the ranks mostly load at the same time
-            load_image(model, buffer.readable(), self.manifest, sharing=sharing, on_device=buffer.pin)
+            load_image(model, image, self.manifest, sharing=sharing, on_device=buffer.pin)
         finally:
             del load
             self._let_go()  # another thread may have ended the update meanwhile
@@ -225,19 +264,35 @@ class Update:
         :raises replicas.errors.UsageError: it was reported loaded before, or ``error``
             is neither an exception nor a text.
         """
+        self._end_without("failed", error)
+
+    def refuse(self, error: BaseException | str) -> None:
+        """Report that this rank loads nothing of this version, and keeps the one that
+        it has.
+
+        The replica goes on with that one, and the next receive waits for a newer
+        version. ``receipt.not_loaded``, ``channel.loaded()`` and the status say why.
+
+        :param error: why, an exception or a text.
+        :raises replicas.errors.UsageError: it was reported loaded or failed before, or
+            ``error`` is neither an exception nor a text.
+        """
+        self._end_without("refused", error)
+
+    def _end_without(self, outcome: str, error: BaseException | str) -> None:
         if not isinstance(error, (BaseException, str)):
             raise errors.UsageError(
-                f"failed: error must be an exception or a text, not {shown(error)}",
+                f"{outcome}: error must be an exception or a text, not {shown(error)}",
                 version=self.version,
                 hint="pass what the load raised",
             )
         self._check_process()
-        if not locked(self._lock, self._report, "failed"):
+        if not locked(self._lock, self._report, outcome):
             return
         if isinstance(error, str):
             error = errors.SyncError(error, version=self.version, phase="load", hint="")
         try:
-            self._owner.failed(self.version, error)
+            self._owner.failed(self.version, error, kept=outcome == "refused")
         finally:
             if not self._entered:
                 self._end()

@@ -106,8 +106,10 @@ class Transfer:
         """Members that got it over a lane."""
         self.unreached: set[Member] = set()
         """Members that no holder reaches."""
-        self.moved_nbytes = 0
+        self.moved_to: dict[str, int] = {}
+        """Bytes that were sent to each replica."""
         """Bytes of weights that went through process groups and were right."""
+        self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._received: set[Member] = set()
         """Verified members that got it over a lane."""
@@ -145,10 +147,20 @@ class Transfer:
 
     @property
     def unready(self) -> set[Member]:
-        """Members that wait for a slot, as far as is known here."""
-        if self.state == "offering":
-            return self.laggards
-        return set(self.attempt.mapping) if self._copies else self._readers & self.attempt.mapping
+        """Members that are to get a slot ready, or to map, and have not answered."""
+        if self.state == "probing":  # of the attempt that did not work
+            return set(self.attempt.movers) - self.attempt.ready
+        return self.laggards if self.state == "offering" else set(self.attempt.mapping)
+
+    @property
+    def silent(self) -> set[Member]:
+        """Those of them that have not answered in any attempt."""
+        return self.unready - self._answered
+
+    @property
+    def mute(self) -> bool:
+        """Whether none that needs it has answered, or asked for the manifest."""
+        return self.needers <= self.silent - self._readers
 
     @property
     def _readers(self) -> set[Member]:
@@ -276,6 +288,7 @@ class Transfer:
         attempt = self.attempt
         if transfer == attempt.number and self.state == "offering" and member in attempt.concerned:
             attempt.ready.add(member)
+            self._answered.add(member)
             self._go_if_ready(now)
 
     def lane_formed(self, lane: Lane, now: float) -> None:
@@ -363,12 +376,17 @@ class Transfer:
         if lent:
             self._received |= replies.keys()
 
+    @property
+    def moved_nbytes(self) -> int:
+        return sum(self.moved_to.values())
+
     def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
         """Record receivers, and count their bytes without locally copied parts."""
         for member in replies:
             owners = [self._ground.keeping.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
             places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
-            self.moved_nbytes += self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
+            nbytes = self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
+            self.moved_to[member.replica_name] = self.moved_to.get(member.replica_name, 0) + nbytes
         self._keep(replies, lent=True)
 
     def filled(self, now: float) -> None:
@@ -388,7 +406,16 @@ class Transfer:
             self._refuse(member, error)
             self.again("refused", now)
         else:
+            self._failed_with(error, {member} & self.needers, now)
+
+    def _failed_with(self, error: errors.ReplicasError, members: set[Member], now: float) -> None:
+        """Bytes do not move, as these members say: one without memory is left out."""
+        if not (isinstance(error, errors.NoCapacity) and members):
             self._failed_all_alive(error, now)
+            return
+        for member in members:
+            self._refuse(member, error)
+        self.again("refused", now)
 
     def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
         """Leave a member that could not map for the next attempt.
@@ -416,7 +443,7 @@ class Transfer:
         if self.over or not self.plan.lane:
             self.close_lane("failed")
         else:
-            self._failed_all_alive(error, now)
+            self._failed_with(error, {member for member in self.needers if member.name in error.members}, now)
 
     def lane_void(self, lane: Lane, now: float) -> None:
         self.again("store", now)
@@ -487,7 +514,8 @@ class Transfer:
 
     def _resume(self, now: float, reason: str) -> None:
         """Start the next attempt, if any member needs one."""
-        if not self.needers and (self.verified or self.kind == "catch_up" or self.refused):
+        ends = self.verified or self.kind == "catch_up" or self.refused
+        if not self.needers and ends and not self._without_any:
             self._end(None if self.verified else self._refusal(), now)
             return
         self._ground.retried(reason)
@@ -589,9 +617,22 @@ class Transfer:
 
     # ------------------------------------------------------------ ends
 
+    @property
+    def _without_any(self) -> bool:
+        """Whether all targets are without memory, and count as lost.
+
+        Not if the version must not do without any: it lies on the publisher's GPU.
+        """
+        short = all(isinstance(error, errors.NoCapacity | errors.InternalError) for error in self.refused.values())
+        drops = self.drops and not (self._copies or self._ground.roster.config.min_targets or self.verified)
+        return drops and short and set() < self.refused.keys() <= self.asked
+
     def _refusal(self) -> errors.ReplicasError:
-        if self.refused:
-            return next(iter(self.refused.values()))
+        for member, error in self.refused.items():
+            error.members = error.members or (member.name,)
+            if member.name not in error.message:
+                error.message = f"{member}: {error.message}"
+            return error
         return errors.PeersLost("no member needs it any more", version=self.payload.version, phase="transfer")
 
     def _no_holder(self) -> errors.ReplicasError:

@@ -24,6 +24,14 @@ of its lock, and those that hold a version which no responsive member still hold
 that is, left to them, and the slot gets another from the
 :class:`~replicas.weights.memory.pool.Pool`. The kernel does not report the end of a
 lock: to wait for a slot, poll.
+
+A buffer whose file was *shown* to a user (:meth:`Buffer.show`) is never filled again,
+as nothing says who still reads it: the slot gets another, and the kernel frees the old
+one when nothing has it mapped or open any more. :mod:`replicas.weights.memory.left`
+finds out, for logs and errors, who that is.
+
+Memory that its owner fills by itself is *closed to writers* before it is filled. A
+sidecar needs a mapping of its own, made before that: it gets other memory.
 """
 
 from __future__ import annotations
@@ -158,19 +166,24 @@ class Arena:
             return tuple(self._foreign)
 
     def prepare(self, nbytes: int, at_most: int | None = None) -> None:
-        """Allocate memory for the slots that lack it, in the background, if it fits."""
+        """Allocate memory for the slots that lack it, in the background, if it fits.
+
+        Slots whose memory was shown will lack it.
+        """
         with self._lock:
             lacking = [
-                slot._buffer is None or (slot.state == "free" and not _fits(slot, nbytes)) for slot in self._slots
+                slot._buffer is None or (slot.state == "free" and not _fits(slot, nbytes)) or slot._buffer.shown
+                for slot in self._slots
             ]
         self.pool.prepare(nbytes, sum(lacking) if at_most is None else min(sum(lacking), at_most))
 
-    def acquire(self, version: int, manifest: Manifest | PartManifest) -> Slot | None:
+    def acquire(self, version: int, manifest: Manifest | PartManifest, *, alone: bool = False) -> Slot | None:
         """Take a slot to fill with ``version``, its header written; None: all in use.
 
         Then try again every few hundredths of a second, for readers in other processes,
         and at each ``on_change``. It blocks only for memory that is being allocated.
 
+        :param alone: this process alone fills it, and no sidecar.
         :raises NoCapacity: its memory cannot be allocated; the slot stays free.
         """
         nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
@@ -185,7 +198,7 @@ class Arena:
             slot.state = SLOT.next(slot.state, "evicted" if dropped else "acquired")
             slot.version, slot.manifest, slot.digest, slot.pins = version, manifest, "", 0
         try:
-            self._fit(slot, nbytes)
+            self._fit(slot, nbytes, alone=alone)
         except BaseException:  # an interrupt must not lose the slot either
             self.free(slot)
             raise
@@ -345,7 +358,8 @@ class Arena:
             processes = {pid for buffer in retired for pid in locks.holders(buffer.place.inode)}
             who = f", held by {_processes(processes)}" if processes else ""
             text += f"; {len(retired)} older buffers are still mapped by readers{who}"
-        return text
+        left = self.pool.left.text()
+        return f"{text}; {left}" if left else text
 
     def close(self) -> None:
         """Free the memory of all slots; a filling or pinned one keeps it until done."""
@@ -362,13 +376,14 @@ class Arena:
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")
 
     def _choose(self, nbytes: int) -> Slot | None:
-        """A free slot, rather one that fits, or the oldest evictable; claimed."""
+        """A free slot, rather one that fits, or the oldest evictable."""
         free = sorted((slot for slot in self._slots if slot.state == "free"), key=lambda slot: not _fits(slot, nbytes))
         evictable = [
             slot
             for slot in self._slots
             if slot.state == "held" and not slot.pins and slot.version not in self.protected
         ]
+        shown: list[tuple[Slot, Buffer]] = []
         retirable: list[tuple[Slot, Buffer]] = []
         for slot in [*free, *sorted(evictable, key=lambda slot: slot.version)]:
             buffer = slot._buffer
@@ -377,19 +392,27 @@ class Arena:
             claim = buffer.claim()
             if claim == "claimed":
                 return slot
-            if claim == "in sight" or buffer.released:
+            if claim == "shown":
+                shown.append((slot, buffer))
+            elif claim == "in sight" or buffer.released:
                 retirable.append((slot, buffer))
+        for slot, buffer in shown:
+            slot._buffer = None
+            self.pool.leave(buffer)
+            return slot
         for slot, buffer in retirable:
             if self.pool.retire(buffer):
                 slot._buffer = None
                 return slot
         return None
 
-    def _fit(self, slot: Slot, nbytes: int) -> None:
+    def _fit(self, slot: Slot, nbytes: int, *, alone: bool) -> None:
         """Give the slot memory of exactly ``nbytes``, with its image's header."""
-        if not _fits(slot, nbytes):
+        if not _fits(slot, nbytes) or (not alone and slot.buffer.closed_to_writers):
             slot.drop_buffer()
-            slot._buffer = self.pool.take(nbytes, len(self._slots))
+            slot._buffer = self.pool.take(nbytes, len(self._slots), alone=alone)
+        if alone:
+            slot.buffer.close_to_writers()
         image = slot.image
         if image is not None and not slot.buffer.device:  # device memory cannot be read as a file
             header = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)

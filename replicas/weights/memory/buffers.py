@@ -10,11 +10,17 @@ later) and mapped at once (the first touch of a page is ten times slower than th
 Sidecars share it by its descriptor. Other members *open* it (:meth:`Buffer.open`)
 through ``/proc`` of a process that has it, read-only, with locks of their own. The
 library reads an opened buffer through :meth:`Buffer.readable`, which is never handed
-out; users read it through :meth:`Buffer.private`.
+out; users read it through :meth:`Buffer.private`, or as a file (:meth:`Buffer.show`).
+
+What users make of a file is unknown here: a mapping that outlives the version, in
+whatever process. Showing a file therefore *seals* it (:mod:`replicas.linux.seals`): no
+process can open it for writing any more, and its owner sees at the next claim that it
+must not be refilled, and leaves it to its readers. The seal is the kernel's, and
+outlives the reader that set it.
 
 The owner *claims* its buffer before it writes, and *offers* it when a version is
 complete in it. The next claim checks that the version has no holder and no mapping any
-more (:mod:`replicas.linux.locks`).
+more (:mod:`replicas.linux.locks`), and that the file was not shown.
 
 The bytes may be in GPU memory (:mod:`replicas.weights.devices.device_buffers`). The
 file is then a page that tells how to open them, and all about locks stays the same.
@@ -22,6 +28,7 @@ file is then a page that tells how to open them, and all about locks stays the s
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import operator
@@ -33,9 +40,13 @@ from typing import ClassVar, Literal, Protocol
 
 import torch
 
+from replicas.common.foreign import visible
 from replicas.common.waits import locked
-from replicas.errors import NoCapacity
-from replicas.linux import locks
+from replicas.errors import NoCapacity, WorldError
+from replicas.linux import locks, seals
+from replicas.linux.files import kernel_lines
+from replicas.linux.scarce import SCARCE, limit
+from replicas.memory.beacon import own_door
 from replicas.memory.kept import Living, hold
 from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import accelerator
@@ -47,10 +58,11 @@ _ALLOCATE_NBYTES = 64 << 20
 RESERVE_NBYTES = 32 << 20
 """Left free beside a large buffer, for its page tables and other processes."""
 
+_FSIZE_HINT = "this memory counts as a file: raise the limit of the size of files (ulimit -f unlimited)"
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _UNLIMITED_NBYTES = 1 << 60
 
-Claim = Literal["claimed", "held", "in sight"]
+Claim = Literal["claimed", "held", "in sight", "shown"]
 
 
 class AllocationStopped(Exception):  # not an error: the caller's ``stop`` asked for it
@@ -121,7 +133,7 @@ class Buffer:
     def _allocated(cls, nbytes: int, name: str, check: Callable[[], None], device: str) -> Buffer:
         what = f"the buffer {name!r}"
         check_capacity(nbytes, what)
-        buffer = cls(os.memfd_create(name[:200], os.MFD_CLOEXEC), nbytes)
+        buffer = cls(os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), nbytes)
         try:
             for start in range(0, nbytes, _ALLOCATE_NBYTES):
                 check()
@@ -131,7 +143,8 @@ class Buffer:
                 buffer._mapping = map_shared(buffer.fd, nbytes, check)
         except (OSError, ValueError) as error:
             buffer.close()
-            raise NoCapacity(f"{what} of {nbytes} bytes cannot be allocated: {error}") from error
+            hint = _FSIZE_HINT if isinstance(error, OSError) and error.errno == errno.EFBIG else None
+            raise NoCapacity(f"{what} of {nbytes} bytes cannot be allocated: {error}", hint=hint) from error
         except BaseException:
             buffer.close()
             raise
@@ -164,10 +177,14 @@ class Buffer:
 
         "claimed": it has no readers, and none can come from now on. Else nothing has
         changed: "held": a process holds its content; "in sight": a private mapping of
-        it may be alive in some process, this one included.
+        it may be alive in some process, this one included; "shown": its file was handed
+        out, so it must never be filled again.
         """
         if not locks.hold_exclusive(self._open_fd):
             return "held"
+        if self.shown:
+            locks.let_go(self.fd)
+            return "shown"
         try:
             in_sight = locks.marked(self.fd, locks.MAPPED)
         except OSError:  # no such locks: no other process can have mapped it; users here know until when they may read
@@ -196,18 +213,55 @@ class Buffer:
         """The place by which others of this host can open it."""
         fd = self._open_fd
         status = os.fstat(fd)
-        return SlotPlace(os.getpid(), fd, status.st_ino, status.st_size, self.serial, device=self.device)
+        door = "" if self.device else own_door()
+        return SlotPlace(os.getpid(), fd, status.st_ino, status.st_size, self.serial, device=self.device, door=door)
 
     @property
     def path(self) -> str:
         """Opens it as a file, while process and buffer live; UsageError on a GPU."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
+    @property
+    def shown(self) -> bool:
+        """Whether its file was handed out by any process, so that it stays as it is."""
+        return not self.device and seals.is_final(self._open_fd)
+
+    @property
+    def closed_to_writers(self) -> bool:
+        return not self.device and seals.is_closed_to_writers(self._open_fd)
+
+    def close_to_writers(self) -> None:
+        """Let no process map it for writing that has not done so; the owner has."""
+        if not self.device:
+            seals.close_to_writers(self._open_fd)
+
+    def show(self, *, to_copy: bool = False) -> str:
+        """:attr:`path`, for a user: read-only for all, and its bytes never change.
+
+        :param to_copy: the user keeps nothing of it beyond the version's time, so that
+            it may be refilled; where another process fills it, this changes nothing.
+        :raises NoCapacity: no descriptor is left here.
+        :raises WorldError: this process cannot seal the file.
+        """
+        path = self.path
+        if not (to_copy and self.closed_to_writers):
+            try:
+                seals.make_final(self._open_fd)
+            except OSError as error:
+                if error.errno in SCARCE:
+                    why, remedy = limit(error)
+                    raise NoCapacity(f"the file of a version cannot be opened: {why}", hint=remedy) from error
+                text = f"the file of a version cannot be made read-only, so it is not handed out: {error}"
+                hint = "use tensors() or load_into(), which need no file, or run all processes of the host as one user"
+                raise WorldError(text, hint=hint) from error
+        return path
+
     def tensor(self) -> torch.Tensor:
         """The shared bytes, uint8; ValueError if they are not writable or closed."""
-        if not self.writable:
-            raise ValueError("the buffer is the memory of somebody else: it can only be read")
-        return self.readable()
+        tensor = self.readable()
+        if not self.writable or (self._mapping is not None and self._mapping.read_only):
+            raise ValueError("the buffer is the memory of somebody else, or closed to writers: it can only be read")
+        return tensor
 
     def readable(self) -> torch.Tensor:
         """The shared bytes, uint8; writing to them, if not writable, is a SIGSEGV."""
@@ -218,7 +272,7 @@ class Buffer:
             fd = self._open_fd
             if not self.nbytes:
                 self._mapping = Mapping(torch.empty(0, dtype=torch.uint8))
-            elif self.writable:
+            elif self.writable and not self.closed_to_writers:
                 self._mapping = map_shared(fd, self.nbytes)
             elif self._kept is None or self._origin is None:
                 self._mapping = map_readable(fd, self.nbytes)
@@ -230,6 +284,8 @@ class Buffer:
         """A copy-on-write view, uint8 of shape ``[nbytes]``; on a GPU a copy.
 
         Its content stays as it is while a tensor uses it, also after :meth:`close`.
+
+        :raises NoCapacity: a limit of this process or machine allows no more mappings.
         """
         fd = self._open_fd
         return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
@@ -269,6 +325,8 @@ class Buffer:
             mapping.unpin()
         if fd < 0:
             return
+        if self._kept is not None and mapping is not None and mapping.kept is not None and seals.is_final(fd):
+            self._kept.drop(mapping.kept.inode)  # the owner closes this memory, which /proc may not show
         if self._locks_in == os.getpid():  # a forked child shares the locks, and must not release them
             locks.let_go(fd)
             if self.offered:
@@ -313,7 +371,7 @@ def check_capacity(nbytes: int, what: str) -> None:
 
 
 def _machine(proc: Path) -> Iterator[tuple[int, str]]:
-    for line in _read(proc / "meminfo").splitlines():
+    for line in _read(proc / "meminfo"):
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             yield int(rest.split()[0]) * 1024, "the machine's memory"
@@ -321,7 +379,7 @@ def _machine(proc: Path) -> Iterator[tuple[int, str]]:
 
 def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
     """Every memory limit from this process's cgroup to the root, versions 2 and 1."""
-    for line in _read(proc / "self/cgroup").splitlines():
+    for line in filter(None, _read(proc / "self/cgroup")):
         _, controllers, path = line.split(":", 2)
         limit_names: tuple[str, ...]
         if controllers == "":
@@ -334,12 +392,12 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
             continue
         folder = base / path.lstrip("/")
         for place in [folder, *folder.parents]:
-            usage = _read(place / usage_name).strip()
+            usage = _read(place / usage_name)[0]
             for name in limit_names:
-                limit = _read(place / name).strip()
+                limit = _read(place / name)[0]
                 if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED_NBYTES:
                     room = int(limit) - int(usage) + _reclaimable(place)
-                    group = "/" if place == base else f"/{place.relative_to(base)}"
+                    group = "/" if place == base else f"/{visible(str(place.relative_to(base)))}"
                     yield max(0, min(room, int(limit))), f"{name} of cgroup {group}"
             if place == base:
                 break
@@ -347,12 +405,13 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
 
 def _reclaimable(folder: Path) -> int:
     """Bytes of file cache: they count as used, but are freed on demand."""
-    fields = dict(line.split(None, 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+    fields = dict(line.split(None, 1) for line in _read(folder / "memory.stat") if " " in line)
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> list[str]:
+    """The lines of a text, of which there is one at least."""
     try:
-        return path.read_text()
+        return kernel_lines(path)
     except OSError:  # not every kernel or container has it; an unreadable limit is no limit
-        return ""
+        return [""]

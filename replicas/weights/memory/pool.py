@@ -11,26 +11,32 @@ needs a buffer while one is being allocated waits for that one.
 content. Once their locks are free they become spare again. Spare buffers beyond the
 number of slots without memory are kept for a while only: a reader that always keeps
 something of the previous version needs one for each version.
+
+Buffers whose files were shown are *left*: closed here, and freed by the kernel after
+their last reader.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
+from replicas.common.logs import Log
 from replicas.errors import NoCapacity, WorldError
 from replicas.weights.devices.accelerator import device_of
 from replicas.weights.memory.buffers import AllocationStopped, Buffer, available_nbytes
+from replicas.weights.memory.left import Left
 
 __all__ = ["PREPARED_NBYTES", "SPARE_BEATS", "Pool"]
 
-logger = logging.getLogger("replicas.weights")
+logger = Log("replicas.weights")
 
 PREPARED_NBYTES = 1 << 20
 """Smaller buffers are not preallocated: they cost next to nothing."""
 SPARE_BEATS = 8
 """For how many versions a buffer that no slot needs is kept."""
+WORKER_LOOKED_AT_S = 1.0
+"""How often who waits for memory that is being made checks that its thread lives."""
 
 
 class Pool:
@@ -40,6 +46,7 @@ class Pool:
     :param retired: how many buffers may be left to their readers at a time.
     :param device: UUID of the GPU for the bytes; empty: host memory.
     :ivar pinning: pin preallocated host memory.
+    :ivar left: closed buffers whose files were shown.
     """
 
     def __init__(self, name: str, retired: int, device: str = "") -> None:
@@ -57,6 +64,7 @@ class Pool:
         self._made = 0
         self._warned: set[int] = set()
         self._closed = False
+        self.left = Left(name, retired)
 
     def prepare(self, nbytes: int, count: int) -> None:
         """Allocate up to ``count`` spare buffers in the background, if they fit."""
@@ -102,15 +110,19 @@ class Pool:
                     self._spare.append((buffer, self._beats))
                 self._changed.notify_all()
 
-    def take(self, nbytes: int, slots: int) -> Buffer:
-        """A claimed buffer for one of ``slots`` slots; NoCapacity: no memory."""
+    def take(self, nbytes: int, slots: int, *, alone: bool = False) -> Buffer:
+        """A claimed buffer for one of ``slots`` slots; NoCapacity: no memory.
+
+        :param alone: it may be closed to writers.
+        """
         with self._changed:
             self._warn(nbytes, slots)
             while True:
-                found = self._take_spare(nbytes)
-                if found is not None or self._worker is None or self._nbytes != nbytes or not self._missing():
+                found = self._take_spare(nbytes, alone=alone)
+                coming = self._worker is not None and self._worker.is_alive() and self._nbytes == nbytes
+                if found is not None or not coming or not self._missing():
                     break
-                self._changed.wait()  # notified for each buffer that is made or fails
+                self._changed.wait(WORKER_LOOKED_AT_S)  # notified for each buffer that is made or fails
             if nbytes == self._nbytes and self._wanted:
                 self._wanted -= 1
         if found is None:
@@ -119,11 +131,9 @@ class Pool:
             except NoCapacity:
                 with self._changed:
                     spares, self._spare = self._spare, []
-                if not spares:
-                    raise
                 for buffer, _ in spares:
                     buffer.close()
-                found = self._allocate(nbytes)
+                found = self._allocate_last(nbytes)
             found.claim()
         return found
 
@@ -135,6 +145,11 @@ class Pool:
                 return False
             self._retired.append(buffer)
             return True
+
+    def leave(self, buffer: Buffer) -> None:
+        """Close a buffer that was shown: the kernel frees it after its last reader."""
+        self.left.add(buffer.place.inode, buffer.nbytes)
+        buffer.close()
 
     def beat(self, bare: int) -> None:
         """Count a version: reclaim retired buffers; close old spares, but ``bare``."""
@@ -168,18 +183,34 @@ class Pool:
             name = f"{self._name}-{self._made}"
         return Buffer.allocate(nbytes, name, stop=stop, device=self.device)
 
-    def _take_spare(self, nbytes: int) -> Buffer | None:
+    def _allocate_last(self, nbytes: int) -> Buffer:
+        """Allocate, or say in the error which readers keep memory."""
+        try:
+            return self._allocate(nbytes)
+        except NoCapacity as error:
+            left = self.left.text()
+            if not left:
+                raise
+            raise NoCapacity(f"{error.message}; {left}", hint=error.hint) from error
+
+    def _take_spare(self, nbytes: int, *, alone: bool) -> Buffer | None:
         self._sweep()
         for spare in self._spare:
             buffer = spare[0]
-            if buffer.nbytes == nbytes and buffer.claim() == "claimed":
+            if buffer.nbytes != nbytes or (not alone and buffer.closed_to_writers):
+                continue
+            if buffer.claim() == "claimed":
                 self._spare.remove(spare)
                 return buffer
         return None
 
     def _sweep(self) -> None:
         for buffer in list(self._retired):
-            if buffer.claim() == "claimed":  # for good: no process can open it any more
+            claim = buffer.claim()
+            if claim == "shown":
+                self._retired.remove(buffer)
+                self.leave(buffer)
+            elif claim == "claimed":  # for good: no process can open it any more
                 self._retired.remove(buffer)
                 self._spare.append((buffer, self._beats))
                 self._changed.notify_all()

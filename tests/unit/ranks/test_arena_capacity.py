@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -36,6 +37,16 @@ def test_too_much_memory_is_a_clear_error_beforehand() -> None:
         Buffer.allocate(available * 2, "weights")
 
 
+def test_the_limit_of_the_size_of_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(NoCapacity, match=r"File too large \(this memory counts as a file: .*ulimit -f unlimited"):
+            Buffer.allocate(2 << 20, "weights")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_the_tightest_limit_counts(tmp_path: Path) -> None:
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
@@ -49,6 +60,10 @@ def test_the_tightest_limit_counts(tmp_path: Path) -> None:
     (groups / "pod/memory.current").write_text("4000000\n")
     (groups / "pod/memory.stat").write_text("anon 3\ninactive_file 100000\nactive_file 50000\n")
     assert available_nbytes(proc=proc, cgroup_root=groups) == (1150000, "memory.max of cgroup /pod")
+    odd = groups / os.fsdecode(b"\xff")
+    (groups / "pod").rename(odd)
+    (proc / "self/cgroup").write_bytes(b"0::/\xff/box\n")
+    assert available_nbytes(proc=proc, cgroup_root=groups) == (1150000, r"memory.max of cgroup /\udcff")
 
 
 def test_slowing_down_counts_as_a_limit(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Processes that have a memfd mapped, for logs and error texts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterable
+from pathlib import Path
+
+from replicas.linux.processes import processes
+
+__all__ = ["mappers", "named"]
+
+
+def mappers(inodes: Container[int]) -> dict[int, set[int]]:
+    """The memfds with these inodes that visible processes of this user map, by pid.
+
+    It reads the list of mappings of each process: a millisecond for a large one.
+    """
+    found: dict[int, set[int]] = {}
+    for pid in processes():
+        with contextlib.suppress(OSError), Path(f"/proc/{pid}/maps").open("rb") as maps:  # another user's, or over
+            mapped = {int(line.split(None, 5)[4]) for line in maps if b"/memfd:" in line}
+            if ours := {inode for inode in mapped if inode in inodes}:
+                found[pid] = ours
+    return found
+
+
+def named(pids: Iterable[int]) -> str:
+    """For example "processes 12 (vllm), 34 (python3)"."""
+    texts = [f"{pid} ({name})" if (name := _name(pid)) else str(pid) for pid in sorted(pids)]
+    return f"process{'' if len(texts) == 1 else 'es'} {', '.join(texts)}"
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
+    return ""

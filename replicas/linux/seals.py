@@ -1,0 +1,58 @@
+"""Seals on shared memory: who may still write it. A seal is never removed.
+
+``F_SEAL_FUTURE_WRITE`` refuses ``write`` and every new writable mapping, to root and
+the owner, too, while the writable mappings that exist go on: the memory is *closed to
+writers*. ``F_SEAL_SEAL`` says nothing about writing. It serves as a mark that no death
+of a process removes: the memory is *final*, and its owner never fills it again. Sealed
+files keep their size, as a shorter one would kill its readers by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+
+from replicas.linux.files import reopen
+
+__all__ = ["close_to_writers", "is_closed_to_writers", "is_final", "make_final"]
+
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1; the fcntl module has no name for it
+_CLOSED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _FUTURE_WRITE
+_FINAL = _CLOSED | fcntl.F_SEAL_SEAL
+
+
+def is_closed_to_writers(fd: int) -> bool:
+    return _has(fd, _FUTURE_WRITE)
+
+
+def is_final(fd: int) -> bool:
+    return _has(fd, fcntl.F_SEAL_SEAL)
+
+
+def close_to_writers(fd: int) -> None:
+    """Close a memfd of this process to new writers, where the kernel can."""
+    if not is_closed_to_writers(fd):
+        with contextlib.suppress(OSError):  # then the file is sealed when it is shown, or not shown
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _CLOSED)
+
+
+def make_final(fd: int) -> None:
+    """Close the memfd to new writers, for good; ``fd`` may be open for reading only.
+
+    :raises OSError: it belongs to another user, or the kernel cannot do it.
+    """
+    if is_final(fd):
+        return
+    writable = reopen(fd, os.O_RDWR)
+    try:
+        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, _FINAL)
+    except PermissionError:  # another reader was faster
+        if not is_final(fd):
+            raise
+    finally:
+        os.close(writable)
+
+
+def _has(fd: int, seal: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seal)
