@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +23,7 @@ from replicas import errors
 from replicas.control.log_files import Selection
 from replicas.coordinator import GroupShape
 
-__all__ = ["JUNK", "MOVING", "POOLS", "SLOW", "Drawn", "unknown"]
+__all__ = ["JUNK", "MOVING", "POOLS", "SLOW", "Drawn", "stir", "unknown"]
 
 
 class Raising:
@@ -80,7 +82,25 @@ def fake() -> torch.Tensor:
 
 MOVING = [torch.ones(2), torch.ones(3), torch.nn.Parameter(torch.ones(2)), torch.ones(1 << 18)]
 """Another thread frees, resizes and replaces their memory all the time
-(:func:`tests.support.calls.stir`)."""
+(:func:`stir`)."""
+
+
+def stir(choose: random.Random, over: threading.Event) -> None:
+    """Free, shrink, enlarge and replace the memory of tensors that are drawn, as
+    offloading, sleep modes and EMA swaps do, in a thread."""
+    shapes = [one.shape for one in MOVING]
+    while not over.wait(choose.uniform(0, 0.002)):
+        number = choose.randrange(len(MOVING))
+        one, storage = MOVING[number], MOVING[number].untyped_storage()
+        match choose.randrange(5):
+            case 0:
+                storage.resize_(0)
+            case 1:
+                storage.resize_(choose.choice((4, 4096, 1 << 21)))
+            case 2:
+                one.data = one.data.half() if one.dtype is torch.float32 and storage.nbytes() >= one.nbytes else one
+            case _:
+                one.data = torch.ones(shapes[number])
 
 
 def walk(*steps: object) -> Iterator[object]:

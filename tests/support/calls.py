@@ -38,7 +38,7 @@ from replicas.linux.processes import die_with_parent
 from replicas.messages.bounds import shown
 from replicas.supervisor import Supervisor
 from replicas.weights.memory.writable import WritableSlot
-from tests.support.call_pools import JUNK, MOVING, POOLS, SLOW, Drawn
+from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn, stir
 from tests.support.log_handlers import rogue_handlers
 
 __all__ = ["limit_s"]
@@ -75,6 +75,7 @@ BASE: dict[str, dict[str, Any]] = {
     "Supervisor.stacks": {"target": "nobody"},
     "Supervisor.reset_failed": {"target": "nobody"},
     "Supervisor.doctor": {"node": "nowhere"},
+    "Supervisor.drain_node": {"node": "nowhere"},
     "Update.load_into": {"model": {"w": torch.zeros(2)}},
     "Update.failed": {"error": "it does not load"},
     "Update.refuse": {"error": "it does not load"},
@@ -86,24 +87,6 @@ BASE: dict[str, dict[str, Any]] = {
     "Channel.barrier": {},
 }
 COLLECTIVES = {name for name in BASE if "deadline" in POOLS.get(name, {}) and "step" in POOLS[name]}
-
-
-def stir(choose: random.Random, over: threading.Event) -> None:
-    """Free, shrink, enlarge and replace the memory of tensors that are drawn, as
-    offloading, sleep modes and EMA swaps do, in a thread."""
-    shapes = [one.shape for one in MOVING]
-    while not over.wait(choose.uniform(0, 0.002)):
-        number = choose.randrange(len(MOVING))
-        one, storage = MOVING[number], MOVING[number].untyped_storage()
-        match choose.randrange(5):
-            case 0:
-                storage.resize_(0)
-            case 1:
-                storage.resize_(choose.choice((4, 4096, 1 << 21)))
-            case 2:
-                one.data = one.data.half() if one.dtype is torch.float32 and storage.nbytes() >= one.nbytes else one
-            case _:
-                one.data = torch.ones(shapes[number])
 
 
 def limit_s(count: int) -> float:
