@@ -38,7 +38,8 @@ from replicas.linux.processes import die_with_parent
 from replicas.messages.bounds import shown
 from replicas.supervisor import Supervisor
 from replicas.weights.memory.writable import WritableSlot
-from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn
+from tests.support.call_pools import JUNK, MOVING, POOLS, SLOW, Drawn
+from tests.support.log_handlers import rogue_handlers
 
 __all__ = ["limit_s"]
 
@@ -85,6 +86,24 @@ BASE: dict[str, dict[str, Any]] = {
     "Channel.barrier": {},
 }
 COLLECTIVES = {name for name in BASE if "deadline" in POOLS.get(name, {}) and "step" in POOLS[name]}
+
+
+def stir(choose: random.Random, over: threading.Event) -> None:
+    """Free, shrink, enlarge and replace the memory of tensors that are drawn, as
+    offloading, sleep modes and EMA swaps do, in a thread."""
+    shapes = [one.shape for one in MOVING]
+    while not over.wait(choose.uniform(0, 0.002)):
+        number = choose.randrange(len(MOVING))
+        one, storage = MOVING[number], MOVING[number].untyped_storage()
+        match choose.randrange(5):
+            case 0:
+                storage.resize_(0)
+            case 1:
+                storage.resize_(choose.choice((4, 4096, 1 << 21)))
+            case 2:
+                one.data = one.data.half() if one.dtype is torch.float32 and storage.nbytes() >= one.nbytes else one
+            case _:
+                one.data = torch.ones(shapes[number])
 
 
 def limit_s(count: int) -> float:
@@ -323,15 +342,21 @@ def _is_large(value: Any) -> bool:
 def main(count: str, number: str = "", every: str = "1") -> None:
     """``every``: after so many calls the next version must be committed."""
     die_with_parent(os.getppid(), signal.SIGKILL)
+    faulthandler.enable()
     faulthandler.dump_traceback_later(limit_s(int(count)), exit=True)
-    logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     choose = random.Random(int(number) if number else 0)
     world, began = World(choose), time.monotonic()
     world.start()
+    over = threading.Event()
+    stirrer = threading.Thread(target=stir, args=(random.Random(choose.random()), over), daemon=True)
+    stirrer.start()
     names = sorted(POOLS)
     weights = [0.1 if name.startswith(SLOW) else 1.0 for name in names]
     done = 0
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    handlers = contextlib.ExitStack()
+    handlers.enter_context(rogue_handlers(int(number) if number else 0))
     try:
         for done in range(int(count)):
             if done % REJOIN_AFTER == 0:
@@ -347,7 +372,10 @@ def main(count: str, number: str = "", every: str = "1") -> None:
         raise
     finally:
         faulthandler.dump_traceback_later(60, exit=True)
+        over.set()
+        stirrer.join()
         world.close()
+        handlers.close()
     print(f"{done + 1} calls in {time.monotonic() - began:.0f} s: {dict(world.told.most_common())}")
 
 

@@ -44,6 +44,7 @@ import replicas
 from replicas import errors
 from replicas.channel import Channel
 from replicas.coordinator import Coordinator
+from tests.support.log_handlers import rogue_handlers
 from tests.support.runs import eventually
 
 __all__ = ["DEEDS", "Found", "Scene", "at_each_line", "at_random", "scene"]
@@ -288,7 +289,7 @@ DEEDS = (
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """A coordinator on a thread of its own, and members."""
+    """A coordinator on a thread of its own, and members; log handlers that raise."""
     config: dict[str, Any] = {
         "policy": {"sources": ["trainer"], "targets": ["rollout"], "deadline": "10s", "slots": 3},
         "outer": {"peers": ["peer"], "deadline": "10s"},
@@ -306,7 +307,8 @@ def scene() -> Iterator[Scene]:
     assert ready.wait(60)
     found = Scene(box["coordinator"])
     try:
-        yield found
+        with rogue_handlers():
+            yield found
     finally:
         found.close()
         box["loop"].call_soon_threadsafe(box["stop"].set)
