@@ -38,7 +38,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-cluster test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-nodes chaos-tree scene coverage gpu gpu-wheels test-engines demo-llm check format bench \
+.PHONY: help demo demo-cluster test test-all test-third test-lowest test-versions unit integration properties chaos chaos-links chaos-nodes chaos-tree scene coverage gpu gpu-wheels test-engines demo-llm check format bench \
 	bench-engines bench-peers diagrams docs-reference clean
 
 help: ## show this list
@@ -81,6 +81,12 @@ test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 50 
 	@FRAMES=1000 $(PYTEST) $(SIDE_BY_SIDE) --timeout 600 tests/integration tests/gpu
 	@$(PYTEST) tests/chaos
 	@$(MAKE) --no-print-directory test-engines
+
+# Of the slow suites, what fits into an hour beside all else: the third of their files that is THIRD's turn.
+test-third: $(VENV)/.dev
+	@$(PYTEST) $(SIDE_BY_SIDE) --timeout 600 --third $(THIRD) $(SLICE:%=--ignore tests/integration/test_%.py) tests/integration tests/gpu
+	@$(PYTEST) tests/chaos
+	@$(MAKE) --no-print-directory test-engines ARGS="--third $(THIRD)"
 
 # The lowest torch that pyproject.toml allows comes from PyPI with 4 GB of CUDA. Where those are too many, name a build for
 # the CPU (.ci/run takes the pinned one): make test-lowest LOWEST_TORCH=2.10.0+cpu PIP_EXTRA_INDEX_URL=URL-of-such-builds
@@ -131,7 +137,7 @@ scene: $(VENV)/.dev ## a training run under an operator who does anything at any
 coverage: $(VENV)/.dev ## branch coverage of the pure core by unit and property tests; fails below what is reached
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
 	@$(COVERED) -m pytest -q --ignore tests/unit/ranks tests/unit
-	@for machine in channel:200 peers:150 raising_peers:60; do \
+	@for machine in channel:200 lives:100 peers:150 raising_peers:60; do \
 	  $(COVERED) -m tests.support.properties $${machine%%:*} $${machine##*:} || exit; done
 	@$(BIN)/coverage combine -q --data-file $(COVERAGE)/all $(COVERAGE)/data.*
 	@$(BIN)/coverage report --data-file $(COVERAGE)/all --show-missing --skip-covered --fail-under $(COVERAGE_REACHED)

@@ -4,6 +4,8 @@ the package works, and copies slower."""
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,20 @@ class StreamingCopies(BuildHookInterface):
             return
         build_data["artifacts"].append(str(LIBRARY))
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = f"py3-none-{platform_tag((root / LIBRARY).read_bytes())}"
+
+
+def platform_tag(library: bytes) -> str:
+    """The platforms on which the library can be loaded, as PEP 600 names them.
+
+    It needs nothing but glibc, of the newest release among those that its symbols name:
+    here that of 2014, whatever release it was linked with.
+    """
+    machine = sysconfig.get_platform().removeprefix("linux-").replace("-", "_")
+    needs = [(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)]
+    if not needs or platform.libc_ver()[0] != "glibc":
+        return f"linux_{machine}"
+    return "manylinux_{}_{}_{}".format(*max((2, 17), *needs), machine)
 
 
 def compiled(source: Path, library: Path) -> bool:
@@ -39,7 +54,7 @@ def compiled(source: Path, library: Path) -> bool:
     if compiler is None or not sys.platform.startswith("linux"):
         return False
     fresh = library.with_suffix(f".{os.getpid()}")
-    command = [compiler, "-O2", "-std=gnu11", "-shared", "-fPIC", "-o", str(fresh), str(source)]
+    command = [compiler, "-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-o", str(fresh), str(source)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
         fresh.rename(library)

@@ -16,6 +16,8 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
+from replicas.linux.helpers import TORCHRUN
+from replicas.linux.processes import MARK
 
 __all__ = [
     "ACCELERATOR",
@@ -88,7 +90,7 @@ other variable of the supervisor's own environment with this prefix.
 """
 
 _TORCHRUN_NAMES = frozenset({"RANK", "WORLD_SIZE"})
-_TORCHRUN_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_TORCHRUN_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", TORCHRUN)
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +108,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: Path | None = None
     rank: int | None = None
     world_size: int | None = None
+    mark: str = ""
+    """Of the shim under which it runs; a secret, as it shows who started it."""
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
@@ -129,6 +133,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         log_dir=Path(log_dir) if log_dir else None,
         rank=_integer(source, "RANK"),
         world_size=_integer(source, "WORLD_SIZE"),
+        mark=source.get(MARK, ""),
     )
 
 

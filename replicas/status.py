@@ -38,9 +38,15 @@ with the run.
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One replica.
 
-    ``reason``: why it is not ready, or how it last ended. ``versions``: the loaded
-    version by channel (targets only). ``cycles``: failed generations in a row that
-    reached no new step or version. ``nodes``: the node of each of its parts.
+    ``reason``: why it is not ready, how it last ended, or that it is ready without any
+    version. ``pid``: of its main program; ``pids``: of its ranks on channels, by rank,
+    each on its own node. ``versions``: the loaded version by channel (targets only).
+    ``cycles``: failed generations in a row that reached no new step or version; 0 once
+    the present one has. ``nodes``: the node of each of its parts. ``step``: the newest
+    that its program reported. By channel: ``lag_s``, since when a version is committed
+    that it has not loaded; ``open_s``, for how long it has had an update open;
+    ``slots``, how many versions a rank holds; ``received_nbytes``, what was sent to it.
+    ``lived_s``: since the start of its processes.
     """
 
     name: str
@@ -57,6 +63,13 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_exit: str = ""
     cycles: int = 0
     nodes: tuple[str, ...] = ()
+    pids: dict[int, int] = {}
+    step: int | None = None
+    lag_s: dict[str, float] = {}
+    open_s: dict[str, float] = {}
+    slots: dict[str, int] = {}
+    received_nbytes: dict[str, int] = {}
+    lived_s: float = 0.0
 
 
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +121,8 @@ class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     ``outcome``: ``committed``, or the name of an error in snake case. ``nbytes``: size
     of the version. ``moved_nbytes``: bytes of it sent to members through process
-    groups; what is mapped on one host is not sent.
+    groups; what is mapped on one host is not sent. ``moved_to``: of them to each
+    replica (``group/replica``).
     """
 
     version: int
@@ -116,6 +130,7 @@ class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     nbytes: int
     moved_nbytes: int = 0
+    moved_to: dict[str, int] = {}
     phases: dict[str, float] = {}
     members: int = 0
     lost: tuple[str, ...] = ()
@@ -126,6 +141,10 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``syncs``, ``operations``: publishes and collectives so far by outcome. ``retries``:
     repeated transfers by reason. ``bytes_total``: bytes sent to members so far.
+    ``step``: ``meta["step"]`` of the newest version, if its publisher gave one.
+    ``step_before``: the higher one that an earlier version had; None: they have grown.
+    ``committed_at``: when it was committed, in seconds since 1970; None: it is not
+    known. ``version_nbytes``: its size. ``slots``: slots of each member.
     """
 
     name: str
@@ -138,6 +157,11 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_total: int = 0
     operations: dict[str, int] = {}
     last_sync: SyncRecord | None = None
+    step: float | None = None
+    step_before: float | None = None
+    committed_at: float | None = None
+    version_nbytes: int = 0
+    slots: int = 0
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +200,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The whole run.
 
     ``refused``: connections and messages that the control port refused, by reason.
+    ``exit_code``: once it is over, and for as long as its supervisor still answers;
+    ``ended_by``: why it is over.
     """
 
     run: str
@@ -193,3 +219,5 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     sidecar_replacements: dict[str, int] = {}
     refused: dict[str, int] = {}
     state_dir: str = ""
+    exit_code: int | None = None
+    ended_by: str = ""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from replicas.common import logs
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; all children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -18,10 +21,36 @@ SHOWN_BEFORE_S = 1.0
 """Stacks of a test that takes too long are written so long before it is ended."""
 STDERR = pytest.StashKey[int]()
 """Where they are written: what was standard error before it was captured."""
+THIRDS = 3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--third", type=int, choices=range(1, THIRDS + 1), help="run every third test file, from this one on"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files are dealt in the order of their names, so that all thirds together are all
+    tests, and each worker of pytest-xdist deals alike."""
+    third = config.getoption("--third")
+    if third is None:
+        return
+    kept = set(sorted({item.path for item in items})[third - 1 :: THIRDS])
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in kept])
+    items[:] = [item for item in items if item.path in kept]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    third = config.getoption("--third")
+    if third is not None:
+        ran = {Path(report.nodeid.partition("::")[0]).name for report in terminalreporter.getreports("")}
+        terminalreporter.write_line(f"third {third} of {THIRDS}: {' '.join(sorted(ran))}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -44,3 +73,18 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+class _Flushed(pytest.LogCaptureFixture):  # type: ignore[misc]  # final, but there is no other way in
+    """Records of this library come by a thread of its own: wait for them."""
+
+    @property
+    def handler(self) -> Any:
+        logs.flush(10.0)
+        return super().handler
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.__class__ = _Flushed
+    return caplog

@@ -2,6 +2,7 @@
 way.
 
     python examples/grpo/demo.py [--no-kill] [--seed N] [--steps N] [--out DIR]
+                                 [--patience SECONDS]
 
 The supervisor is embedded: this is one asyncio program that starts the run of grpo.toml
 (with its own steps, seed and folder), watches it, kills one rank of ``rollout/1`` with
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import signal
 import sys
@@ -33,8 +35,8 @@ from replicas import Supervisor, errors
 HERE = Path(__file__).resolve().parent
 VICTIM = "rollout/1"
 KILL_AT = 0.4
-LIMIT_S = 170.0
-"""The demo gives up after this."""
+PATIENCE_S = 300.0
+"""The demo gives up after so long without a step or a replica's change of state."""
 PERIOD_S = 0.2
 
 
@@ -71,6 +73,12 @@ class Demo:
         self._records = records
         self._kill = kill
         self._states: dict[str, str] = {}
+        self._progress = (time.monotonic(), -1)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the last step, or the last change of a replica's state."""
+        return time.monotonic() - self._progress[0]
 
     def look(self) -> None:
         """Take in what is new, and show it."""
@@ -81,8 +89,11 @@ class Demo:
         for replica in self._history.replicas():
             if self._states.get(replica.name) != replica.state:
                 self._states[replica.name] = replica.state
+                self._progress = (time.monotonic(), self._history.step)
                 reason = f": {replica.reason}" if replica.reason and replica.state in ("backoff", "failed") else ""
                 self._board.say(f"{replica.name} is {replica.state}{reason}")
+        if self._history.step != self._progress[1]:
+            self._progress = (time.monotonic(), self._history.step)
         if self._history.kill is not None:
             self._watch_recovery(self._history.kill)
         elif self._kill and self._history.step >= KILL_AT * self._history.steps_wanted:
@@ -129,8 +140,8 @@ async def run(options: argparse.Namespace, out: Path, console: Console) -> Histo
             while not ending.done():
                 await asyncio.wait({ending}, timeout=PERIOD_S)
                 demo.look()
-                if board.elapsed_s > LIMIT_S:
-                    board.say(f"giving up after {LIMIT_S:.0f} s")
+                if demo.stalled_s > options.patience:
+                    history.gave_up = f"no step and no change for {options.patience:g} s; --patience S waits longer"
                     ending.cancel()
                     break
             else:
@@ -146,6 +157,12 @@ def main() -> int:
     parser.add_argument("--no-kill", action="store_true", help="do not kill a rollout replica on the way")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_S,
+        help="give up after so many seconds without progress (%(default)g)",
+    )
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for plot, summary and logs")
     options = parser.parse_args()
     out = options.out.resolve()
@@ -153,6 +170,8 @@ def main() -> int:
     for left in (out / "records").glob("*.jsonl"):  # of an earlier run
         left.unlink()
     console = Console()
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("matplotlib is not installed: the run is not drawn (pip install matplotlib, or use make demo)")
     try:
         history = asyncio.run(run(options, out, console))
     except KeyboardInterrupt:

@@ -58,6 +58,7 @@ class History:
     kill: Kill | None = None
     status: RunStatus | None = None
     exit_code: int | None = None
+    gave_up: str = ""
     wall_s: float = 0.0
 
     # ------------------------------------------------------------ writing
@@ -125,7 +126,9 @@ class History:
     def problems(self) -> list[str]:
         """Why the demo failed; empty when all is well."""
         found = [f"torn version: {text}" for text in self.torn] + [f"old weights: {text}" for text in self.backwards]
-        if self.exit_code != 0:
+        if self.gave_up:
+            found.append(f"given up at step {self.step} of {self.steps_wanted}: {self.gave_up}")
+        elif self.exit_code != 0:
             found.append(f"the run ended with exit code {self.exit_code} at step {self.step} of {self.steps_wanted}")
         if self.reward_last < self.reward_first + _RISE:
             found.append(f"the reward did not rise: {self.reward_first:.3f} at first, {self.reward_last:.3f} at last")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 __all__ = ["print_summary", "save"]
+
+PLOT = "reward.png"
 
 
 def print_summary(console: Console, history: History, out: Path) -> None:
@@ -39,18 +42,19 @@ def print_summary(console: Console, history: History, out: Path) -> None:
     table.add_row("torn versions", str(summary["torn_versions"]))
     table.add_row("wall time", f"{summary['wall_s']:.0f} s")
     console.print(table)
-    console.print(
-        f"saved {out / 'reward.png'} and {out / 'summary.json'}; logs: {out / 'run' / 'logs'}", soft_wrap=True
-    )
+    saved = " and ".join(str(path) for path in (out / PLOT, out / "summary.json") if path.exists())
+    console.print(f"saved {saved}; logs: {out / 'run' / 'logs'}", soft_wrap=True)
     for problem in summary["problems"]:
         console.print(f"[bold red]FAILED[/]: {problem}", soft_wrap=True)
 
 
 def save(history: History, out: Path) -> None:
-    """Write ``summary.json`` and ``reward.png`` into ``out``."""
+    """Write ``summary.json``, and where matplotlib is ``reward.png``, into ``out``."""
     series = {"rewards": history.rewards, "sync_s": [step.sync_s for step in history.steps]}
     (out / "summary.json").write_text(json.dumps({**history.summary(), **series}, indent=1) + "\n")
-    _plot(history, out / "reward.png")
+    (out / PLOT).unlink(missing_ok=True)  # of an earlier run
+    if importlib.util.find_spec("matplotlib") is not None:
+        _plot(history, out / PLOT)
 
 
 def _plot(history: History, path: Path) -> None:

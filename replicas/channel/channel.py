@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from replicas.channel.versions.receive import Bound, Receiver, Watches
 from replicas.channel.versions.transfers import ManifestExchange, Transfers
 from replicas.channel.versions.update import Update
 from replicas.common import own_loop
-from replicas.common.waits import Latch
+from replicas.common.logs import Log
 from replicas.messages import Hello, arguments
 from replicas.messages.bounds import VERSION_MAX, shown
 from replicas.messages.identity import Member
@@ -39,7 +38,7 @@ from replicas.weights.tensors import overlaps_itself
 
 __all__ = ["Channel"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 CLOSE_TIMEOUT_S = 12.0
 
@@ -64,7 +63,7 @@ class Channel(Collectives):
         self._hello = hello
         self._pid = os.getpid()
         self._closed = self._leaving = False
-        self._left = Latch()
+        self._left: Pending[None] = hub.pending("leaving")
         self._lanes = SidecarLanes(hub)
         self._publisher = Publisher(hub)
         self._manifests = ManifestExchange(hub, self._publisher.manifest_of)
@@ -194,7 +193,9 @@ class Channel(Collectives):
             said = arguments.with_adapter("publish", meta, adapter, weights)
             renewed = arguments.flag("publish: new_manifest", new_manifest)
             held = arguments.flag("publish: hold", hold)
-            job = PublishJob(number, self._deadline_s(deadline), said, renewed, self.name, hold=held)
+            job = PublishJob(
+                number, self._deadline_s(deadline), said, renewed, self.name, self._hub.loop.end, hold=held
+            )
             own_loop.must_not_block("publish")
         except Exception:  # any error of the call: walking the weights makes gathers that other ranks take part in
             feed.drain()
@@ -281,11 +282,13 @@ class Channel(Collectives):
     ) -> Pending[Update]:
         """Get the newest committed version, the same for all ranks of this replica.
 
-        It is newer than the version loaded here. A second call before the update was
-        taken returns the same Pending. The call may be made ahead of time: until a
-        caller waits for the update, each newer version replaces it (``done()`` is False
-        for a moment then). An update that was handed out keeps its slot in use until it
-        has ended; a publish may have to wait for that slot.
+        It is newer than the version loaded here; or that one again, at once, if
+        ``at_least`` allows it and none is newer, so that a step can be repeated. A
+        second call before the update was taken returns the same Pending. The call may
+        be made ahead of time: until a caller waits for the update, each newer version
+        replaces it (``done()`` is False for a moment then). An update that was handed
+        out keeps its slot in use until it has ended; a publish may have to wait for
+        that slot.
 
         A replica that restarts in the middle of a commit gets the version before it;
         pass ``at_least`` where that is too old. Pass the same ``at_least`` on all ranks
@@ -360,7 +363,7 @@ class Channel(Collectives):
         wait = arguments.flag("close: wait", wait)
         if self._closed:
             if self._leaving:
-                self._left.wait(CLOSE_TIMEOUT_S)
+                self._left._wait_ended(CLOSE_TIMEOUT_S)
             return
         if self._hub.over is None:
             own_loop.must_not_block("close")
@@ -369,23 +372,23 @@ class Channel(Collectives):
         try:
             self._hub.call(self._hub.leases.lend, inside, self._start_to_leave)  # runs even if this is interrupted
             self._closed = True
-            if wait:
+            if wait and self._hub.over is None:
                 self._hub.loop.run(lambda: asyncio.sleep(0), CLOSE_TIMEOUT_S)  # earlier calls have reached the loop
                 for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
-                    pending._ended.wait()  # not wait(): that would count as telling the caller
+                    pending._wait_ended()  # not wait(): that would count as telling the caller
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
                 text = "%s: copies on the GPU go on after %s s"
-                self._hub.loop.call(logger.warning, text, self.name, CLOSE_TIMEOUT_S)
+                logger.warning(text, self.name, CLOSE_TIMEOUT_S)
             failure = self._hub.take_failure()
         finally:
             self._hub.call(self._hub.leases.give_back, inside)
-        if not self._left.wait(CLOSE_TIMEOUT_S):
-            self._hub.loop.call(logger.warning, "%s: leaving took more than %s s", self.name, CLOSE_TIMEOUT_S)
+        if not self._left._wait_ended(CLOSE_TIMEOUT_S):
+            logger.warning("%s: leaving took more than %s s", self.name, CLOSE_TIMEOUT_S)
         if failure is None or isinstance(failure, errors.Fenced):
             return
         if wait:
             raise failure
-        self._hub.loop.call(logger.warning, "%s: nobody waited for this failure: %s", self.name, failure)
+        logger.warning("%s: nobody waited for this failure: %s", self.name, failure)
 
     def __enter__(self) -> Channel:
         return self
@@ -409,7 +412,7 @@ class Channel(Collectives):
             self._operations.close()
             hub.loop.closers.pop(self, None)
         finally:
-            self._left.set()
+            self._left._resolve(None)
 
     def _open(self, timeout_s: float) -> None:
         """Connect; join calls it once."""

@@ -15,13 +15,14 @@ from typing import Any, Protocol, cast
 
 from websockets.asyncio.client import ClientConnection, connect
 
+from replicas.common.logs import Log
 from replicas.linux.sockets import listener_uids, whose
 from replicas.trust.tls import SecureConnection, Tls
 from replicas.trust.way import Way, way_to
 
 __all__ = ["CLOSE_TIMEOUT_S", "Connection", "dial", "in_process"]
 
-_quiet = logging.getLogger("replicas.channel.websocket")
+_quiet = Log("replicas.channel.websocket")
 _quiet.setLevel(logging.ERROR)
 
 CLOSE_TIMEOUT_S = 1.0

@@ -22,7 +22,6 @@ each operation also has a local timer that fires shortly after its deadline.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -37,6 +36,7 @@ from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
 from replicas.channel.session import Session
 from replicas.channel.versions.holdings import Holdings, Leases
+from replicas.common.logs import Log
 from replicas.memory.beacon import find
 from replicas.messages.bounds import text_of
 from replicas.messages.identity import Member
@@ -45,7 +45,7 @@ from replicas.weights.memory.arena import Arena
 
 __all__ = ["BYE_TIMEOUT_S", "GRACE_S", "Hub", "Part", "as_wire_error"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 _APART = (
     "other members are on this machine, but this process cannot share memory with them: versions reach it through the "
     "process group, which is slower. Containers share memory if they have one network namespace or one pid namespace "
@@ -180,6 +180,10 @@ class Hub:
             return self.error(errors.Disconnected, f"{text} for {down_s:.0f} s ({self._down_reason})")
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s")
 
+    def pending(self, what: str) -> Pending[Any]:
+        """A Pending that the session thread ends: at the latest when it ends itself."""
+        return Pending(f"{what} on {self.name}", self.loop.end)
+
     def note_failure(self, pending: Pending[Any]) -> None:
         """Session thread: remember a failure, for callers that do not wait for it."""
         known = (known for known in self._failures if known._unobserved_error() is not None)
@@ -192,7 +196,7 @@ class Hub:
             error = pending._unobserved_error()
             pending._told = True
             if error is not None and found is not None:
-                self.loop.call(logger.warning, "%s: an earlier failure that nobody waited for: %s", self.name, error)
+                logger.warning("%s: an earlier failure that nobody waited for: %s", self.name, error)
             found = found or error
         return found
 
@@ -262,7 +266,7 @@ class Hub:
         self._newest(welcome.latest, "")
 
     def _new_coordinator(self) -> None:
-        logger.warning("%s: there is a new coordinator; what is under way here is announced to it", self.name)
+        logger.warning("%s: reconnected to a restarted coordinator; reporting unfinished operations", self.name)
         self._step_sent = 0
         self.holdings.doubt()
         # changes since the Hello: messages since then were discarded

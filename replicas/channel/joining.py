@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
@@ -17,17 +16,19 @@ from replicas.channel.channel import Channel
 from replicas.channel.hub import GRACE_S, Hub
 from replicas.channel.loop import session_loop
 from replicas.common import own_loop
+from replicas.common.logs import Log
 from replicas.environ import Environment
-from replicas.linux import stacks
+from replicas.linux import needs, stacks
 from replicas.memory.beacon import own_beacon, own_process
 from replicas.messages import PROTOCOL, Hello, arguments
 from replicas.messages.bounds import RANKS_MAX, clean
+from replicas.messages.identity import proof_of
 from replicas.sidecar.device_probe import prove_device
 from replicas.weights.devices.accelerator import accelerator
 
 __all__ = ["join"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 MIN_PROOF_S = 1.0
 
@@ -75,8 +76,8 @@ def join(
         "http://..."}``.
     :param timeout: seconds until there must be a session; default 30.
     :raises replicas.errors.UsageError: an argument is missing or wrong (also: the token
-        is not accepted, or the port has another key than it names), or a coordinator
-        runs on this thread's event loop.
+        is not accepted, or the port has another key than it names), a coordinator runs
+        on this thread's event loop, or the kernel denies a call that is needed.
     :raises replicas.errors.UnknownChannel: no such channel, or the group has no part in
         it.
     :raises replicas.errors.Preflight: this process is not compatible with the present
@@ -84,6 +85,7 @@ def join(
         this process has none that its sidecar can use, which is tested here.
     :raises replicas.errors.Disconnected: no coordinator answered in time.
     """
+    needs.check()
     own_loop.must_not_block("join")
     channel = arguments.name("join: channel", channel)
     timeout = arguments.seconds("join: timeout", timeout, zero=True)
@@ -104,6 +106,7 @@ def join(
     chosen = found.replica if replica is None else replica
     number = chosen if not isinstance(chosen, str) or chosen != "auto" else None  # numpy's answer to `==` is no bool
     auto = chosen is not None and number is None
+    incarnation = secrets.token_hex(8)
     hello = Hello(
         protocol=PROTOCOL,
         run=arguments.text("join: run", run if run is not None else found.run or ""),
@@ -113,10 +116,11 @@ def join(
         any_replica=auto and not observe,
         rank=_first("rank", rank, found.rank, 0),
         world_size=_first("world_size", world_size, found.world_size, 1),
-        incarnation=secrets.token_hex(8),
+        incarnation=incarnation,
         generation=found.generation,
         process=own_process(),
         observe=observe,
+        proof="" if observe else proof_of(found.mark, incarnation),
         info=texts,
         torch_version=str(torch.__version__),
         nccl_version=_nccl_version(),

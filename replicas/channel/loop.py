@@ -16,7 +16,24 @@ file. The child keeps the objects alive, unused, so that no finaliser runs on th
 
 **The thread does not end on errors.** An exception that escapes the loop (a SystemExit
 in a handler, say) ends every channel with InternalError, so that no caller waits
-forever; then the loop runs again, for later joins.
+forever; then the loop runs again, for later joins. If it cannot, because this process
+has closed its descriptors (as libraries that daemonise do), the thread ends for good.
+Other files may have its numbers by then, so it closes none of them. Code of the program
+never runs here: log handlers have a thread of their own (:mod:`replicas.common.logs`),
+and texts of its exceptions are made in the call.
+
+**No wait is in vain.** All waits for this thread, and what else they end by:
+
+=============================  ================================================
+``SessionLoop.run``            its ``timeout_s``
+``Pending.wait``, ``await``    the deadline of the operation, on this thread
+``close``: what is under way   the deadlines of the operations
+``close``: leaving             ``CLOSE_TIMEOUT_S``
+publish: admission, a slot     the publish's deadline, and memory being made
+=============================  ================================================
+
+They are waits on a :class:`~replicas.channel.pending.Pending`, each of which fails when
+this thread ends for good (:attr:`SessionLoop.end`), or a Latch with a limit.
 
 **Exit.** At interpreter exit the open channels say good-bye, then the loop ends.
 ``atexit`` functions run before daemon threads are frozen.
@@ -26,7 +43,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
+import contextlib
+import math
 import os
 import selectors
 import threading
@@ -34,15 +52,17 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from replicas import errors
-from replicas.channel.pending import Pending
+from replicas.channel.pending import Pending, SessionEnd
+from replicas.common.logs import Log
 from replicas.common.waits import locked
 from replicas.linux.sockets import SocketAddress
+from replicas.messages.bounds import text_of
 from replicas.sidecar.rank_side.client import Forkserver, OtherRelease, Sidecar, Unbound
 
 __all__ = ["SessionLoop", "session_loop"]
 
 T = TypeVar("T")
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 EXIT_TIMEOUT_S = 3.0
 ENDS_MAX = 100
@@ -64,12 +84,16 @@ class SessionLoop:
         """Close functions of open channels; at exit, main thread, newest first."""
         self.users: set[Callable[[errors.ReplicasError], None]] = set()
         """End the open channels if the loop ends; changed on the session thread."""
+        self.end = SessionEnd()
+        """Fails all that still waits for this thread."""
         self._stopping = self._begun = self._over = False
         self._ends = 0
         selector = selectors.DefaultSelector()
         if isinstance(selector, selectors.EpollSelector):
             self.fds.add(selector.fileno())
         self.loop = asyncio.SelectorEventLoop(selector)
+        self.loop.set_exception_handler(_log_exception)
+        self.loop.slow_callback_duration = math.inf  # asyncio's own logger has handlers of the program
         self._thread = threading.Thread(target=self._run, name="replicas-session", daemon=True)
 
     def begin(self) -> SessionLoop:
@@ -85,26 +109,30 @@ class SessionLoop:
         self._begun = True
         asyncio.set_event_loop(self.loop)
         try:
-            while not self._stopping and self._ends < ENDS_MAX:
+            while self._ends < ENDS_MAX:
                 error: BaseException | None = None
                 try:
                     self.loop.run_forever()
                 except BaseException as raised:  # noqa: BLE001  # no caller may wait for this thread
                     error = raised
-                if not self._stopping:
-                    self._ended_unasked(error)
-            if not self._stopping:
-                self.loop.close()
+                if self._stopping:
+                    return
+                self._ended_unasked(error)
+                if isinstance(error, OSError):  # of its own descriptors: they may be other files' now
+                    _abandoned.append(self)
+                    return
+            self.loop.close()
         finally:
             self._over = True
+            self.end.set()
 
     def _ended_unasked(self, error: BaseException | None) -> None:
         self._ends += 1
-        why = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
-        logger.critical("the session thread's loop has ended: %s", why, exc_info=error)
+        self.end.error = _loop_ended(error)
+        logger.critical("%s", self.end.error.message, exc_info=error)
         for end in list(self.users):
             try:
-                end(errors.InternalError(f"the session thread's loop has ended: {why}"))
+                end(_loop_ended(error))
             except BaseException:
                 logger.exception("a channel could not be ended")
 
@@ -114,16 +142,18 @@ class SessionLoop:
         return self._begun and not self._over and not self._stopping
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Any thread: run ``function(*args)`` on the loop soon, in call order."""
-        if self._over and not self._stopping:
-            raise errors.InternalError("the session thread has ended")
-        self.loop.call_soon_threadsafe(function, *args)
+        """Any thread: run ``function(*args)`` on the loop soon, in call order.
+
+        Never raises: once the thread has ended, who waits is told by its Pending.
+        """
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(function, *args)
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
         """Wait on another thread for a coroutine; on a TimeoutError it is cancelled."""
         if threading.current_thread() is self._thread:
             raise errors.InternalError("the session thread cannot wait for itself")
-        pending: Pending[T] = Pending("a call")
+        pending: Pending[T] = Pending("a call", self.end)
         tasks: list[asyncio.Task[None]] = []
         try:
             self.call(lambda: tasks.append(self.spawn(self._into(pending, make), "a call")))
@@ -141,8 +171,7 @@ class SessionLoop:
             raise
         except BaseException as error:  # noqa: BLE001  # for the waiter
             # a SystemExit or the like must not end the threads that it reaches
-            found = error if isinstance(error, Exception) else errors.InternalError(f"{type(error).__name__}: {error}")
-            pending._fail(found)
+            pending._fail(error if isinstance(error, Exception) else _as_internal(error))
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a task on the loop's thread; an unhandled error is logged as a bug."""
@@ -182,7 +211,8 @@ class SessionLoop:
     def close(self) -> None:
         """Close every channel, the forkservers and the loop. Main thread, at exit."""
         if self._over:
-            self.loop.close()
+            if self not in _abandoned:
+                self.loop.close()
             return
         for closer in reversed(list(self.closers.values())):
             closer()
@@ -190,6 +220,7 @@ class SessionLoop:
             self.run(self._finish, EXIT_TIMEOUT_S)
         except TimeoutError:
             logger.warning("the session thread did not end in %s s", EXIT_TIMEOUT_S)
+        self.end.error = errors.Gone("this process ends", hint="")
         self._stopping = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(EXIT_TIMEOUT_S)
@@ -214,6 +245,23 @@ class SessionLoop:
         for fd in self.fds.union(*(connection.fds for connection in self.inherited)):
             os.dup2(null, fd, inheritable=False)
         os.close(null)
+
+
+def _as_internal(error: BaseException) -> errors.InternalError:
+    return errors.InternalError(f"{type(error).__name__}: {text_of(error)}")
+
+
+def _loop_ended(error: BaseException | None) -> errors.ReplicasError:
+    why = "it was stopped" if error is None else f"{type(error).__name__}: {text_of(error)}"
+    text = f"the session thread's loop has ended: {why}"
+    if not isinstance(error, OSError):
+        return errors.InternalError(text)
+    text = f"{text}: this process has closed file descriptors of this library"
+    return errors.Disconnected(text, hint="join again; close descriptors (to daemonise, say) before the first join")
+
+
+def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    logger.error("%s", context.get("message"), exc_info=context.get("exception"))
 
 
 _lock = threading.Lock()

@@ -14,6 +14,10 @@ when the outcome becomes known: by a value or another error (:meth:`Pending._set
 or by work that makes the value (:meth:`Pending._settle_by`). Such work writes into the
 caller's tensors, so it runs only on the thread that waits again first.
 
+**No wait in vain.** Only the session thread ends a Pending. Each wait therefore ends
+with that thread, too: whatever ended it (:class:`SessionEnd`), the Pending fails with
+its error, also if the thread never heard of it.
+
 **Taking back.** A value that no waiter has looked at may be taken back for a newer one
 (:meth:`Pending._take_back`). Looking and taking back hold one lock, so exactly one of
 them comes first.
@@ -31,12 +35,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
 from replicas import errors
 from replicas.common import own_loop
+from replicas.common.logs import Log
 from replicas.common.waits import Latch, locked
 from replicas.messages import ReceiptData, arguments
 from replicas.messages.identity import Member
@@ -44,9 +50,16 @@ from replicas.messages.identity import Member
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Pending", "Receipt"]
+__all__ = ["Pending", "Receipt", "SessionEnd"]
 
 T = TypeVar("T")
+logger = Log("replicas.channel")
+
+
+class SessionEnd(Latch):
+    """Set when a session thread has ended for good; ``error`` tells why."""
+
+    error: errors.ReplicasError = errors.InternalError("the session thread has ended")
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -57,6 +70,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     :param members: the members that took part to the end.
     :param lost: names of the members that were lost on the way.
     :param reasons: why each of ``lost`` was lost, in one line, by name.
+    :param not_loaded: why target replicas failed to load a version since the receipt
+        before, by name. (Loads follow the commit, so a receipt cannot tell of its own
+        version's; :meth:`~replicas.Channel.loaded` can.)
     :param nbytes: bytes of the weights, or of this member's own tensors.
     :param seconds: from the first member's call to the verdict.
     :param phases: seconds by phase.
@@ -81,6 +97,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reasons: dict[str, str] = {}
     staging: str = ""
     digest: str = ""
+    not_loaded: dict[str, str] = {}
     outputs: dict[Member, tuple[torch.Tensor, ...]] = {}
     tensors: tuple[torch.Tensor, ...] = ()
 
@@ -91,12 +108,12 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
         """Numbers for an experiment logger, by name with ``prefix``.
 
-        The names are version, epoch, members (count), lost (count), nbytes, seconds,
-        and ``<phase>_seconds`` of each phase.
+        The names are version, epoch, members (count), lost (count), not_loaded (count),
+        nbytes, seconds, and ``<phase>_seconds`` of each phase.
         """
         prefix = arguments.text("metrics: prefix", prefix)
         values = {name: getattr(self, name) for name in ("version", "epoch", "nbytes", "seconds")}
-        values |= {"members": len(self.members), "lost": len(self.lost)}
+        values |= {"members": len(self.members), "lost": len(self.lost), "not_loaded": len(self.not_loaded)}
         values |= {f"{phase}_seconds": seconds for phase, seconds in self.phases.items()}
         return {prefix + name: float(value) for name, value in values.items()}
 
@@ -114,8 +131,9 @@ class Pending(Generic[T]):
     waiting thread.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, session_end: SessionEnd | None = None) -> None:
         self._what = what
+        self._session_end = session_end or SessionEnd()
         self._pid = os.getpid()
         self._ended = Latch()
         self._ending = threading.Lock()
@@ -133,6 +151,8 @@ class Pending(Generic[T]):
 
     def done(self) -> bool:
         """True when there is an outcome: a wait would not block."""
+        if self._session_end.is_set and not self._ended.is_set:
+            self._fail(self._session_end.error)  # nobody else would end it
         return self._ended.is_set
 
     def wait(self, timeout: float | None = None) -> T:
@@ -153,17 +173,29 @@ class Pending(Generic[T]):
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._look():
             if timeout_s != 0:
-                own_loop.must_not_block("wait()")
-            left_s = None if until is None else until - time.monotonic()
-            if not self._ended.wait(left_s) and not self._look():
+                own_loop.must_not_block("wait()", awaitable=True)
+            if not self._wait_ended(None if until is None else until - time.monotonic()) and not self._look():
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
         return self._outcome()
 
     def _wait_for_session(self, timeout_s: float | None = None) -> T:
         """Like :meth:`wait`, allowed on any loop: the session thread alone ends it."""
-        if not self._ended.wait(timeout_s):
+        if not self._wait_ended(timeout_s):
             raise TimeoutError(f"{self._what} has not ended within {timeout_s} s")
         return self._outcome()
+
+    def _wait_ended(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done or the session thread has ended; nothing is observed.
+
+        False: not within ``timeout_s``; None: it ends with the operation, on which the
+        session thread has a timer, or with that thread.
+        """
+        fail = partial(self.done)
+        self._session_end.add(fail)
+        try:
+            return self._ended.wait(timeout_s)
+        finally:
+            self._session_end.remove(fail)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait_async().__await__()
@@ -172,10 +204,13 @@ class Pending(Generic[T]):
         self._check_process()
         while not self._look():
             event, waker = _event_of_this_library()
+            fail = partial(self.done)
             self._ended.add(waker)
+            self._session_end.add(fail)
             try:
                 await event.wait()
             finally:
+                self._session_end.remove(fail)
                 self._ended.remove(waker)
         return self._outcome()
 
@@ -196,16 +231,16 @@ class Pending(Generic[T]):
 
     def _look(self) -> bool:
         """Whether there is an outcome; if so it counts as observed by the caller."""
-        return locked(self._ending, self._observe)
+        return self.done() and locked(self._ending, self._observe)
 
     def _observe(self) -> bool:
-        self._observed = self._observed or self.done()
-        return self.done()
+        self._observed = self._observed or self._ended.is_set  # it may have been taken back since
+        return self._ended.is_set
 
     def _take_back(self) -> bool:
         """Make a value that was not observed pending again; False: nothing changed."""
         with self._ending:
-            if self._observed or not self.done() or self._error is not None:
+            if self._observed or not self._ended.is_set or self._error is not None:
                 return False
             self._value, self._ended.is_set = None, False
             return True
@@ -238,7 +273,7 @@ class Pending(Generic[T]):
 
     @property
     def _unknown(self) -> bool:
-        return self.done() and not self._settled and isinstance(self._error, errors.OutcomeUnknown)
+        return self._ended.is_set and not self._settled and isinstance(self._error, errors.OutcomeUnknown)
 
     @property
     def _uncollected(self) -> bool:
@@ -246,12 +281,19 @@ class Pending(Generic[T]):
         return self._work is not None
 
     def _end(self, value: T | None, error: BaseException | None) -> bool:
-        with self._ending:
-            if self.done():
-                return False
-            self._value, self._error = value, error
-            self._ended.is_set = True
-        self._ended.set()
+        if not locked(self._ending, self._put, value, error):
+            return False
+        try:
+            self._ended.set()
+        except BaseException:  # of an event loop of the program, which waits for it
+            logger.exception("%s: who waits for it cannot be woken", self._what)
+        return True
+
+    def _put(self, value: T | None, error: BaseException | None) -> bool:
+        if self._ended.is_set:
+            return False
+        self._value, self._error = value, error
+        self._ended.is_set = True
         return True
 
     def _unobserved_error(self) -> BaseException | None:

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -47,12 +46,13 @@ from replicas import messages as wire
 from replicas.channel.connection import CLOSE_TIMEOUT_S, Connection, dial
 from replicas.channel.loop import SessionLoop
 from replicas.common.backoff import Backoff
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.messages.bounds import clean, most_nbytes, text_of
 
 __all__ = ["MALFORMED_MAX", "Session", "SessionHandler"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 REACH_S = 2.0
 """Limit for the TCP connection: a new try is sooner than a repeated SYN (1, 3, 7 s)."""

@@ -8,7 +8,6 @@ The memory that it read or wrote may be reused only when its death is certain
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,13 +16,14 @@ from typing import Any
 
 from replicas import errors
 from replicas.channel.hub import Hub, Part, as_wire_error
+from replicas.common.logs import Log
 from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
 from replicas.sidecar.rank_side.client import Sidecar, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import GroupSpec, Moved
 
 __all__ = ["SidecarLane", "SidecarLanes"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 DEATH_TIMEOUT_S = 5.0
 MOVED_INTERVAL_S = 0.8

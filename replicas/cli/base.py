@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,9 +14,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
+from typer.core import TyperCommand
 
 from replicas.cli.find_run import RunAddress
 from replicas.common.foreign import ascii_controls, characters, hanging, one_line
@@ -22,13 +25,13 @@ from replicas.control.exit_codes import BAD_CONFIG, BUG, INTERRUPTED, UNAVAILABL
 from replicas.errors import BadConfig, Disconnected, ReplicasError, SyncError, UsageError, WorldError
 
 __all__ = [
+    "Command",
     "GroupArgument",
     "Json",
     "OptionalTarget",
     "Screen",
     "TargetArgument",
     "ThisRun",
-    "ThisRunFirst",
     "app",
     "command",
     "complain",
@@ -45,6 +48,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+_PIPED_COLUMNS = 400
+"""Width of tables where no terminal shows them: no row is cut."""
+_NEGATIVE = re.compile(r"-\d+")
 
 
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -87,10 +95,9 @@ _ADDRESS = {
         Path | None, typer.Option(metavar="FILE", help="File with the run's token, where --endpoint is a HOST:PORT.")
     ],
 }
-ThisRun = Annotated[RunAddress, {"config": _NAMED["named"], **_ADDRESS}]
-"""A parameter ``place`` of a :func:`command`: the run, from these options."""
-ThisRunFirst = Annotated[RunAddress, _FIRST | _NAMED | _ADDRESS]
-"""The same, with the config also as an argument."""
+ThisRun = Annotated[RunAddress, _FIRST | _NAMED | _ADDRESS]
+"""A parameter ``place`` of a :func:`command`: the run, from these options, or from an
+argument after those that come before ``place``."""
 
 
 def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -113,15 +120,20 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
             else:
                 parameters.append(one)
         targets = [one.name for one in parameters if one.annotation in (TargetArgument, OptionalTarget, GroupArgument)]
+        optional = [one.name for one in parameters if one.annotation == OptionalTarget]
 
         @functools.wraps(body)
         def run(**values: Any) -> None:
             try:
+                if optional:
+                    _config_first(values, optional[0])
                 if options:
                     values["place"] = place_of(**{option: values.pop(option) for option in options})
                 for target in (values[name] for name in targets):
                     if target is not None and target.endswith(".toml"):
-                        raise UsageError(f'"{target}" is no group or replica', hint=f"name a config with -c {target}")
+                        raise UsageError(
+                            f'"{target}" is no group or replica', hint="write CONFIG after it, or -c CONFIG"
+                        )
                 body(**values)
             except ReplicasError as error:
                 complain(str(error))
@@ -133,6 +145,14 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
         return run
 
     return decorate
+
+
+def _config_first(values: dict[str, Any], target: str) -> None:
+    """Take the first argument for CONFIG if it is named like one."""
+    given = values[target]
+    if given is not None and given.endswith(".toml"):
+        rest = values["config"]
+        values["config"], values[target] = Path(given), None if rest is None else str(rest)
 
 
 def place_of(
@@ -169,6 +189,8 @@ class Screen(Console):
 
     def __init__(self, *, to_stderr: bool = False, soft_wrap: bool = False) -> None:
         super().__init__(stderr=to_stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.size = ConsoleDimensions(_PIPED_COLUMNS, 25)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -176,6 +198,14 @@ class Screen(Console):
                 yield segment
             else:
                 yield Segment(characters(segment.text), segment.style)
+
+
+class Command(TyperCommand):
+    """A command to which a negative number is an argument, and no unknown option."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # click's own class
+        ctx.ignore_unknown_options = any(_NEGATIVE.fullmatch(arg) for arg in args)
+        return super().parse_args(ctx, args)
 
 
 def complain(text: str) -> None:

@@ -151,7 +151,7 @@ class Client:
             if self._way is not None and (refusal := self._way.refusal(error)):
                 raise refusal from error
             raise Disconnected(
-                f"nobody answers at {self.where}: {error or type(error).__name__}", hint=self._why_silent()
+                f"cannot connect to the run at {self.where} ({_why(error)})", hint=self._why_silent()
             ) from error
         finally:
             connection.close()
@@ -218,6 +218,14 @@ class Client:
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
-        raise UsageError(f'"{endpoint}" is not HOST:PORT', hint='for example "127.0.0.1:9477"')
+    if not host or set(host) & set(" /?#@\\") or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+        _, url, rest = endpoint.partition("://")
+        plain = rest.rpartition("@")[2].partition("/")[0]
+        hint = f'write "{plain}"' if url and ":" in plain else 'for example "127.0.0.1:9477"'
+        raise UsageError(f'"{endpoint}" is not HOST:PORT', hint=hint)
     return host.strip("[]"), int(port)
+
+
+def _why(error: Exception) -> str:
+    said = error.strerror if isinstance(error, OSError) else ""
+    return said.lower() if said else str(error) or type(error).__name__

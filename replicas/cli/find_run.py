@@ -23,15 +23,18 @@ import msgspec
 from replicas import environ
 from replicas.cli.client import Client
 from replicas.common.decoding import MALFORMED
+from replicas.common.foreign import one_line
 from replicas.config import values as config_values
-from replicas.config.file import load
+from replicas.config.file import default_state_dir, load, place_of
 from replicas.config.structs import Config
 from replicas.config.text import absolute, state_home
-from replicas.errors import BadConfig, Disconnected, UsageError
+from replicas.errors import BadConfig, Disconnected, ReplicasError, UsageError
 from replicas.linux import private
 from replicas.linux.processes import start_time
 from replicas.messages.bounds import clean
 from replicas.status import RunStatus
+from replicas.telemetry import event_log
+from replicas.telemetry.events import RunEnded, RunStarted
 from replicas.trust.tokens import OPERATOR_FILE
 
 __all__ = [
@@ -42,8 +45,10 @@ __all__ = [
     "RunAddress",
     "RunEndWatcher",
     "find_state_dir",
+    "how_it_ended",
     "lives",
     "read_endpoint",
+    "starting",
     "state_dir_of",
     "trusted",
 ]
@@ -107,6 +112,9 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
     except private.NotPrivate as error:
         raise NotTrusted.of(state_dir, error) from error
     except FileNotFoundError as error:
+        if pid := starting(state_dir):
+            text = f'run "{state_dir.name}" is starting: process {pid} does not answer yet'
+            raise Disconnected(text, hint="wait for it with: replicas wait") from error
         raise Disconnected(
             f'run "{state_dir.name}" is not running: {path} does not exist', hint="start it with: replicas run CONFIG"
         ) from error
@@ -121,12 +129,14 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
     :raises UsageError: several runs have their state there.
     :raises Disconnected: no run has.
     """
-    started = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
-    found = started or sorted(folder.glob(".replicas/*/lock"))
+    started = {path.parent for path in folder.glob(f".replicas/*/{ENDPOINT_FILE}")}
+    known = {path.parent for path in folder.glob(".replicas/*/lock")}
+    started |= {path for path in known if starting(path)}
+    found = sorted(started or known)
     if len(found) > 1:
-        living = [path for path in found if lives(path.parent)]
+        living = [path for path in found if lives(path) or starting(path)]
         found = living if len(living) == 1 else found
-    names = ", ".join(path.parent.name for path in found)
+    names = ", ".join(path.name for path in found)
     if not found:
         raise Disconnected(
             f"no run has its state in {folder / '.replicas'}", hint="name its CONFIG, or give --endpoint HOST:PORT"
@@ -135,7 +145,7 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
         raise Disconnected(f"none of the runs here is running: {names}", hint="start one with: replicas run CONFIG")
     if len(found) > 1:
         raise UsageError(f"several runs have their state here: {names}", hint="name the CONFIG of one")
-    return found[0].parent
+    return found[0]
 
 
 def lives(state_dir: Path) -> bool:
@@ -146,24 +156,44 @@ def lives(state_dir: Path) -> bool:
         return False
 
 
+def starting(state_dir: Path) -> int:
+    """Pid of the supervisor that has this run, and may not answer yet; 0: none has."""
+    try:
+        pid, start, *_ = private.read(state_dir / "lock").split() or (b"0", b"0")
+        return int(pid) if start_time(int(pid)) == int(start) else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def how_it_ended(state_dir: Path) -> str:
+    """How the last run of this folder ended, in words; empty: it did not, in order."""
+    last = None
+    for record in event_log.tail(state_dir / "events.jsonl"):
+        if isinstance(record.event, RunStarted | RunEnded):
+            last = record
+    if last is None or not isinstance(last.event, RunEnded):
+        return ""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
+    reason = f": {one_line(last.event.reason)}" if last.event.reason else ""
+    return f"it ended at {at} with exit code {last.event.exit_code}{reason}"
+
+
 def state_dir_of(path: Path) -> Path | None:
     """The absolute state folder by the config at ``path``; None: not in the file.
 
     :raises BadConfig: it cannot be read.
     """
     try:
-        text = path.read_bytes().decode("utf-8", "replace")
+        text = path.read_bytes().decode("utf-8-sig", "replace")
     except (OSError, ValueError) as error:  # ValueError: an impossible file name
         words = error.strerror if isinstance(error, OSError) else error
         raise BadConfig([f"cannot be read: {words}"], source=clean(str(path))) from error
-    base = path.resolve().parent
-    run = _run_table(text)
-    place = config_values.Place(base)
+    run, place = _run_table(text), place_of(path)
     if "state_dir" in run:
         found = config_values.folder.read(place, run["state_dir"])
     else:
         found = config_values.name.read(place, run.get("name"))
-        found = None if place.problems else base / ".replicas" / found
+        found = None if place.problems else default_state_dir(place, found)
     return None if place.problems else found
 
 
@@ -243,8 +273,11 @@ class RunAddress:
         self.endpoint = endpoint
         self._token_file = token_file
         self._token: tuple[str, int | None] = ("", None)
+
+    @cached_property
+    def _folder(self) -> Path:
         try:
-            self._folder = state_home(absolute(Path()))
+            return state_home(absolute(Path()))
         except FileNotFoundError as error:
             raise UsageError("the current folder has been removed", hint="change into another one") from error
 
@@ -269,12 +302,18 @@ class RunAddress:
         return trusted(self.named_dir)
 
     def _supervisor(self) -> EndpointFile:
-        if self.path is None:
-            return read_endpoint(find_state_dir(self._folder, running=True))
+        folder = find_state_dir(self._folder, running=True) if self.path is None else self.state_dir
         try:
-            return read_endpoint(self.state_dir)
-        except Disconnected:
-            load(self.path)  # problems of the config are the more useful error
+            return read_endpoint(folder)
+        except Disconnected as error:
+            if self.path is not None:
+                load(self.path)  # problems of the config are the more useful error
+            if (
+                isinstance(error.__cause__, FileNotFoundError)
+                and not starting(folder)
+                and (end := how_it_ended(folder))
+            ):
+                raise Disconnected(f'run "{folder.name}" is not running: {end}', hint=error.hint) from error
             raise
 
     def client(self, *, timeout_s: float = 5.0) -> Client:
@@ -324,6 +363,14 @@ class RunAddress:
                     return
             yield found
             time.sleep(interval_s)
+
+    @property
+    def starting(self) -> bool:
+        """Whether a supervisor has the run, as far as can be seen from here."""
+        try:
+            return self.endpoint is None and bool(starting(self.state_dir))
+        except ReplicasError:
+            return False
 
     def end(self) -> RunEndWatcher:
         return RunEndWatcher(None if self.endpoint is not None else self.state_dir)

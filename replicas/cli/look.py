@@ -15,17 +15,18 @@ from rich.live import Live
 from rich.text import Text
 
 from replicas.cli import render
-from replicas.cli.base import Json, OptionalTarget, Screen, ThisRun, ThisRunFirst, command, json_text, patience
+from replicas.cli.base import Json, OptionalTarget, Screen, ThisRun, command, json_text, patience
 from replicas.cli.find_run import NotTrusted, RunAddress, RunEndWatcher, lives, trusted
+from replicas.cli.slurm import queued
 from replicas.common.decoding import MALFORMED
 from replicas.common.foreign import ascii_controls, one_line, readable
-from replicas.config.values import UNITS_S, in_units
+from replicas.config.values import UNITS_S, in_units, nearest
 from replicas.control.commands import DoctorOrder
 from replicas.control.exit_codes import FAILED
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
 from replicas.errors import Disconnected, ReplicasError, UsageError
 from replicas.telemetry import event_log
-from replicas.telemetry.events import Record, RunEnded, RunStarted, decode, encode
+from replicas.telemetry.events import TYPES, Record, RunEnded, RunStarted, decode, encode
 
 if TYPE_CHECKING:
     from replicas.supervisor.checks import Finding
@@ -47,14 +48,19 @@ Since = Annotated[
 @command()
 def status(
     *,
-    place: ThisRunFirst,
+    place: ThisRun,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it repeatedly until the run is over.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Interval of --watch.")] = 1.0,
     as_json: Json = False,
 ) -> None:
     """Print the state of a running run: its replicas, channels and versions."""
     end = place.end() if watch else None
-    answer = place.status()
+    try:
+        answer = place.status()
+    except Disconnected as error:
+        if (job := queued(place)) is not None:
+            raise Disconnected(error.message, hint=job) from error
+        raise
     if end is not None:
         _watch(place, end, interval, as_json=as_json)
     elif as_json:
@@ -175,7 +181,7 @@ def _print_lines(found: Iterator[tuple[LogLine, bool]], *, as_json: bool) -> Non
 @command()
 def events(
     *,
-    place: ThisRunFirst,
+    place: ThisRun,
     target: Annotated[
         str | None, typer.Option("--target", "-t", metavar="TARGET", help="Only events of a group, or of GROUP/INDEX.")
     ] = None,
@@ -184,14 +190,25 @@ def events(
     since: Since = None,
     lines: Annotated[int | None, typer.Option("--lines", "-n", min=1, help="Only the last N.")] = None,
     every: Annotated[bool, typer.Option("--all", "-a", help="Include events of earlier runs.")] = False,
+    types: Annotated[
+        list[str] | None,
+        typer.Option("--type", metavar="TYPE", help="Only events of this type, such as SyncEnded; repeatable."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the events of a run, also of one that is over."""
+    """Print the events of a run, also of one that is over.
+
+    Without --type and --json, what every version brings is left out: that it was
+    committed, and that a replica serves it.
+    """
+    if unknown := set(types or ()) - set(TYPES):
+        raise UsageError(f"no event has the type {min(unknown)}{nearest(min(unknown), TYPES)}")
     first = 0.0 if since is None else moment(since, now=time.time())
     console = Screen(soft_wrap=True)
 
     def wanted(record: Record) -> bool:
-        return record.at >= first and (target is None or render.concerns(record, target))
+        shown = type(record.event).__name__ in types if types else as_json or not render.routine(record.event)
+        return shown and record.at >= first and (target is None or render.concerns(record, target))
 
     position = after if after is not None else 0 if every or since is not None else _began(place)
     last: deque[Record] = deque(maxlen=lines)
@@ -280,7 +297,7 @@ _MARKS = {"ok": ("+", "green"), "note": ("~", "yellow"), "problem": ("-", "bold 
 @command()
 def doctor(
     *,
-    place: ThisRunFirst,
+    place: ThisRun,
     node: Annotated[
         str | None, typer.Option(metavar="NODE", help="Only the machine of this node, by its agent.")
     ] = None,

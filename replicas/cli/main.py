@@ -8,9 +8,10 @@ Only ``run`` starts a supervisor, and no command imports torch.
 from __future__ import annotations
 
 import io
+import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ import typer
 import replicas
 from replicas.cli import render
 from replicas.cli.agent import agent
-from replicas.cli.base import Json, Screen, app, command, complain, json_text
+from replicas.cli.base import Command, Json, Screen, app, command, complain, json_text
 from replicas.cli.find_run import RunAddress
 from replicas.cli.look import doctor, events, logs, status
 from replicas.cli.orders import detach, drain, reload, reset_failed, restart, scale, stacks, wait
@@ -34,6 +35,7 @@ from replicas.control.exit_codes import BUG, DONE, FAILED
 from replicas.errors import Disconnected, UsageError
 from replicas.linux import inherited
 from replicas.status import NodeStatus
+from replicas.supervisor.console import Console
 
 __all__ = ["app", "check", "main", "run", "supervisor_main"]
 
@@ -62,6 +64,7 @@ def _options(
 def run(*, config: ConfigPath) -> None:
     """Supervise the run of CONFIG until it is over."""
     loaded = load(config)
+    Console().say(f"run {loaded.run.name}: starting")
     from replicas.supervisor.operator import supervise  # heavy: imported by this command only
 
     raise typer.Exit(supervise(loaded))
@@ -72,27 +75,39 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
     """Check CONFIG and print the resolved plan.
 
     A CONFIG that is invalid, or does not fit this machine, gets exit code 78 and all
-    its problems printed. While its run is alive, what would fit on none of the run's
-    nodes is printed, too.
+    its problems printed. While its run is alive, where its replicas would be placed on
+    the run's nodes is printed, too, and what would fit on none of them.
     """
     loaded = load(config)
-    from replicas.supervisor.fleet.outlook import waiting
+    from replicas.supervisor.fleet.outlook import oddities, outlook
     from replicas.supervisor.fleet.resources import machine_for, may_grow, notes, refuse_unfit
 
     machine = machine_for(loaded)
     refuse_unfit(loaded, machine)
     nodes = _nodes(config, loaded)
-    waits = None if nodes is None else waiting(loaded, nodes)
+    where, waits = ({}, None) if nodes is None else outlook(loaded, nodes)
     if as_json:
-        print(json_text(loaded if waits is None else {**msgspec.structs.asdict(loaded), "waiting": waits}))
+        more = {} if waits is None else {"placement": where, "waiting": waits}
+        print(json_text(msgspec.structs.asdict(loaded) | more))
         return
     screen = Screen()
     screen.print(render.plan(loaded))
-    if waits is None or not may_grow(loaded):
-        for note in notes(loaded, machine):
-            screen.print(f"note: {note}")
-    for line in render.outlook(waits, nodes) if waits is not None and nodes is not None else ():
+    odd = [*oddities(loaded), *_foreign_addresses(loaded)]
+    for note in odd if waits is not None and may_grow(loaded) else [*odd, *notes(loaded, machine)]:
+        screen.print(f"note: {note}", soft_wrap=True)
+    for line in render.outlook(where, waits, nodes) if waits is not None and nodes is not None else ():
         screen.print(line, soft_wrap=True)
+
+
+def _foreign_addresses(config: Config) -> Iterator[str]:
+    """Addresses to listen on that this machine does not have, in words."""
+    for key, host in (("control.listen", config.control.host), ("store.bind", config.store.bind)):
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+        except OSError as error:
+            yield f"{key}: this machine cannot listen on {host} ({error.strerror}); the supervisor must run on one that can"
 
 
 def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
@@ -114,7 +129,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
-        app.command(_command.__name__.replace("_", "-"), rich_help_panel=_panel)(_command)
+        app.command(_command.__name__.replace("_", "-"), cls=Command, rich_help_panel=_panel)(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,6 @@ from replicas.cli.base import (
     Screen,
     TargetArgument,
     ThisRun,
-    ThisRunFirst,
     command,
     json_text,
     patience,
@@ -29,12 +29,15 @@ from replicas.control.commands import Answer, Detach, Drain, Reload, ResetFailed
 from replicas.control.exit_codes import FAILED
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, enough, is_good
-from replicas.errors import DeadlineExceeded, UsageError, WorldError
+from replicas.errors import DeadlineExceeded, Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 
 __all__ = ["chosen", "detach", "drain", "reload", "reset_failed", "restart", "scale", "stacks", "unready", "wait"]
 
 _LOOK_AGAIN_S = 0.2
+_SCALED_S = 600.0
+_COMING_S = 30.0
+"""How long a run that is to be waited for may take to appear."""
 
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as it has begun.")]
 
@@ -45,16 +48,23 @@ def scale(
     group: GroupArgument,
     replicas: Annotated[int, typer.Argument(metavar="REPLICAS", min=0, help="The new number of replicas.")],
     place: ThisRun,
+    ready: Annotated[bool, typer.Option("--ready", help="Wait until GROUP is ready, for up to 10 minutes.")] = False,
     no_wait: NoWait = False,
     as_json: Json = False,
 ) -> None:
     """Set GROUP to REPLICAS replicas: starts more, or drains the highest ones.
 
-    Holds until the next scale, or until a reload changes the number in the config.
+    Waits for the end of those, and for new ones only with --ready. Holds until the next
+    scale, or until a reload changes the number in the config.
     """
+    if ready and no_wait:
+        raise UsageError("--ready waits, and --no-wait does not: give one of them")
     with patience(f"scaling {group}"):
         answer = place.client().order(Scale(group=group, replicas=replicas), wait=not no_wait)
-    _tell(answer, f"{group}: {replicas} replica{'s' if replicas != 1 else ''} wanted", as_json=as_json)
+    if ready:
+        _until_ready(place, group, time.monotonic() + _SCALED_S, "10m")
+    words = f"{replicas} replica{'s' if replicas != 1 else ''} {'wanted, and ready' if ready else 'wanted'}"
+    _tell(answer, f"{group}: {words}", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -119,7 +129,7 @@ def drain(
 
 
 @command(failed=FAILED)
-def detach(*, place: ThisRunFirst, as_json: Json = False) -> None:
+def detach(*, place: ThisRun, as_json: Json = False) -> None:
     """End the supervisor alone; the next one takes over its replicas and agents.
 
     For an upgrade, or a restart of the supervisor. Needs run.adopt in the config: the
@@ -141,7 +151,7 @@ def reset_failed(*, target: OptionalTarget = None, place: ThisRun, as_json: Json
 
 
 @command(failed=FAILED)
-def reload(*, place: ThisRunFirst, as_json: Json = False) -> None:
+def reload(*, place: ThisRun, as_json: Json = False) -> None:
     """Have the supervisor read its config again; only changed groups are restarted.
 
     A config with problems changes nothing: they are printed, with exit code 78.
@@ -203,8 +213,9 @@ def wait(
 ) -> None:
     """Wait until a replica, a group or (without TARGET) the whole run is ready.
 
-    One that has done its work counts as ready. Exit code 1 when that cannot happen any
-    more (a replica has failed or was drained, the run is over), or not in time.
+    One that has done its work counts as ready. A run that is only being started is
+    waited for, too: 30 s until it appears. Exit code 1 when it cannot be ready any more
+    (a replica has failed or was drained, the run is over), or not in time.
     """
     checked = config_values.Place(Path())
     seconds = config_values.duration().read(checked, timeout)
@@ -222,7 +233,8 @@ def wait(
 def _until_ready(place: RunAddress, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
     missing: list[ReplicaStatus] | None = None
     with patience("waiting") as show_doing:
-        for status in place.looks(_LOOK_AGAIN_S):
+        end = _there(place, until, show_doing)
+        for status in place.looks(_LOOK_AGAIN_S, end):
             missing = missing if status is None else unready(status, target)
             if status is not None and not missing:
                 return tuple(one for group in chosen(status, target) for one in group.replicas)
@@ -232,6 +244,25 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
                 what = "nobody answered" if missing is None else f"not ready: {_named(missing)}"
                 raise DeadlineExceeded(f"not within {words}: {what}", hint="replicas status tells why")
     raise WorldError("the run is over")
+
+
+def _there(place: RunAddress, until: float, show_doing: Callable[[str], None]) -> RunEndWatcher:
+    """Wait until the run answers, so that a script may start it in the background.
+
+    :raises replicas.errors.Disconnected: it does not appear, or not in time.
+    """
+    give_up_at = min(until, time.monotonic() + _COMING_S)
+    while True:
+        try:
+            end = place.end()
+            place.status()
+            return end
+        except Disconnected:
+            now = time.monotonic()
+            if now >= (until if place.starting else give_up_at):
+                raise
+        show_doing("waiting for the run to start")
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:

@@ -17,11 +17,11 @@ from replicas.common.foreign import one_line
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.config.values import size_text
 from replicas.core import effects
-from replicas.core.lives.ordering import enough
+from replicas.core.lives.ordering import enough, least_left
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaStatus, RunStatus
 from replicas.telemetry import events as happened
 
-__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "outlook", "plan", "run_status"]
+__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "outlook", "plan", "routine", "run_status"]
 
 STATE_STYLES = {
     "pending": "dim",
@@ -36,9 +36,9 @@ STATE_STYLES = {
 _GROUP = ("group", "replicas", "ranks each", "launcher", "starts after", "command")
 _RESOURCES = ("group", "GPUs a rank", "threads a rank", "memory a replica", "processes a replica")
 _CHANNEL = ("channel", "members", "backend", "transport", "deadline", "on lost", "slots", "staging")
-_GROUP_STATE = ("group", "ready", "others", "restarts", "budget left", "no progress", "then ends")
+_GROUP_STATE = ("group", "ready", "not ready", "restarts", "budget left", "failures without progress", "on failure")
 _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
-_CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "moved")
+_CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "sent")
 _NODE_STATE = ("node", "state", "heard", "GPUs free", "labels", "replicas")
 
 
@@ -70,7 +70,7 @@ def plan(config: Config) -> RenderableType:
         ("in all", f"{_count(len(config.groups), 'group')}, {_count(replicas, 'replica')}, {_count(ranks, 'rank')}"),
     ]
     on_channels = frozenset[str]().union(*(one.groups for one in config.channels.values()))
-    failures, timeouts = (_failure_row(group, on_channels) for group in groups), map(_timeout_row, groups)
+    failures, timeouts = (_failure_row(config, group, on_channels) for group in groups), map(_timeout_row, groups)
     head = Table.grid(padding=(0, 2))
     for name, value in facts:
         head.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
@@ -87,16 +87,17 @@ def plan(config: Config) -> RenderableType:
     return Group(*parts)
 
 
-def outlook(waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
-    """Lines with what fits on none of the nodes, by replica."""
-    where, width = _count(len(nodes), "node"), max(map(len, waits), default=0)
-    if waits:
-        return [
-            f"note: on the {where} of its run",
-            *(f"{one:{width}}  waits for {what}" for one, what in waits.items()),
-        ]
-    alone = all(node.local for node in nodes)
-    return [] if alone else [f"note: all replicas fit on the {where} of its run"]
+def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
+    """Lines with what each node would run, and with what fits on none, by replica."""
+    if not waits and all(node.local for node in nodes):
+        return []
+    runs = {node.name: [one for one, places in where.items() if node.name in places] for node in nodes}
+    width = max(map(len, (*runs, *waits)))
+    return [
+        f"note: {'' if waits else 'all replicas fit '}on the {_count(len(nodes), 'node')} of its run",
+        *(f"{node:{width}}  runs {', '.join(names)}" for node, names in runs.items() if names),
+        *(f"{one:{width}}  waits for {what}" for one, what in waits.items()),
+    ]
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
@@ -130,14 +131,15 @@ def _group_row(group: GroupConfig) -> tuple[str, ...]:
 _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays failed"}
 
 
-def _failure_row(group: GroupConfig, on_channels: frozenset[str]) -> tuple[str, ...]:
+def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]) -> tuple[str, ...]:
     ready = f"{enough(group.min_ready, group.replicas)} of {group.replicas}"
     if group.external:
         return group.name, "by others", "-", "-", ready
     rules = group.restart
     never = rules.policy == "never"
     cycles = rules.no_progress_cycles if group.name in on_channels and not never else 0
-    below = f", the run below {group.min_ready}" if group.on_failure != "run" and group.min_ready else ""
+    least = least_left(config, group)
+    below = f", the run below {least}" if group.on_failure != "run" and least else ""
     return (
         group.name,
         rules.policy if never else f"{rules.policy} {rules.max_restarts}/{duration_text(rules.window_s)}",
@@ -214,6 +216,7 @@ def run_status(status: RunStatus) -> RenderableType:
         parts.append(_table("Nodes", _NODE_STATE, map(_node_row, status.nodes)))
     if status.channels:
         parts.append(_table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
+        parts += [Text(words, style="bold red") for channel in status.channels if (words := _fallen(channel))]
     return Group(*parts)
 
 
@@ -275,6 +278,12 @@ def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
     )
 
 
+def _fallen(channel: ChannelStatus) -> str:
+    if channel.step is None or channel.step_before is None:
+        return ""
+    return f"{channel.name}: step {channel.step:g} after {channel.step_before:g} (a trainer without its checkpoint?)"
+
+
 def event_line(record: happened.Record) -> Text:
     """``20:07:51     12  rollout/1          ready after 2.1 s``."""
     who, what, style = _words(record.event, record.at)
@@ -288,6 +297,13 @@ def concerns(record: happened.Record, target: str) -> bool:
     """Whether the event is about this group, this ``group/index``, or all."""
     who = _subject(record.event)
     return not who or who == target or who.startswith(f"{target}/") or target.startswith(f"{who}/")
+
+
+def routine(event: happened.Event) -> bool:
+    """Whether every version that goes well has such events."""
+    if isinstance(event, effects.SyncEnded):
+        return event.record.outcome == "committed" and not event.record.lost
+    return isinstance(event, effects.ReplicaLoaded) and event.version > 0
 
 
 def _subject(event: happened.Event) -> str:
@@ -339,6 +355,9 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
         case happened.LeftoverFound():
             fate = "killed" if event.swept else "NOT killed"
             return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "yellow"
+        case happened.LeasesAwaited():
+            nodes = ", ".join(node or "an unknown node" for node in event.nodes)
+            return "run", f"waits up to {duration_text(event.seconds)} for the leases of {nodes}", "yellow"
         case happened.NodeChanged():
             return (
                 f"node {event.node}",
@@ -368,18 +387,27 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
         case effects.MemberQuarantined():
             return event.member.name, f"quarantined on {event.channel}{_because(event.reason)}", "red"
         case effects.EpochStarted():
-            return event.channel, f"epoch {event.epoch} of {len(event.members)} members", "dim"
+            return event.channel, f"epoch {event.epoch} of {_count(len(event.members), 'member')}", "dim"
         case effects.SyncEnded():
             sync = event.record
             lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
             what = f"version {sync.version} {sync.outcome} in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
-            return event.channel, f"{what}, {sync.members} members{lost}", "" if sync.outcome == "committed" else "red"
+            return (
+                event.channel,
+                f"{what}, {_count(sync.members, 'member')}{lost}",
+                "" if sync.outcome == "committed" else "red",
+            )
+        case effects.StepFell():
+            return event.channel, f"version {event.version} has step {event.step:g} after {event.before:g}", "bold red"
         case effects.CaughtUp():
             names = ", ".join(member.name for member in event.members)
-            return event.channel, f"version {event.version} fetched later by {names}", "dim"
+            return event.channel, f"caught up with version {event.version}: {names}", "dim"
         case effects.ReplicaLoaded():
             what = f"serves version {event.version}" if event.version else "serves no whole version any more"
             return who, f"{what} of {event.channel}", ""
+        case effects.LoadFailed():
+            what = "refused" if event.kept else "did not load"
+            return who, f"{what} version {event.version} of {event.channel}{_because(event.reason)}", "red"
         case effects.StoreChanged():
             return event.channel, f"store {'up' if event.up else 'down'}", "" if event.up else "bold red"
     return who or "run", _plain(event), ""

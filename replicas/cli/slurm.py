@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,17 +12,21 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from replicas.cli.base import command
+from replicas.cli.find_run import RunAddress
 from replicas.cli.slurm_script import script
+from replicas.common.foreign import one_line
 from replicas.config import tables as config_tables
 from replicas.config.file import load
 from replicas.config.structs import Config, SlurmConfig
 from replicas.config.values import Place
 from replicas.control.exit_codes import FAILED
 from replicas.errors import UsageError, WorldError
+from replicas.linux.helpers import interpreter
 
-__all__ = ["slurm"]
+__all__ = ["queued", "slurm"]
 
 _SUBMIT_TIMEOUT_S = 60.0
+_QUEUE_TIMEOUT_S = 5.0
 
 
 @command(failed=FAILED)
@@ -75,9 +79,24 @@ def slurm(
         print(text, end="")
 
 
+def queued(place: RunAddress) -> str | None:
+    """Where Slurm has a job of this user that is named like the run, and what it waits
+    for, in words; None: there is none, or Slurm does not answer.
+    """
+    if place.config is None or shutil.which("squeue") is None:
+        return None
+    command = ["squeue", "--me", "--noheader", "--name", place.config.run.name, "--format", "%i %T %r"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_QUEUE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # a status needs no Slurm
+    number, _, why = done.stdout.partition("\n")[0].partition(" ")
+    return f"Slurm has its job {number}: {one_line(why)}" if number and not done.returncode else None
+
+
 def own_command(config: Config) -> list[str]:
     """The command ``replicas slurm CONFIG``, with absolute paths."""
-    return [sys.executable, "-m", "replicas", "slurm", str(config.source)]
+    return [interpreter(), "-m", "replicas", "slurm", str(config.source)]
 
 
 def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
@@ -85,7 +104,7 @@ def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
 
     :raises UsageError: an option has no valid value.
     """
-    place = Place(Path.cwd())
+    place = Place(Path())
     read = config_tables.read(place, given, SlurmConfig)
     if place.problems or read is UNSET:
         texts = (
@@ -104,7 +123,12 @@ def _submitted(text: str) -> str:
     """
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable"], input=text, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S, check=False
+            ["sbatch", "--parsable"],
+            input=text,
+            capture_output=True,
+            errors="replace",
+            timeout=_SUBMIT_TIMEOUT_S,
+            check=False,
         )
     except FileNotFoundError as error:
         raise UsageError("there is no sbatch here", hint="submit from a login node of the cluster") from error

@@ -12,24 +12,46 @@ import site
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-__all__ = ["findable", "undo", "without"]
+__all__ = ["findable", "rooted", "undo", "without"]
 
 _HOME = str(Path(__file__).parents[2])
 _PATH = "PYTHONPATH"
 
 
-def findable(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` with this package's folder first on ``PYTHONPATH``.
+def rooted(environment: Mapping[str, str], folder: str = "") -> dict[str, str]:
+    """Return ``environment`` with an absolute ``PYTHONPATH``: helpers start elsewhere.
 
-    Unchanged where every interpreter of this installation finds the package anyway.
+    An empty entry stays: it is the working folder of whoever reads it.
+
+    :param folder: that relative entries are relative to; default: the current one.
     """
-    if _HOME in (*site.getsitepackages(), site.getusersitepackages()):  # first, it would shadow the standard library
+    path = environment.get(_PATH, "")
+    if all(not entry or entry.startswith("/") for entry in path.split(os.pathsep)):
         return dict(environment)
-    return {**environment, _PATH: os.pathsep.join(filter(None, (_HOME, environment.get(_PATH))))}
+    try:
+        here = folder or os.getcwd()  # noqa: PTH109  # no Path is needed
+    except FileNotFoundError:  # it was removed, and what was in it is gone
+        return dict(environment)
+    entries = (os.path.join(here, entry) if entry else "" for entry in path.split(os.pathsep))  # noqa: PTH118  # as above
+    return {**environment, _PATH: os.pathsep.join(entries)}
+
+
+def findable(environment: Mapping[str, str], folder: str = "") -> dict[str, str]:
+    """Return :func:`rooted`, with this package's folder first on ``PYTHONPATH``.
+
+    Without that where every interpreter of this installation finds the package anyway.
+    """
+    found = rooted(environment, folder)
+    if _HOME in (*site.getsitepackages(), site.getusersitepackages()):  # first, it would shadow the standard library
+        return found
+    return {**found, _PATH: os.pathsep.join(filter(None, (_HOME, found.get(_PATH))))}
 
 
 def undo(environment: MutableMapping[str, str]) -> None:
-    """Undo :func:`findable` in the environment of a process that got it."""
+    """Undo :func:`findable` in the environment of a process that got it.
+
+    Relative entries stay absolute: what it starts is elsewhere, too.
+    """
     if _HOME in (*site.getsitepackages(), site.getusersitepackages()):
         return
     first, _, rest = environment.get(_PATH, "").partition(os.pathsep)

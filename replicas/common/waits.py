@@ -52,9 +52,19 @@ class Latch:
         self._wakers: dict[Callable[[], object], bool] = {}
 
     def set(self) -> None:
-        """Set it: wake all waiting threads and call all callbacks, each once."""
+        """Set it: wake all waiting threads and call all callbacks, each once.
+
+        If one raises, the others are called all the same before this raises.
+        """
         self.is_set = True
-        self._wake()
+        failure: BaseException | None = None
+        while self._wakers:
+            try:
+                self._wake()
+            except BaseException as error:  # noqa: BLE001  # raised below
+                failure = error
+        if failure is not None:
+            raise failure
 
     def add(self, waker: Callable[[], object]) -> None:
         """Call ``waker`` once, when it is set, on the setting thread; or at once."""

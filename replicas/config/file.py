@@ -32,11 +32,11 @@ from replicas.config.structs import (
     RunConfig,
 )
 from replicas.config.tables import in_order_of
-from replicas.config.values import NAMED_MAX, Place, nearest, show
+from replicas.config.values import NAMED_MAX, Place, nearest, no_text, show
 from replicas.errors import BadConfig, UsageError
-from replicas.messages.bounds import RANKS_MAX, shown
+from replicas.messages.bounds import RANKS_MAX, encodable, shown
 
-__all__ = ["channels_from", "load", "parse", "read"]
+__all__ = ["channels_from", "default_state_dir", "load", "parse", "place_of", "read"]
 
 _FEWEST_SLOTS = 2
 _LONGEST_SOCKET_PATH = 107
@@ -52,12 +52,24 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
     :raises replicas.errors.UsageError: it is none of these.
     """
     if isinstance(config, Config):
-        return config
+        return _absolute(config)
     if isinstance(config, Path | str):
         return load(config)
     if not isinstance(config, Mapping):
         raise UsageError(f"config must be a Config, the path of its file or a mapping, not {shown(config)}")
     return parse(config)
+
+
+def _absolute(config: Config) -> Config:
+    """A config of a program with absolute folders: helpers have another one."""
+    groups = {name: replace(group, cwd=group.cwd.absolute()) for name, group in config.groups.items()}
+    state_dir, door = config.run.state_dir.absolute(), config.control.socket
+    door = None if door is None else door.absolute()
+    paths = [state_dir, *(() if door is None else (door,)), *(group.cwd for group in groups.values())]
+    if odd := [one for one in dict.fromkeys(paths) if not encodable(str(one))]:
+        raise BadConfig([no_text(one) for one in odd])
+    run, control = replace(config.run, state_dir=state_dir), replace(config.control, socket=door)
+    return replace(config, run=run, control=control, groups=groups)
 
 
 def load(path: Path | str) -> Config:
@@ -79,8 +91,17 @@ def load(path: Path | str) -> Config:
     except ValueError as error:
         raise BadConfig([visible(str(error))], source=source) from error
     path = config_text.absolute(path)
-    place = Place(path.parent.resolve(), home=config_text.state_home(path.parent))
-    return _parse(place, mapping, source, path, config_text.Lines(text, mapping))
+    return _parse(place_of(path), mapping, source, path, config_text.Lines(text, mapping))
+
+
+def place_of(path: Path) -> Place:
+    """The place of a config file: its relative folders, and the state of its run."""
+    path = config_text.absolute(path)
+    return Place(path.parent.resolve(), home=config_text.state_home(path))
+
+
+def default_state_dir(place: Place, name: str) -> Path:
+    return (place.home or place.base) / ".replicas" / name
 
 
 def parse(mapping: Mapping[str, Any], *, base: Path | None = None) -> Config:
@@ -90,7 +111,11 @@ def parse(mapping: Mapping[str, Any], *, base: Path | None = None) -> Config:
         one).
     :raises BadConfig: with every problem found.
     """
-    return _parse(Place(Path.cwd() if base is None else base.resolve()), mapping)
+    try:
+        place = Place(Path.cwd() if base is None else base.resolve())
+    except FileNotFoundError as error:
+        raise BadConfig(["the current folder, to which relative folders are relative, was removed"]) from error
+    return _parse(place, mapping)
 
 
 def channels_from(
@@ -101,7 +126,7 @@ def channels_from(
     :param replicas: number of replicas of each known group; not all need be known.
     :raises BadConfig: with every problem found.
     """
-    place, tables = Place(Path.cwd()), channels
+    place, tables = Place(Path()), channels
     if isinstance(channels, Mapping):
         tables = {name: _as_table(one) if isinstance(one, ChannelConfig) else one for name, one in channels.items()}
     found = config_tables.each(place, tables, ChannelConfig, _BUILDS)
@@ -129,6 +154,8 @@ def _parse(
 ) -> Config:
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
+    if odd := [one for one in {place.base, place.home or place.base} if not encodable(str(one))]:
+        raise BadConfig([no_text(one) for one in odd], source=source)
     config = config_tables.read(place, mapping, Config, _BUILDS)
     if config is not UNSET:
         _cross_check(place, config, mapping)
@@ -154,7 +181,7 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    fields.setdefault("state_dir", (place.home or place.base) / ".replicas" / fields["name"])
+    fields.setdefault("state_dir", default_state_dir(place, fields["name"]))
     return RunConfig(**fields)
 
 

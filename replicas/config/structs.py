@@ -90,8 +90,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     lease_s: Annotated[float, AsKey(name="lease"), forms.duration(2.0)] = 10.0
     """A node of which nothing is heard for this time is lost: its agent ends the
-    replicas there, and then they start elsewhere. Raise it when the network between the
-    machines may be away for longer.
+    replicas there, and then they start elsewhere. Raise it if your network can be
+    interrupted for longer.
     """
 
 
@@ -112,8 +112,8 @@ class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     bind: Annotated[str, forms.address] = "127.0.0.1"
-    """The store of rendezvous listens on this address, or on that of this name, which
-    members are told. Set it when ranks run on other machines.
+    """Address or host name at which the rendezvous store listens. Members connect to it
+    here. Set it when ranks run on other machines.
     """
     port: Annotated[int, forms.port] = 0
     """The store listens on this port; 0: one of the system's choice. Set it when a
@@ -191,8 +191,8 @@ class SlurmConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: Literal["always", "on-failure", "never"] = "on-failure"
-    """A replica that ends is started again always, after a failure, or never; "always"
-    never finishes.
+    """A replica that ends is started again always, after a failure, or never. With
+    "always" its group never counts as finished.
     """
     max_restarts: _Natural = 5
     """Number of restarts of the group within window; a failure beyond them is final."""
@@ -229,8 +229,8 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True):
     Raise it when one step takes longer.
     """
     load_deadline_s: _Duration = 300.0
-    """A replica that has ceased to be ready, and is not so again within this time, is
-    restarted.
+    """Restart a replica that stopped being ready and has not become ready again within
+    this time.
     """
 
 
@@ -347,7 +347,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     stop_timeout_s: _Duration = 10.0
     """Time from SIGTERM to SIGKILL of a replica that is being ended. Raise it when it
-    saves a checkpoint then.
+    saves a checkpoint then: a run at whose end a replica was killed exits with 4.
     """
     max_unavailable: _Count = 1
     """Number of replicas that a rolling restart ends at a time, at most."""
@@ -358,9 +358,13 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     the replica alone. Set it when a replica is more, or less, important than the
     default says.
     """
-    min_ready: Annotated[_Natural | None, AsKey(default="all to be ready, none to go on")] = None
+    min_ready: Annotated[
+        _Natural | None,
+        AsKey(default='all to be ready; to go on, one of a target of channels with on_failure = "replica", else none'),
+    ] = None
     """Number of ready replicas that make the group ready; when fewer are left, the run
-    ends. Set it when the run is useful with some replicas missing.
+    ends. Set it when the run is useful with some replicas missing; 0 when it is useful
+    without the group.
     """
 
     @property

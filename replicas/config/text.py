@@ -61,23 +61,25 @@ def absolute(path: Path) -> Path:
     return logical / path
 
 
-def state_home(folder: Path) -> Path:
-    """Return the default folder for the state of runs whose configs are in ``folder``.
+def state_home(path: Path) -> Path:
+    """Return the default folder for the state of the run of a config.
 
-    It is ``folder`` itself, resolved. But a symbolic link to a place below its own
-    folder (``current -> releases/7``) is switched with each release: then it is the
-    link's own folder, so that the state, and the lock that makes a run unique, stay.
+    It is the folder of the file itself, with symbolic links resolved, so that a run has
+    one state, and one supervisor, whichever way leads to its config. But a link to a
+    place below its own folder (``current -> releases/7``, or a file of Kubernetes'
+    ConfigMap) is switched with each release: then it is the link's own folder, so that
+    the state, and the lock that makes a run unique, stay.
 
-    :param folder: an absolute path.
+    :param path: of the file, or of the folder of some; absolute.
     """
-    root = here = Path(folder.anchor)
-    for part in folder.parts[1:]:
+    root = here = Path(path.anchor)
+    for part in path.parts[1:]:
         step = here / part
         there = step.resolve()
         if here != root and step.is_symlink() and here in there.parents:
             return here
         here = there
-    return here
+    return here if here.is_dir() else here.parent
 
 
 def read(path: Path) -> str:
@@ -94,7 +96,7 @@ def read(path: Path) -> str:
     if len(data) > CONFIG_NBYTES:
         raise ValueError(f"is larger than {CONFIG_NBYTES:,} bytes: is it the right file?")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")  # editors on Windows write a mark of the order of bytes
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text: {error.reason} at byte {error.start}") from error
 

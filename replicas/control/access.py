@@ -5,27 +5,41 @@ secret, and its last line becomes part of the reason why its replica failed, whi
 copied into states, events and members' texts. So no field is trusted: every text is cut
 after the exit code or the signal (:func:`without_output`). The store's address is
 hidden because the store knows no token.
+
+A right lasts as long as the token that gave it: what a request starts and what goes on
+(a stream, a long wait) is a :class:`Lasting` response, which ends when its token does.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
+import anyio
 import msgspec
 from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from replicas.coordinator.connection_guard import welcome
 from replicas.status import RunStatus
 from replicas.telemetry.events import Event, Record, ReloadRefused, ReplicaExited
 from replicas.trust.tokens import Tokens
 
-__all__ = ["Access", "ByToken", "Cached", "everyone", "hiding_store", "public", "public_record", "without_output"]
-
-Access = Callable[[Request], str]
-"""Why a request is limited to the public pages; empty: it is not."""
+__all__ = [
+    "Access",
+    "ByToken",
+    "Cached",
+    "Lasting",
+    "everyone",
+    "hiding_store",
+    "public",
+    "public_record",
+    "without_output",
+]
 
 _SHARE = 20
 _KEPT_S = 0.5
@@ -36,9 +50,28 @@ _OUTPUT = re.compile(rf"(rank \d+{_ENDED}|torchrun of node \d+(?:{_ENDED})?): .*
 """A cause up to a program's last words (here or in an exit report)."""
 
 
-def everyone(_: Request) -> str:
-    """Grants access, for a transport that admits only the owner, as the Unix socket."""
-    return ""
+class Access(Protocol):
+    """Who may do what on one transport."""
+
+    def __call__(self, request: Request, /) -> str:
+        """Why a request is limited to the public pages; empty: it is not."""
+        ...
+
+    def watched(self, request: Request, end: Callable[[], None], /) -> AbstractContextManager[None]:
+        """Call ``end`` when the right of this request is revoked within the block."""
+        ...
+
+
+class _Everyone:
+    def __call__(self, _: Request) -> str:
+        return ""
+
+    def watched(self, _: Request, __: Callable[[], None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+everyone: Access = _Everyone()
+"""Grants access, for a transport that admits only the owner, as the Unix socket."""
 
 
 class ByToken:
@@ -61,6 +94,25 @@ class ByToken:
             return tokens.refusal(request.headers)
         welcome(request.scope)
         return "" if role == "operator" else "a member's token gives no right to this: show an operator's token"
+
+    def watched(self, request: Request, end: Callable[[], None]) -> AbstractContextManager[None]:
+        return self._tokens().watched(request.headers, end)
+
+
+class Lasting(StreamingResponse):
+    """A stream that is cut when the token of its request is revoked.
+
+    It is then incomplete: its reader sees a broken connection, and no end. Check access
+    right before making one, as awaiting anything in between may miss a revocation.
+    """
+
+    def __init__(self, parts: AsyncIterator[bytes], access: Access, request: Request, **options: Any) -> None:
+        super().__init__(parts, **options)
+        self._access, self._request = access, request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with anyio.CancelScope() as whole, self._access.watched(self._request, whole.cancel):
+            await super().__call__(scope, receive, send)
 
 
 def without_output(text: str) -> str:

@@ -10,6 +10,7 @@ reader delays only itself: the next part is produced when the last one was sent.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Protocol
@@ -17,14 +18,14 @@ from typing import Protocol
 import anyio
 import msgspec
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from replicas import errors
-from replicas.control.access import Access, Cached, everyone, hiding_store, public, public_record
+from replicas.control.access import Access, Cached, Lasting, everyone, hiding_store, public, public_record
 from replicas.control.commands import ORDERS, Commands
 from replicas.control.log_files import POLL_S, LogLine, LogReader, Selection, prefixed
-from replicas.control.orders_api import NO_STORE, json_bytes, json_response, order_routes, refusal
+from replicas.control.orders_api import NO_STORE, json_bytes, json_response, order_routes, refusal, unauthorized
 from replicas.core.lives.ordering import GOOD, enough
 from replicas.status import RunStatus
 from replicas.telemetry.events import Record, encode
@@ -43,7 +44,7 @@ _STREAMS = {
 }
 _ORDERS = "POST, with a JSON body and the token: " + " ".join(ORDERS)
 STREAM_BEAT_S = 5.0
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_GZIP_LEVEL = 3
 
 Page = Callable[[Request], Awaitable[Response]]
 
@@ -52,7 +53,7 @@ class StatusSource(Protocol):
     """Data of the pages. All three methods run on the event loop and must not block."""
 
     def status(self) -> RunStatus: ...
-    def metrics_text(self) -> bytes: ...
+    def scrape(self, accept: str) -> tuple[bytes, str]: ...
     def live(self) -> bool: ...
 
 
@@ -100,8 +101,13 @@ def control_routes(
         lines.append(f"run {status.run} is {'ready' if status.ready else 'not ready'}")
         return _text("\n".join(lines) + "\n", code)
 
-    async def metrics(_: Request) -> Response:
-        return Response(source.metrics_text(), headers={"Content-Type": _METRICS_TYPE, **NO_STORE})
+    async def metrics(request: Request) -> Response:
+        body, content_type = source.scrape(request.headers.get("accept", ""))
+        headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding", **NO_STORE}
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["Content-Encoding"] = "gzip"
+            body = await asyncio.to_thread(gzip.compress, body, _GZIP_LEVEL)
+        return Response(body, headers=headers)
 
     for_strangers = Cached(lambda: public(hiding_store(source.status())))
 
@@ -178,11 +184,11 @@ def _stream_routes(source: StreamSource, access: Access) -> list[Route]:
             return Response(media_type="text/event-stream", headers=NO_STORE)
         until = None if follow else source.last_event
         stream = _events(source, after, until, whole=not access(request))
-        return StreamingResponse(stream, media_type="text/event-stream", headers=NO_STORE)
+        return Lasting(stream, access, request, media_type="text/event-stream", headers=NO_STORE)
 
     async def logs(request: Request) -> Response:
         if why := access(request):
-            return refusal(why, 401, **{"WWW-Authenticate": "Bearer"})
+            return unauthorized(why)
         try:
             selection = _selection(request.query_params)
             follow = _flag(request.query_params, "follow")
@@ -196,11 +202,11 @@ def _stream_routes(source: StreamSource, access: Access) -> list[Route]:
             await reader.aclose()
             return refusal(error.message, 404, hint=error.hint)
         kind = "application/x-ndjson" if as_json else "text/plain; charset=utf-8"
-        if request.method == "HEAD":
+        if (why := access(request)) or request.method == "HEAD":  # a token may end while a node is asked
             await reader.aclose()
-            return Response(media_type=kind, headers=NO_STORE)
+            return unauthorized(why) if why else Response(media_type=kind, headers=NO_STORE)
         lines = _logs(reader, first, follow=follow, as_json=as_json)
-        return StreamingResponse(lines, media_type=kind, headers=NO_STORE)
+        return Lasting(lines, access, request, media_type=kind, headers=NO_STORE)
 
     return [Route("/events", events, methods=["GET"]), Route("/logs", logs, methods=["GET"])]
 

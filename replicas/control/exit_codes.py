@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["BAD_CONFIG", "BUG", "DONE", "FAILED", "INTERRUPTED", "PREEMPTED", "SUPERVISED", "UNAVAILABLE", "USAGE"]
+__all__ = [
+    "BAD_CONFIG",
+    "BUG",
+    "CUT",
+    "DONE",
+    "FAILED",
+    "INTERRUPTED",
+    "PREEMPTED",
+    "SUPERVISED",
+    "UNAVAILABLE",
+    "USAGE",
+]
 
 DONE = 0
 """The run is over or was drained; a command succeeded."""
@@ -14,6 +25,10 @@ USAGE = 2
 fewer nodes than ``cluster.min_nodes`` joined in time."""
 SUPERVISED = 3
 """Another supervisor already has this run."""
+CUT = 4
+"""The run is over or was drained, but processes were killed as they had not ended
+within ``stop_timeout``, or do not die and are left behind. stderr and the events name
+their replicas."""
 UNAVAILABLE = 69
 """No run answers: it is not running, or cannot be reached."""
 BUG = 70

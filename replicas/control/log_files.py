@@ -27,6 +27,7 @@ from typing import BinaryIO, Protocol
 import anyio.to_thread
 import msgspec
 
+from replicas.common.foreign import visible
 from replicas.errors import UsageError
 
 __all__ = [
@@ -48,6 +49,8 @@ _READ_NBYTES = BATCH_NBYTES
 _BLOCK_NBYTES = 64 * 1024
 _LINE_NBYTES = (1 << 20) + 1024
 """Longer lines are cut here."""
+_EACH_NBYTES = 64
+"""What a line takes beside its text, here and on its way."""
 _RANK = re.compile(r"rank-(\d+)\.log")
 _PART = re.compile(r"\.log\.\d+")
 
@@ -169,19 +172,21 @@ class _Stream:
             self._file.close()
 
     def read(self) -> list[bytes]:
-        """New complete lines, at most some hundred KiB."""
+        """New complete lines, at most some hundred KiB; empty: none for now."""
         if self._file is None and not self._open():
             self._todo = _parts(self.path)
             self._at_end = True
             return []
-        data = self._chunk()
-        self._at_end = not data
-        if not data:
-            return []
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LINE_NBYTES:
-            lines.append(self._rest)
-            self._rest = b""
+        lines: list[bytes] = []
+        while not lines:  # a chunk may be a part of a long line
+            data = self._chunk()
+            self._at_end = not data
+            if not data:
+                break
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _LINE_NBYTES:
+                lines.append(self._rest)
+                self._rest = b""
         return lines
 
     def _chunk(self) -> bytes:
@@ -326,7 +331,7 @@ class Follower:
             stream = streams[self._turn % len(streams)]
             self._turn += 1
             for text in stream.read():
-                nbytes += len(text)
+                nbytes += len(text) + _EACH_NBYTES
                 found.append(_line(stream, text))
         return found
 
@@ -353,7 +358,7 @@ class Follower:
                                 yield path, f"{group.name}/{replica.name}", generation, int(rank[1])
 
     def _generations(self, replica: Path) -> list[int]:
-        found = sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdigit())
+        found = sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdecimal())
         if self._selection.generation is not None:
             return [number for number in found if number == self._selection.generation]
         if not self._begun:
@@ -366,12 +371,17 @@ class Follower:
         words = [chosen.target or "this run"]
         words += [f"rank {chosen.rank}"] if chosen.rank is not None else []
         words += [f"generation {chosen.generation}"] if chosen.generation is not None else []
-        known = sorted(f"{path.parent.name}/{path.name}" for group in _folders(self._logs) for path in _folders(group))
+        known = sorted(
+            visible(f"{path.parent.name}/{path.name}") for group in _folders(self._logs) for path in _folders(group)
+        )
+        if not known and len(words) == 1 and chosen.target is None:
+            text = f"this start of the run has written no log yet in {self._logs}"
+            return UsageError(text, hint="--previous shows the last one; programs that others start log elsewhere")
         return UsageError(
             f"there is no log of {', '.join(words)} in {self._logs}",
             hint=f"there are logs of: {', '.join(known)}"
             if known
-            else "nothing has been started yet; programs that others start log elsewhere",
+            else "nothing has been started yet; --previous shows the last start",
         )
 
 

@@ -13,13 +13,13 @@ that the other is alive without guessing a timeout, and the body alone tells the
 outcome. With ``?wait=0`` the response is 202 instead, and events tell the outcome.
 Draining the whole run ends the control port too: that order always gets 202.
 
-The work runs in tasks of the routes: a caller that disconnects cancels nothing.
+The work runs in tasks of the routes: a caller that disconnects cancels nothing, nor
+does one whose token ends: it only hears nothing more of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 from urllib.parse import quote, unquote
@@ -27,18 +27,29 @@ from urllib.parse import quote, unquote
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from replicas import errors
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.control import commands as orders
-from replicas.control.access import Access
+from replicas.control.access import Access, Lasting, everyone
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem
 
-__all__ = ["BEAT_S", "BODY_NBYTES", "NO_STORE", "QUICK_S", "json_bytes", "json_response", "order_routes", "refusal"]
+__all__ = [
+    "BEAT_S",
+    "BODY_NBYTES",
+    "NO_STORE",
+    "QUICK_S",
+    "json_bytes",
+    "json_response",
+    "order_routes",
+    "refusal",
+    "unauthorized",
+]
 
-log = logging.getLogger("replicas.control")
+log = Log("replicas.control")
 
 QUICK_S = 0.25
 BEAT_S = 2.0
@@ -59,6 +70,11 @@ def json_bytes(body: bytes, code: int = 200, **headers: str) -> Response:
 def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Response:
     problem = Problem(kind="UsageError", message=message, hint=hint)
     return json_response(Answer(done=False, error=problem), code, **headers)
+
+
+def unauthorized(why: str) -> Response:
+    """A refusal, after which the connection ends: it may have been let in earlier."""
+    return refusal(why, 401, **{"WWW-Authenticate": "Bearer", "Connection": "close"})
 
 
 def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> list[Route]:
@@ -97,12 +113,17 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
                 case orders.DoctorOrder():
                     work = commands.doctor(order.node)
                 case orders.TokensOrder():
-                    work = commands.tokens(order.role, rotate=order.rotate, revoke_old=order.revoke_old)
+                    work = commands.tokens(
+                        order.role, rotate=order.rotate, revoke_old=order.revoke_old, force=order.force
+                    )
             task = asyncio.create_task(work, name=kind.__name__)
             running.add(task)
             task.add_done_callback(over)
             ends_all = isinstance(order, Drain) and order.target is None and order.node is None
-            return await _answer(task, wait=request.query_params.get("wait", "1") != "0" and not ends_all)
+            wait = request.query_params.get("wait", "1") != "0" and not ends_all
+            # Who ends the own token is told of the new one.
+            guard = everyone if isinstance(order, orders.TokensOrder) else access
+            return await _answer(task, request, guard, wait=wait)
 
         return Route(path, endpoint, methods=["POST"])
 
@@ -114,16 +135,18 @@ async def _order(
 ) -> Order | Response:
     """The order of this request, or its refusal."""
     if why := access(request):
-        return refusal(why, 401, **{"WWW-Authenticate": "Bearer"})
+        return unauthorized(why)
     if problem := _another_run(request, run):
         return json_response(Answer(done=False, error=problem), 409)
     try:
-        return msgspec.json.decode(await _body(request), type=kind)
+        order = msgspec.json.decode(await _body(request), type=kind)
     except MALFORMED as error:
         fields = ", ".join(kind.__struct_fields__) or "none"
         return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {fields}")
     except HTTPException as error:
         return refusal(error.detail, error.status_code)
+    why = access(request)  # the token may have ended while the body came
+    return unauthorized(why) if why else order
 
 
 def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
@@ -173,14 +196,16 @@ def _code(answer: Answer) -> int:
     return 503 if issubclass(kind, errors.WorldError | errors.Disconnected | errors.SyncError) else 500
 
 
-async def _answer(task: asyncio.Task[object], *, wait: bool) -> Response:
+async def _answer(task: asyncio.Task[object], request: Request, access: Access, *, wait: bool) -> Response:
     done, _ = await asyncio.wait({task}, timeout=QUICK_S)
     if done:
         answer = _outcome(task)
         return json_response(answer, _code(answer))
     if not wait:
         return json_response(Answer(done=False), 202)
-    return StreamingResponse(_beats(task), media_type="application/json", headers=NO_STORE)
+    if why := access(request):
+        return unauthorized(why)
+    return Lasting(_beats(task), access, request, media_type="application/json", headers=NO_STORE)
 
 
 async def _beats(task: asyncio.Task[object]) -> AsyncIterator[bytes]:

@@ -34,6 +34,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 from websockets.protocol import State
 
+from replicas.common.logs import Log
 from replicas.coordinator.limits import Crowd, RateLimit
 
 __all__ = [
@@ -65,7 +66,7 @@ _NO_MESSAGE = b"\xc1"
 """A byte that MessagePack never uses; it replaces the content of a text frame."""
 _RTT = struct.Struct("<68xI")
 """``tcpi_rtt`` of Linux's ``struct tcp_info``, in microseconds."""
-_quiet = logging.getLogger("replicas.coordinator.http")
+_quiet = Log("replicas.coordinator.http")
 _quiet.setLevel(logging.CRITICAL)  # bad requests of strangers are counted, not logged
 
 
@@ -275,6 +276,11 @@ class SessionProtocol(WebSocketsSansIOProtocol):
 
     def takes_more(self) -> bool:
         return self.writable.is_set()
+
+    @property
+    def unread_nbytes(self) -> int:
+        """What was written and has not left this process."""
+        return self.transport.get_write_buffer_size()
 
     def rtt_s(self) -> float:
         """The kernel's smoothed round-trip time in seconds; 0: unknown."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
@@ -45,7 +45,7 @@ from replicas.messages.identity import Member
 
 __all__ = ["Engine", "NotYet"]
 
-log = logging.getLogger("replicas.coordinator")
+log = Log("replicas.coordinator")
 
 TICK_S = 0.1
 LAST_WORDS_S = 0.25
@@ -111,6 +111,9 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self.lag_s = 0.0
         self.refusals: dict[str, int] = {}
+        self.vouch: Callable[[wire.Hello], bool] = lambda hello: False
+        """Tells whether a supervisor has started the process in its generation; False:
+        others start its replica. It raises the error of one that poses as such."""
         self.tap: Callable[[ChannelState, Effect | wire.FromMember], None] | None = None
         """Test hook, called with each effect and message just before it is applied.
 
@@ -124,7 +127,7 @@ class Engine:
         for callback in self._callbacks:
             try:
                 callback(event)
-            except Exception:
+            except BaseException:  # of the program: what is under way here must come to its end
                 log.exception("a subscriber failed on %r", event)
 
     # ------------------------------------------------------------ sessions
@@ -142,7 +145,10 @@ class Engine:
         self._break_silence(now)
         if hello.any_replica:
             hello = msgspec.structs.replace(hello, replica=self._free_replica(hello, channel), any_replica=False)
+        if hello.observe or not self.vouch(hello):
+            hello = msgspec.structs.replace(hello, proof="")
         member = hello.member
+        self._check_incarnation(hello, channel)
         session = self._sessions.get(member)
         state = channel.roster.get(member)
         if session is not None and state is not None and hello.resume_term == self.decisions.term:
@@ -162,6 +168,7 @@ class Engine:
         self._channel_of[member] = channel
         try:
             state, older = channel.join(hello, address, now)
+            state.granted_at = now
         except errors.ReplicasError:
             self._forget(member)
             raise
@@ -211,6 +218,16 @@ class Engine:
                 hint=f"its channels: {known}",
             )
         return channel
+
+    def _check_incarnation(self, hello: wire.Hello, channel: ChannelState) -> None:
+        """Raise Fenced for a Hello that names another member's incarnation.
+
+        All members know that, and an observer, which shows no mark, is not that member.
+        """
+        owner = self._channel_of.get(hello.member)
+        state = owner.roster.get(hello.member) if owner is not None else None
+        if state is not None and (owner is not channel or state.observes != hello.observe):
+            raise errors.Fenced(f"{hello.member} is another member's incarnation", members=[hello.member.name])
 
     def _free_replica(self, hello: wire.Hello, channel: ChannelState) -> int:
         """An index that no replica has, for rank 0, which tells its other ranks.
@@ -386,6 +403,8 @@ class Engine:
         match effect:
             case effects.Send():
                 session = self._sessions.get(effect.member)
+                if isinstance(effect.message, wire.ReceiveGrant) and (state := channel.roster.get(effect.member)):
+                    state.granted_at = self._now()
                 if session is not None and not session.send(effect.message, self._encoded.of(effect.message)):
                     self.refused("overflow")
                     channel.lose(effect.member, "overflow", self._now())
@@ -412,8 +431,17 @@ class Engine:
                     channel.told.ended(event.record)
                 elif isinstance(event, effects.CaughtUp):
                     channel.told.nbytes += event.moved_nbytes
+                elif isinstance(event, effects.StepFell):
+                    text = (
+                        '%s: version %d has meta["step"] = %s after %s: was its trainer restarted without a checkpoint?'
+                    )
+                    log.warning(text, event.channel, event.version, event.step, event.before)
                 elif isinstance(event, effects.MemberQuarantined):
                     log.warning("%s: %s is quarantined: %s", event.channel, event.member, event.reason)
+                elif isinstance(event, effects.LoadFailed):
+                    what = "refused" if event.kept else "did not load"
+                    name = f"{event.group}/{event.replica}"
+                    log.warning("%s: %s %s version %d: %s", event.channel, name, what, event.version, event.reason)
                 self.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:
@@ -448,7 +476,7 @@ class Engine:
         """A member is heard: end a silence of all members, if there was one."""
         grace_s = self._silence.heard(now)
         if grace_s:
-            log.warning("no member was heard for a while: those still silent get %.1f s more to come back", grace_s)
+            log.warning("The supervisor was paused. Silent members get %.1f s more before they count as lost.", grace_s)
             self._pardon(0.0, now, grace_s)
 
     def _pardon(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:

@@ -180,6 +180,8 @@ def size_problem(data: bytes, *, first: bool = False) -> str | None:
 
 def hello_problem(hello: wire.Hello) -> str | None:
     """Why this Hello is refused as malformed."""
+    if len(hello.proof) > bounds.NAME_LENGTH:
+        return "its proof is too long"
     for what in ("channel", "group", "incarnation"):
         if not bounds.is_name(getattr(hello, what)):
             return f"{what} {getattr(hello, what)[: bounds.NAME_LENGTH]!r} is no name"

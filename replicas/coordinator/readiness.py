@@ -29,21 +29,30 @@ STRANDED_S = 5.0
 class Readiness(msgspec.Struct, frozen=True):
     """The readiness of a replica.
 
-    :ivar reason: what is missing.
-    :ivar partial: a rank failed to load.
+    :ivar reason: what is missing; of a ready one, why it did not load a newer version.
+    :ivar partial: why a rank failed to load and has a part of a version; empty: none
+        has.
     :ivar stranded: a rank waits for a version that it can no longer get, because
         another rank has left.
     :ivar progressed_s: seconds since its last progress; None while it waits for others
         (in a receive or an operation), which is no lack of progress.
+    :ivar step: the newest step that it reported, in this or an earlier generation.
+    :ivar pids: of its ranks, each on its own node.
+    :ivar slots: how many versions a rank holds, by channel; the rank with most counts.
+    :ivar open_s: for how long a rank has had an update open, by channel.
     """
 
     ready: bool
     reason: str = ""
     heartbeat_age_s: float | None = None
     versions: dict[str, int] = {}
-    partial: bool = False
+    partial: str = ""
     stranded: bool = False
     progressed_s: float | None = None
+    step: int | None = None
+    pids: dict[int, int] = {}
+    slots: dict[str, int] = {}
+    open_s: dict[str, float] = {}
 
 
 class ReadinessBook:
@@ -72,7 +81,11 @@ class ReadinessBook:
         reasons: list[str] = []
         versions: dict[str, int] = {}
         seen: list[MemberState] = []
+        steps: list[int] = []
+        slots: dict[str, int] = {}
+        open_s: dict[str, float] = {}
         partial = stranded = False
+        failures: list[str] = []
         for channel in channels:
             config = channel.config
             parties = [party for party in (*config.sources, *config.targets, *config.peers) if party.group == group]
@@ -82,6 +95,10 @@ class ReadinessBook:
                 m for m in channel.roster.replica(group, replica) if external or m.hello.generation == generation
             ]
             seen += members
+            steps.append(channel.marks.of(group, replica)[0])
+            slots[config.name] = max((len(m.held) for m in members), default=0)
+            if opened := [now - m.granted_at for m in members if channel.rounds.has_open(m.member)]:
+                open_s[config.name] = max(opened)
             left = _left(channel, group, replica, None if external else generation)
             expected = range(1 if all(party.ranks == "leader" for party in parties) else world)
             missing = set(expected) - {m.member.rank for m in members} - left
@@ -92,6 +109,7 @@ class ReadinessBook:
                 round_ = channel.rounds.of(group, replica)
                 versions[config.name] = round_.loaded
                 partial = partial or round_.partial
+                failures += [f"{config.name}: {round_.failure}"] if round_.failure else []
                 if not missing and not left:
                     reasons += self._behind(channel, group, replica, generation)
                 if left and (text := _stranded(channel, members, now)):
@@ -102,12 +120,16 @@ class ReadinessBook:
         waits = any(channel.waits(state.member) for channel in channels for state in seen)
         return Readiness(
             ready=not reasons,
-            reason="; ".join(reasons),
+            reason="; ".join(reasons + failures),
             heartbeat_age_s=max(ages, default=None),
             versions=versions,
-            partial=partial,
+            partial="; ".join(failures) or "it cannot say why" if partial else "",
             stranded=stranded,
             progressed_s=None if waits else min(progressed, default=None),
+            step=max((step for step in steps if step >= 0), default=None),
+            pids={state.member.rank: state.hello.process.pid for state in seen},
+            slots=slots,
+            open_s=open_s,
         )
 
     def _behind(self, channel: ChannelState, group: str, replica: int, generation: int) -> list[str]:

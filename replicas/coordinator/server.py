@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from replicas import errors
+from replicas.common.logs import Log
 from replicas.config.values import NAME_ONE
 from replicas.coordinator.connection_guard import (
     CLOSE_TIMEOUT_S,
@@ -55,7 +55,7 @@ START_TIMEOUT_S = 10.0
 HELLO_TIMEOUT_S = 5.0
 REFUSED_MAX = 3
 """Connections in a row closed for bad input before the member is lost."""
-log = logging.getLogger("replicas.coordinator")
+log = Log("replicas.coordinator")
 
 BACKLOG = 256
 """Backlog of the listening socket; the loop accepts as many in one iteration."""

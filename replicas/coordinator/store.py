@@ -6,26 +6,25 @@ import asyncio
 import contextlib
 import ipaddress
 import itertools
-import logging
 import os
 import socket
-import sys
 from collections.abc import Callable, Coroutine
 
 import anyio
 import msgspec
 
 from replicas import errors
-from replicas.common import own_code
 from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.coordinator.store_process import Reply, Request
+from replicas.linux.helpers import apart, python_module
 
 __all__ = ["StoreWatcher"]
 
-log = logging.getLogger("replicas.store")
+log = Log("replicas.store")
 
 START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 5.0
@@ -91,18 +90,14 @@ class StoreWatcher:
     async def _spawn(self, port: int) -> None:
         self._life.start(asyncio.get_running_loop().time())
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "replicas.coordinator.store_process"]
-        command += ["--bind", self._bind, "--port", f"{port}"]
-        command += ["--control", f"{theirs.fileno()}", "--parent", f"{os.getpid()}"]
-        environment = own_code.findable(os.environ)
-        environment |= {"RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
+        words = ["--bind", self._bind, "--port", f"{port}"]
+        words += ["--control", f"{theirs.fileno()}", "--parent", f"{os.getpid()}"]
+        environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *command,
+                *python_module("replicas.coordinator.store_process", *words),
                 pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
+                **apart(environment),
             )
         except BaseException:
             ours.close()

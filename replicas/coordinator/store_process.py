@@ -115,7 +115,7 @@ def full(empty_nbytes: int) -> str:
 
 def data_nbytes() -> int:
     """Memory of this process as RLIMIT_DATA counts it."""
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    pages = int(Path("/proc/self/statm").read_bytes().split()[5])
     return pages * resource.getpagesize()
 
 

@@ -129,10 +129,10 @@ class ChannelState:
         if older is not None:
             self.lose(older.member, "fenced", now)
         member = state.member
-        if state.is_source:
-            self.commits.publishes.joined(member, first=not self.roster.replica(member.group, member.replica))
         self.drains.joined(state)
         self.roster.insert(state)
+        if state.is_source:
+            self.commits.publishes.joined(member, hello.process, self.roster.life(member))
         self.hosts.joined(state, now)
         if state.from_before:
             self.recovery.heard(state, now)
@@ -161,7 +161,7 @@ class ChannelState:
 
     def lose(self, member: Member, reason: str, now: float) -> None:
         """Remove a lost member: a new epoch starts, its work continues without it."""
-        state = self.roster.remove(member)
+        state = self.roster.remove(member, in_order=reason == "left")
         if state is None:
             return
         self.keeping.lost(state)
@@ -178,11 +178,11 @@ class ChannelState:
         if state.is_peer:
             self.operations.lost(member, state.note, now)
             self.trials.look(now)
-        self.commits.publishes.left(member)
+        self.commits.publishes.left(member, in_order=reason == "left")
         self.commits.lost(state, now)
         self.lanes.lost(member, now)
         if state.is_target:
-            self.rounds.lost(state)
+            self.rounds.lost(state, in_order=reason == "left")
         self._settle(now)
 
     def receive(self, member: Member, message: FromMember, now: float) -> None:
@@ -347,18 +347,23 @@ class ChannelState:
     def _answer_watches(self) -> None:
         """Answer watches of versions that all have loaded, even if those have left."""
         loaded = self.rounds.loaded_by_all()
-        if loaded > self._loaded_once:
-            self._loaded_once = loaded
+        if loaded > self._loaded_once or (self._watches and self.rounds.refusals(1)):
+            self._loaded_once = max(loaded, self._loaded_once)
             for member, watch in list(self._watches.items()):
                 self._watch(member, watch)
 
     def _watch(self, member: Member, watch: wire.WatchLoaded) -> None:
         """Answer the watch, or store it in place of this member's earlier one."""
+        refusals: dict[str, str] = {}
         if watch.version > self._loaded_once:
-            self._watches[member] = watch
-            return
+            refusals = self.rounds.refusals(watch.version)
+            targets = (state for state in self.roster if state.is_target and state.carries)
+            others = [state for state in targets if state.member.replica_name not in refusals]
+            if not refusals or any(state.loaded < watch.version for state in others):
+                self._watches[member] = watch
+                return
         self._watches.pop(member, None)
-        self.out.append(Send(member, wire.WatchEnd(watch.watch, self._loaded_once)))
+        self.out.append(Send(member, wire.WatchEnd(watch.watch, max(watch.version, self._loaded_once), refusals)))
 
     # ------------------------------------------------------------ messages
 
@@ -394,10 +399,14 @@ class ChannelState:
             case wire.ReceiveCancel():
                 self.rounds.cancel_ask(member, message.ask)
             case wire.Loaded() if message.version <= commits.latest:  # else it cannot have been loaded
+                state.load_s = message.load_s
                 self.marks.note(member.group, member.replica, version=message.version)
                 self.rounds.loaded(state, message.version)
             case wire.LoadFailed():
-                self.rounds.failed(state)
+                version, why = min(message.version, commits.latest), message.error.message
+                if state.is_target and state.carries:
+                    self.roster.unloaded.setdefault(member.replica_name, f"version {version}: {why}")
+                self.rounds.failed(state, version, why, kept=message.kept)
             case wire.WatchLoaded():
                 self._answer_watches()
                 self._watch(member, message)

@@ -18,6 +18,7 @@ __all__ = [
     "Event",
     "Keep",
     "LetGo",
+    "LoadFailed",
     "MemberJoined",
     "MemberLost",
     "MemberQuarantined",
@@ -29,6 +30,7 @@ __all__ = [
     "Retried",
     "Send",
     "SidecarReplaced",
+    "StepFell",
     "StoreChanged",
     "SweepStore",
     "SyncEnded",
@@ -85,13 +87,15 @@ class SyncEnded(msgspec.Struct, frozen=True, tag=True):
 class CaughtUp(msgspec.Struct, frozen=True, tag=True):
     """Members that had missed a version have it now.
 
-    ``moved_nbytes``: bytes that were sent through process groups for it.
+    ``moved_nbytes``: bytes that were sent through process groups for it, and
+    ``moved_to``: of them to each replica (``group/replica``).
     """
 
     channel: str
     version: int
     members: tuple[Member, ...]
     moved_nbytes: int
+    moved_to: dict[str, int] = {}
 
 
 class Retried(msgspec.Struct, frozen=True, tag=True):
@@ -114,12 +118,31 @@ class SidecarReplaced(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
-    """All ranks of a replica have loaded ``version``; 0: they differ."""
+    """All ranks of a replica have loaded ``version``; 0: they differ.
+
+    ``load_s``: how long the slowest of them had the update open, in seconds.
+    """
 
     channel: str
     group: str
     replica: int
     version: int
+    load_s: float = 0.0
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """A replica failed to load ``version``.
+
+    ``kept``: it refused the version before anything of it was loaded, and goes on with
+    the one that it has.
+    """
+
+    channel: str
+    group: str
+    replica: int
+    version: int
+    reason: str
+    kept: bool = False
 
 
 class ReplicaIdle(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +167,19 @@ class OperationEnded(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class StepFell(msgspec.Struct, frozen=True, tag=True):
+    """A committed version has a lower ``meta["step"]`` than an earlier one.
+
+    A trainer that restarts without its checkpoint does that. Told once, until the steps
+    have reached ``before`` again.
+    """
+
+    channel: str
+    version: int
+    step: int | float
+    before: int | float
+
+
 class StoreChanged(msgspec.Struct, frozen=True, tag=True):
     """The rendezvous store answers again (``up``), or no longer answers."""
 
@@ -157,10 +193,12 @@ Event = (
     | MemberQuarantined
     | EpochStarted
     | SyncEnded
+    | StepFell
     | CaughtUp
     | Retried
     | SidecarReplaced
     | ReplicaLoaded
+    | LoadFailed
     | ReplicaIdle
     | OperationEnded
     | StoreChanged

@@ -1,4 +1,4 @@
-"""The HTTP control routes of one inference server, and the watch over its health."""
+"""The HTTP control routes of one inference server."""
 
 from __future__ import annotations
 
@@ -6,44 +6,59 @@ import contextlib
 import http.client
 import json
 import socket
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
 
 from replicas import errors
-from replicas.common.patience import PauseClock
 from replicas.integrations.gate import HEADER
 
-__all__ = ["EngineServer", "Health", "host_and_port"]
+__all__ = ["Answer", "EngineServer", "host_and_port"]
 
-HEALTH_EVERY_S = 1.0
-HEALTH_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 5.0
+
+Answer = Literal["good", "none", "dead"]
+"""``dead``: nobody listens any more, or the server says that its engine is dead."""
 
 
 def host_and_port(url: str) -> tuple[str, int]:
     """Host and port of ``http://HOST:PORT``. :raises UsageError: it is something
     else."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise errors.UsageError(f"{url!r} is not http://HOST:PORT", hint="for example http://127.0.0.1:8000")
-    return parts.hostname, parts.port or 80
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "http" and parts.hostname:
+            return parts.hostname, parts.port or 80
+    except ValueError:  # a port that is no number, brackets that do not match
+        pass
+    raise errors.UsageError(
+        f"{url!r} is not http://HOST:PORT",
+        hint="for example http://127.0.0.1:8000; of a server with TLS or on a Unix socket, pass a plain address",
+    )
 
 
 class EngineServer:
     """Requests to one server, each on a connection of its own.
 
-    :param url: ``http://HOST:PORT``.
+    :param url: ``http://HOST:PORT``, and perhaps a prefix of all paths.
     :param secret: the gate's secret, if the server has one.
+    :param api_key: the server's API key, if it has one.
     """
 
-    def __init__(self, url: str, secret: str = "") -> None:
+    def __init__(self, url: str, secret: str = "", api_key: str = "") -> None:
         self.url = url.rstrip("/")
         self._address = host_and_port(url)
+        self._prefix = urlsplit(url).path.rstrip("/")
         self._headers = {HEADER: secret} if secret else {}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
         self._connection: http.client.HTTPConnection | None = None
+        self._asking: set[http.client.HTTPConnection] = set()
         self._broken = ""
+
+    @property
+    def local_port(self) -> int | None:
+        """Its port, if it listens on this machine's loopback; else None."""
+        host, port = self._address
+        return port if host in ("localhost", "::1") or host.startswith("127.") else None
 
     def call(
         self, method: str, path: str, body: Any = None, *, query: dict[str, str] | None = None, timeout_s: float = 60.0
@@ -59,7 +74,8 @@ class EngineServer:
         try:
             payload = None if body is None else json.dumps(body)
             headers = {**self._headers, **({"content-type": "application/json"} if payload else {})}
-            connection.request(method, f"{path}?{urlencode(query)}" if query else path, payload, headers)
+            below = f"{self._prefix}{path}"
+            connection.request(method, f"{below}?{urlencode(query)}" if query else below, payload, headers)
             if self._broken:  # it was given up while this connected
                 raise ConnectionAbortedError(self._broken)
             response = connection.getresponse()
@@ -83,102 +99,52 @@ class EngineServer:
 
     def answers(self, path: str) -> bool:
         """Whether ``GET path`` answers with 200 in time."""
-        connection = http.client.HTTPConnection(*self._address, timeout=HEALTH_TIMEOUT_S)
+        return self.ask(path) == "good"
+
+    def ask(self, path: str) -> Answer:
+        """How ``GET path`` is answered, in a few seconds."""
+        connection = http.client.HTTPConnection(*self._address, timeout=ASK_TIMEOUT_S)
+        self._asking.add(connection)
         try:
-            connection.request("GET", path)
-            return connection.getresponse().status == 200
+            connection.request("GET", f"{self._prefix}{path}", headers=self._headers)
+            status = connection.getresponse().status
+        except ConnectionRefusedError:
+            return "dead"
         except (OSError, http.client.HTTPException):
-            return False
+            return "none"
         finally:
+            self._asking.discard(connection)
             connection.close()
+        return "good" if status == 200 else "dead" if status == 503 and path == "/health" else "none"
+
+    def hang_up(self) -> None:
+        """Break the questions under way; on any thread."""
+        for connection in list(self._asking):
+            _break(connection)
 
     def give_up(self, reason: str) -> None:
         """Break the call under way and every later one; on any thread."""
         self._broken = self._broken or reason
-        connection = self._connection
-        if connection is not None and connection.sock is not None:
-            with contextlib.suppress(OSError):  # it has just ended
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        _break(self._connection)
 
     def _failure(self, method: str, path: str, why: str) -> errors.SyncError:
         return errors.SyncError(f"{self.url} {method} {path}: {why}", phase="load", hint="see the server's own log")
 
 
+def _break(connection: http.client.HTTPConnection | None) -> None:
+    sock = None if connection is None else connection.sock
+    if sock is not None:
+        with contextlib.suppress(OSError):  # it has just ended
+            sock.shutdown(socket.SHUT_RDWR)
+
+
 def _message(content: bytes) -> str:
     try:
         found = json.loads(content)
-        return str(found.get("error", found.get("detail", found)) if isinstance(found, dict) else found)[:500]
+        if isinstance(found, dict):
+            found = found.get("error", found.get("detail", found))
+        if isinstance(found, dict):
+            found = found.get("message", found)
+        return str(found)[:2000]
     except ValueError:
         return content[:500].decode(errors="replace")
-
-
-class Health:
-    """A thread that gives the server up when it is gone or does not answer.
-
-    :param is_gone: returns why the server is gone, or an empty text.
-    :param watched: seconds for which each path may go without an answer.
-    :param while_loading: those that the server answers during a load, too.
-    :ivar reason: why it was given up; empty: it was not.
-    """
-
-    def __init__(
-        self,
-        server: EngineServer,
-        is_gone: Callable[[], str],
-        watched: Mapping[str, float],
-        *,
-        while_loading: Collection[str],
-    ) -> None:
-        self._server = server
-        self._is_gone = is_gone
-        self._watched = watched
-        self._while_loading = while_loading
-        self._is_loading = False
-        self._over = threading.Event()
-        self.reason = ""
-        self._thread = threading.Thread(target=self._watch, name="replicas-engine-health", daemon=True)
-
-    def __enter__(self) -> Health:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(len(self._watched) * HEALTH_TIMEOUT_S + HEALTH_EVERY_S)
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """A load is under way in the block; its calls have deadlines of their own."""
-        self._is_loading = True
-        try:
-            yield
-        finally:
-            self._is_loading = False
-
-    def _watch(self) -> None:
-        answered = dict.fromkeys(self._watched, time.monotonic())
-        clock = PauseClock(time.monotonic() + HEALTH_EVERY_S)
-
-        def look(next_s: float) -> float:
-            """Note the end of a wait, and how long the next one takes at most."""
-            now = time.monotonic()
-            if clock.look(now):  # this process was paused, and perhaps the server with it
-                answered.update(dict.fromkeys(answered, now))
-            clock.due = now + next_s
-            return now
-
-        while not self._over.wait(HEALTH_EVERY_S):
-            gone = self._is_gone()
-            for path, patience_s in self._watched.items():
-                look(2 * HEALTH_TIMEOUT_S)  # to connect, and to be answered
-                exempt = self._is_loading and path not in self._while_loading
-                good = exempt or self._server.answers(path)
-                now = look(HEALTH_EVERY_S)
-                if good:
-                    answered[path] = now
-                elif now - answered[path] > patience_s:
-                    gone = gone or f"the server has not answered {path} for {now - answered[path]:.0f} s"
-            if gone:
-                self.reason = gone
-                self._server.give_up(gone)
-                return

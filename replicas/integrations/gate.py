@@ -10,6 +10,7 @@ offset bytes content
 0      1     1: the gate is open
 8      8     the version that is served, little-endian; 0: none
 16     32    the secret that control requests carry
+48     8     seconds for which the server was paused for loads, a double
 ====== ===== ======================================================
 
 The server finds it by the path in ``REPLICAS_GATE``, ``/proc/PID/fd/N`` of the
@@ -17,18 +18,22 @@ follower: nothing is on a disk, and nothing outlives the two. Each process of a 
 with several API processes maps the same page, so all of them open and close in the same
 instant.
 
-While the gate is closed, requests other than for health, metrics and the like are
-answered with 503 at once. A fresh server would otherwise answer with its checkpoint,
-and one whose update has failed with a mixture of two versions. ``GET /readyz`` says
-which it is, for readiness probes: a closed gate is no reason to end the server.
+While the gate is closed, requests other than for health, metrics and the like, and
+other than the follower's own, are answered with 503 at once. A fresh server would
+otherwise answer with its checkpoint, and one whose update has failed with a mixture of
+two versions. ``GET /readyz`` says which it is, for readiness probes: a closed gate is
+no reason to end the server.
 
 An engine's control routes (pause, update, reset) are not behind its API key. The gate
 answers them with 403 unless the request carries the secret, which only the follower and
-the server know.
+the server know. Routes of Starlette, of which the server itself is made, decide where a
+path leads: their patterns match before a newline at the end, too, and Starlette has a
+rule of its own for ``root_path``. A path with control characters is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import hmac
 import mmap
 import os
@@ -36,6 +41,8 @@ import secrets
 import struct
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
+
+from starlette.routing import Match, Route
 
 __all__ = ["GATE", "HEADER", "READYZ", "Gate", "GatePage", "owner_of"]
 
@@ -47,7 +54,9 @@ READYZ = "/readyz"
 """The gate's own page: 200 while it is open, else 503."""
 
 _ALWAYS = ("/health", "/ping", "/metrics", "/version", "/load", "/v1/models")
-_NBYTES = 48
+_NBYTES = 56
+_PATHS = 1024
+"""So many paths are known without asking the routes."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -103,6 +112,15 @@ class GatePage:
         number: int = struct.unpack_from("<Q", self._memory, 8)[0]
         return number
 
+    @property
+    def paused_s(self) -> float:
+        """Seconds for which the server was paused for loads so far."""
+        seconds: float = struct.unpack_from("<d", self._memory, 48)[0]
+        return seconds
+
+    def paused(self, seconds: float) -> None:
+        struct.pack_into("<d", self._memory, 48, self.paused_s + seconds)
+
     def open(self, version: int) -> None:
         struct.pack_into("<Q", self._memory, 8, version)
         self._memory[0] = 1
@@ -135,28 +153,46 @@ class Gate:
     ) -> None:
         self._app = app
         self._page = GatePage.attach(os.environ[GATE]) if page is None else page
-        self._control = {path.rstrip("/") for path in control}
-        self._control_folders = tuple(path for path in control if path.endswith("/"))
+        self._control = [_route(path) for path in control]
+        self._always = [_route(path) for path in _ALWAYS]
+        self._readyz = [_route(READYZ)]
+        self._kind = functools.lru_cache(_PATHS)(self._find_kind)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") or "/"
-        is_control = path in self._control or path.startswith(self._control_folders)
+        kind = self._kind(scope["path"], scope.get("root_path", ""))
         reads = scope.get("method") in ("GET", "HEAD")
-        if is_control and not reads and not self._may_control(scope):
+        if kind == "odd":
+            await _refuse(scope, send, 400, "the path has a control character")
+        elif kind == "control" and not reads and not self._may_control(scope):
             await _refuse(scope, send, 403, "this route is the follower's alone: publish a version instead")
-        elif path == READYZ and self._page.is_open:
+        elif kind == "readyz" and self._page.is_open:
             await _answer(send, 200, b'{"version": %d}' % self._page.version)
-        elif self._page.is_open or is_control or path in _ALWAYS:
+        elif self._page.is_open or kind in ("control", "always") or self._may_control(scope):
             await self._app(scope, receive, send)
         else:
             await _refuse(scope, send, 503, "no version has been loaded yet, or the last load failed")
 
+    def _find_kind(self, path: str, root_path: str) -> str:
+        """Which sort of route Starlette finds for this path."""
+        if any(ord(character) < 32 or ord(character) == 127 for character in path):
+            return "odd"
+        for kind, routes in (("control", self._control), ("readyz", self._readyz), ("always", self._always)):
+            for one in {path, path.rstrip("/")}:  # Starlette redirects the one to the other
+                scope = {"type": "http", "method": "GET", "path": one, "root_path": root_path}
+                if any(route.matches(scope)[0] != Match.NONE for route in routes):
+                    return kind
+        return ""
+
     def _may_control(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
         return hmac.compare_digest(given, self._page.secret.encode())
+
+
+def _route(path: str) -> Route:
+    return Route(f"{path}{{below:path}}" if path.endswith("/") else path, _refuse)
 
 
 async def _refuse(scope: Scope, send: Send, status: int, why: str) -> None:

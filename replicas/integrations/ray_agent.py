@@ -14,9 +14,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from replicas.common.own_code import findable
 from replicas.errors import ReplicasError
-from replicas.linux.processes import die_with_parent, python_module
+from replicas.linux.helpers import apart, python_module
+from replicas.linux.processes import die_with_parent
 
 __all__ = ["Agent", "main"]
 
@@ -34,8 +34,8 @@ class Agent:
 
         node = f"{name}-{ray.get_runtime_context().get_node_id()[:8]}"
         words = [f"{name}={value}" for name, value in labels.items()]
-        command = python_module(__name__, str(os.getpid()), node, str(Path(folder) / node), *words)
-        return subprocess.run(command, env={**findable(os.environ), "REPLICAS_JOIN": join}, check=False).returncode
+        command = python_module(__name__, str(os.getpid()), node, str(Path(folder, node).absolute()), *words)
+        return subprocess.run(command, **apart({**os.environ, "REPLICAS_JOIN": join}), check=False).returncode
 
 
 def main(parent: str, node: str, folder: str, *labels: str) -> int:

@@ -28,6 +28,8 @@ import contextlib
 import functools
 import getpass
 import hashlib
+import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -56,6 +58,10 @@ __all__ = ["follow", "main", "register"]
 logger = logging.getLogger("replicas.integrations.vllm")
 
 BACKEND = "replicas"
+API_KEY = "VLLM_API_KEY"
+QUIET_OPTION = "--disable-access-log-for-endpoints"
+QUIET = (0, 32)
+"""The first release that is known to have it."""
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
 SCRATCH_MAX = 107 - len("/vllm-0123456789/00000000-0000-0000-0000-000000000000")
@@ -67,7 +73,7 @@ def register() -> None:
     ``vllm.general_plugins``)."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    with contextlib.suppress(ValueError):  # it is known already: plugins are loaded more than once
         WeightTransferEngineFactory.register_engine(BACKEND, "replicas.integrations.vllm_engine", "ReplicasEngine")
     if GATE in os.environ:
         _end_with(owner_of(os.environ[GATE]))
@@ -104,10 +110,13 @@ def follow(
     lora: bool = False,
     mode: PauseMode = "keep",
     every: int = 1,
+    min_serving: float = follower.MIN_SERVING,
     complete: bool = True,
     public_url: str | None = None,
+    api_key: str | None = None,
     stop: threading.Event | None = None,
     timeout: float = START_TIMEOUT_S,
+    engine_timeout: float = follower.ENGINE_TIMEOUT_S,
     **identity: Any,
 ) -> None:
     """Load each committed version of a channel into a vLLM server; block until
@@ -117,7 +126,8 @@ def follow(
     '{"backend": "replicas"}'``, and this package in its environment. Its control routes
     have no password: bind it to loopback, or use ``serve``, which has a gate.
 
-    :param base_url: ``http://HOST:PORT`` of the server.
+    :param base_url: ``http://HOST:PORT`` of the server, and perhaps a prefix of its
+        paths.
     :param channel: name of the channel.
     :param lora: its versions are LoRA adapters, published with ``adapter=``. The server
         needs ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` for them, and
@@ -125,10 +135,17 @@ def follow(
     :param mode: requests in flight during a load are kept (frozen, and continued with
         the new weights), waited for, or aborted.
     :param every: load every n-th version at most; 1: each, unless a newer one is there.
+    :param min_serving: the least share of the time in which the server computes, from 0
+        to below 1; default 0.5: after a load it serves for as long as that took, and
+        then loads the newest version.
     :param complete: False: versions may lack parameters of the model.
     :param public_url: address for routers, shown as ``info["url"]``; default: base_url.
+    :param api_key: the server's API key; default: the environment's ``VLLM_API_KEY``.
     :param stop: ends the call when it is set; default: never.
     :param timeout: seconds until the server must be healthy; default 900.
+    :param engine_timeout: seconds for which the server's engine may answer nothing
+        while its processes are at work (it compiles, say), or if they cannot be seen
+        from here; default 600. One whose processes do nothing is given up after 30 s.
     :param identity: ``endpoint``, ``token``, ``run``, ``group`` and ``replica`` as for
         :func:`replicas.join`; default: the environment. The server's workers join with
         the same, or with their own environment.
@@ -144,11 +161,14 @@ def follow(
             identity=identity,
             mode=mode,
             every=every,
+            min_serving=min_serving,
             complete=complete,
             folder=Path(folder),
             url=public_url or base_url,
+            engine_timeout_s=engine_timeout,
         )
-        follower.run(EngineServer(base_url), following, threading.Event() if stop is None else stop, timeout)
+        server = EngineServer(base_url, api_key=os.environ.get(API_KEY, "") if api_key is None else api_key)
+        follower.run(server, following, threading.Event() if stop is None else stop, timeout)
 
 
 # ------------------------------------------------------------ serve
@@ -176,6 +196,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lora", action="store_true", help="its versions are LoRA adapters")
     parser.add_argument("--pause-mode", choices=["keep", "wait", "abort"], default="keep")
     parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
+    parser.add_argument(
+        "--min-serving",
+        type=float,
+        default=follower.MIN_SERVING,
+        help="the least share of the time in which the server serves (default: %(default)g)",
+    )
     parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
@@ -184,38 +210,72 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="0: a free one; else this, plus the index of a replica that a supervisor starts",
     )
+    parser.add_argument(
+        "--engine-timeout",
+        type=float,
+        default=follower.ENGINE_TIMEOUT_S,
+        help="seconds for which the engine may answer nothing while it is at work (default: %(default)g)",
+    )
     return parser
 
 
+def _api_key(rest: Sequence[str]) -> str:
+    """The first key among vLLM's own options, or that of the environment."""
+    for option, value in itertools.zip_longest(rest, rest[1:], fillvalue=""):
+        name, given, key = option.partition("=")
+        if name in ("--api-key", "--api_key"):
+            return key if given else value
+    return os.environ.get(API_KEY, "")
+
+
+def _refuse_odd_addresses(rest: Sequence[str]) -> None:
+    """:raises UsageError: options by which the server listens where nobody finds it."""
+    for option in rest:
+        name = option.partition("=")[0].replace("_", "-")
+        if name == "--uds" or name.startswith("--ssl-"):
+            raise errors.UsageError(
+                f"serve: {name} is not supported: follower, router and probes speak plain HTTP on a TCP port",
+                hint="bind the server to loopback or a private network, and put a proxy with TLS in front",
+            )
+
+
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    found = environ.read()
-    port = options.port + _index_here(found) if options.port else _free_port(options.host)
-    host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
+    _refuse_odd_addresses(rest)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     gate = GatePage.create()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if options.lora:
         rest = [*rest, "--enable-lora"]
-    with _scratch() as scratch, _vllm(options.host, port, rest, gate, scratch) as process:
+        if not any(option.startswith(("--api-server-count", "--api_server_count")) for option in rest):
+            rest = [*rest, "--api-server-count", "1"]  # with several, vLLM loads no adapters at run time
+    with (
+        _port(options) as port,
+        _scratch() as scratch,
+        _vllm(options.host, port, rest, gate, scratch) as process,
+    ):
 
         def is_gone() -> str:
             code = process.poll()
             return "" if code is None else f"vLLM's server ended with {_ending(code)}"
 
-        url = f"http://{host}:{port}"
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         following = Following(
             channel=options.channel,
             lora=options.lora,
             mode=options.pause_mode,
             every=options.every,
+            min_serving=options.min_serving,
             complete=not options.partial,
             url=url,
             gate=gate,
             folder=scratch,
             is_gone=is_gone,
+            engine_timeout_s=options.engine_timeout,
+            process=process.pid,
         )
-        follower.run(EngineServer(url, gate.secret), following, stop, START_TIMEOUT_S)
+        follower.run(EngineServer(url, gate.secret, _api_key(rest)), following, stop, START_TIMEOUT_S)
     return 0
 
 
@@ -232,11 +292,21 @@ def _ending(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1" if host == "0.0.0.0" else host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def _port(options: argparse.Namespace) -> Iterator[int]:
+    """The port to serve on; a free one is held in the block.
+
+    The holder does not listen, and lets those bind who ask for a used address, as
+    vLLM's server does; nobody else is given the port meanwhile.
+    """
+    if options.port:
+        yield options.port + _index_here(environ.read())
+        return
+    with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((options.host, 0))
+        port: int = holder.getsockname()[1]
+        yield port
 
 
 @contextlib.contextmanager
@@ -251,12 +321,31 @@ def _scratch() -> Iterator[Path]:
     name = hashlib.sha256(f"{state}/{found.group}/{found.replica}".encode()).hexdigest()[:10]
     base = tempfile.gettempdir()
     folder = Path(base if len(base) <= SCRATCH_MAX else "/tmp") / f"vllm-{name}"  # its sockets need short paths
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder)
     folder.mkdir(mode=0o700)
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove it, and the shared memory that bears the names of files in it.
+
+    Workers on a CPU meet in a file, and share memory by its name; killed ones leave it.
+    """
+    for meeting in folder.glob("vllm_dist_*"):
+        for left in Path("/dev/shm").glob(f"*{meeting.name}*"):
+            left.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _installed() -> str:
+    """The version of vLLM here; empty: it does not say."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @contextlib.contextmanager
@@ -265,6 +354,9 @@ def _vllm(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """vLLM's own server as a child; it is ended with the block, and dies with this
     process."""
+    release = follower.release_of(_installed())
+    if release >= QUIET and not any(option.replace("_", "-").startswith(QUIET_OPTION) for option in rest):
+        rest = [*rest, QUIET_OPTION, ",".join(follower.WATCHED)]  # its log would be half of them
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *rest),
         *("--host", host, "--port", str(port)),
@@ -284,6 +376,9 @@ def _vllm(
     process = subprocess.Popen(command, env=variables, preexec_fn=lambda: die_with_parent(parent))
     try:
         yield process
+    except errors.ReplicasError:  # it is gone or frozen, and would wait for its own requests at its end
+        process.kill()
+        raise
     finally:
         gate.shut()
         process.terminate()

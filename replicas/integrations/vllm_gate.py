@@ -9,13 +9,14 @@ which.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import pkgutil
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from replicas.integrations.gate import Gate, GatePage, Receive, Scope, Send
@@ -23,6 +24,8 @@ from replicas.integrations.gate import Gate, GatePage, Receive, Scope, Send
 __all__ = ["VllmGate"]
 
 _CONTROL_PACKAGES = ("vllm.entrypoints.rl", "vllm.entrypoints.serve.dev")
+_OPERATORS_PACKAGES = tuple(f"vllm.entrypoints.serve.{name}" for name in ("elastic_ep", "fault_tolerance", "profile"))
+"""Where a release may have further routes that change the engine."""
 
 
 class VllmGate(Gate):
@@ -89,6 +92,8 @@ class _ServedVersion(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily("replicas_engine_version", "Version that this server answers with.", self._page.version)
+        text = "Seconds for which the server was paused for loads."
+        yield CounterMetricFamily("replicas_engine_paused_seconds", text, self._page.paused_s)
         yield GaugeMetricFamily("replicas_engine_ready", "1 when it answers requests.", int(self._page.is_open))
 
 
@@ -99,12 +104,20 @@ def _control_paths() -> Iterator[str]:
     """
     found = False
     for package in _CONTROL_PACKAGES:
-        root = importlib.import_module(package)
-        for module in pkgutil.walk_packages(root.__path__, f"{package}."):
-            if module.name.endswith("api_router"):
-                for route in importlib.import_module(module.name).router.routes:
-                    found = True
-                    yield route.path
+        for path in _routes_of(package):
+            found = True
+            yield path
     if not found:
         raise RuntimeError("replicas: this release of vLLM has its control routes elsewhere; they cannot be protected")
+    for package in _OPERATORS_PACKAGES:
+        if importlib.util.find_spec(package) is not None:
+            yield from _routes_of(package)
     yield from ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/")
+
+
+def _routes_of(package: str) -> Iterator[str]:
+    root = importlib.import_module(package)
+    for module in pkgutil.walk_packages(root.__path__, f"{package}."):
+        if module.name.endswith("api_router"):
+            for route in importlib.import_module(module.name).router.routes:
+                yield route.path

@@ -4,8 +4,9 @@ A trainer of another library calls at its own places. :class:`WeightSync` is its
 membership of a channel; :class:`StepSync` counts the optimizer steps, too.
 
 A sync that fails ends no training: it is logged, with the figure ``replicas/failed``,
-and the targets keep the version that they have. Only what can never work raises: no
-coordinator at the join, or a group that is no source of the channel.
+and the targets keep the version that they have. Loads that fail are told by the next
+receipt, and logged with the figure ``replicas/not_loaded``. Only what can never work
+raises: no coordinator at the join, or a group that is no source of the channel.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class WeightSync:
                 self.channel.loaded(receipt.version, deadline=self._deadline or LOADED_S).wait()
             except errors.ReplicasError as error:
                 logger.warning("version %s is not loaded everywhere, training goes on: %s", receipt.version, error)
+                last.figures["replicas/load_failed"] = 1.0
         last.figures["replicas/waited_seconds"] = time.monotonic() - began
 
     def figures(self) -> list[dict[str, float]]:
@@ -136,6 +138,8 @@ class WeightSync:
         if sync in self._open:
             self._open.remove(sync)
             if receipt is not None:
+                for name, why in receipt.not_loaded.items():
+                    logger.warning("%s goes on with older weights, or is started again: %s", name, why)
                 sync.figures.update(receipt.metrics())
                 self._figures.append(sync.figures)
         return receipt

@@ -30,9 +30,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 from pathlib import Path
 
+from replicas.common.foreign import visible
+from replicas.linux.files import kernel_lines
 from replicas.linux.processes import namespace, signal_each, start_time
 
 __all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "members", "own_group", "remove"]
@@ -40,6 +43,7 @@ __all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "member
 LIMITS = {"memory": "memory_nbytes", "pids": "max_processes"}
 """Controllers needed for limits, and the limit that each enforces."""
 _LEAF = "supervisor"
+_OCTAL = re.compile(r"\\([0-7]{3})")
 _left: dict[Path, Path] = {}
 """Original group of this process, by the leaf group it moved to.
 
@@ -57,21 +61,22 @@ def find_own(process: Path = Path("/proc/self")) -> Path:
 
 def own_group(process: Path = Path("/proc/self")) -> Path:
     """Return this process's own group. OSError: there is none; the text says why."""
-    lines = (process / "cgroup").read_text().splitlines()
-    own = next((line[3:] for line in lines if line.startswith("0::")), None)
+    own = next((line[3:] for line in kernel_lines(process / "cgroup") if line.startswith("0::")), None)
     if own is None:
         raise OSError(errno.ENOENT, "this kernel has no cgroup v2")
-    for line in (process / "mountinfo").read_text().splitlines():
-        fields = line.split()
-        if fields[fields.index("-") + 1] != "cgroup2":
+    for line in kernel_lines(process / "mountinfo"):
+        fields = line.split(" ")
+        if "-" not in fields or fields[fields.index("-") + 1] != "cgroup2":
             continue
-        root, mount = (fields[index].replace("\\040", " ") for index in (3, 4))
+        root, mount = (_OCTAL.sub(lambda found: chr(int(found[1], 8)), fields[index]) for index in (3, 4))
         if root != "/" and own != root and not own.startswith(f"{root}/"):
             continue
         below = own if root == "/" else own[len(root) :]
         folder = Path(f"{mount}/{below}")
         if ".." in Path(below).parts or not (folder / "cgroup.procs").exists():
             continue
+        if not str(folder).isprintable():  # it goes into messages and states
+            raise OSError(errno.EILSEQ, f"the path of this process's group is no plain text: {visible(str(folder))}")
         return folder
     raise OSError(errno.ENOENT, "cgroup v2 is not mounted, or this process's group is not visible")
 
@@ -81,7 +86,7 @@ def members(group: Path) -> list[int]:
     found: list[int] = []
     for folder, _, _ in os.walk(group):
         with contextlib.suppress(OSError):  # ENODEV: it is being removed
-            found += [int(line) for line in (Path(folder) / "cgroup.procs").read_text().split()]
+            found += [int(line) for line in (Path(folder) / "cgroup.procs").read_bytes().split()]
     return found
 
 

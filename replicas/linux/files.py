@@ -1,15 +1,27 @@
-"""Reopen files by descriptor: of this process, or of another process of this user."""
+"""Files by descriptor, of this process or another of this user; texts of the kernel."""
 
 from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
-__all__ = ["open_plain", "reopen"]
+__all__ = ["kernel_lines", "open_plain", "reopen"]
 
 
 def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def kernel_lines(path: Path) -> list[str]:
+    """Return the lines of a text of the kernel, such as ``/proc/self/mountinfo``.
+
+    It is bytes, in which others' names may be: they come as file names do, so bytes
+    that are no UTF-8 are lone surrogates, and only a newline ends a line.
+
+    :raises OSError: it cannot be read.
+    """
+    return os.fsdecode(path.read_bytes().removesuffix(b"\n")).split("\n")
 
 
 def open_plain(pid: int, fd: int, *, inode: int | None = None, nbytes: int | None = None) -> int:

@@ -25,6 +25,8 @@ import os
 import struct
 from pathlib import Path
 
+from replicas.linux.files import kernel_lines
+
 __all__ = ["MAPPED", "OPENED", "hold_exclusive", "hold_shared", "holders", "let_go", "mark", "marked", "unmark"]
 
 MAPPED = 0
@@ -88,10 +90,10 @@ def holders(inode: int) -> tuple[int, ...]:
     """
     pids: set[int] = set()
     try:
-        lines = Path("/proc/locks").read_text().splitlines()
+        held = kernel_lines(Path("/proc/locks"))
     except OSError:  # hidden in some containers: the error text then lacks them
         return ()
-    for line in lines:
+    for line in held:
         fields = line.split()
         if len(fields) >= 6 and fields[1] == "FLOCK" and fields[3] == "READ" and fields[5].endswith(f":{inode}"):
             pids.add(int(fields[4]))

@@ -29,6 +29,7 @@ __all__ = [
     "folder",
     "make_folder",
     "open_file",
+    "overwrite",
     "read",
     "remove",
     "remove_tree",
@@ -213,26 +214,47 @@ def create(path: Path, data: bytes) -> None:
         _create_in(parent, path, data)
 
 
-def _create_in(parent: int, path: Path, data: bytes) -> None:
+def _create_in(parent: int, path: Path, data: bytes, *, sync: bool = False) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path.name, dir_fd=parent)
-    _fill(_open_in(parent, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), data)
+    _fill(_open_in(parent, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), data, sync=sync)
 
 
-def _fill(descriptor: int, data: bytes) -> None:
+def _fill(descriptor: int, data: bytes, *, sync: bool = False) -> None:
     try:
         if os.write(descriptor, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if sync:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Replace a file atomically: write a new one beside it, then rename."""
+def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
+    """Replace a file atomically: write a new one beside it, then rename.
+
+    :param sync: return only when it survives a crash of the machine. Blocks.
+    """
     beside = path.with_name(f"{path.name}.new")
     with folder(path.parent) as parent:
-        _create_in(parent, beside, data)
+        _create_in(parent, beside, data, sync=sync)
         os.rename(beside.name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+        if sync:
+            here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
+            try:
+                os.fsync(here)
+            finally:
+                os.close(here)
+
+
+def overwrite(path: Path, data: bytes, offset: int) -> None:
+    """Put ``data`` over as many bytes of a file that is there: takes no room."""
+    descriptor = open_file(path, os.O_WRONLY)
+    try:
+        if os.pwrite(descriptor, data, offset) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(descriptor)
 
 
 def rename(path: Path, name: str) -> None:

@@ -13,11 +13,11 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from replicas.common.foreign import one_line
+from replicas.linux.files import kernel_lines
 
 __all__ = [
     "MARK",
@@ -44,7 +44,6 @@ __all__ = [
     "parents",
     "pid_of",
     "processes",
-    "python_module",
     "room_for_mark",
     "send_signal",
     "signal_each",
@@ -58,7 +57,8 @@ __all__ = [
 MARK = "REPLICAS_SHIM"
 """Environment variable with the nonce of the shim under which a process was started.
 
-Children inherit it; a sweep uses it to find what a dead generation left behind.
+Children inherit it; a sweep uses it to find what a dead generation left behind. By it
+a rank shows the coordinator that the supervisor has started it, so it is a secret.
 """
 NO_MARK = "REPLICAS_NONE"
 """Room for a mark in the environment of a process that has none: 32 zeros.
@@ -93,11 +93,6 @@ class Child:
     def signal(self, signum: int) -> None:
         if self.code is None:
             send_signal(self.pidfd, signum)
-
-
-def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs ``module`` in this interpreter, with ``-P``."""
-    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def signal_name(signum: int) -> str:
@@ -144,8 +139,8 @@ def pid_of(pidfd: int) -> int:
 
     :raises OSError: it is closed.
     """
-    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("Pid:")), 0)
+    found = kernel_lines(Path(f"/proc/self/fdinfo/{pidfd}"))
+    return next((int(line.split()[1]) for line in found if line.startswith("Pid:")), 0)
 
 
 def is_stopped(pid: int) -> bool:

@@ -46,7 +46,7 @@ def gpu_processes(timeout_s: float) -> list[tuple[int, str, str, str]]:
 def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
     """Exit code and output of what asks the driver; TimeoutExpired: it hangs."""
     null = subprocess.DEVNULL
-    asked = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
+    asked = subprocess.Popen(command, cwd="/", stdin=null, stdout=subprocess.PIPE, stderr=null, errors="replace")
     assert asked.stdout is not None
     try:
         text, _ = asked.communicate(timeout=timeout_s)

@@ -81,7 +81,7 @@ def listeners() -> Iterator[tuple[Listener, int]]:
     """All TCP sockets that listen in this network namespace, each with its user."""
     for table in ("tcp", "tcp6"):
         try:
-            with Path(f"/proc/self/net/{table}").open() as lines:
+            with Path(f"/proc/self/net/{table}").open(encoding="ascii", errors="replace") as lines:
                 next(lines)
                 for line in lines:  # generated as they are read, listeners first: skip the many others
                     _, local, _, state, _, _, _, uid, _, inode, *_ = line.split()

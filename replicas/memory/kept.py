@@ -18,7 +18,6 @@ namespace; of a GPU, which ends with its owner) is not kept.
 from __future__ import annotations
 
 import contextlib
-import logging
 import operator
 import os
 import weakref
@@ -27,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from replicas.common.logs import Log
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import open_plain
@@ -39,7 +39,7 @@ __all__ = ["Living", "MemoryHolder", "hold", "is_near", "is_there"]
 
 T = TypeVar("T")
 
-log = logging.getLogger("replicas.memory")
+log = Log("replicas.memory")
 
 
 def is_near(place: SlotPlace) -> bool:

@@ -227,8 +227,14 @@ class ReceiveGrant(_FromCoordinator, frozen=True):
 
 
 class WatchEnd(_FromCoordinator, frozen=True):
+    """All live target replicas have loaded ``version``.
+
+    ``failed``: but for these, which go on with an older one; why, by name.
+    """
+
     watch: int
     version: int
+    failed: dict[str, str] = {}
 
 
 class OperationGo(_FromCoordinator, frozen=True):

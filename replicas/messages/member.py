@@ -63,7 +63,9 @@ class Hello(_FromMember, frozen=True):
     knowledge, for a coordinator of another term. ``nccl_env``: the process's NCCL_*
     variables. ``nccl_version``: empty without NCCL. ``lent``: versions that this member
     no longer holds, but whose memory others may still have mapped. ``any_replica``: the
-    coordinator chooses the index of its replica.
+    coordinator chooses the index of its replica. ``proof``: that the process runs under
+    a shim of this generation (:func:`~replicas.messages.identity.proof_of`); empty:
+    others have started it.
     """
 
     protocol: int
@@ -94,6 +96,7 @@ class Hello(_FromMember, frozen=True):
     beacon: Beacon | None = None
     lent: tuple[int, ...] = ()
     any_replica: bool = False
+    proof: str = ""
 
     @property
     def member(self) -> Member:
@@ -264,7 +267,10 @@ class Dropped(_FromMember, frozen=True):
 
 
 class ReceiveAsk(_FromMember, frozen=True):
-    """Ask for a committed version newer than ``after`` and the replica's loaded one.
+    """Ask for a committed version newer than ``after``.
+
+    With a bound, ``after`` may be less than the version that the rank serves: it asks
+    for that one again, if there is no newer one.
 
     ``at_least``: minimum of the version's number or, with a ``key``, of the number of
     that name in its publisher's ``meta``.
@@ -286,8 +292,14 @@ class Loaded(_FromMember, frozen=True):
 
 
 class LoadFailed(_FromMember, frozen=True):
+    """A load has failed, and this member may hold a part of the version only.
+
+    ``kept``: it has loaded nothing of it, and goes on with the version that it has.
+    """
+
     version: int
     error: WireError
+    kept: bool = False
 
 
 class WatchLoaded(_FromMember, frozen=True):

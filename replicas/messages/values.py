@@ -188,6 +188,8 @@ class ReceiptData(msgspec.Struct, frozen=True):
     ``phases``: seconds by phase. ``reasons``: why each of ``lost`` was lost or left
     behind, in one line. ``staging``: memory of the channel's slots; empty for an
     operation. ``digest``: of the version's image, empty where there is none yet.
+    ``not_loaded``: why replicas failed to load a version since the receipt before, by
+    name.
     """
 
     epoch: int
@@ -200,6 +202,7 @@ class ReceiptData(msgspec.Struct, frozen=True):
     reasons: dict[str, str] = {}
     staging: Literal["", "host", "device"] = ""
     digest: str = ""
+    not_loaded: dict[str, str] = {}
 
 
 class Segment(msgspec.Struct, frozen=True):

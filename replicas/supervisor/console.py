@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import select
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from replicas.common import logs
+from replicas.common.aside import Aside
 from replicas.common.foreign import hanging, lines
 
 __all__ = ["Console"]
-
-_LINES = 1000
 
 
 class Console:
@@ -29,9 +27,7 @@ class Console:
 
     def __init__(self, descriptor: int = 2) -> None:
         self._descriptor = descriptor
-        self._queue: queue.Queue[bytes] = queue.Queue(_LINES)
-        self._dropped = 0
-        self._thread: threading.Thread | None = None
+        self._lines: Aside[str] = Aside("console", self._show, self._missing)
 
     def say(self, text: str) -> None:
         """Print a line with the time of day; indents its further lines. Never waits."""
@@ -39,22 +35,11 @@ class Console:
 
     def write(self, text: str) -> None:
         """Print text as lines of printable characters. Never waits."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="console", daemon=True)
-            self._thread.start()
-        dropped = self._dropped
-        note = f"({dropped} lines before this one were dropped: the output was blocked)\n" if dropped else ""
-        try:
-            self._queue.put_nowait(f"{note}{lines(text)}\n".encode())
-        except queue.Full:
-            self._dropped += 1
-        else:
-            self._dropped -= dropped
+        self._lines.put(text)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` until all is written; False: something is left."""
-        with self._queue.all_tasks_done:
-            return self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s)
+        return self._lines.flush(timeout_s)
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -66,18 +51,18 @@ class Console:
         try:
             yield
         finally:
+            logs.flush()
             if handler is not None:
                 root.removeHandler(handler)
 
-    def _run(self) -> None:
-        while True:
-            data = self._queue.get()
-            try:
-                self._put(data)
-            except OSError:
-                continue  # the terminal is gone, or its disk is full: the run goes on, and the events are on disk
-            finally:
-                self._queue.task_done()
+    def _missing(self, count: int) -> None:
+        self._show(f"({count} lines before this one were dropped: the output was blocked)")
+
+    def _show(self, text: str) -> None:
+        with suppress(
+            OSError
+        ):  # the terminal is gone, or its disk is full: the run goes on, and the events are on disk
+            self._put(f"{lines(text)}\n".encode())
 
     def _put(self, data: bytes) -> None:
         """Write past :data:`sys.stderr`: a hang in it breaks the interpreter's end."""

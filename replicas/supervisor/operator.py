@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import logging
 import os
 import resource
 import shlex
@@ -36,8 +35,9 @@ import anyio
 
 from replicas import environ, errors
 from replicas.common.foreign import one_line
+from replicas.common.logs import Log
 from replicas.config.structs import Config
-from replicas.control.exit_codes import DONE, PREEMPTED, SUPERVISED, USAGE
+from replicas.control.exit_codes import CUT, DONE, PREEMPTED, SUPERVISED, USAGE
 from replicas.linux import inherited
 from replicas.status import RunStatus
 from replicas.supervisor.console import Console
@@ -48,7 +48,7 @@ from replicas.telemetry.events import Reloaded
 
 __all__ = ["Notifier", "Watcher", "status_line", "supervise"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 _LAST_WORDS_S = 2.0
 _FILES = 1 << 16
@@ -116,7 +116,8 @@ async def _supervise(config: Config, console: Console, surroundings: Surrounding
                 await operator.finish()
     finally:
         notifier.close()
-    say(f"run {config.run.name}: {'left as it is' if supervisor.detached else 'over'}, exit code {code}")
+    words = f": {supervisor.fleet.words_of_cut}" if code == CUT else ""
+    say(f"run {config.run.name}: {'left as it is' if supervisor.detached else 'over'}, exit code {code}{words}")
     return code
 
 

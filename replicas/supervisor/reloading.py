@@ -84,6 +84,7 @@ class Reloading:
                 kept = config.groups.keys() - found.resized.keys() - self._sizes.keys()
                 sizes = {name: group.size for name, group in site.fleet.groups.items() if name in kept}
                 machine = await site.check_plan(with_sizes(config, sizes))
+                site.fleet.save(order=True)
             except errors.ReplicasError as error:
                 problems = error.problems if isinstance(error, errors.BadConfig) else (str(error),)
                 site.emit(ReloadRefused(problems=tuple(problems)))
@@ -149,7 +150,7 @@ class Reloading:
         changed = tuple(dict.fromkeys((*found.restarted, *found.adjusted, *found.resized)))
         reloaded = Reloaded(changed=changed, added=found.added, removed=found.removed)
         site.emit(reloaded)
-        fleet.save()
+        fleet.save(order=True)
         fleet.look()
         return reloaded
 

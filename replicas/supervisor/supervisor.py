@@ -14,9 +14,9 @@ close last, so that ranks can leave in order. torch is never imported in this pr
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -30,26 +30,30 @@ from anyio.abc import TaskGroup
 
 import replicas
 from replicas import environ, errors
+from replicas.common.logs import Log
 from replicas.config import file as config_file
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
-from replicas.control.exit_codes import BUG, DONE, PREEMPTED
+from replicas.control.exit_codes import BUG, CUT, DONE, PREEMPTED
 from replicas.control.log_files import LogReader, Selection
 from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.effects import MemberLost, ReplicaIdle
+from replicas.core.lives.leases import lost_after_s
 from replicas.core.lives.ordering import start_levels
-from replicas.linux import inherited
-from replicas.messages import arguments
+from replicas.linux import inherited, needs
+from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
 from replicas.supervisor.checks import Finding
+from replicas.supervisor.fleet.awaited import words
 from replicas.supervisor.fleet.causes import FailureReports, line
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
-from replicas.supervisor.fleet.nodes import Nodes
+from replicas.supervisor.fleet.marks import check_mark
+from replicas.supervisor.fleet.nodes import Nodes, longest_lease_of
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import (
     Machine,
@@ -65,19 +69,30 @@ from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_re
 from replicas.supervisor.state.run_state import machine as this_machine
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.event_log import EventLog
-from replicas.telemetry.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, TokenChanged, Transition
+from replicas.telemetry.events import (
+    ConnectionsRefused,
+    Event,
+    LeasesAwaited,
+    Record,
+    Reloaded,
+    RunEnded,
+    TokenChanged,
+    Transition,
+)
 from replicas.telemetry.metrics import Metrics
 from replicas.telemetry.tally import CounterDeltas
 from replicas.trust.tokens import ROLES, Role, Tokens
 
 __all__ = ["Supervisor"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 T = TypeVar("T")
 
 _STUCK_LOOP_S = 10.0
 _REFUSALS_INTERVAL_S = 10.0
+_LAST_SCRAPE_S = 10.0
+"""How long at most an end waits for a Prometheus that has come regularly until then."""
 
 
 async def _finish_in_thread(
@@ -119,17 +134,18 @@ class Supervisor:
         Default: the logger ``replicas.supervisor``.
     :raises replicas.errors.BadConfig: with every problem of the config.
     :raises replicas.errors.UsageError: ``/proc`` is not the one of this process's pid
-        namespace.
+        namespace, or the kernel denies a call that is needed.
     """
 
     def __init__(
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
-        inherited.check_proc()
+        needs.check()
         self.config: Config = config_file.read(config)
         """The config in use."""
         start_levels(self.config.groups)
-        self.state: StateDir = StateDir(self.config.run.state_dir, self.config.run.name)
+        run = self.config.run
+        self.state: StateDir = StateDir(run.state_dir, run.name, longest_lease_s=longest_lease_of(self.config))
         self._events = EventLog(None)
         self._failures = FailureReports()
         self._refusals = CounterDeltas(_REFUSALS_INTERVAL_S)
@@ -147,6 +163,10 @@ class Supervisor:
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
+        self._scrapes: deque[float] = deque(maxlen=2)
+        self._seen_off = asyncio.Event()
+        """Set when the metrics have told how the run ended, or a hurry began."""
+        self._ended: RunEnded | None = None
         self._preempted = False
         self._crashed = False
         """Whether a task of this supervisor has failed, and ended it."""
@@ -159,7 +179,7 @@ class Supervisor:
     def _make_coordinator(self) -> Coordinator:
         config = self.config
         access = ByToken(lambda: self.coordinator.tokens, self._refused)
-        return Coordinator(
+        coordinator = Coordinator(
             config.channels,
             run=config.run.name,
             token=self.state.tokens.open(self.state.token, config.control.token_files),
@@ -178,6 +198,23 @@ class Supervisor:
             ],
             live=self.live,
         )
+        coordinator.engine.vouch = self._vouch
+        return coordinator
+
+    def _vouch(self, hello: Hello) -> bool:
+        """Whether it is of a replica that this supervisor runs.
+
+        :raises replicas.errors.Fenced: it poses as such.
+        """
+        config, saved = self.config.groups.get(hello.group), self.state.saved
+        shims = saved.shims if saved is not None else ()  # members of a run that is taken over come back first
+        if self._fleet is not None:
+            group, replica = self._fleet.groups.get(hello.group), self._fleet.replica(hello.group, hello.replica)
+            config, shims = group.config if group else None, tuple(replica.shims) if replica else ()
+        if config is None or config.external:
+            return False
+        check_mark(hello, shims)
+        return True
 
     # ------------------------------------------------------------ from start to end
 
@@ -200,6 +237,7 @@ class Supervisor:
             stack.callback(self._release)
             self._events = self.state.open_events(config.run.events_max_nbytes)
             stack.callback(self._events.close)
+            self._tell_of_leases()
             await stack.enter_async_context(self._nodes)  # before any other process is started
             coordinator = self._coordinator = self._make_coordinator()  # opens the decision log, so not before the lock
             self.state.tokens.check(coordinator.tokens.key)
@@ -226,6 +264,7 @@ class Supervisor:
                 saved=groups,
                 wall=time.time(),
                 start_shim=self._nodes.cluster.start,
+                starts=self._nodes,
                 adopted=self._nodes.adopted(config),
             )
             self._fleet.start()
@@ -241,6 +280,18 @@ class Supervisor:
             self._stack = stack.pop_all()
         return self
 
+    def _tell_of_leases(self) -> None:
+        """Say why no replica starts yet, if any lease keeps all from starting."""
+        unseen = self.state.heritage.unseen
+        if unseen:
+            nodes = tuple(dict.fromkeys(one.node for one in unseen))
+            seconds = lost_after_s(max(one.lease_s for one in unseen))
+            self._events.emit(LeasesAwaited(nodes=nodes, seconds=seconds))
+            self.say(
+                f"the state does not say what an earlier supervisor has left: each replica waits up to {seconds:.0f} s "
+                f"for {words(nodes)}"
+            )
+
     def _resume(self, saved: Saved) -> None:
         """Go on with what an earlier supervisor had begun; apply a changed config.
 
@@ -248,7 +299,7 @@ class Supervisor:
         this machine has outlived goes on with it, and a job that runs again does not.
         """
         preempted = saved.draining == "preempted"
-        if saved.draining and self.config.run.adopt_s and (saved.agent is not None or not preempted):
+        if saved.draining and self.config.run.adopt_s and (self.state.heritage.known is not None or not preempted):
             self.spawn(self.preempt if preempted else self.drain)
             return
         outdated = {name: found for name, group in self.fleet.groups.items() if (found := self._outdated(group))}
@@ -271,9 +322,8 @@ class Supervisor:
             if not self.detached:
                 with anyio.CancelScope(shield=True):
                     await self.fleet.drain(reason="over")
-                self._count_refused()
-                code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
-                self.emit(RunEnded(exit_code=code, reason=reason or self.fleet.ended_by))
+                    self._conclude()
+                    await self._last_scrape()
             self._events.close()  # ends its followers, and with them the control port's streams
         finally:
             if self._tasks is not None:
@@ -283,14 +333,33 @@ class Supervisor:
             # the task group's ExceptionGroup.
             await self._stack.__aexit__(None, None, None)
 
+    def _conclude(self) -> None:
+        """Write the run's last event, once, and end all who follow the events."""
+        if self._events.finished:
+            return
+        self._count_refused()
+        code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
+        self._ended = RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end)
+        self.emit(self._ended)
+        self._events.finish()
+
+    async def _last_scrape(self) -> None:
+        """Let a Prometheus that comes regularly see how the run has ended."""
+        if len(self._scrapes) < 2 or self._preempted or self._crashed:
+            return
+        interval_s = self._scrapes[1] - self._scrapes[0]
+        if time.monotonic() - self._scrapes[1] < 2 * interval_s:
+            with anyio.move_on_after(min(1.5 * interval_s, _LAST_SCRAPE_S)):
+                await self._seen_off.wait()
+
     def _refused(self, reason: str) -> None:
         self.coordinator.engine.refused(reason)
 
     def _release(self) -> None:
-        ended = self._fleet is not None and self._fleet.over.is_set()
+        ended = self._fleet is not None and self._fleet.over.is_set() and not (self.detached or self._crashed)
         if self._goes_on:
             self.save()
-        self.state.release(ended=ended and not self._goes_on)
+        self.state.release(ended=ended and not self._preempted, left=self._nodes.left if ended else None)
 
     @property
     def _goes_on(self) -> bool:
@@ -312,18 +381,26 @@ class Supervisor:
     async def run_until_done(self) -> int:
         """Wait until the run is over, drained or left, and end what still runs.
 
-        :return: the exit code: 0, 1 for a failure, 75 after a preemption.
+        :meth:`events` ends with it.
+
+        :return: the exit code: 0, 1 for a failure, 4 if processes were killed as they
+            had not ended in time or were left behind, 75 after a preemption.
         """
         await self.fleet.over.wait()
-        if not self.detached:
+        if self.detached:
+            self._events.finish()
+        else:
             await self.fleet.drain(reason="over")
+            self._conclude()
         return self.exit_code
 
     @property
     def exit_code(self) -> int:
         """The exit code of the run, as far as it is known."""
-        code = self._fleet.exit_code if self._fleet is not None else None
-        return PREEMPTED if self._preempted else code or DONE
+        if self._preempted:
+            return PREEMPTED
+        fleet = self._fleet
+        return DONE if fleet is None else fleet.exit_code or (CUT if fleet.cut else DONE)
 
     async def wait_ready(self, group: str | None = None, timeout: float | None = None) -> None:
         """Wait until all replicas of ``group`` are ready or have finished.
@@ -348,6 +425,7 @@ class Supervisor:
         :raises replicas.errors.UsageError: no such group, a negative number, or the run
             is being drained.
         :raises replicas.errors.BadConfig: so many replicas do not fit this machine.
+        :raises replicas.errors.WorldError: the disk does not take the new size.
         """
         fleet = self.fleet
         size = fleet.group(group).size
@@ -368,7 +446,7 @@ class Supervisor:
         :raises replicas.errors.UsageError: no such group or replica, or it is being
             stopped.
         :raises replicas.errors.WorldError: a replica failed in a rolling restart, which
-            has stopped there.
+            has stopped there; or the disk takes no state, and nothing is restarted.
         """
         target = arguments.text("restart: target", target)
         await self.fleet.restart(target, rolling=arguments.flag("restart: rolling", rolling))
@@ -381,10 +459,14 @@ class Supervisor:
             then over.
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
         :raises replicas.errors.UsageError: no such group or replica.
+        :raises replicas.errors.WorldError: the disk does not take note of a target's
+            end, and nothing is ended. The whole run ends whatever the disk says.
         """
         if self.detached:
             raise errors.UsageError("this supervisor has left the run", hint="drain it by the next one")
-        await self.fleet.drain(target, hurry=arguments.flag("drain: hurry", hurry))
+        if arguments.flag("drain: hurry", hurry):
+            self._seen_off.set()
+        await self.fleet.drain(target, hurry=hurry)
 
     async def preempt(self) -> None:
         """Drain the run because its machine is about to be taken away; exit code 75.
@@ -404,6 +486,8 @@ class Supervisor:
 
         :raises replicas.errors.UsageError: ``run.adopt`` is not set, or the run is
             being drained or is over.
+        :raises replicas.errors.WorldError: the disk does not take the state; nothing
+            has changed.
         """
         fleet = self.fleet
         if not self.config.run.adopt_s:
@@ -412,6 +496,7 @@ class Supervisor:
         fleet.refuse_while_draining()
         if fleet.over.is_set():
             raise errors.UsageError("the run is over")
+        self.save(order=True)  # else nobody could follow
         self._leave("as ordered")
         fleet.over.set()
 
@@ -474,7 +559,7 @@ class Supervisor:
         return await self._nodes.examine(None if node is None else arguments.text("doctor: node", node))
 
     async def tokens(
-        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False
+        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False, force: bool = False
     ) -> dict[str, dict[str, Any]]:
         """The run's present join tokens, by role; make a new one, or end the old.
 
@@ -484,18 +569,24 @@ class Supervisor:
             members read the new one from their file as they reconnect.
         :param revoke_old: only the present one stays valid. Connections that showed the
             other end.
+        :param force: also while nodes are away, which could not come back then: their
+            replicas would end with their lease.
         :return: ``{"member": {"token": "...", "old_is_valid": False}, ...}``.
         :raises replicas.errors.UsageError: no such role; or the config names a file for
-            it, which has no new token.
+            it, which has no new token; or a node that is away may have no other token
+            than the one that would end.
         :raises replicas.errors.WorldError: the state folder cannot be written; the
             tokens of that role are as they were.
         """
         chosen = (arguments.one_of("tokens: role", role, ROLES),) if role is not None else ROLES
         found, state = self.coordinator.tokens, self.state
+        ends = [one for one in chosen if (found.both_valid(one) and (rotate or revoke_old)) or (rotate and revoke_old)]
+        if ends and not arguments.flag("tokens: force", force):
+            self._nodes.refuse_while_away()
         for one in chosen if arguments.flag("tokens: rotate", rotate) else ():
             state.change_tokens(found, one, partial(state.tokens.rotate, role=one))
             self.emit(TokenChanged(role=one, change="rotated"))
-        self._nodes.cluster.tell_tokens(found.text("member"), found.text("operator"))
+        self._nodes.cluster.tell_tokens()
         if rotate or revoke_old:
             self.on_tokens()
         for one in chosen if arguments.flag("tokens: revoke_old", revoke_old) else ():
@@ -505,7 +596,7 @@ class Supervisor:
         return {one: {"token": found.text(one), "old_is_valid": found.both_valid(one)} for one in chosen}
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Follow all events until the run is over.
+        """Follow all events until the run is over (:meth:`run_until_done` returns).
 
         :param after: begin after the :class:`~replicas.telemetry.events.Record` with
             this number, as far back as the file of events goes; 0: with the oldest.
@@ -569,8 +660,10 @@ class Supervisor:
             sidecar_replacements=coordinator.sidecar_replacements(),
             refused=coordinator.refused(),
             state_dir=str(self.state.path),
+            exit_code=self._ended.exit_code if self._ended is not None else None,
+            ended_by=self._ended.reason if self._ended is not None else "",
         )
-        return self._events.tally.shown_in(status)
+        return self._events.tally.shown_in(status, time.time())
 
     @property
     def looked_at(self) -> float:
@@ -579,7 +672,14 @@ class Supervisor:
 
     def metrics_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return self.metrics.render()
+        return self.metrics.render()[0]
+
+    def scrape(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in a format that ``accept`` asks for, and its Content-Type."""
+        self._scrapes.append(time.monotonic())
+        if self._ended is not None:
+            self._seen_off.set()
+        return self.metrics.render(accept)
 
     def live(self) -> bool:
         """Whether the store is up, and the event loop lags by less than 10 s."""
@@ -603,7 +703,9 @@ class Supervisor:
         self._report(text)
 
     def told(self, transition: Transition, resume_in_s: float) -> None:
-        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs):
+        replica = self.fleet.replica(transition.group, transition.replica) if self._fleet is not None else None
+        here = replica is None or replica.here
+        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs if here else None):
             self._report(text)
 
     def emit(self, event: Event) -> None:
@@ -617,14 +719,26 @@ class Supervisor:
         if self._fleet is not None:
             self._fleet.look()
 
-    def save(self) -> None:
-        """Write the state that must survive when this process is killed."""
-        if self._fleet is None:
-            return
+    def save(self, *, order: bool = False) -> bool:
+        """Write the state that must survive when this process is killed.
+
+        :param order: for one that is acknowledged then: it survives a crash of the
+            machine, too.
+        :return: False: the disk does not take it.
+        :raises replicas.errors.WorldError: that, for an order.
+        """
+        saved = self._fleet is None or self._save(sync=order)
+        if order and not saved:
+            text = f"the order is refused, as the state cannot be written: {self.state.run_state.problem}"
+            raise errors.WorldError(text, hint="make room on its disk; what runs goes on")
+        return saved
+
+    def _save(self, *, sync: bool) -> bool:
         fleet, wall = self.fleet, time.time()
         ended = "preempted" if self._preempted else "requested" if fleet.draining else ""
-        self.state.run_state.save(
+        return self.state.run_state.save(
             Saved(
+                starts=self.state.leases.starts,
                 run=self.config.run.name,
                 machine=self._machine,
                 supervisor=self._process,
@@ -637,7 +751,8 @@ class Supervisor:
                 agents=self._nodes.cluster.records(),
                 port=int(self.endpoint.rpartition(":")[2]),
                 draining="" if fleet.over.is_set() else ended,
-            )
+            ),
+            sync=sync,
         )
 
     def _helper_records(self) -> tuple[ProcessRecord, ...]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import re
 import time
@@ -32,13 +31,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.linux import private
 from replicas.telemetry.events import Event, EventsLost, Record, decode, encode
 from replicas.telemetry.tally import Tally
 
-__all__ = ["MAX_NBYTES", "EventLog", "read"]
+__all__ = ["MAX_NBYTES", "EventLog", "read", "tail"]
 
-log = logging.getLogger("replicas.telemetry.events")
+log = Log("replicas.telemetry.events")
 
 MAX_NBYTES = 64 << 20
 _RING = 1000
@@ -71,13 +71,14 @@ class EventLog:
         self.path = path
         self.tally = Tally() if tally is None else tally
         self.seq = seq or 0
-        self.on_rotate: Callable[[], None] | None = None
+        self.on_rotate: Callable[[], object] | None = None
         """Called before a rotation, while the file can still rebuild the counters."""
         self._max_nbytes = max_nbytes
         self._now = now
         self._ring: deque[Record] = deque(maxlen=_RING)
         self._news = asyncio.Event()
-        self._closed = False
+        self.finished = self._closed = False
+        """Whether the last record was written that followers get."""
         self._fd = -1
         self._size = 0
         self._problem = ""
@@ -88,7 +89,7 @@ class EventLog:
             self.seq = _last_seq(path)
             return
         for record in read(path, seq):
-            self.tally.count(record.event)
+            self.tally.count(record.event, record.at)
             self.seq = record.seq
 
     def emit(self, event: Event) -> Record:
@@ -113,13 +114,13 @@ class EventLog:
         return record, line
 
     def _pass_on(self, record: Record) -> None:
-        self.tally.count(record.event)
+        self.tally.count(record.event, record.at)
         self.seq = record.seq
         self._ring.append(record)
         self._wake()
 
     def follow(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Iterate over the records above ``after``, and new ones until the log closes.
+        """Iterate over the records above ``after``, and new ones until the last one.
 
         :param after: number of the last record that the reader has; 0: from the oldest
             kept. None, or a number not given yet: from now on.
@@ -135,7 +136,7 @@ class EventLog:
                 yield record
             if records:
                 await asyncio.sleep(0)  # reading a long file must not starve other tasks
-            elif self._closed:
+            elif self.finished:
                 return
             else:
                 await news.wait()
@@ -150,9 +151,14 @@ class EventLog:
         written = [] if self.path is None else [record for record in _chunk(self.path, position) if record.seq < first]
         return written or list(self._ring)
 
+    def finish(self) -> None:
+        """End the followers after the last record; later records are still written."""
+        self.finished = True
+        self._wake()
+
     def close(self) -> None:
         """Stop writing; followers end after the last record."""
-        self._closed = True
+        self.finished = self._closed = True
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -233,6 +239,11 @@ def read(path: Path, after: int = 0) -> Iterator[Record]:
     while records := _chunk(path, after):
         yield from records
         after = records[-1].seq
+
+
+def tail(path: Path, count: int = 200) -> Iterator[Record]:
+    """About the last ``count`` records; as :func:`read`."""
+    return read(path, max(0, _last_seq(path) - count))
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -9,7 +9,7 @@ only ever added, with a default. Times are seconds since 1970 (``at``) or durati
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -27,6 +27,7 @@ __all__ = [
     "FailedReset",
     "HeldUp",
     "How",
+    "LeasesAwaited",
     "LeftoverFound",
     "LogLinesDropped",
     "NodeChanged",
@@ -241,7 +242,8 @@ class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class NodeChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A node of the run has joined, is away, or is lost.
 
-    ``before``, ``after``: states of a node, as in its status.
+    ``before``, ``after``: states of a node, as in its status; ``drained``: its agent
+    has left after a drain.
     """
 
     node: str
@@ -273,6 +275,17 @@ class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     path: str
     reason: str
+
+
+class LeasesAwaited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nothing starts yet, as no state says what an earlier supervisor has left.
+
+    It waits until the agents of ``nodes`` have joined and said what they run, at most
+    for ``seconds``, when their leases are over; an empty name: it is not known which.
+    """
+
+    nodes: tuple[str, ...]
+    seconds: float
 
 
 class ConnectionsRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -311,6 +324,7 @@ Event = (
     | HeldUp
     | StacksSaved
     | LogLinesDropped
+    | LeasesAwaited
     | LeftoverFound
     | NodeChanged
     | TokenChanged
@@ -318,6 +332,10 @@ Event = (
     | ConnectionsRefused
     | EventsLost
 )
+
+
+TYPES = tuple(sorted(kind.__name__ for kind in get_args(Event)))
+"""The names of all types of events."""
 
 
 class Record(msgspec.Struct, frozen=True):

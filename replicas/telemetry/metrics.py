@@ -5,35 +5,193 @@ Nothing is kept here: each scrape makes gauges from one
 run's events (:class:`replicas.telemetry.tally.Tally`). So a metric cannot disagree with
 ``GET /status`` or ``GET /events``, counters continue under a new supervisor, and the
 series of a removed replica or node disappear with it. The registry is private: an
-embedding program's own metrics are neither changed nor exported. Labels are bounded:
-``group``, ``replica``, ``channel``, ``node``, ``phase``, ``reason``, ``state`` and
-``outcome``; never a rank, pid, address, version or error text.
+embedding program's own metrics are neither changed nor exported.
+
+A metric is a row of a table: its name, its help, and where its value comes from. Every
+series has the label ``run``: another run that takes over an address is another series.
+All labels are bounded: ``run``, ``group``, ``replica``, ``channel``, ``node``,
+``phase``, ``reason``, ``state``, ``outcome`` and ``kind``; never a rank, pid, address,
+version or error text. A counter with a label whose values are known begins with all of
+them at 0: an increase can be seen of a series that was there before.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 import replicas
-from replicas.status import MemberStatus, NodeStatus, ReplicaState, ReplicaStatus, RunStatus
+from replicas import errors
+from replicas.core.lives.lifecycle import RestartReason
+from replicas.core.lives.ordering import enough, is_good
+from replicas.messages.values import OperationKind
+from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaState, ReplicaStatus, RunStatus
 from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Histogram, Tally
 
 __all__ = ["Metrics"]
 
-Series = Iterable[tuple[tuple[str, ...], float]]
+Key = tuple[str, ...]
+Series = Iterable[tuple[Key, float]]
 
-_STATES: tuple[str, ...] = get_args(ReplicaState)
+_STATES: Key = get_args(ReplicaState)
 _NODE_STATES = ("up", "draining", "away", "lost")
 _MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
+_RESTARTS: Key = get_args(RestartReason)
+_RETRIES = ("lost", "frozen", "failed", "refused", "quarantined", "store")
+_KINDS: Key = get_args(OperationKind)
+_PHASES = ("wait", "pack", "queue", "form", "map", "transfer", "verify", "commit", "total")
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+_ERRORS = tuple(
+    _snake(name)
+    for name, one in vars(errors).items()
+    if isinstance(one, type) and issubclass(one, errors.ReplicasError) and one is not errors.BadConfig
+)
+
+
+class _Gauge(NamedTuple):
+    """``value`` of one thing; None: it has none."""
+
+    name: str
+    text: str
+    value: Callable[[Any], float | None]
+
+
+class _Counter(_Gauge):
+    """As a gauge."""
+
+
+_RUN = (
+    _Gauge(
+        "run_over", "1 when the run is over, and its supervisor about to end.", lambda run: run.exit_code is not None
+    ),
+    _Gauge("run_exit_code", "Exit code of the run, once it is over.", lambda run: run.exit_code),
+    _Gauge("store_up", "1 when the store process answers.", lambda run: run.store.up),
+    _Gauge("store_keys", "Keys in the rendezvous store.", lambda run: run.store.keys),
+    _Gauge(
+        "event_loop_lag_seconds",
+        "How late the supervisor's event loop last ran a timer.",
+        lambda run: run.event_loop_lag_s,
+    ),
+)
+_NODE = (
+    _Gauge(
+        "node_up",
+        "1 when the node is up and takes new replicas; 0 when it is draining, away or lost.",
+        lambda node: node.state == "up",
+    ),
+    _Gauge("node_gpus", "GPUs that the node has for the run.", lambda node: node.gpus),
+    _Gauge("node_gpus_free", "GPUs of the node that no replica holds.", lambda node: node.gpus_free),
+    _Gauge("node_replicas", "Replicas with a place on the node.", lambda node: len(node.replicas)),
+    _Gauge("node_heard_age_seconds", "Seconds since the node's agent was last heard.", lambda node: node.heard_age_s),
+)
+_GROUP = (
+    _Gauge(
+        "group_ready",
+        "1 when as many of the group's replicas are ready or done as it needs.",
+        lambda group: is_good([one.state for one in group.replicas], _needed(group)),
+    ),
+    _Gauge(
+        "restart_budget_remaining_ratio",
+        "Share of the group's restart budget that is left in the present window.",
+        lambda group: group.restart_budget_remaining_ratio,
+    ),
+    _Gauge(
+        "no_progress_remaining_ratio",
+        "Share of restart.no_progress_cycles that each replica of the group has left.",
+        lambda group: group.no_progress_remaining_ratio if group.no_progress_cycles else None,
+    ),
+)
+_REPLICA = (
+    _Gauge("replica_up", "1 when the replica is ready.", lambda one: one.state == "ready"),
+    _Gauge(
+        "heartbeat_age_seconds",
+        "Seconds since the last heartbeat of the replica's quietest rank.",
+        lambda one: one.heartbeat_age_s,
+    ),
+    _Gauge("replica_step", "The newest step that the replica's program has reported.", lambda one: one.step),
+    _Counter("replica_restarts_total", "Restarts of the replica, for any reason.", lambda one: one.restarts),
+)
+_WEIGHTS = (
+    _Gauge(
+        "weight_version",
+        "Version of the channel's weights that the replica has loaded.",
+        lambda pair: pair[0].versions.get(pair[1].name),
+    ),
+    _Gauge(
+        "version_lag",
+        "How many versions the loaded weights are behind the committed ones.",
+        lambda pair: _behind(*pair),
+    ),
+    _Gauge(
+        "version_lag_seconds",
+        "Seconds for which a newer version than the loaded one has been committed; 0: there is none.",
+        lambda pair: pair[0].lag_s.get(pair[1].name),
+    ),
+    _Gauge(
+        "update_open_seconds",
+        "Seconds for which the replica has had an update open, which keeps a slot; 0: it has none.",
+        lambda pair: pair[0].open_s.get(pair[1].name, 0.0) if pair[1].name in pair[0].versions else None,
+    ),
+    _Gauge(
+        "slots_in_use",
+        "Slots of the replica, of those of the channel, that hold a version.",
+        lambda pair: pair[0].slots.get(pair[1].name),
+    ),
+    _Counter(
+        "received_bytes_total",
+        "Bytes of weights that were sent to the replica; what is mapped on one host does not move.",
+        lambda pair: pair[0].received_nbytes.get(pair[1].name, 0 if pair[1].name in pair[0].versions else None),
+    ),
+)
+_CHANNEL = (
+    _Gauge("channel_epoch", "Newest membership epoch.", lambda one: one.epoch),
+    _Gauge(
+        "committed_version", "Newest committed version of the channel's weights.", lambda one: one.committed_version
+    ),
+    _Gauge(
+        "committed_step",
+        'meta["step"] of the newest committed version, if its publisher gave one.',
+        lambda one: one.step,
+    ),
+    _Gauge(
+        "last_commit_timestamp_seconds",
+        "When the newest version was committed, in seconds since 1970.",
+        lambda one: one.committed_at,
+    ),
+    _Gauge("version_bytes", "Size of the newest committed version.", lambda one: one.version_nbytes),
+    _Gauge("slots", "Slots of each member of the channel.", lambda one: one.slots),
+    _Counter(
+        "sync_bytes_total",
+        "Bytes of weights that were sent to members, also to latecomers; what is mapped on one host does not move.",
+        lambda one: one.bytes_total,
+    ),
+)
+
+
+def _needed(group: GroupStatus) -> int:
+    """As the supervisor counts: of an external group as many as are expected."""
+    expected = group.size if group.launcher == "external" else len(group.replicas)
+    return enough(group.min_ready, expected)
+
+
+def _behind(replica: ReplicaStatus, channel: ChannelStatus) -> int | None:
+    loaded = replica.versions.get(channel.name)
+    return None if loaded is None else max(0, channel.committed_version - loaded)
 
 
 class Metrics(Collector):
@@ -42,6 +200,7 @@ class Metrics(Collector):
     def __init__(self, status: Callable[[], RunStatus], tally: Callable[[], Tally] = Tally) -> None:
         self._status = status
         self._tally = tally
+        self._run = ""
         try:
             torch = importlib.metadata.version("torch")
         except importlib.metadata.PackageNotFoundError:
@@ -54,160 +213,170 @@ class Metrics(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format, version 0.0.4."""
-        return generate_latest(self._registry)
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics, and their Content-Type.
+
+        :param accept: the Accept header of a scrape, which may ask for OpenMetrics.
+            Default: Prometheus' text format, version 0.0.4.
+        """
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version that is no number
+            encode, content_type = choose_encoder("")
+        return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
         status, tally = self._status(), self._tally()
+        self._run = status.run
+        replicas_ = [((one.group, str(one.replica)), one) for group in status.groups for one in group.replicas]
+        weights = [((*key, one.name), (replica, one)) for key, replica in replicas_ for one in status.channels]
         text = "Always 1; its labels are the versions in use."
-        yield _gauge("build_info", text, tuple(self._build), [(tuple(self._build.values()), 1)])
-        yield from _run_metrics(status, tally)
-        yield from _node_metrics(status)
-        yield from _group_metrics(status, tally)
-        yield from _version_metrics(status)
-        yield from _channel_metrics(status, tally)
+        yield self._gauge("build_info", text, tuple(self._build), [(tuple(self._build.values()), 1)])
+        yield from self._rows(_RUN, (), [((), status)])
+        yield from self._rows(_NODE, ("node",), _named(status.nodes))
+        yield from self._rows(_GROUP, ("group",), _named(status.groups))
+        yield from self._rows(_REPLICA, ("group", "replica"), replicas_)
+        yield from self._rows(_WEIGHTS, ("group", "replica", "channel"), weights)
+        yield from self._rows(_CHANNEL, ("channel",), _named(status.channels))
+        yield from self._states(status)
+        yield from self._counts(status, tally)
+        yield from self._times(status, tally)
+
+    # ------------------------------------------------------------ with their own labels
+
+    def _states(self, status: RunStatus) -> Iterator[Metric]:
+        """What counts things by their state, or tells where they are."""
+        yield self._gauge("nodes", "Nodes of the run by state.", ("state",), _by_state((), status.nodes, _NODE_STATES))
+        series = [pair for one in status.groups for pair in _by_state((one.name,), one.replicas, _STATES)]
+        yield self._gauge("group_replicas", "Replicas of a group by state.", ("group", "state"), series)
+        series = [pair for one in status.channels for pair in _by_state((one.name,), one.members, _MEMBER_STATES)]
+        yield self._gauge("channel_members", "Members of the channel by state.", ("channel", "state"), series)
+        text = "Always 1: the replica has a place on the node."
+        places = [(one, node) for group in status.groups for one in group.replicas for node in dict.fromkeys(one.nodes)]
+        series = [((one.group, str(one.replica), node), 1) for one, node in places]
+        yield self._gauge("replica_node_info", text, ("group", "replica", "node"), series)
+
+    def _counts(self, status: RunStatus, tally: Tally) -> Iterator[Metric]:
+        groups, channels = status.groups, status.channels
+        text = "1 when the config that was last read is in use."
+        yield self._gauge("config_last_reload_successful", text, (), [((), tally.reload_ok)])
+        yield self._counter(
+            "events_lost_total", "Events that could not be written to disk.", (), [((), tally.events_lost)]
+        )
+        text = "Sidecars that were killed and replaced."
+        series = _by_key((), status.sidecar_replacements, _RETRIES)
+        yield self._counter("sidecar_replacements_total", text, ("reason",), series)
+        text = "Connections and messages that the control port refused."
+        yield self._counter("refused_total", text, ("reason",), _by_key((), status.refused))
+        text = "Lines of output that are missing from the logs."
+        series = [((group.name,), tally.log_lines_dropped.get(group.name, 0)) for group in groups]
+        yield self._counter("log_lines_dropped_total", text, ("group",), series)
+        ours = [(one, _RESTARTS if one.launcher != "external" else ()) for one in groups]
+        series = [pair for one, reasons in ours for pair in _by_key((one.name,), one.restarts, reasons)]
+        yield self._counter("restarts_total", "Restarts of the group's replicas.", ("group", "reason"), series)
+        text = "Publishes by outcome: committed, or the error that ended them."
+        series = [pair for one in channels for pair in _by_key((one.name,), one.syncs, ("committed", *_ERRORS))]
+        yield self._counter("sync_total", text, ("channel", "outcome"), series)
+        text = "Loads that failed: refused before anything was loaded, or failed half-way."
+        failed = ((one.name, tally.failed_loads.get(one.name, {})) for one in channels)
+        series = [pair for name, counts in failed for pair in _by_key((name,), counts, ("failed", "refused"))]
+        yield self._counter("failed_loads_total", text, ("channel", "outcome"), series)
+        text = "Transfers that were made again, by reason."
+        series = [pair for one in channels for pair in _by_key((one.name,), one.retries, _RETRIES)]
+        yield self._counter("sync_retries_total", text, ("channel", "reason"), series)
+        text = "Collectives between peers by outcome: ok, or the error that ended them."
+        kinds = {
+            one.name: tally.operations.get(one.name, {})
+            for one in channels
+            if one.name in tally.operations or any(member.role == "peer" for member in one.members)
+        }
+        series = [
+            pair
+            for name, found in kinds.items()
+            for kind in _KINDS
+            for pair in _by_key((name, kind), _snaked(found.get(kind, {})), ("ok", *_ERRORS))
+        ]
+        yield self._counter("operations_total", text, ("channel", "kind", "outcome"), series)
+
+    def _times(self, status: RunStatus, tally: Tally) -> Iterator[Metric]:
+        groups, channels, none = status.groups, status.channels, Histogram()
+        text = "Seconds from the start of a replica to its readiness."
+        spreads: list[tuple[Key, Histogram]]
+        spreads = [((one.name,), tally.starts.get(one.name, none)) for one in groups]
+        yield self._histogram("start_duration_seconds", text, ("group",), START_BUCKETS, spreads)
+        text = "Seconds from the loss of a ready replica to the readiness of its next generation."
+        spreads = [((one.name,), tally.recoveries.get(one.name, none)) for one in groups]
+        yield self._histogram("recovery_duration_seconds", text, ("group",), START_BUCKETS, spreads)
+        phases = {one.name: tally.sync_phases.get(one.name, {}) for one in channels}
+        text = "Seconds of a committed sync."
+        spreads = [((name,), found.get("total", none)) for name, found in phases.items()]
+        yield self._histogram("sync_duration_seconds", text, ("channel",), SYNC_BUCKETS, spreads)
+        text = (
+            'Seconds of each phase of a committed sync. phase="total" is the sum of the others: leave it out of sums.'
+        )
+        spreads = [
+            ((name, phase), found.get(phase, none))
+            for name, found in phases.items()
+            for phase in dict.fromkeys((*_PHASES, *found))
+        ]
+        yield self._histogram("sync_phase_seconds", text, ("channel", "phase"), SYNC_BUCKETS, spreads)
+        text = (
+            "Seconds for which a replica had an update open, from its receive to its report; the slowest rank counts."
+        )
+        targets = {(name, group.name) for group in groups for one in group.replicas for name in one.versions}
+        spreads = [(key, tally.loads.get(key[0], {}).get(key[1], none)) for key in sorted(targets)]
+        yield self._histogram("load_duration_seconds", text, ("channel", "group"), SYNC_BUCKETS, spreads)
+        text = "Seconds from the first post of a collective to its end."
+        spreads = [
+            ((one.name, kind), spread)
+            for one in channels
+            for kind, spread in tally.operation_times.get(one.name, {}).items()
+        ]
+        yield self._histogram("operation_duration_seconds", text, ("channel", "kind"), SYNC_BUCKETS, spreads)
+
+    # ------------------------------------------------------------ families
+
+    def _rows(self, rows: Sequence[_Gauge], labels: Key, things: Sequence[tuple[Key, object]]) -> Iterator[Metric]:
+        for row in rows:
+            found = [(key, value) for key, thing in things if (value := row.value(thing)) is not None]
+            make = self._counter if isinstance(row, _Counter) else self._gauge
+            yield make(row.name, row.text, labels, found)
+
+    def _gauge(self, name: str, text: str, labels: Key, series: Series) -> Metric:
+        return self._filled(GaugeMetricFamily(f"replicas_{name}", text, labels=("run", *labels)), series)
+
+    def _counter(self, name: str, text: str, labels: Key, series: Series) -> Metric:
+        return self._filled(CounterMetricFamily(f"replicas_{name}", text, labels=("run", *labels)), series)
+
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, series: Series) -> Metric:
+        for values, number in series:
+            family.add_metric((self._run, *values), float(number))
+        return family
+
+    def _histogram(
+        self, name: str, text: str, labels: Key, bounds: tuple[float, ...], series: Iterable[tuple[Key, Histogram]]
+    ) -> Metric:
+        family = HistogramMetricFamily(f"replicas_{name}", text, labels=("run", *labels))
+        names = [*map(floatToGoString, bounds), "+Inf"]
+        for values, spread in series:
+            counts = spread.cumulative() or [0] * len(names)
+            family.add_metric((self._run, *values), list(zip(names, counts, strict=True)), spread.total_s)
+        return family
 
 
-def _gauge(name: str, text: str, labels: Sequence[str], series: Series) -> Metric:
-    return _filled(GaugeMetricFamily(f"replicas_{name}", text, labels=labels), series)
+def _named(things: Iterable[NodeStatus | GroupStatus | ChannelStatus]) -> list[tuple[Key, object]]:
+    return [((one.name,), one) for one in things]
 
 
-def _counter(name: str, text: str, labels: Sequence[str], series: Series) -> Metric:
-    return _filled(CounterMetricFamily(f"replicas_{name}", text, labels=labels), series)
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, series: Series) -> Metric:
-    for values, number in series:
-        family.add_metric(values, number)
-    return family
-
-
-def _histogram(
-    name: str,
-    text: str,
-    labels: Sequence[str],
-    bounds: tuple[float, ...],
-    series: Iterable[tuple[tuple[str, ...], Histogram]],
-) -> Metric:
-    family = HistogramMetricFamily(f"replicas_{name}", text, labels=labels)
-    names = [*map(floatToGoString, bounds), "+Inf"]
-    for values, spread in series:
-        family.add_metric(values, list(zip(names, spread.cumulative(), strict=True)), spread.total_s)
-    return family
-
-
-def _by_state(
-    things: Iterable[ReplicaStatus | MemberStatus | NodeStatus], states: Iterable[str]
-) -> list[tuple[str, int]]:
+def _by_state(key: Key, things: Iterable[Any], states: Iterable[str]) -> list[tuple[Key, float]]:
     found = Counter[str](one.state for one in things)
-    return [(state, found[state]) for state in states]
+    return [((*key, state), found[state]) for state in states]
 
 
-def _by_key(labels: tuple[str, ...], counts: Mapping[str, int], *, always: str = "") -> Series:
-    counts = {always: 0, **counts} if always else counts
-    return [((*labels, key), number) for key, number in sorted(counts.items())]
+def _by_key(key: Key, counts: Mapping[str, int], known: Iterable[str] = ()) -> list[tuple[Key, float]]:
+    counts = {**dict.fromkeys(known, 0), **counts}
+    return [((*key, name), number) for name, number in sorted(counts.items())]
 
 
-def _run_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
-    yield _gauge("store_up", "1 when the store process answers.", (), [((), float(status.store.up))])
-    yield _gauge("store_keys", "Keys in the rendezvous store.", (), [((), status.store.keys)])
-    text = "How late the supervisor's event loop last ran a timer."
-    yield _gauge("event_loop_lag_seconds", text, (), [((), status.event_loop_lag_s)])
-    text = "1 when the config that was last read is in use."
-    yield _gauge("config_last_reload_successful", text, (), [((), float(tally.reload_ok))])
-    text = "Sidecars that were killed and replaced."
-    yield _counter("sidecar_replacements_total", text, ("reason",), _by_key((), status.sidecar_replacements))
-    text = "Connections and messages that the control port refused."
-    yield _counter("refused_total", text, ("reason",), _by_key((), status.refused))
-    yield _counter("events_lost_total", "Events that could not be written to disk.", (), [((), tally.events_lost)])
-
-
-def _node_metrics(status: RunStatus) -> Iterator[Metric]:
-    nodes, node_only = status.nodes, ("node",)
-    series: Series = [((state,), number) for state, number in _by_state(nodes, _NODE_STATES)]
-    yield _gauge("nodes", "Nodes of the run by state.", ("state",), series)
-    text = "1 when the node is up and takes new replicas; 0 when it is draining, away or lost."
-    yield _gauge("node_up", text, node_only, [((one.name,), float(one.state == "up")) for one in nodes])
-    yield _gauge(
-        "node_gpus", "GPUs that the node has for the run.", node_only, [((one.name,), one.gpus) for one in nodes]
-    )
-    series = [((one.name,), one.gpus_free) for one in nodes]
-    yield _gauge("node_gpus_free", "GPUs of the node that no replica holds.", node_only, series)
-    series = [((one.name,), len(one.replicas)) for one in nodes]
-    yield _gauge("node_replicas", "Replicas with a place on the node.", node_only, series)
-    series = [((one.name,), one.heard_age_s) for one in nodes]
-    yield _gauge("node_heard_age_seconds", "Age of the last word of the node's agent.", node_only, series)
-
-
-def _group_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
-    groups, group_only, of_replica = status.groups, ("group",), ("group", "replica")
-    everyone = [((one.group, str(one.replica)), one) for group in groups for one in group.replicas]
-    series: Series = [
-        ((group.name, state), number) for group in groups for state, number in _by_state(group.replicas, _STATES)
-    ]
-    yield _gauge("group_replicas", "Replicas of a group by state.", ("group", "state"), series)
-    series = [(key, float(one.state == "ready")) for key, one in everyone]
-    yield _gauge("replica_up", "1 when the replica is ready.", of_replica, series)
-    text = "Age of the oldest of the last heartbeats of the replica's ranks."
-    series = [(key, one.heartbeat_age_s) for key, one in everyone if one.heartbeat_age_s is not None]
-    yield _gauge("heartbeat_age_seconds", text, of_replica, series)
-    series = [pair for group in groups for pair in _by_key((group.name,), group.restarts, always="exit")]
-    yield _counter("restarts_total", "Restarts of the group's replicas.", ("group", "reason"), series)
-    text = "Share of the group's restart budget that is left in the present window."
-    series = [((group.name,), group.restart_budget_remaining_ratio) for group in groups]
-    yield _gauge("restart_budget_remaining_ratio", text, group_only, series)
-    text = "Share of restart.no_progress_cycles that each replica of the group has left."
-    series = [((group.name,), group.no_progress_remaining_ratio) for group in groups if group.no_progress_cycles]
-    yield _gauge("no_progress_remaining_ratio", text, group_only, series)
-    text = "Lines of output that are missing from the logs."
-    series = [((group.name,), tally.log_lines_dropped.get(group.name, 0)) for group in groups]
-    yield _counter("log_lines_dropped_total", text, group_only, series)
-    text = "Seconds from the start of a replica to its readiness."
-    spreads = [((group.name,), tally.starts[group.name]) for group in groups if group.name in tally.starts]
-    yield _histogram("start_duration_seconds", text, group_only, START_BUCKETS, spreads)
-    text = "Seconds from the loss of a ready replica to the readiness of its next generation."
-    spreads = [((group.name,), tally.recoveries[group.name]) for group in groups if group.name in tally.recoveries]
-    yield _histogram("recovery_duration_seconds", text, group_only, START_BUCKETS, spreads)
-
-
-def _version_metrics(status: RunStatus) -> Iterator[Metric]:
-    committed = {channel.name: channel.committed_version for channel in status.channels}
-    loaded = [
-        ((one.group, str(one.replica), channel), version)
-        for group in status.groups
-        for one in group.replicas
-        for channel, version in sorted(one.versions.items())
-    ]
-    labels = ("group", "replica", "channel")
-    yield _gauge("weight_version", "Version of the channel's weights that the replica has loaded.", labels, loaded)
-    text = "How many versions the loaded weights are behind the committed ones."
-    series = [(key, max(0, committed.get(key[2], 0) - version)) for key, version in loaded]
-    yield _gauge("version_lag", text, labels, series)
-
-
-def _channel_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
-    channels, channel_only = status.channels, ("channel",)
-    series: Series = [((one.name,), one.epoch) for one in channels]
-    yield _gauge("channel_epoch", "Newest membership epoch.", channel_only, series)
-    series = [
-        ((one.name, state), number) for one in channels for state, number in _by_state(one.members, _MEMBER_STATES)
-    ]
-    yield _gauge("channel_members", "Members of the channel by state.", ("channel", "state"), series)
-    series = [((one.name,), one.committed_version) for one in channels]
-    yield _gauge("committed_version", "Newest committed version of the channel's weights.", channel_only, series)
-    text = "Publishes by outcome: committed, or the error that ended them."
-    series = [pair for one in channels for pair in _by_key((one.name,), one.syncs, always="committed")]
-    yield _counter("sync_total", text, ("channel", "outcome"), series)
-    text = "Bytes of weights that were sent to members, also to latecomers; what is mapped on one host does not move."
-    series = [((one.name,), one.bytes_total) for one in channels]
-    yield _counter("sync_bytes_total", text, channel_only, series)
-    series = [pair for one in channels for pair in _by_key((one.name,), one.retries)]
-    yield _counter("sync_retries_total", "Transfers that were made again, by reason.", ("channel", "reason"), series)
-    text = "Seconds of each phase of a committed sync."
-    spreads = [
-        ((one.name, phase), spread)
-        for one in channels
-        for phase, spread in sorted(tally.sync_phases.get(one.name, {}).items())
-    ]
-    yield _histogram("sync_phase_seconds", text, ("channel", "phase"), SYNC_BUCKETS, spreads)
+def _snaked(counts: Mapping[str, int]) -> dict[str, int]:
+    return {_snake(name): number for name, number in counts.items()}

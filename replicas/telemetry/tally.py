@@ -9,6 +9,7 @@ not a resumption, which resets all counters.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from itertools import accumulate
 
@@ -18,15 +19,18 @@ from msgspec.structs import replace
 from replicas.core.effects import (
     CaughtUp,
     EpochStarted,
+    LoadFailed,
     MemberJoined,
     MemberLost,
+    OperationEnded,
+    ReplicaLoaded,
     Retried,
     SidecarReplaced,
     SyncEnded,
 )
 from replicas.core.lives.lifecycle import Transition
 from replicas.messages.identity import Member
-from replicas.status import RunStatus
+from replicas.status import ChannelStatus, ReplicaStatus, RunStatus
 from replicas.telemetry.events import (
     ConnectionsRefused,
     Event,
@@ -41,6 +45,9 @@ __all__ = ["START_BUCKETS", "SYNC_BUCKETS", "CounterDeltas", "Histogram", "Tally
 
 SYNC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 START_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 1800)
+
+_COMMITS = 256
+"""Commits of a channel whose times are kept: a replica is rarely further behind."""
 
 Counts = dict[str, int]
 
@@ -69,6 +76,9 @@ class Tally(msgspec.Struct):
     of them that no :class:`EventsLost` has reported yet. ``epochs``: the newest epoch
     of each channel. ``members``: who is on it, or was when a supervisor died and has
     not come back yet. ``reload_ok``: whether the config that was last read is in use.
+    ``commits``: number and time of a channel's newest commits. ``received``: bytes by
+    channel and replica. ``loads``: by channel and group. ``operations`` and
+    ``operation_times``: by channel and kind.
     """
 
     restarts: dict[str, Counts] = {}
@@ -78,6 +88,7 @@ class Tally(msgspec.Struct):
     sync_nbytes: Counts = {}
     sync_phases: dict[str, dict[str, Histogram]] = {}
     retries: dict[str, Counts] = {}
+    failed_loads: dict[str, Counts] = {}
     sidecars: Counts = {}
     refused: Counts = {}
     log_lines_dropped: Counts = {}
@@ -86,16 +97,32 @@ class Tally(msgspec.Struct):
     epochs: Counts = {}
     members: dict[str, set[Member]] = {}
     reload_ok: bool = True
+    commits: dict[str, list[tuple[int, float]]] = {}
+    version_nbytes: Counts = {}
+    received: dict[str, Counts] = {}
+    loads: dict[str, dict[str, Histogram]] = {}
+    operations: dict[str, dict[str, Counts]] = {}
+    operation_times: dict[str, dict[str, Histogram]] = {}
 
-    def count(self, event: Event) -> None:
-        """Count one event; most change nothing."""
+    def count(self, event: Event, at: float = 0.0) -> None:
+        """Count one event; most change nothing. ``at``: when, in seconds since 1970."""
         match event:
             case Transition():
                 self._moved(event)
             case SyncEnded():
-                self._synced(event)
+                self._synced(event, at)
             case CaughtUp():
                 _add(self.sync_nbytes, event.channel, event.moved_nbytes)
+                self._received(event.channel, event.moved_to)
+            case ReplicaLoaded() if event.version:
+                spread = self.loads.setdefault(event.channel, {}).setdefault(event.group, Histogram())
+                spread.observe(event.load_s, SYNC_BUCKETS)
+            case OperationEnded(channel, kind):
+                _add(self.operations.setdefault(channel, {}).setdefault(kind, {}), event.outcome)
+                spread = self.operation_times.setdefault(channel, {}).setdefault(kind, Histogram())
+                spread.observe(event.seconds, SYNC_BUCKETS)
+            case LoadFailed():
+                _add(self.failed_loads.setdefault(event.channel, {}), "refused" if event.kept else "failed")
             case Retried(channel, reason):
                 _add(self.retries.setdefault(channel, {}), reason)
             case SidecarReplaced():
@@ -136,34 +163,69 @@ class Tally(msgspec.Struct):
         if step.recovery_s is not None:
             self.recoveries.setdefault(step.group, Histogram()).observe(step.recovery_s, START_BUCKETS)
 
-    def _synced(self, event: SyncEnded) -> None:
+    def _received(self, channel: str, moved_to: Counts) -> None:
+        counts = self.received.setdefault(channel, {})
+        for replica, nbytes in moved_to.items():
+            _add(counts, replica, nbytes)
+
+    def _synced(self, event: SyncEnded, at: float) -> None:
         record = event.record
         _add(self.syncs.setdefault(event.channel, {}), record.outcome)
         if record.outcome != "committed":
             return
         _add(self.sync_nbytes, event.channel, record.moved_nbytes)
+        self._received(event.channel, record.moved_to)
+        self.version_nbytes[event.channel] = record.nbytes
+        commits = self.commits.setdefault(event.channel, [])
+        commits.append((record.version, at))
+        del commits[:-_COMMITS]
         phases = self.sync_phases.setdefault(event.channel, {})
         for phase, seconds in {**record.phases, "total": record.seconds}.items():
             phases.setdefault(phase, Histogram()).observe(seconds, SYNC_BUCKETS)
 
-    def shown_in(self, status: RunStatus) -> RunStatus:
-        groups = (replace(group, restarts=dict(self.restarts.get(group.name, {}))) for group in status.groups)
-        channels = (
+    def shown_in(self, status: RunStatus, now: float = 0.0) -> RunStatus:
+        """The status with these counters. ``now``: in seconds since 1970."""
+        groups = (
             replace(
-                channel,
-                syncs=dict(self.syncs.get(channel.name, {})),
-                retries=dict(self.retries.get(channel.name, {})),
-                bytes_total=self.sync_nbytes.get(channel.name, 0),
+                group,
+                restarts=dict(self.restarts.get(group.name, {})),
+                replicas=tuple(self._replica(one, now) for one in group.replicas),
             )
-            for channel in status.channels
+            for group in status.groups
         )
         return replace(
             status,
             groups=tuple(groups),
-            channels=tuple(channels),
+            channels=tuple(map(self._channel, status.channels)),
             sidecar_replacements=dict(self.sidecars),
             refused=dict.fromkeys(status.refused, 0) | self.refused,
         )
+
+    def _channel(self, status: ChannelStatus) -> ChannelStatus:
+        name, operations = status.name, Counter[str]()
+        for counts in self.operations.get(name, {}).values():
+            operations.update(counts)
+        commits = self.commits.get(name)
+        return replace(
+            status,
+            syncs=dict(self.syncs.get(name, {})),
+            retries=dict(self.retries.get(name, {})),
+            bytes_total=self.sync_nbytes.get(name, 0),
+            operations=dict(operations),
+            committed_at=commits[-1][1] if commits else None,
+            version_nbytes=self.version_nbytes.get(name, 0),
+        )
+
+    def _replica(self, status: ReplicaStatus, now: float) -> ReplicaStatus:
+        received = {name: counts[status.name] for name, counts in self.received.items() if status.name in counts}
+        lag_s = {name: self._lag_s(name, version, now) for name, version in status.versions.items()}
+        lag_s = {name: min(seconds, status.lived_s) for name, seconds in lag_s.items()}  # it could load none before
+        return replace(status, received_nbytes=received, lag_s=lag_s)
+
+    def _lag_s(self, channel: str, version: int, now: float) -> float:
+        """Since when a version is committed that is newer than this one."""
+        since = next((at for number, at in self.commits.get(channel, ()) if number > version), now)
+        return max(0.0, now - since)
 
 
 class CounterDeltas:

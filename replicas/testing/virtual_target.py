@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
@@ -10,10 +9,11 @@ import torch
 
 from replicas import errors
 from replicas.channel import Channel, Update
+from replicas.common.logs import Log
 
 __all__ = ["VirtualTarget"]
 
-logger = logging.getLogger("replicas.testing")
+logger = Log("replicas.testing")
 
 END_TIMEOUT_S = 30.0
 

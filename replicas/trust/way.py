@@ -97,9 +97,9 @@ def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = No
         return Way(endpoint, _by_authority(authority), host, headers)
     if is_local(host):
         return Way(endpoint, None, host, headers)
-    what = "the token names no key" if token else "without a token there is no key to expect"
+    what = "the token names no key" if token else "no token given"
     raise errors.UsageError(
-        f"{what}, so the control port at {endpoint} could be anybody's, or be listened to: nothing was sent",
+        f"{what}, so the server at {endpoint} cannot be verified; nothing was sent",
         hint=f"{_HINT}; or name its CA in {environ.CA_FILE}; or begin the token with R1{PLAIN}. where the network "
         'itself protects it and the run has tls = "off"',
     )

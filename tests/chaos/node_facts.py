@@ -50,6 +50,8 @@ class Facts:
         self._checked = 0
         self._complete = True
         """Whether no event can be missing."""
+        self._counted = True
+        """Whether the counters go back to the first event."""
 
     def before(self) -> Before:
         return Before(now(), self._world.census.alive(), len(self._world.events()))
@@ -58,8 +60,10 @@ class Facts:
         for fault in faults:
             if fault.kind.startswith("freeze node"):
                 self._frozen.append((NAMES[fault.host], fault.hit, fault.over))
-            if fault.kind == "full disk" and fault.host == 0:
+            if "full disk" in fault.kind and fault.host == 0:
                 self._complete = False
+            if fault.of_state:
+                self._counted = False
         self._written.check(what)
         self._one_life_each(what)
         self._gpus(what)
@@ -148,6 +152,8 @@ class Facts:
         assert not again, (what, "one generation was started twice, by the events", again)
         lives = {(life.name, life.generation) for life in self._world.census.lives}
         assert lives <= begun.keys(), (what, "processes of which no event tells", lives - begun.keys())
+        if not self._counted:
+            return
         retried = Counter((line["group"], line["restart_reason"]) for line in moved if line.get("restart_reason"))
         status = self._world.status()
         assert status is not None, what
@@ -175,6 +181,7 @@ class Facts:
             assert host.popen is not None, (what, host.name)
             code = host.popen.wait(END_S)
             assert code == 0, (what, "exit code on", host.name, code, host.said()[-2000:])
+        world.hosts[0].leave_spaces()
         for host in world.hosts:
 
             def left(host=host) -> dict[int, str]:  # type: ignore[no-untyped-def]
@@ -186,7 +193,9 @@ class Facts:
             memory = Path(f"/proc/{host.machine.holder}/root/dev/shm")
             assert not [*memory.iterdir()], (what, "shared memory left on", host.name, [*memory.iterdir()])
             files = sorted(path.name for path in host.state_dir.iterdir())
-            assert not {"token", "operator-token", "endpoint.json", "state.json", "control.sock"} & {*files}, (
+            assert not {"token", "operator-token", "endpoint.json", "state.json", "leases", "control.sock"} & {
+                *files
+            }, (
                 what,
                 host.name,
                 files,

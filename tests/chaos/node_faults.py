@@ -54,6 +54,12 @@ KINDS: dict[str, tuple[int, tuple[int, ...], tuple[float, float]]] = {
     "clock": (2, ANY, (0.0, 0.0)),
     "kill supervisor": (4, (0,), (0.1, 2.0)),
     "kill supervisor, long": (1, (0,), (ADOPT_S + 6.0, ADOPT_S + 6.0)),
+    "kill supervisor, another namespace": (3, (0,), (0.1, 3.0)),
+    "kill supervisor, another machine": (3, (0,), (0.1, 3.0)),
+    "kill supervisor, lost state": (2, (0,), (0.1, 3.0)),
+    "kill supervisor, old state": (2, (0,), (0.1, 3.0)),
+    "kill supervisor, newer state": (2, (0,), (0.1, 3.0)),
+    "kill supervisor, full disk": (2, (0,), (2.0, 8.0)),
     "kill supervisor's host": (1, (0,), (0.5, 2.0)),
     "power cut of supervisor's host": (1, (0,), (1.0, 3.0)),
     "drain": (2, FAR, (2.0, 5.0)),
@@ -100,8 +106,15 @@ class NodeFault:
         return self.host > 0 and self.kind.startswith(("kill agent", "kill node", "power cut", "partition", "freeze"))
 
     @property
+    def of_state(self) -> bool:
+        """The next supervisor does not know what runs."""
+        return self.kind.endswith(" state")
+
+    @property
     def moves(self) -> bool:
         """Whatever ran on the host ends, and runs again somewhere."""
+        if self.kind.endswith(("another namespace", "another machine")):
+            return True
         if self.kind.startswith(("kill agent", "kill node", "power cut", "drain", "leave")) or "host" in self.kind:
             return True
         return self.kind.endswith("long") or self.kind == "partition 20 s"
@@ -110,7 +123,7 @@ class NodeFault:
         """Whether replicas on any host may have ended: a supervisor that was not there
         in time, on a busy machine, adopts nothing."""
         late = self.of_supervisor and world.supervised(self.hit) - self.hit > ADOPT_S - 3.0
-        return late or self.kind in ("scale", "rolling restart")
+        return late or self.of_state or self.kind in ("scale", "rolling restart")
 
     # ------------------------------------------------------------ doing it
 
@@ -161,7 +174,11 @@ class NodeFault:
                 host.set_clock((self.pick - 0.5) * 60 * 3600)
             case "kill supervisor":
                 host.off_until = self.hit + self.lasts_s
+                if "full disk" in self.kind and host.has_disk:
+                    host.off_until = self.hit
+                    self._full.enter_context(fill(host.state_dir.parent))
                 send_each(host, signal.SIGKILL, supervisor)
+                self._change(world, host)
             case "drain":
                 host.off_until = self.hit + self.lasts_s
                 self._order(world, Drain(node=self._name(world)))
@@ -177,6 +194,19 @@ class NodeFault:
             case "kill rank":
                 self._one(host, [life.pid for life in self.ranks])
 
+    def _change(self, world: NodeWorld, host: Host) -> None:
+        """What the next supervisor finds, or where it starts."""
+        state = host.state_dir / "state.json"
+        match self.kind.partition(", ")[2]:
+            case "another namespace" | "another machine" as where:
+                host.enter_space(machine=where == "another machine")
+            case "lost state":
+                state.unlink(missing_ok=True)
+            case "old state" if world.old_state:
+                state.write_bytes(world.old_state)
+            case "newer state" if state.exists():
+                state.write_bytes(state.read_bytes().replace(b'"schema":1', b'"schema":99'))
+
     def end(self, world: NodeWorld) -> None:
         """All is again as it was, as far as this fault is concerned."""
         host = world.hosts[self.host]
@@ -189,7 +219,7 @@ class NodeFault:
                 world.switch.heal(self.host)
             case "freeze agent" | "freeze node" | "kill agent":
                 host.go_on()
-            case "full disk":
+            case "full disk" | "kill supervisor":
                 self._full.close()
             case "drain" if self.kind == "drain, undone":
                 self._order(world, Drain(node=self._name(world), undo=True))

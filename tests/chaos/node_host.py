@@ -21,6 +21,7 @@ from tests.support.runs import ROOT, eventually
 __all__ = ["GPUS", "LABELS", "NAMES", "Host", "mark_of"]
 
 HERE = Path(__file__).parent
+_HOLD = "echo; cat; exit"
 NAMES = ("A", "B", "C", "D")
 GPUS = (1, 4, 3, 3)
 """Of each host, by name only: a replica has one, which nobody else may have then. All
@@ -47,6 +48,9 @@ class Host:
         self._log = folder / "out" / f"host-{self.name}.log"
         self._clock.write_bytes(struct.pack("d", 0.0))
         self.boot()
+        self._spaces: list[tuple[subprocess.Popen[bytes], Machine]] = []
+        """Pid namespaces in which a supervisor was started, the newest last."""
+        self._names: dict[int, str] = {}
         self.cgroup = find_own() / f"chaos-{secrets.token_hex(6)}"
         self._late_s = 3_600 * 24 * 7 * (index + 1)
         """By how much its monotonic clock is ahead."""
@@ -61,14 +65,51 @@ class Host:
 
     def boot(self) -> None:
         """It is another boot of it from now on."""
+        self.leave_spaces()
         self._boot_id.write_text(f"{uuid.uuid4()}\n")
+
+    def enter_space(self, *, machine: bool) -> None:
+        """Start all that comes in a new pid namespace; what runs in others goes on.
+
+        :param machine: it looks like another machine, with another boot id and name.
+        """
+        holder = subprocess.Popen(
+            self.machine.command("unshare", "--pid", "--mount-proc", "--fork", "--kill-child", "sh", "-c", _HOLD),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        (inside,) = [pid for pid in below(holder.pid) if name_of(pid) == "sh"]
+        space = Machine(inside, self.machine.address, is_host=True)
+        self._spaces.append((holder, space))
+        boot_id = self._boot_id
+        if machine:
+            boot_id = self._boot_id.with_name(f"boot-{self.name}-{inside}")
+            boot_id.write_text(f"{uuid.uuid4()}\n")
+            self._names[inside] = f"machine-{inside}"
+        bind = ("mount", "--bind", str(boot_id), "/proc/sys/kernel/random/boot_id")
+        subprocess.run(space.command(*bind), check=True, capture_output=True, timeout=20)
+
+    def leave_spaces(self) -> None:
+        """End all that runs in other pid namespaces than the host's own."""
+        spaces, self._spaces = getattr(self, "_spaces", []), []
+        for holder, _ in spaces:
+            holder.communicate(timeout=20)
+
+    @property
+    def _here(self) -> Machine:
+        return self._spaces[-1][1] if self._spaces else self.machine
 
     def set_clock(self, wrong_s: float) -> None:
         with self._clock.open("r+b") as file:
             file.write(struct.pack("d", wrong_s))
 
     def start(self, *command: str, env: dict[str, str]) -> None:
+        here = self._here
         enter = ["sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(self.cgroup)]
+        if here.holder in self._names:
+            enter += ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self._names[here.holder]]
         ahead = str(self._late_s)
         clocks = ["unshare", "--time", "--monotonic", ahead, "--boottime", ahead, "--fork", "--kill-child"]
         paths = [str(HERE / "clocks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -81,7 +122,7 @@ class Host:
         }
         with self._log.open("ab") as log:
             self.popen = subprocess.Popen(
-                self.machine.command(*enter, *clocks, sys.executable, *command),
+                here.command(*enter, *clocks, sys.executable, *command),
                 env={**os.environ, **own, **env},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -92,7 +133,12 @@ class Host:
     @property
     def pids(self) -> list[int]:
         """All processes on it but those that hold it."""
-        return [*{*self.machine.processes()} - {*self.machine.processes("sh"), *self.machine.processes("cat")}]
+        found = [one for space in (self.machine, *self._others) for one in space.processes()]
+        return [pid for pid in found if name_of(pid) not in ("sh", "cat") and not is_holder(pid)]
+
+    @property
+    def _others(self) -> list[Machine]:
+        return [space for _, space in self._spaces if Path(f"/proc/{space.holder}/ns/pid_for_children").exists()]
 
     def find(self, *texts: str) -> list[int]:
         """Python's processes with one of these in their command line."""
@@ -129,12 +175,30 @@ class Host:
             self.popen.kill()
             self.popen.wait(20)
             self.popen = None
+        self.leave_spaces()
 
     def remove_cgroup(self) -> None:
         """Once nothing is in it any more: what was killed may still be ending."""
         if self.cgroup.exists():
             eventually(lambda: not cgroups.members(self.cgroup), f"the end of all on {self.name}")
             eventually(lambda: cgroups.remove(self.cgroup), f"the end of {self.cgroup}")
+
+
+def below(pid: int) -> list[int]:
+    """All that descends from a process."""
+    children = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [found for child in children for found in (child, *below(child))]
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def is_holder(pid: int) -> bool:
+    return command_line(pid).startswith("unshare --pid ")
 
 
 def command_line(pid: int) -> str:

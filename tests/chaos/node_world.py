@@ -110,6 +110,8 @@ class NodeWorld:
         self.config.write_text(config(self.out, switch.hosts[0].address, self.hosts[0].state_dir))
         self.unasked: list[str] = []
         """Ends of agents and supervisors that no fault explains."""
+        self.old_state = b""
+        """The supervisor's state of an earlier round."""
         self._tails: dict[str, Tail] = {}
 
     # ------------------------------------------------------------ hands

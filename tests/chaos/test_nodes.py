@@ -38,6 +38,8 @@ SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("CHAOS_SEED", "5"))
 ONLY = os.environ.get("CHAOS_NODE_ONLY", "")
 PAIRS = float(os.environ.get("CHAOS_PAIRS") or 0.4)
+OLD = 3
+"""Every how many rounds a state is kept, which a later one may put in place."""
 WHOLE_S = 60.0
 """From the end of the last fault, on a machine that has time for it."""
 
@@ -70,6 +72,9 @@ class Rounds:
             told = self.table.add(faults, world)
             print(f": whole {whole - over:.1f} s after the end; {told}", flush=True)
             self.facts.check(faults, before, ticks, what)
+            state = world.hosts[0].state_dir / "state.json"
+            if number % OLD == 0 and state.exists():
+                world.old_state = state.read_bytes()
         except AssertionError:
             print(f"\n{world.story(began)}", flush=True)
             raise

@@ -154,6 +154,22 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
     assert replicas("logs", "a/0", "-n", "1", "-f").startswith("tick ")  # it ends, as nothing more can come
 
 
+def test_a_run_is_started_in_the_background_and_waited_for(tmp_path: Path, replicas: Cli) -> None:
+    """``replicas run & replicas wait``, without a look at what the first one prints."""
+    config = tmp_path / "run.toml"
+    config.write_text(f'schema_version = 1\n[run]\nname = "test"\n{group("a", SLEEPS)}')
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([*COMMAND, "run", str(config)], stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert replicas("wait", "--ready", "-c", str(config)) == "the run: ready\n"
+            process.terminate()
+            lines = process.communicate(timeout=60)[1].splitlines()
+            assert lines[0].endswith(" replicas: run test: starting")
+            assert process.returncode == 0, lines
+        finally:
+            process.kill()
+
+
 HELPFUL = [
     (["scale", "c", "1"], 'no group "c" (groups: a, b)'),
     (["restart", "a/9"], 'no replica "a/9"'),

@@ -28,6 +28,7 @@ from replicas.coordinator.door import Door
 from replicas.coordinator.server import Server, bind_listener
 from replicas.linux.sockets import peer_uid
 from replicas.supervisor.agent import orphans
+from replicas.trust.tokens import Tokens
 from tests.unit.test_control_orders import TOKENS, Run
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +54,7 @@ async def test_orders_need_no_token_there(tmp_path: Path) -> None:
         with pytest.raises(errors.WorldError, match=r"replica a/0 failed \(look at its log\)"):
             await asyncio.to_thread(client.order, Restart(target="a"))
     assert not path.exists()
-    with pytest.raises(errors.Disconnected, match="nobody answers at unix:"):
+    with pytest.raises(errors.Disconnected, match="cannot connect to the run at unix:"):
         await asyncio.to_thread(client.status)
 
 
@@ -145,6 +146,33 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path, monkeypatc
         for _, one in [*strangers, (reader, writer)]:
             one.close()
         assert run.refused == ["too_many"]
+    finally:
+        await server.aclose()
+
+
+async def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
+    run, tokens = Run(tmp_path / "logs"), Tokens("member", "secret")
+    tokens.rotate("operator", "newer")
+    (run.logs / "a" / "0" / "gen-1").mkdir(parents=True)
+    (run.logs / "a" / "0" / "gen-1" / "rank-0.log").write_text("one\n")
+    listener = bind_listener("127.0.0.1", 0)
+    address = listener.getsockname()
+    access = ByToken(lambda: tokens, run.refused.append)
+    server = Server(listener, control_routes(run, commands=run, streams=run, access=access), run.refused.append)
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_connection(*address)
+        request = b"GET /logs%s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n\r\n"
+        writer.write(request % b"?follow=1")
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"one\n")
+            tokens.revoke_old("operator")
+            assert await reader.read() == b"\r\n"  # and not the last chunk of a whole response
+            writer.close()
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(request % b"")
+            assert (await reader.read()).startswith(b"HTTP/1.1 401")  # and the connection ends
+            writer.close()
     finally:
         await server.aclose()
 

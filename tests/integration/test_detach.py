@@ -3,10 +3,13 @@ lost."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import anyio
 import pytest
 
 from replicas import errors
+from replicas.linux import private
 from replicas.supervisor import Supervisor
 from replicas.supervisor.fleet.local_agent import AGENT
 from tests.integration.test_agents import again, publishing, told, versions
@@ -160,3 +164,50 @@ async def test_replicas_leave_a_machine_that_has_lost_their_label_meanwhile(tmp_
         assert group.status(0.0).replicas[0].reason == "its config has changed; waits for a node with pool=x"
         assert not alive(pid)
         await second.drain()
+
+
+ORDERS: dict[str, Callable[[Supervisor], Awaitable[object]]] = {
+    "detach": lambda one: one.detach(),
+    "scale": lambda one: one.scale("a", 2),
+    "restart": lambda one: one.restart("a/0"),
+    "restart, rolling": lambda one: one.restart("a", rolling=True),
+    "drain a replica": lambda one: one.drain("a/0"),
+    "drain a node": lambda one: one.drain_node(one.status().nodes[0].name),
+    "reset": lambda one: one.reset_failed(),
+    "reload": lambda one: one.reload(one.config),
+    "rotate": lambda one: one.tokens("member", rotate=True),
+}
+
+
+@pytest.mark.anyio
+async def test_orders_that_the_disk_does_not_take_are_refused_and_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = config(tmp_path, a={})
+    given["run"]["adopt"] = "60s"
+    replace = private.replace
+
+    def full(path: Path, data: bytes, **options: bool) -> None:
+        if path.name in ("state.json", "tokens.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(path, data, **options)
+
+    async with Supervisor(given) as supervisor:
+        await supervisor.wait_ready(timeout=60)
+        before, tokens = supervisor.status().groups, await supervisor.tokens()
+        with monkeypatch.context() as patched:
+            patched.setattr(private, "replace", full)
+            for name, order in ORDERS.items():
+                with pytest.raises(errors.WorldError, match="No space left on device") as caught:
+                    await asyncio.wait_for(order(supervisor), 30)
+                assert str(tmp_path / "state") in str(caught.value), name
+        await asyncio.sleep(0.3)  # what an order had begun would show
+        (now,) = supervisor.status().groups
+        assert (now.size, [(one.pid, one.generation, one.state) for one in now.replicas]) == (
+            before[0].size,
+            [(one.pid, one.generation, "ready") for one in before[0].replicas],
+        )
+        assert await supervisor.tokens() == tokens
+        assert not supervisor.detached
+        assert [node.state for node in supervisor.status().nodes] == ["up"]
+        await supervisor.drain()

@@ -138,7 +138,22 @@ def test_the_cluster_outlives_its_supervisor_and_a_machine(tmp_path: Path) -> No
     assert shared_memory() <= before
 
 
-@pytest.mark.timeout(150)
+def test_the_demo_gives_up_only_without_progress_and_says_so(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.modules["matplotlib"] = None
+sys.path.insert(0, {str(EXAMPLES / "grpo")!r})
+import demo
+sys.argv = ["demo.py", "--patience", "0", "--out", {str(tmp_path / "out")!r}]
+sys.exit(demo.main())
+"""
+    done = _run("-c", program, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED: given up at step 0 of 120: no step and no change for 0 s; --patience S waits longer" in done.stdout
+    assert "matplotlib is not installed" in done.stdout
+    assert not (tmp_path / "out" / "reward.png").exists()
+
+
 @pytest.mark.timeout(180)
 def test_demo_learns_survives_its_kill_and_leaves_nothing(tmp_path: Path) -> None:
     demo = str(EXAMPLES / "grpo" / "demo.py")

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,7 +23,8 @@ from safetensors.torch import load_file
 
 import replicas
 from replicas import errors
-from replicas.integrations import engine_server, follower
+from replicas.integrations import engine_health, engine_server, follower
+from replicas.integrations.engine_health import Spent
 from replicas.integrations.vllm import follow
 from replicas.linux.processes import start_time
 from tests.support.channels import POLICY, ChannelWorld, channel_world, wait_until
@@ -31,7 +34,7 @@ from tests.support.runs import eventually
 pytestmark = pytest.mark.anyio
 
 LOAD = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
-RESUME = ["/reset_prefix_cache", "/resume"]
+RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/resume"]
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
@@ -77,8 +80,9 @@ async def test_each_version_is_loaded_by_every_worker_and_tagged(workers: int) -
                 await trainer.loaded(number, deadline=10)  # workers and follower have reported it
                 for worker in engine.workers:
                     assert all(tensor.eq(number).all() for tensor in worker.model.values())
-            control = [path for path in engine.calls if path not in ("/health", "/get_world_size")]
+            control = [path for path in engine.calls if path not in ("/health", "/is_paused")]
             assert control[-len(LOAD + RESUME) :] == LOAD + RESUME
+            assert "reset_external=true" in engine.queries["/reset_prefix_cache"]
 
 
 async def test_an_update_that_dies_half_way_is_loaded_again_as_a_whole() -> None:
@@ -108,6 +112,55 @@ async def test_a_version_that_never_loads_leaves_the_server_paused_and_ends_the_
             assert engine.version == "1"
 
 
+async def test_a_version_that_does_not_fit_is_refused_and_the_server_goes_on_with_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine(workers=2) as engine, following(world, engine) as task:
+            await publish(trainer, 1)
+            await served(engine, 1)
+            pauses = engine.calls.count("/pause")
+            bad = {**weights(2), "misfit": torch.ones(2)}
+            await (await asyncio.to_thread(partial(trainer.publish, bad, new_manifest=True)))
+            with pytest.raises(errors.SyncError, match=r"refused by rollout/0: .*no parameter is called misfit"):
+                await trainer.loaded(2, deadline=20)
+            assert not engine.paused
+            assert engine.calls.count("/pause") == pauses
+            assert all(tensor.eq(1).all() for worker in engine.workers for tensor in worker.model.values())
+            receipt = await (await asyncio.to_thread(partial(trainer.publish, weights(3), new_manifest=True)))
+            assert "no parameter is called misfit" in receipt.not_loaded["rollout/0"]
+            await served(engine, 3)
+            assert not task.done()
+        assert "version 2 is refused, the server goes on without it" in caplog.text
+
+
+async def test_versions_that_come_faster_than_loads_leave_the_server_time_to_compute() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, min_serving=0.9):
+            engine.pause_s = 0.5
+            for number in (1, 2):
+                await publish(trainer, number)
+                await served(engine, number)
+                resumed = time.monotonic()
+                if number == 1:
+                    first = resumed
+        assert resumed - first > 9 * 0.5
+
+
+@pytest.mark.parametrize(("release", "accepted"), [("0.28.3", False), ("0.29.0", True), ("dev", True), ("0.0.0", True)])
+async def test_a_release_of_other_routes_is_refused(release: str, accepted: bool) -> None:
+    async with channel_world(POLICY) as world, FakeEngine() as engine:
+        engine.release = release
+        async with following(world, engine) as task:
+            if accepted:
+                await wait_until(lambda: "/init_weight_transfer_engine" in engine.calls, "the follower begins")
+            else:
+                with pytest.raises(errors.UsageError, match=r"is vLLM 0\.28\.3"):
+                    await task
+
+
 async def test_requests_that_were_kept_do_not_keep_the_old_versions_prefixes() -> None:
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
@@ -130,16 +183,17 @@ async def test_a_follower_that_was_replaced_ends_the_update_that_the_first_left_
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_server, "HEALTH_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(engine_server, "HEALTH_EVERY_S", 0.1)
+    monkeypatch.setattr(engine_server, "ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(engine_health, "EVERY_S", 0.1)
     monkeypatch.setattr(follower, "WATCHED", {"/health": 1.0, "/is_paused": 1.0})
+    monkeypatch.setattr(follower, "serving_process", lambda port: None)  # it is this one, which is at work
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_server_that_stops_answering_is_given_up() -> None:
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
+        async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
             await publish(trainer, 1)
             await served(engine, 1)
             engine.answers.clear()
@@ -153,7 +207,7 @@ async def test_a_server_that_stops_answering_is_given_up() -> None:
 async def test_an_engine_that_is_frozen_behind_a_healthy_server_is_given_up() -> None:
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
+        async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
             await publish(trainer, 1)
             await served(engine, 1)
             engine.engine_answers.clear()
@@ -171,13 +225,70 @@ async def test_an_engine_that_freezes_in_a_load_misses_the_loads_deadline(
     monkeypatch.setattr(follower, "USUAL_LOADS", 1)
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
-        async with FakeEngine() as engine, following(world, engine) as task:
+        async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
             await publish(trainer, 1)
             await served(engine, 1)
             engine.freeze_at = call
             assert (await publish(trainer, 2)).version == 2
             with pytest.raises(errors.SyncError, match=f"no answer to {call} within|has not answered /is_paused"):
                 await task
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_engine_that_is_at_work_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles within a step, in which it answers nothing."""
+    monkeypatch.setattr(follower, "serving_process", lambda port: os.getpid())
+    monkeypatch.setattr(follower, "processor_time", lambda pid: Spent(0.0, time.monotonic()))
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine) as task:
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.engine_answers.clear()
+            await asyncio.wait([task], timeout=4 * follower.WATCHED["/is_paused"])
+            assert not task.done()
+            engine.engine_answers.set()
+            await publish(trainer, 2)
+            await served(engine, 2)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_server_whose_engine_has_died_is_given_up_at_once_though_a_call_hangs() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine) as task:
+            await publish(trainer, 1)
+            await served(engine, 1)
+            engine.engine_answers.clear()  # /is_paused hangs
+            engine.is_dead = True  # and /health is 503
+            with pytest.raises(errors.SyncError, match="does not answer /health any more"):
+                await asyncio.wait_for(task, 20)
+
+
+async def test_a_servers_api_key_is_sent_with_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine:
+            engine.api_key = "sesame"
+            for given in ({"api_key": "sesame"}, {}):
+                if not given:
+                    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+                async with following(world, engine, lora=True, **given):
+                    receipt = await (
+                        await asyncio.to_thread(partial(trainer.publish, Adapter(weights(1)), adapter="m"))
+                    )
+                    name = f"m@{receipt.version}"
+                    await wait_until(partial(engine.adapters.__contains__, name), f"{name} is served")
+
+
+async def test_a_prefix_of_the_servers_paths_is_kept() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine:
+            engine.prefix = "/engine"
+            async with following(world, engine):
+                await publish(trainer, 1)
+                await served(engine, 1)
 
 
 def serves_alone(engine: FakeEngine, adapter: str) -> bool:
@@ -206,6 +317,27 @@ async def test_each_version_of_an_adapter_is_loaded_under_a_name_of_its_own() ->
             await wait_until(lambda: not folders[0].exists(), "older ones are gone")
         assert "/pause" not in engine.calls
     assert not folders[2].exists()
+
+
+async def test_an_adapter_that_the_server_does_not_take_is_refused_and_the_one_before_stays() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+
+        async def publish_adapter() -> replicas.Receipt:
+            return await (await asyncio.to_thread(partial(trainer.publish, Adapter(weights(1)), adapter="math")))
+
+        async with FakeEngine() as engine, following(world, engine, lora=True) as task:
+            await publish_adapter()
+            await wait_until(partial(serves_alone, engine, "math@1"), "the first adapter is served")
+            engine.bad_adapter = True
+            await publish_adapter()
+            with pytest.raises(errors.SyncError, match="max_lora_rank 16"):
+                await trainer.loaded(2, deadline=20)
+            engine.bad_adapter = False
+            receipt = await publish_adapter()
+            assert "max_lora_rank 16" in receipt.not_loaded["rollout/0"]
+            await wait_until(partial(serves_alone, engine, "math@3"), "the next adapter is served")
+            assert not task.done()
 
 
 async def test_an_adapter_whose_configuration_is_not_known_is_refused() -> None:

@@ -57,11 +57,12 @@ def test_a_half_loaded_replica_is_restarted_as_a_whole(tmp_path: Path) -> None:
     with running(tmp_path, text) as run:
         line = run.wait_line("it loaded a version only in part", timeout_s=90)
         assert "rollout/0" in line
+        assert "RuntimeError: half a load" in line
         failed = next(one for one in lines(out / "rollout-1.jsonl") if "failed" in one)
         assert failed["version"] >= 3
         run.wait_line("rollout/0: ready", timeout_s=60)
         assert states(run) == ("ready", 2)
-        assert run.status().groups[1].restarts == {"load_timeout": 1}
+        assert run.status().groups[1].restarts == {"load_failed": 1}
         assert run.status().groups[0].restarts == {}
 
         def caught_up() -> bool:

@@ -19,7 +19,7 @@ from tests.support.properties import MACHINES, limit_s
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("PROPERTY_SEED", "")
 TIMES = int(os.environ.get("PROPERTY_TIMES", "1"))
-COUNTS = {"channel": 200, "peers": 150, "raising_peers": 60}
+COUNTS = {"channel": 200, "lives": 100, "peers": 150, "raising_peers": 60}
 
 pytestmark = pytest.mark.timeout(limit_s(max(COUNTS.values()) * TIMES) + 60)
 

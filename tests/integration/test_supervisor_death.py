@@ -67,7 +67,10 @@ def counters(run: Run) -> dict[tuple[str, ...], float]:
     with urllib.request.urlopen(f"http://{run.endpoint()}/metrics", timeout=10) as response:
         text = response.read().decode()
     return {
-        (sample.name.removeprefix("replicas_"), *sample.labels.values()): sample.value
+        (
+            sample.name.removeprefix("replicas_"),
+            *(one for name, one in sample.labels.items() if name != "run"),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if family.type in ("counter", "histogram") and sample.value and not sample.name.endswith(("_bucket", "_sum"))
@@ -83,16 +86,28 @@ def counted(run: Run) -> dict[tuple[str, ...], float]:
             case "Transition":
                 for key, name in (("start_s", "start_duration"), ("recovery_s", "recovery_duration")):
                     found[f"{name}_seconds_count", event["group"]] += event[key] is not None
-                found["restarts_total", event["group"], str(event["restart_reason"])] += bool(event["restart_reason"])
+                again = bool(event["restart_reason"])
+                found["restarts_total", event["group"], str(event["restart_reason"])] += again
+                found["replica_restarts_total", event["group"], str(event["replica"])] += again
             case "SyncEnded":
                 sync, channel = event["record"], event["channel"]
                 found["sync_total", channel, sync["outcome"]] += 1
                 if sync["outcome"] == "committed":
                     found["sync_bytes_total", channel] += sync["moved_nbytes"]
+                    found["sync_duration_seconds_count", channel] += 1
+                    for replica, nbytes in sync["moved_to"].items():
+                        found["received_bytes_total", channel, *replica.split("/")] += nbytes
                     for phase in (*sync["phases"], "total"):
                         found["sync_phase_seconds_count", channel, phase] += 1
             case "CaughtUp":
                 found["sync_bytes_total", event["channel"]] += event["moved_nbytes"]
+                for replica, nbytes in event["moved_to"].items():
+                    found["received_bytes_total", event["channel"], *replica.split("/")] += nbytes
+            case "ReplicaLoaded":
+                found["load_duration_seconds_count", event["channel"], event["group"]] += bool(event["version"])
+            case "OperationEnded":
+                found["operations_total", event["channel"], event["kind"], event["outcome"]] += 1
+                found["operation_duration_seconds_count", event["channel"], event["kind"]] += 1
             case "Retried":
                 found["sync_retries_total", event["channel"], event["reason"]] += 1
             case "SidecarReplaced":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -96,9 +97,10 @@ async def test_scale_restart_and_drain(tmp_path: Path) -> None:
 
         assert await anyio.to_thread.run_sync(get, "/readyz") == "ok\n"
         metrics = await anyio.to_thread.run_sync(get, "/metrics")
-        assert 'replicas_restarts_total{group="a",reason="requested"} 1.0' in metrics
-        assert 'replicas_group_replicas{group="a",state="ready"} 2.0' in metrics
-        assert 'replicas_start_duration_seconds_count{group="a"} 5.0' in metrics
+        run = f'run="{supervisor.config.run.name}"'
+        assert f'replicas_restarts_total{{group="a",reason="requested",{run}}} 1.0' in metrics
+        assert f'replicas_group_replicas{{group="a",{run},state="ready"}} 2.0' in metrics
+        assert f'replicas_start_duration_seconds_count{{group="a",{run}}} 5.0' in metrics
 
         for bad in ("a/7", "a/x", "c/0"):
             with pytest.raises(errors.UsageError, match=f'no (replica|group) "{bad.partition("/")[0]}'):
@@ -110,6 +112,19 @@ async def test_scale_restart_and_drain(tmp_path: Path) -> None:
         assert supervisor.exit_code == 0
         assert steps.count(f"a/1 {ReplicaEvent.RETRY.value} 1") == 1
         assert f"b/0 {ReplicaEvent.STOPPED.value} 1" in steps
+
+
+async def test_the_events_end_with_the_run_while_the_block_is_still_open(tmp_path: Path) -> None:
+    done = {"command": [sys.executable, "-c", ""]}
+    async with Supervisor(config(tmp_path, a=done)) as supervisor:
+        events = supervisor.events()
+        assert await supervisor.run_until_done() == 0
+        async with asyncio.timeout(20):
+            seen = [type(record.event).__name__ async for record in events]
+        assert seen[-1] == "RunEnded"
+        assert await supervisor.run_until_done() == 0
+    written = (tmp_path / "state" / "events.jsonl").read_text()
+    assert written.count('"RunEnded"') == 1
 
 
 async def test_wait_ready_tells_of_a_failure(tmp_path: Path) -> None:
@@ -200,3 +215,34 @@ async def test_a_preemption_that_a_kill_has_cut_short_does_not_go_on_elsewhere(t
     async with Supervisor(given) as supervisor:
         await supervisor.wait_ready(timeout=30)
         assert not supervisor.status().draining
+
+
+async def test_a_prometheus_that_comes_regularly_sees_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, wait = asyncio.Event(), Supervisor._last_scrape
+
+    async def noted(supervisor: Supervisor) -> None:
+        waits.set()
+        await wait(supervisor)
+
+    monkeypatch.setattr(Supervisor, "_last_scrape", noted)
+
+    async def look(endpoint: str) -> str:
+        def get() -> str:
+            with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=30) as answer:
+                return str(answer.read().decode())
+
+        await waits.wait()
+        return await anyio.to_thread.run_sync(get)
+
+    fails = {"command": [sys.executable, "-c", "raise SystemExit(7)"], "restart": {"max_restarts": 0}}
+    async with Supervisor(config(tmp_path, a=fails)) as supervisor:
+        supervisor._scrapes.extend((time.monotonic() - 600.0, time.monotonic()))
+        looking = asyncio.create_task(look(supervisor.endpoint))
+        assert await supervisor.run_until_done() == 1
+        status = supervisor.status()
+        assert (status.exit_code, status.ended_by.partition(":")[0]) == (1, "group a failed")
+    found = await looking
+    assert 'replicas_run_over{run="embedded"} 1.0' in found
+    assert 'replicas_run_exit_code{run="embedded"} 1.0' in found

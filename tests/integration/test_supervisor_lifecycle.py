@@ -8,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 
+from replicas.control.exit_codes import CUT
 from replicas.status import GroupStatus
 from replicas.telemetry.events import RunEnded, decode
 from tests.support.programs import DAEMONIZES, IGNORES, SLEEPS, group
@@ -74,8 +75,10 @@ def test_sigterm_drains_and_nothing_is_left(tmp_path: Path) -> None:
         ports = (int(status.endpoint.rpartition(":")[2]), status.store.port)
         start = time.monotonic()
         run.signal(signal.SIGTERM)
-        assert run.wait() == 0
+        assert run.wait() == CUT
         assert time.monotonic() - start < 10
+        assert any("b/0: stopped: killed, as it had not ended 1 s after SIGTERM" in line for line in run.lines)
+        assert "exit code 4: killed or left behind, as not ended in time: b/0" in run.lines[-1]
         run.assert_nothing_left(*ports)
         assert not any(map(alive, pids))
 

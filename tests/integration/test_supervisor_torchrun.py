@@ -11,6 +11,7 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api as launcher_api
 
+from replicas.control.exit_codes import CUT
 from tests.support.runs import eventually, running
 
 MEETS = """
@@ -112,5 +113,31 @@ def test_workers_that_ignore_sigterm_do_not_hold_up_a_drain(tmp_path: Path) -> N
         held = {path.readlink().name for path in Path(f"/proc/{launcher}/fd").iterdir()}
         assert not any(f"socket:[{inode}]" in held for inode in inodes)
         run.signal(signal.SIGTERM)
-        assert run.wait(timeout_s=10) == 0
+        assert run.wait(timeout_s=10) == CUT
+        assert any("a/0: stopped: killed, as it had not ended 1 s after SIGTERM" in line for line in run.lines)
+        run.assert_nothing_left()
+
+
+SAVES = """
+import os, signal, time
+def save(*_):
+    time.sleep(5.4)
+    print("saved", flush=True)
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_ranks_have_the_whole_time_that_was_promised(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(SAVES)
+    text = '[groups.a]\nnproc_per_node = 2\ncommand = ["saves.py"]\nstop_timeout = "6s"\n'
+    with running(tmp_path, text) as run:
+        logs = [run.log("a/0", rank=rank) for rank in range(2)]
+        eventually(lambda: all(log.exists() and log.read_text() for log in logs), "both ranks", timeout_s=60.0)
+        run.signal(signal.SIGTERM)
+        assert run.wait(timeout_s=60) == 0, run.lines
+        assert [run.log("a/0", rank=rank).read_text() for rank in range(2)] == ["up\nsaved\n"] * 2
         run.assert_nothing_left()

@@ -67,7 +67,7 @@ VARIABLES: dict[str, str] = {
     "REPLICAS_RUN": "plain",
     "REPLICAS_STATE_ID": "plain: what it is known by, not a key to anything",
     "REPLICAS_LOG_DIR": "a path",
-    "REPLICAS_SHIM": "plain: what it is known by",
+    "REPLICAS_SHIM": "SECRET",
     "REPLICAS_NONE": "plain: zeros, in whose place the forkserver's children get a mark",
     "REPLICAS_FORKSERVER": "SECRET",
     "REPLICAS_GROUP": "plain",
@@ -122,6 +122,8 @@ class Scene(NamedTuple):
         for process in self.processes:
             if "REPLICAS_FORKSERVER" in process.environment:
                 found.add(SocketAddress.parse(process.environment["REPLICAS_FORKSERVER"]).secret)
+            if "REPLICAS_GENERATION" in process.environment:
+                found.add(process.environment["REPLICAS_SHIM"])
         assert len(found) > 2
         assert all(len(secret) >= 16 for secret in found)
         return found

@@ -66,6 +66,28 @@ async def test_a_sync_is_a_publish_whose_figures_are_logged(wait: Wait) -> None:
         await asyncio.to_thread(transfer.destroy)
 
 
+@pytest.mark.parametrize("is_wrapped", [True, False])
+async def test_figures_survive_a_wrapped_iterator_or_their_loss_is_said(
+    is_wrapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with channel_world(POLICY) as world:
+        transfer, trainer = transfer_to(world, "committed"), Trainer(3.0)
+
+        def wrapped(inner: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from inner
+
+        def sync() -> None:
+            weights = trainer._streaming_iter()
+            transfer.send_weights(wrapped(weights) if is_wrapped else iter(list(weights)))
+            transfer.resume()
+
+        for _ in range(2):
+            await asyncio.to_thread(sync)
+        assert ("replicas/version" in trainer._metrics["train"]) == is_wrapped
+        assert caplog.text.count("no trainer of TRL's is behind these weights") == (not is_wrapped)
+        await asyncio.to_thread(transfer.destroy)
+
+
 async def test_training_goes_on_after_a_sync_that_failed(caplog: pytest.LogCaptureFixture) -> None:
     async with channel_world({**POLICY, "on_lost": "raise", "min_targets": 1}) as world:
         transfer, trainer = transfer_to(world, "committed"), Trainer(1.0)
@@ -94,6 +116,24 @@ async def test_no_free_slot_is_a_failed_sync_and_no_error_of_the_trainer() -> No
         assert trainer._metrics["train"]["replicas/version"] == [newest]  # TRL logs the mean of such a list
         assert trainer._metrics["train"]["replicas/failed"] == [1.0]
         assert rollout.latest > 1
+        await asyncio.to_thread(transfer.destroy)
+
+
+async def test_a_load_that_was_refused_is_logged_and_is_a_figure(caplog: pytest.LogCaptureFixture) -> None:
+    async with channel_world(POLICY) as world:
+        rollout = await world.join("rollout")
+        transfer, trainer = transfer_to(world, "loaded"), Trainer(3.0)
+        with caplog.at_level(logging.WARNING, "replicas.integrations"):
+            for refuses in (True, False):
+                syncing = asyncio.create_task(asyncio.to_thread(trainer.sync, transfer))
+                with await rollout.receive(deadline=20) as update:
+                    if refuses:
+                        update.refuse("no weights for b")
+                await syncing
+        assert "is not loaded everywhere" in caplog.text
+        assert "rollout/0 goes on with older weights, or is started again: version 1: no weights for b" in caplog.text
+        logged = trainer._metrics["train"]
+        assert logged["replicas/load_failed"] == logged["replicas/not_loaded"] == [1.0]
         await asyncio.to_thread(transfer.destroy)
 
 

@@ -8,7 +8,8 @@ be killed; it keeps its lease as a real one does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import errno
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -21,19 +22,24 @@ from replicas.supervisor.fleet.cluster import Cluster, Site
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.nodes import Nodes
 from replicas.supervisor.fleet.nodes import Site as NodesSite
-from replicas.supervisor.fleet.resources import Machine
+from replicas.supervisor.fleet.resources import Machine, Resources
 from replicas.supervisor.shim.orders import ExitReport, RankExit
+from replicas.supervisor.state.leases import Lease
 from tests.support.fleets import Life, Yard, config_of
 
-__all__ = ["FakeAgent", "Field", "field"]
+__all__ = ["LEASE_S", "OUTLIVES_S", "FakeAgent", "Field", "field"]
 
 LEASE_S = 10.0
+OUTLIVES_S = 23.0
+"""For how long the own node's processes may outlive the supervisor."""
 
 
 class _Shim:
     def __init__(self, agent: FakeAgent, order: wire.Start, life: Life) -> None:
         spec = order.spec
         self.agent, self.life = agent, life
+        self.dies_s = 0.0
+        """From SIGKILL to its end."""
         self.name = f"{spec['group']}/{spec['replica']}"
         self.state = ShimState(
             nonce=spec["nonce"],
@@ -65,7 +71,7 @@ class _Shim:
     def stop(self, timeout_s: float) -> None:
         self._set(stopping=True)
         takes_s = timeout_s if self.life.stop_s is None else min(self.life.stop_s, timeout_s)
-        self.loop.call_later(takes_s, self.end, ExitReport("stopped"))
+        self.loop.call_later(takes_s + self.dies_s, self.end, ExitReport("stopped"))
 
     def end(self, report: ExitReport) -> None:
         if self.alive:
@@ -90,7 +96,7 @@ class FakeAgent:
         self.incarnation = f"{name}.{self.scope}.1"
         self.shims: dict[str, _Shim] = {}
         self.cut = self.dead = self.frozen = False
-        self.over = self.refused = ""
+        self.over = self.refused = self.token = ""
         self.asked: list[wire.Examine] = []
         self._held: list[Callable[[], None]] = []
         self._tenancy = Tenancy()
@@ -158,6 +164,8 @@ class FakeAgent:
                 self._tenancy.granted(lease_s, self._asked_at)
             case wire.Refused(message=message):
                 self.refused = message
+            case wire.NewToken(operator=operator):
+                self.token = operator
             case wire.Heard(number):
                 self._tenancy.heard(number)
             case wire.Start():
@@ -237,10 +245,17 @@ class Field(Yard):
 
     def __init__(self, groups: tuple[GroupConfig, ...], lives: Mapping[str, list[Life]]) -> None:
         super().__init__(config_of(*groups), lives)
-        self.cluster = Cluster(cast("Site", self), local="local", lease_s=LEASE_S)
+        self.own_scope = "local"
+        self.leases: tuple[Lease, ...] = ()
+        self.disk_problem = ""
+        self.operator_token = "first"
+        self.cluster = self._cluster()
         self.agents: dict[str, FakeAgent] = {}
         self.overlaps: list[str] = []
         self._counts: dict[str, int] = {}
+
+    def _cluster(self) -> Cluster:
+        return Cluster(cast("Site", self), local="local", lease_s=LEASE_S, outlives_s=OUTLIVES_S)
 
     def life_of(self, name: str) -> Life:
         plan = self.lives.get(name) or self.lives.get(name.partition("/")[0]) or [Life()]
@@ -271,19 +286,24 @@ class Field(Yard):
         ]
         return " and ".join(found)
 
-    async def replace_supervisor(self, *groups: GroupConfig) -> None:
+    async def replace_supervisor(self, *groups: GroupConfig, lost: bool = False) -> None:
         """Another supervisor takes over, with these groups or the same, from what the
-        one before had last saved."""
+        one before had last saved. ``lost``: all but the leases of that."""
         saved, shims, agents = self.saved, self.fleet.shims(), self.cluster.records()
         await self.end()
+        saved, shims, agents = ({}, (), ()) if lost else (saved, shims, agents)
         self._scopes, self._tasks = [], []
         self.config = config_of(*groups) if groups else self.config
-        self.cluster = Cluster(cast("Site", self), local="local", lease_s=LEASE_S)
+        self.resources = Resources()
+        self.resources.withdraw("local")
+        self.cluster = self._cluster()
         nodes = Nodes(cast("NodesSite", self))
-        nodes._cluster, nodes.adopting, nodes._records = self.cluster, True, shims
-        nodes._expected = self.cluster.expect(agents, shims)
+        nodes._cluster, nodes.adopting, nodes._records = self.cluster, bool(agents), shims
+        self.cluster.awaited.inherit(self.leases, self.leases if lost else (), self._loop.time())
+        nodes._expected = self.cluster.expect(agents, shims, self.own_scope)
         start = self.cluster.start
-        self.fleet = Fleet(self.config, self, saved=saved, start_shim=start, adopted=nodes.adopted(self.config))
+        adopted = nodes.adopted(self.config)
+        self.fleet = Fleet(self.config, self, saved=saved, start_shim=start, starts=self, adopted=adopted)
         self.fleet.on_channel = lambda group: group in self.on_channel  # type: ignore[method-assign]
         self.fleet.start()
         self.spawn(self.tend)
@@ -306,6 +326,23 @@ class Field(Yard):
     def limits(self, group: str) -> tuple[int | None, int | None]:
         return None, None
 
+    def new_token(self) -> wire.NewToken:
+        return wire.NewToken("member", self.operator_token)
+
+    def is_own(self, hello: wire.Hello) -> bool:
+        return hello.scope == self.own_scope
+
+    def write_leases(self, leases: Sequence[Lease]) -> None:
+        if self.disk_problem:
+            raise OSError(errno.ENOSPC, self.disk_problem)
+        self.leases = tuple(leases)
+
+    def blocks(self, group: str, replica: int) -> str:
+        return self.cluster.blocks(group, replica)
+
+    def floor(self, group: str, replica: int) -> int:
+        return self.cluster.awaited.generation(group, replica)
+
     def leaving(self, node: str, reason: str) -> None:
         self.said.append(f"{node} leaves: {reason}")
 
@@ -323,7 +360,7 @@ async def field(*groups: GroupConfig, lives: Mapping[str, list[Life]] | None = N
     """A fleet whose nodes join in the block; it drains at the end."""
     made = Field(groups, lives or {})
     made.resources.withdraw("local")
-    made.fleet = Fleet(made.config, made, start_shim=made.cluster.start)
+    made.fleet = Fleet(made.config, made, start_shim=made.cluster.start, starts=made)
     made.fleet.on_channel = lambda group: group in made.on_channel  # type: ignore[method-assign]
     made.fleet.start()
     made.spawn(made.tend)

@@ -127,6 +127,7 @@ class SimMember:
     unlooked: int = 0
     at_least: int = 0
     declined: int = 0
+    refused: int = 0
     refuse: wire.WireError | None = None
     bad_digest: bool = False
     breaks: bool = False
@@ -185,6 +186,13 @@ class SimMember:
             self.outbox.append(wire.Loaded(self.unlooked, 0.0))
             self.unlooked = 0
 
+    def keep_own(self, why: str) -> None:
+        """Load nothing of what it was granted, and go on with what it has."""
+        version, self.unlooked = self.unlooked, 0
+        self.granted.remove(version)
+        self.refused = version
+        self.outbox.append(wire.LoadFailed(version, wire.WireError("ManifestMismatch", why), kept=True))
+
     def give_back(self) -> None:
         """Ask for a newer version in place of the one that it was granted and has not
         looked at."""
@@ -218,7 +226,7 @@ class SimMember:
 
     def ask_again(self) -> None:
         self.asks += 1
-        after = max(self.declined, *self.granted, 0)
+        after = max(self.declined, self.refused, *self.granted, 0)
         self.outbox.append(wire.ReceiveAsk(self.asks, after, self.at_least))
 
     # ---------------------------------------------------------- what its library does
@@ -580,9 +588,11 @@ class World:
         address: str = "127.0.0.1",
         **changes: object,
     ) -> SimMember:
-        """``machine``: where its memory can be shared; empty: nowhere."""
+        """``machine``: where its memory can be shared; empty: nowhere. Each join is of
+        a process of its own, unless ``changes`` have another."""
         group, replica, rank = name.split("/")
         nonce = next(self._nonces)
+        changes.setdefault("process", ProcessIdentity(nonce, 1, "boot", 1))
         if machine:
             changes.setdefault("beacon", wire.Beacon(nonce, 3, f"nonce-{nonce}", 0))
         hello = wire.Hello(
@@ -595,7 +605,6 @@ class World:
             world_size=world_size,
             incarnation=f"n{nonce}",
             generation=generation,
-            process=ProcessIdentity(1, 1, "boot", 1),
             **changes,  # type: ignore[arg-type]  # the test names valid fields
         )
         return self._add(hello, nonce, machine, address)

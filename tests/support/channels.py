@@ -35,7 +35,7 @@ async def freeze(process: asyncio.subprocess.Process) -> None:
     tasks = Path(f"/proc/{process.pid}/task")
 
     def stopped() -> bool:
-        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()]
+        states = [(task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] for task in tasks.iterdir()]
         return all(state == "T" for state in states)
 
     await wait_until(stopped, f"process {process.pid} has stopped")

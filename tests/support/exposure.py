@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from replicas.linux.files import kernel_lines
+
 __all__ = ["Listener", "Process", "files_of", "listeners", "processes_of"]
 
 _LISTENS = "0A"
@@ -69,7 +71,7 @@ def processes_of(uid: int) -> list[Process]:
 
 
 def _process(folder: Path) -> Process | None:
-    arguments = tuple(one.decode() for one in (folder / "cmdline").read_bytes().split(b"\0") if one)
+    arguments = tuple(os.fsdecode(one) for one in (folder / "cmdline").read_bytes().split(b"\0") if one)
     if not arguments:  # it is ending
         return None
     pairs = (one.decode("utf-8", "replace").partition("=") for one in (folder / "environ").read_bytes().split(b"\0"))
@@ -86,7 +88,7 @@ def _process(folder: Path) -> Process | None:
             written.append(Path(target))
     return Process(
         int(folder.name),
-        _kind(" ".join(arguments), (folder / "comm").read_text().strip()),
+        _kind(" ".join(arguments), (folder / "comm").read_text(errors="replace").strip()),
         arguments,
         {name: value for name, _, value in pairs if name},
         frozenset(sockets),
@@ -127,7 +129,7 @@ def _rows(table: str) -> list[list[str]]:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines()[1:]
+    return kernel_lines(path)[1:]
 
 
 def files_of(uid: int, roots: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:

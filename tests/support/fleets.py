@@ -57,6 +57,7 @@ class SimShim:
 
     last_stacks: Mapping[str, str] = {}
     node, local, cgroup, start_time, stopping = "local", True, "", 0, False
+    over_at: float | None = None
 
     def __init__(self, yard: Yard, spec: NodeSpec, changed: Callable[[], None], life: Life) -> None:
         self.spec, self.life = spec, life
@@ -107,8 +108,10 @@ class SimShim:
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
         self.told.append((self._yard.now, timeout_s))
-        takes_s = timeout_s if self.life.stop_s is None else min(self.life.stop_s, timeout_s)
-        self._loop.call_later(takes_s, self.end, ExitReport("stopped"))
+        takes_s, cut_s = self.life.stop_s, 0.0
+        if takes_s is None or takes_s > timeout_s:
+            takes_s = cut_s = timeout_s
+        self._loop.call_later(takes_s, self.end, ExitReport("stopped", cut_s=cut_s))
 
     def kill(self) -> None:
         self.end(ExitReport("lost", text="the shim was killed"))
@@ -202,8 +205,19 @@ class Yard:
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def save(self) -> None:
+    def save(self, *, order: bool = False) -> bool:
         self.saved = self.fleet.saved(self.now)
+        return True
+
+    def save_start(self, generation: int) -> str:
+        self.save()
+        return ""
+
+    def blocks(self, group: str, replica: int) -> str:
+        return ""
+
+    def floor(self, group: str, replica: int) -> int:
+        return 0
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.create_task(self._until_end(work))
@@ -308,7 +322,7 @@ async def fleet(
     config = config_of(*groups, stop_when=stop_when)
     yard = Yard(config, lives or {})
     yard.on_channel = on_channel or set()
-    made = Fleet(config, yard, saved=saved, wall=0.0, start_shim=yard.start, rng=_NoJitter())
+    made = Fleet(config, yard, saved=saved, wall=0.0, start_shim=yard.start, starts=yard, rng=_NoJitter())
     made.on_channel = lambda group: group in yard.on_channel  # type: ignore[method-assign]  # the yard has no channels
     yard.fleet = made
     made.start()

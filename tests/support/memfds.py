@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from replicas.linux.files import kernel_lines
+
 __all__ = ["Memory", "mapped_anywhere", "memories", "ownerless"]
 
 PREFIX = "/memfd:replicas-"
@@ -57,7 +59,7 @@ def _descriptors(process: Path, found: dict[int, Memory]) -> None:
 
 
 def _mappings(process: Path, found: dict[int, Memory]) -> None:
-    for line in (process / "maps").read_text().splitlines():
+    for line in kernel_lines(process / "maps"):
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5].startswith(PREFIX):
             inode = int(fields[4])

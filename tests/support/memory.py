@@ -64,7 +64,8 @@ def memory_left() -> bool:
     """Whether this process still has any buffer called "test", as a descriptor or as a
     mapping."""
     gc.collect(0)
-    return any("memfd:test" in name for name in _open_files()) or "memfd:test" in Path("/proc/self/maps").read_text()
+    maps = Path("/proc/self/maps").read_bytes()
+    return any("memfd:test" in name for name in _open_files()) or b"memfd:test" in maps
 
 
 def _open_files() -> Iterator[str]:

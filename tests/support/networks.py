@@ -145,7 +145,7 @@ def _processes() -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if (path / "stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+            if (path / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX":
                 continue
             found[int(path.name)] = (path / "ns/pid").readlink()
         except (FileNotFoundError, ProcessLookupError, PermissionError):  # it ended meanwhile, or is none of ours
@@ -155,7 +155,7 @@ def _processes() -> dict[int, Path]:
 
 def _name_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
         return ""
 

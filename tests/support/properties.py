@@ -19,12 +19,14 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from replicas.linux.processes import die_with_parent
 from tests.unit.test_channel_properties import Channel
+from tests.unit.test_life_properties import Lives
 from tests.unit.test_operation_properties import Peers, RaisingPeers
 
 __all__ = ["MACHINES", "limit_s"]
 
 MACHINES: dict[str, type[RuleBasedStateMachine]] = {
     "channel": Channel,
+    "lives": Lives,
     "peers": Peers,
     "raising_peers": RaisingPeers,
 }

@@ -217,7 +217,9 @@ class _Rank:
         gc.collect()
         links = [path.name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
         (anonymous,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        memfds = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:" in line]
+        memfds = [
+            line for line in Path("/proc/self/maps").read_text(errors="replace").splitlines() if "/memfd:" in line
+        ]
         threads = len(list(Path("/proc/self/task").iterdir()))
         return {"fds": len(links), "maps": len(memfds), "threads": threads, "memory": int(anonymous) * 1024}
 

@@ -85,7 +85,7 @@ def processes_marked(mark: str) -> dict[int, str]:
         pid = int(folder.name)
         try:
             if _marked(pid, f"{MARK}={mark}") and alive(pid):
-                found[pid] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                found[pid] = os.fsdecode((folder / "cmdline").read_bytes().replace(b"\0", b" ")).strip()
         except OSError:
             continue  # it ended meanwhile
     return found
@@ -297,7 +297,7 @@ class Run:
         eventually(lambda: not control_groups(self._agents), "no control group of the run", timeout_s=remaining_s)
         # torch's own cache is every run's, and stays
         assert not [path for path in self.scratch.iterdir() if not path.name.startswith("torchinductor_")]
-        assert str(self.folder) not in Path("/proc/net/unix").read_text()
+        assert os.fsencode(self.folder) not in Path("/proc/net/unix").read_bytes()
         for port in ports:
             with socket.socket() as probe:
                 assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still open"

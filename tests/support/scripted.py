@@ -14,6 +14,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.channel.hub import Hub
 from replicas.channel.operations.operations import RankOperations
+from replicas.channel.pending import SessionEnd
 from replicas.channel.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Receiver, Watches
@@ -36,6 +37,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.end = SessionEnd()
         self.tasks: set[asyncio.Task[Any]] = set()
         self.inherited: set[Any] = set()
         self.users: set[Any] = set()

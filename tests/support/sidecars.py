@@ -86,7 +86,7 @@ class Lane:
     @property
     def forkserver_pid(self) -> int:
         """The parent of the sidecars."""
-        return int(Path(f"/proc/{self.sidecars[0].pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{self.sidecars[0].pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
 
     def spec(self, prefix: str, rank: int, **changes: Any) -> GroupSpec:
         fields: dict[str, Any] = {
@@ -165,7 +165,7 @@ def children_of(pid: int) -> set[int]:
     found: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             continue
         if fields[0] != "Z" and int(fields[1]) == pid:
@@ -183,7 +183,7 @@ def descriptors_of(pid: int) -> set[int]:
 
 def mapped_by(pid: int, name: str) -> int:
     """How many mappings of buffers called ``name`` a process has."""
-    return Path(f"/proc/{pid}/maps").read_text().count(f"memfd:{name}")
+    return Path(f"/proc/{pid}/maps").read_text(errors="replace").count(f"memfd:{name}")
 
 
 async def gone(pidfds: Sequence[int], timeout_s: float = 5.0) -> bool:

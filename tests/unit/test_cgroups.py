@@ -45,6 +45,26 @@ def test_the_own_group_is_found_below_whatever_is_mounted(tmp_path: Path) -> Non
     assert find_own(process(tmp_path / "b", cgroup="0::/slice/service", mounts=mounts)) == here
 
 
+def test_mount_points_of_others_are_bytes(tmp_path: Path) -> None:
+    """And only a newline ends a line: the kernel escapes spaces, tabs and newlines."""
+    here = group(tmp_path / "a b\\c" / "service")
+    others = (b"/mnt/\xff\xfe", "/mnt/\u2028\x0c\x85".encode(), b"/mnt/\r")
+    folder = process(tmp_path / "p", cgroup="0::/service", mounts="")
+    mounted = mount("/", Path(str(tmp_path / r"a\040b\134c")))
+    lines = (b"40 31 0:37 / %b rw - tmpfs none rw\n" % one for one in others)
+    (folder / "mountinfo").write_bytes(b"".join(lines) + mounted.encode())
+    assert find_own(folder) == here
+
+
+def test_a_group_whose_path_is_no_text_is_not_used(tmp_path: Path) -> None:
+    """Messages and states, which are JSON, would have it."""
+    folder = process(tmp_path / "p", cgroup="", mounts=mount("/", tmp_path / "unified"))
+    (folder / "cgroup").write_bytes(b"0::/\xff\n")
+    group(tmp_path / "unified" / os.fsdecode(b"\xff"))
+    with pytest.raises(OSError, match=r"no plain text: .*\\udcff"):
+        find_own(folder)
+
+
 @pytest.mark.parametrize(
     ("cgroup", "root", "says"),
     [

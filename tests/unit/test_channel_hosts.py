@@ -85,6 +85,8 @@ def test_bytes_are_what_moved() -> None:
     world.run()
     served = [event for event in world.events if isinstance(event, CaughtUp)]
     assert sum(event.moved_nbytes for event in served) == 16
+    assert {name for event in served for name, nbytes in event.moved_to.items() if nbytes} <= {"rollout/1", "rollout/2"}
+    assert [sum(event.moved_to.values()) for event in served] == [event.moved_nbytes for event in served]
     assert sorted(member.name for event in served for member in event.members) == ["rollout/1/0", "rollout/2/0"]
     assert publish(world, trainer) is not None
     assert sent() == [0, 16]

@@ -63,11 +63,11 @@ class Channel(RuleBasedStateMachine):
         data.draw(st.sampled_from(self._sims())).unmappable = unmappable
 
     @precondition(lambda self: self.world.members)
-    @rule(data=st.data())
-    def die(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), reason=st.sampled_from(["exited", "left"]))
+    def die(self, data: st.DataObject, reason: str) -> None:
         sim = data.draw(st.sampled_from(list(self.world.members.values())))
         self.frozen.discard(sim)
-        self.world.lose(sim)
+        self.world.lose(sim, reason)
 
     @precondition(lambda self: self._sims())
     @rule(data=st.data())

@@ -11,7 +11,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
 from replicas.core.channel import WHOLE_VIEW
-from replicas.core.effects import MemberLost, ReplicaLoaded, Retried
+from replicas.core.effects import LoadFailed, MemberLost, ReplicaLoaded, Retried
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from tests.support.channel_world import SimMember, World, channel_config
@@ -454,7 +454,7 @@ def test_min_targets_lost_on_the_way() -> None:
     world.run()
     error = trainer.verdicts[1].error
     assert error is not None
-    assert error.message == "version 1 is not committed: 1 members hold it, min_targets = 2 replicas"
+    assert error.message == "version 1 is not committed: 1 of its members hold it, min_targets = 2 replicas"
     assert first.commits == []
     assert first.held == set()
 
@@ -563,6 +563,69 @@ def test_a_failed_load_makes_the_replica_partial_until_it_loads_again() -> None:
     world.run()
     assert target.granted == [1, 2]
     assert not world.state.rounds.of("rollout", 0).partial
+
+
+def refusing_world() -> tuple[World, SimMember, SimMember, SimMember]:
+    """A trainer, and two targets of which the second looks at what it is granted."""
+    world = World()
+    trainer, other, target = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
+    target.loads = False
+    publish(world, trainer)
+    for member in (other, target):
+        member.ask()
+    world.run()
+    target.look()
+    publish(world, trainer)
+    for member in (other, target):
+        member.ask()
+    world.run()
+    return world, trainer, other, target
+
+
+def test_a_replica_that_refuses_a_version_keeps_its_own_and_takes_the_next() -> None:
+    world, trainer, other, target = refusing_world()
+    target.keep_own("no weights for b")
+    target.ask()
+    world.run()
+    round_ = world.state.rounds.of("rollout", 1)
+    assert (round_.loaded, round_.partial, round_.failure) == (1, False, "version 2 was not loaded: no weights for b")
+    assert target.granted == [1], "it is not offered the same one again"
+    assert LoadFailed("policy", "rollout", 1, 2, "no weights for b", kept=True) in world.events
+    publish(world, trainer)
+    world.run()
+    target.look()
+    other.ask()
+    world.run()
+    assert target.granted == [1, 3]
+    assert (round_.loaded, round_.failure) == (3, "")
+
+
+def test_a_watch_of_a_refused_version_ends_with_the_reason_once_all_others_have_loaded_it() -> None:
+    world, trainer, other, target = refusing_world()
+    other.granted.clear()
+    world.state.receive(other.member, wire.LoadFailed(2, wire.WireError("SyncError", "half")), world.now)
+    target.keep_own("no weights for b")
+    trainer.outbox.append(wire.WatchLoaded(7, 2))
+    world.run()
+    assert not [m for m in trainer.seen if isinstance(m, wire.WatchEnd)]
+    other.ask()
+    world.run()
+    (end,) = [m for m in trainer.seen if isinstance(m, wire.WatchEnd)]
+    assert (end.watch, end.version) == (7, 2)
+    assert end.failed == {"rollout/1": "version 2 was not loaded: no weights for b"}
+
+
+def test_the_next_receipt_says_which_replicas_failed_to_load_and_why() -> None:
+    world, trainer, other, target = refusing_world()
+    target.keep_own("no weights for b")
+    world.state.receive(other.member, wire.LoadFailed(2, wire.WireError("SyncError", "half")), world.now)
+    receipts = []
+    for _ in range(2):
+        publish(world, trainer)
+        world.run()
+        receipts.append(trainer.verdicts[trainer.publishes].receipt)
+    found = [receipt.not_loaded for receipt in receipts if receipt is not None]
+    assert found == [{"rollout/0": "version 2: half", "rollout/1": "version 2: no weights for b"}, {}]
 
 
 def test_watching_for_loads() -> None:

@@ -24,7 +24,9 @@ from replicas.cli import find_run as find
 from replicas.cli import main as cli
 from replicas.config.values import size_text
 from replicas.control.commands import Answer
+from replicas.core import effects
 from replicas.errors import Disconnected
+from replicas.linux.processes import start_time
 from replicas.status import (
     ChannelStatus,
     GroupStatus,
@@ -35,6 +37,8 @@ from replicas.status import (
     StoreStatus,
     SyncRecord,
 )
+from replicas.telemetry import events as happened
+from replicas.telemetry.event_log import EventLog
 
 CONFIG = """
 schema_version = 1
@@ -154,7 +158,8 @@ def test_check_prints_the_plan(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "trainer finished" in out
     rules = [" ".join(line.split()) for line in out.partition("Failures")[2].partition("Timeouts")[0].splitlines()]
     assert "trainer on-failure 5/10m 3 in a row the run ends 1 of 1" in rules
-    assert "rollout on-failure 5/10m 3 in a row it stays failed 2 of 2" in rules
+    assert "rollout on-failure 5/10m 3 in a row it stays failed, the run 2 of 2" in rules
+    assert "below 1" in rules
     assert max(len(line) for line in out.splitlines() if str(folder) not in line) <= 80
 
 
@@ -190,15 +195,35 @@ def test_check_says_what_fits_on_no_node_of_the_living_run(
     supervisor[0].answer = msgspec.json.encode(msgspec.structs.replace(a_status(), nodes=(*nodes[:1],)))
     assert checked(capsys).removeprefix(alone).splitlines() == [
         "note: on the 1 node of its run",
+        "head       runs trainer/0",
         "rollout/0  waits for a node with pool=x",
         "rollout/1  waits for a node with pool=x",
     ]
     supervisor[0].answer = msgspec.json.encode(msgspec.structs.replace(a_status(), nodes=(*nodes,)))
     why = "a node with fewer than 1 of the group with pool=x"
-    assert checked(capsys).removeprefix(alone) == f"note: on the 2 nodes of its run\nrollout/1  waits for {why}\n"
-    assert json.loads(checked(capsys, "--json")) == {**plan, "waiting": {"rollout/1": why}}
+    assert checked(capsys).removeprefix(alone).splitlines() == [
+        "note: on the 2 nodes of its run",
+        "head       runs trainer/0",
+        "n1         runs rollout/0",
+        f"rollout/1  waits for {why}",
+    ]
+    where = {"trainer/0": ["head"], "rollout/0": ["n1"]}
+    assert json.loads(checked(capsys, "--json")) == {**plan, "placement": where, "waiting": {"rollout/1": why}}
     (folder / "grpo.toml").write_text(CONFIG)
-    assert checked(capsys).endswith("note: all replicas fit on the 2 nodes of its run\n")
+    assert "\nnote: all replicas fit on the 2 nodes of its run\nhead  runs " in checked(capsys)
+
+
+def test_check_names_what_is_valid_but_hardly_meant(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listen = '[control]\nlisten = "192.0.2.1:9477"\n'
+    channels = '[channels.c]\nsources = ["trainer"]\n'
+    head, _, _ = CONFIG.partition("[channels")
+    (folder / "grpo.toml").write_text(head + listen + channels)
+    assert [line for line in checked(capsys).splitlines() if line.startswith("note: ")] == [
+        "note: channel c has no targets: nobody receives its versions",
+        "note: group rollout is on no channel: it shares no weights",
+        "note: control.listen: this machine cannot listen on 192.0.2.1 (Cannot assign requested address); "
+        "the supervisor must run on one that can",
+    ]
 
 
 def test_check_waits_for_a_run_that_does_not_answer_for_less_than_a_second(
@@ -286,6 +311,66 @@ def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "replicas: give CONFIG or --endpoint, not both\n"
     assert cli.main(["status", "--endpoint", "9477"]) == 2
     assert capsys.readouterr().err == 'replicas: "9477" is not HOST:PORT (for example "127.0.0.1:9477")\n'
+    for url in ("http://10.0.0.7:9477", "https://me@10.0.0.7:9477/status"):
+        assert cli.main(["status", "--endpoint", url]) == 2
+        assert capsys.readouterr().err == f'replicas: "{url}" is not HOST:PORT (write "10.0.0.7:9477")\n'
+    for odd in ("http://10.0.0.7", "10.0.0.7/status:9477"):
+        assert cli.main(["status", "--endpoint", odd]) == 2
+        assert capsys.readouterr().err == f'replicas: "{odd}" is not HOST:PORT (for example "127.0.0.1:9477")\n'
+
+
+def test_a_config_may_follow_the_target_and_numbers_may_be_negative(
+    folder: Path, capsys: pytest.CaptureFixture[str], supervisor: tuple[type[Handler], str]
+) -> None:
+    handler, endpoint = supervisor
+    write_endpoint(folder, endpoint)
+    (folder / "elsewhere").mkdir()
+    os.chdir(folder / "elsewhere")
+    handler.answer = msgspec.json.encode(Answer(done=True))
+    for words in ("restart rollout ../grpo.toml", "drain rollout ../grpo.toml", "drain ../grpo.toml rollout"):
+        assert cli.main(words.split()) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert cli.main(["restart", "../grpo.toml"]) == 2
+    assert "write CONFIG after it, or -c CONFIG" in capsys.readouterr().err
+    assert cli.main(["scale", "rollout", "-1"]) == 2
+    assert "greater than or equal to 0" in capsys.readouterr().err
+    assert cli.main(["scale", "rollout", "--chekc"]) == 2
+    assert "No such option: --chekc" in capsys.readouterr().err
+
+
+def test_a_piped_status_is_not_cut(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    supervisor: tuple[type[Handler], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    write_endpoint(folder, supervisor[1])
+    assert cli.main(["status"]) == 0
+    assert "rank 0 was killed by SIGKILL; its log is gen-3/rank-0.log" in capsys.readouterr().out
+
+
+def test_events_leave_out_what_each_version_brings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = folder / ".replicas" / "grpo"
+    write_endpoint(folder, "127.0.0.1:1")
+    log = EventLog(state / "events.jsonl")
+    for outcome in ("committed", "failed"):
+        log.emit(effects.SyncEnded("policy", SyncRecord(version=1, outcome=outcome, seconds=1.0, nbytes=1)))
+    for version in (0, 1):
+        log.emit(effects.ReplicaLoaded("policy", "rollout", 0, version))
+    log.close()
+
+    def shown(*words: str) -> list[str]:
+        assert cli.main(["events", "grpo.toml", *words]) == 0
+        return [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+
+    assert shown() == ["2", "3"], "the failed sync, and the replica that serves nothing"
+    assert shown("--type", "SyncEnded") == ["1", "2"]
+    assert shown("--type", "SyncEnded", "--type", "ReplicaLoaded") == ["1", "2", "3", "4"]
+    assert cli.main(["events", "grpo.toml", "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert cli.main(["events", "grpo.toml", "--type", "SyncEnd"]) == 2
+    assert 'no event has the type SyncEnd; did you mean "SyncEnded"?' in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,6 +427,46 @@ def test_status_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == (
         f"replicas: no run has its state in {folder / '.replicas'} (name its CONFIG, or give --endpoint HOST:PORT)\n"
     )
+
+
+def test_the_status_of_a_run_that_is_over_says_how_it_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state_dir = folder / ".replicas" / "grpo"
+    state_dir.mkdir(parents=True)
+    log = EventLog(state_dir / "events.jsonl", now=lambda: 1.8e9)
+    log.emit(happened.RunStarted(run="grpo", pid=1, version="1"))
+    log.emit(happened.RunEnded(exit_code=1, reason="group trainer failed"))
+    for count in range(3):
+        log.emit(happened.ConnectionsRefused(reason="token", count=count))
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1.8e9))
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert capsys.readouterr().err == (
+        f'replicas: run "grpo" is not running: it ended at {at} with exit code 1: group trainer failed '
+        "(start it with: replicas run CONFIG)\n"
+    )
+    log.emit(happened.RunStarted(run="grpo", pid=1, version="1"))
+    log.close()
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert "it ended" not in capsys.readouterr().err
+
+
+def test_a_run_that_starts_is_not_one_that_does_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    locks = [folder / ".replicas" / name / "lock" for name in ("grpo", "other")]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    pid = os.getpid()
+    locks[0].write_text(f"{pid} {start_time(pid)} machine host")
+    assert find.RunAddress(folder / "grpo.toml").starting
+    for words in (["status", "grpo.toml"], ["status"], ["scale", "rollout", "1"]):
+        assert cli.main(words) == 69
+        expected = (
+            f'replicas: run "grpo" is starting: process {pid} does not answer yet (wait for it with: replicas wait)\n'
+        )
+        assert capsys.readouterr().err == expected
+    locks[0].write_text(f"{pid} 1 machine host")
+    assert not find.RunAddress(folder / "grpo.toml").starting
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert "is not running" in capsys.readouterr().err
 
 
 def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -428,7 +553,7 @@ def test_an_answer_of_something_else(
 
 
 def test_nobody_answers_and_a_damaged_endpoint_file(folder: Path) -> None:
-    with pytest.raises(Disconnected, match=r"nobody answers at 127\.0\.0\.1:1: "):
+    with pytest.raises(Disconnected, match=r"cannot connect to the run at 127\.0\.0\.1:1 \("):
         client.Client("127.0.0.1:1").status()
     (folder / find.ENDPOINT_FILE).write_text("{")
     with pytest.raises(Disconnected, match="cannot be read"):

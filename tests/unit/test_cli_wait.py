@@ -11,6 +11,7 @@ from replicas.cli import base as cli_base
 from replicas.cli import main as cli
 from replicas.cli import orders as cli_wait
 from replicas.cli.find_run import RunAddress
+from replicas.control.commands import Answer
 from replicas.errors import Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
 
@@ -114,6 +115,25 @@ def test_it_waits_until_all_are_ready(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().out == "rollout: ready\n"
 
 
+@pytest.mark.parametrize(
+    ("option", "said"), [((), "wanted"), (("--ready",), "wanted, and ready"), (("--ready", "--no-wait"), "")]
+)
+def test_a_scale_waits_for_new_replicas_where_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: tuple[str, ...], said: str
+) -> None:
+    class Taker:
+        def order(self, order: object, *, wait: bool) -> Answer:
+            return Answer(done=True)
+
+    monkeypatch.setattr(FakePlace, "client", lambda _: Taker())
+    place = FakePlace(run_of(READY, STARTING), run_of(READY, STARTING), run_of(READY, one("rollout/1", "ready")))
+    monkeypatch.setattr(cli_base, "place_of", lambda **_: place)
+    code = cli.main(["scale", "rollout", "2", *option])
+    out, problem = capsys.readouterr()
+    assert (code, out) == ((0, f"rollout: 2 replicas {said}\n") if said else (2, "")), problem
+    assert len(place.left) == (1 if said.endswith("ready") else 3)
+
+
 def test_it_ends_in_time_and_says_who_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +145,30 @@ def test_it_ends_in_time_and_says_who_is_missing(
 def test_a_run_that_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert wait_for(monkeypatch, FakePlace(run_of(READY, STARTING), None)) == 1
     assert capsys.readouterr().err == "replicas: the run is over\n"
+
+
+@pytest.mark.parametrize("option", ["-t1m", "-t50ms"])
+def test_a_run_that_comes_later_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """As with ``replicas run & replicas wait``."""
+    late = [None] * (3 if option == "-t1m" else 10_000)
+    code = wait_for(monkeypatch, FakePlace(*late, run_of(READY, STARTING), run_of(READY)), option)
+    said = capsys.readouterr()
+    if option == "-t1m":
+        assert (code, said.out) == (0, "the run: ready\n")
+    else:
+        assert (code, said.err.partition(" (")[0]) == (69, "replicas: nobody answers")
+
+
+@pytest.mark.parametrize("starting", [False, True])
+def test_a_run_that_does_not_appear_is_given_up_earlier_than_one_that_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], starting: bool
+) -> None:
+    monkeypatch.setattr(cli_wait, "_COMING_S", 0.01)
+    monkeypatch.setattr(FakePlace, "starting", starting)
+    code = wait_for(monkeypatch, FakePlace(*[None] * 100, run_of(READY)), "-t1m")
+    assert code == (0 if starting else 69), capsys.readouterr().err
 
 
 def test_a_duration_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -210,6 +210,7 @@ def test_an_unknown_key_near_to_none_lists_the_known_ones(folder: Path) -> None:
             {"resources": {"memory": "1kB"}},
             'groups.trainer.resources.memory: expected a size of at least 1048576 bytes, got "1kB"',
         ),
+        ({"nproc": 2}, 'groups.trainer.nproc: unknown key; did you mean "nproc_per_node"?'),
         ({"resources": {"gpu": 1}}, 'groups.trainer.resources.gpu: unknown key; did you mean "gpus"?'),
         (
             {"resources": {"gpus": -1}},

@@ -91,9 +91,9 @@ class Run(Fake):
         return (Finding("disk", "note", "full", node="n1"),)
 
     async def tokens(
-        self, role: str | None = None, *, rotate: bool = False, revoke_old: bool = False
+        self, role: str | None = None, *, rotate: bool = False, revoke_old: bool = False, force: bool = False
     ) -> dict[str, dict[str, Any]]:
-        await self._take("tokens", role, rotate, revoke_old)
+        await self._take("tokens", role, rotate, revoke_old, force)
         return {"member": {"token": "other", "old_is_valid": False}}
 
     last_event = 3
@@ -146,7 +146,7 @@ def answer(response: httpx.Response) -> Answer:
         (
             "/tokens",
             {"role": "member", "rotate": True},
-            ("tokens", "member", True, False),
+            ("tokens", "member", True, False, False),
             {"member": {"token": "other", "old_is_valid": False}},
         ),
     ],
@@ -457,3 +457,106 @@ async def test_the_index_and_unknown_pages_name_all() -> None:
     for path in (*ORDERS, "/events", "/logs"):
         assert path in index.text
         assert path in unknown.json()["endpoints"]
+
+
+# ------------------------------------------------------------ tokens that end
+
+
+class Unending(Run):
+    """Its events and logs go on for ever; each order waits for its gate."""
+
+    def __init__(self, logs: Path) -> None:
+        super().__init__(logs)
+        self.given = Tokens("member", "secret")
+        self.given.rotate("operator", "newer")
+
+    async def events(self, after: int | None = None) -> AsyncIterator[EventRecord]:
+        yield EventRecord(1, 100.0, Scaled(group="a", before=1, after=2))
+        await asyncio.Event().wait()
+
+    def app(self) -> Starlette:
+        access = ByToken(lambda: self.given, self.refused.append)
+        return Starlette(routes=control_routes(self, commands=self, streams=self, access=access))
+
+
+async def told(run: Unending, path: str, *, revoke_at: str = "") -> tuple[int, bytes]:
+    """Status and text of a response, whose end is awaited.
+
+    The token is revoked when the ``"body"`` of the request is asked for, or at the
+    first ``"text"`` of the answer.
+    """
+    page, _, query = path.partition("?")
+    requests = iter([b'{"target":"a"}' if page in ORDERS else b""])
+    status, text = 0, b""
+
+    async def receive() -> dict[str, Any]:
+        body = next(requests, None)
+        if body is None:
+            await asyncio.Event().wait()
+        if revoke_at == "body":
+            run.given.revoke_old("operator")
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        nonlocal status, text
+        status = message.get("status", status)
+        text += message.get("body", b"")
+        if revoke_at == "text" and text:
+            run.given.revoke_old("operator")
+
+    method = "POST" if page in ORDERS else "GET"
+    async with asyncio.timeout(20):
+        await run.app()({**scope(page), "method": method, "query_string": query.encode()}, receive, send)
+    return status, text
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("path", ["/events", "/logs?follow=1", "/logs?follow=1&json=1", "/restart"])
+async def test_what_lasts_ends_with_its_token(logged: Run, path: str) -> None:
+    run = Unending(logged.logs)
+    run.gate.clear()
+    status, text = await told(run, path, revoke_at="text")
+    assert status == 200
+    assert b"done" not in text
+    assert (run.asked, run.gate.is_set()) == ([("restart", "a", False)] if path == "/restart" else [], False)
+
+
+async def test_a_token_that_ends_before_the_body_is_there_gives_no_order(logged: Run) -> None:
+    run = Unending(logged.logs)
+    status, text = await told(run, "/restart", revoke_at="body")
+    assert (status, run.asked) == (401, [])
+    assert b"old token: it was replaced by a newer one" in text
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_token_that_ends_within_the_first_look_gives_no_wait(logged: Run) -> None:
+    run = Unending(logged.logs)
+    run.gate.clear()
+    asyncio.get_running_loop().call_later(0.001, run.given.revoke_old, "operator")
+    assert (await told(run, "/restart"))[0] == 401
+
+
+async def test_a_token_that_ends_while_a_node_is_asked_reads_nothing(
+    logged: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, poll = Unending(logged.logs), FolderReader.poll
+
+    async def slow(reader: FolderReader) -> Any:
+        run.given.revoke_old("operator")
+        return await poll(reader)
+
+    monkeypatch.setattr(FolderReader, "poll", slow)
+    assert (await told(run, "/logs"))[0] == 401
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_who_ends_the_own_token_is_told_of_the_new_one(logged: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, tokens = Unending(logged.logs), Unending.tokens
+
+    async def slow(self: Unending, role: str | None = None, **what: bool) -> Any:
+        run.given.revoke_old("operator")
+        await asyncio.sleep(4 * desk.QUICK_S)
+        return await tokens(self, role, **what)
+
+    monkeypatch.setattr(Unending, "tokens", slow)
+    assert answer(await ask(run, "/tokens", {"revoke_old": True})).done

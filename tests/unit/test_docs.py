@@ -40,6 +40,12 @@ def test_the_map_leads_to_functions_that_exist() -> None:
                 assert re.search(rf"\b(def|class) {part}\b", source), f"{path}: {name}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_looks_like_a_whole_config_is_one(page: Path) -> None:
+    for text in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
+        assert text.startswith("schema_version") or "[run]\nname" not in text, text
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if CONFIG.search(page.read_text())], ids=lambda page: page.name
 )

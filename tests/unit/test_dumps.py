@@ -14,6 +14,7 @@ import pytest
 
 from replicas.linux import stacks
 from replicas.linux.processes import catches, is_below, start_time
+from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.dumps import Stack, StackDump, _without_core, describe, short
 
 
@@ -135,3 +136,9 @@ def test_long_stacks_are_cut_for_the_message() -> None:
     assert sum(len(stack.text) for stack in found) < 110_000
     assert found[0].text.endswith("x\n[cut]")
     assert found[1].text == "y"
+
+
+@pytest.mark.parametrize("character", ["\N{GRINNING FACE}", "ä", "\0"])
+def test_stacks_are_cut_by_what_they_weigh_in_a_message(character: str) -> None:
+    found = short([Stack(rank, 1, character * 100_000) for rank in range(2)])
+    assert 90_000 < len(orders.encode({"type": "stacks", "stacks": found})) < 110_000

@@ -5,18 +5,22 @@ from __future__ import annotations
 import selectors
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from replicas.common.patience import Silence
 from replicas.control.access import without_output
+from replicas.linux import cgroups
 from replicas.linux.processes import Child
 from replicas.supervisor.agent.node import Node
 from replicas.supervisor.fleet.causes import FailureReports, exited, verdict
 from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.deaths import exit_report
+from replicas.supervisor.shim import shim as shim_module
+from replicas.supervisor.shim.deaths import Ends, exit_report
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.shim.shim import Shim
 from replicas.telemetry.events import LogLinesDropped, RankEnd, ReplicaExited
@@ -178,6 +182,38 @@ def test_a_launcher_whose_socket_a_daemon_holds_is_heard_out() -> None:
         shim._hear_launcher_out()
     assert shim._report == report
     shim._selector.close()
+
+
+def test_a_sidecar_in_the_control_group_of_a_replica_wakes_its_shim_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is a child of the node's forkserver, so no SIGCHLD tells."""
+    shim = Shim.__new__(Shim)
+    shim.spec, shim._cgroup = spec("exec"), tmp_path
+    shim._selector = selectors.DefaultSelector()
+    shim._others = Ends(shim._selector)
+    monkeypatch.setattr(shim, "_logs", SimpleNamespace(pid=0), raising=False)
+    monkeypatch.setattr(shim, "_childless_but_for_logs", lambda: True)
+    monkeypatch.setattr(shim_module, "marked", lambda _: [])
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sidecar:
+        monkeypatch.setattr(cgroups, "members", lambda _: [sidecar.pid])
+        assert not shim._empty()
+        sidecar.communicate(b"\n")
+        monkeypatch.setattr(cgroups, "members", lambda _: [])
+        ((key, _),) = shim._selector.select(10)
+        key.data()
+    assert shim._empty()
+    shim._selector.close()
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_over() -> None:
+    nobody = (1 << 22) + 1  # no pid is as large
+    with selectors.DefaultSelector() as selector:
+        ends, looks = Ends(selector), iter([[nobody], []])
+        assert ends.all_over(lambda: next(looks))
+        assert not ends.blind
+        assert not ends.all_over(lambda: [nobody])  # it is there, and cannot be watched
+        assert ends.blind
 
 
 def test_a_report_that_was_lost_on_its_way_is_in_its_file(tmp_path: Path) -> None:

@@ -38,6 +38,23 @@ def test_a_program_joins_by_its_environment(run: FakeRun, monkeypatch: pytest.Mo
             assert torch.equal(dict(update)["weight"], ONE["weight"])
 
 
+def test_a_step_that_is_repeated_gets_its_version_again(run: FakeRun) -> None:
+    trainer, rollout = run.join("trainer"), run.join("rollout")
+    bounds: list[int | tuple[str, float]] = [1, ("step", 2), 3]
+    for step, bound in enumerate(bounds, start=1):
+        trainer.publish(ONE, meta={"step": step}, deadline=20).wait(30)
+        for _ in range(3):
+            with rollout.receive(at_least=bound, deadline=20).wait(30) as update:
+                assert update.version == step
+                assert torch.equal(dict(update)["weight"], ONE["weight"])
+        run.restart_coordinator()
+    with pytest.raises(errors.DeadlineExceeded):
+        rollout.receive(deadline=0.2).wait(30)  # without a bound, a newer one
+    with pytest.raises(errors.DeadlineExceeded):
+        rollout.receive(deadline=0.2, at_least=4).wait(30)
+    assert rollout.version == 3
+
+
 def test_a_member_that_can_share_no_memory_says_so_once_and_what_allows_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,6 +95,28 @@ def test_a_load_that_fails_is_reported(run: FakeRun) -> None:
     assert target.versions == [2]
 
 
+def test_a_version_that_is_refused_costs_a_replica_nothing_and_the_trainer_is_told(run: FakeRun) -> None:
+    trainer, rollout = run.join("trainer"), run.join("rollout")
+    trainer.publish({"w": torch.ones(3)}).wait(20)
+    with rollout.receive().wait(20):
+        pass
+    trainer.publish({"w": torch.ones(3)}).wait(20)
+    with rollout.receive().wait(20) as update:
+        update.refuse(errors.ManifestMismatch("no weights for b"))
+    assert rollout.version == 1
+    with pytest.raises(errors.SyncError, match=r"refused by rollout/0: version 2 was not loaded: .*no weights for b"):
+        trainer.loaded(2).wait(20)
+    pending = rollout.receive()
+    receipt = trainer.publish({"w": torch.ones(3)}).wait(20)
+    assert receipt.not_loaded == {"rollout/0": "version 2: no weights for b"}
+    assert receipt.metrics()["replicas/not_loaded"] == 1
+    with pending.wait(20) as update:
+        assert update.version == 3
+    assert trainer.loaded(3).wait(20) == 3
+    with pytest.raises(errors.UsageError, match="was reported loaded before"):
+        update.refuse("late")
+
+
 def test_the_others_go_on_without_a_killed_member(run: FakeRun) -> None:
     trainer, first, second = run.join("trainer"), run.join("rollout"), run.target("rollout", 1)
     trainer.publish(ONE).wait()
@@ -114,6 +153,20 @@ def test_a_member_that_wakes_in_time_is_not_lost(run: FakeRun) -> None:
     assert not pending.done()
     run.thaw(frozen)
     assert [member.name for member in pending.wait().members] == ["rollout/0/0"]
+
+
+@pytest.mark.parametrize("how", [{"transport": "group"}, {"staging": "device"}])
+def test_a_channel_whose_bytes_need_processes_has_them_mapped(how: dict[str, str]) -> None:
+    with FakeRun({"policy": {"sources": ["trainer"], "targets": ["rollout"], **how}}) as run:
+        trainer, target = run.join("trainer"), run.target("rollout")
+        assert trainer.publish(ONE, deadline=20).wait(30).version == 1
+        assert trainer.loaded(1, deadline=20).wait(30) == 1
+        assert torch.equal(target.weights["weight"], ONE["weight"])
+
+
+def test_a_channel_is_checked_as_it_is_given() -> None:
+    with pytest.raises(errors.BadConfig, match="transport"):
+        FakeRun({"policy": {"sources": ["trainer"], "targets": ["rollout"], "transport": "carrier pigeon"}})
 
 
 def test_a_broken_connection_resumes(run: FakeRun) -> None:

@@ -8,13 +8,26 @@ import functools
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from replicas import errors
-from replicas.config.structs import ResourcesConfig
+from replicas.config.structs import ChannelConfig, ChannelRole, ResourcesConfig
+from replicas.control import exit_codes
 from replicas.supervisor.fleet.causes import Cause
+from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.resources import Machine
-from replicas.telemetry.events import Drained, Draining, FailedReset, HeldUp, RestartAsked, Scaled, Transition
+from replicas.supervisor.supervisor import Supervisor
+from replicas.telemetry.events import (
+    Drained,
+    Draining,
+    FailedReset,
+    HeldUp,
+    ReplicaExited,
+    RestartAsked,
+    Scaled,
+    Transition,
+)
 from tests.support.fleets import DIES, DONE, Life, fleet, group_of
 from tests.support.virtual import history, virtually
 
@@ -469,6 +482,25 @@ async def test_a_replica_that_failed_for_good_ends_nothing_else() -> None:
         await made.until(lambda: set(yard.states().values()) == {"ready"})
 
 
+@pytest.mark.parametrize("well", ["progressed", "lived long"])
+def test_a_replica_that_is_well_again_shows_no_failures(well: str) -> None:
+    """The next failure would be the first in a row; before it is well, the third."""
+
+    async def story() -> None:
+        group = group_of("a", restart={"no_progress_cycles": 3, "window_s": 600.0})
+        async with fleet(group, lives={"a": [DIES, DIES, Life()]}, on_channel={"a"}) as (made, yard):
+            await made.until(lambda: len(yard.shims["a/0"]) == 3)
+            assert made.groups["a"].status(0.0).replicas[0].cycles == 2
+            if well == "progressed":
+                yard.steps["a/0"] = 1
+            else:
+                await asyncio.sleep(601)
+            shown = made.groups["a"].status(0.0)
+            assert (shown.replicas[0].cycles, shown.no_progress_remaining_ratio) == (0, 1.0)
+
+    virtually(story())
+
+
 @history
 async def test_a_group_is_ready_with_min_ready_and_the_run_ends_below_it() -> None:
     rollout = group_of("rollout", replicas=3, restart=NEVER, on_failure="replica", min_ready=2)
@@ -487,6 +519,29 @@ async def test_a_group_is_ready_with_min_ready_and_the_run_ends_below_it() -> No
             "group rollout failed (1 of 3 replicas are left): replica rollout/0: "
             "rank 0 exited with code 1; no restart is left of 0 in 600 s"
         )
+
+
+@pytest.mark.parametrize(
+    ("rules", "ends"),
+    [({}, True), ({"min_ready": 0}, False), ({"on_failure": "group"}, False), ({"targets": ()}, False)],
+)
+def test_a_run_does_not_go_on_publishing_to_nobody(rules: dict[str, Any], ends: bool) -> None:
+    async def story() -> None:
+        given = {"on_failure": "replica", **rules}
+        targets = given.pop("targets", (ChannelRole("rollout", "all"),))
+        rollout = group_of("rollout", replicas=2, restart=NEVER, **given)
+        lives = {"rollout/0": [DIES], "rollout/1": [Life(ends_s=60.0, code=1)]}
+        async with fleet(group_of("trainer"), rollout, lives=lives) as (made, yard):
+            policy = ChannelConfig(name="policy", sources=(ChannelRole("trainer", "all"),), targets=targets)
+            made.config = msgspec.structs.replace(made.config, channels={"policy": policy})
+            await asyncio.sleep(40)
+            assert not made.over.is_set(), "one is left"
+            await asyncio.sleep(40)
+            assert made.exit_code == (1 if ends else None)
+            assert made.ended_by.startswith("group rollout failed (0 of 2 replicas are left): " if ends else "")
+            assert yard.states()["trainer/0"] == "ready"
+
+    virtually(story())
 
 
 @history
@@ -573,6 +628,12 @@ async def test_one_that_is_done_is_done_when_its_last_process_is_gone() -> None:
         assert (yard.states(), made.exit_code) == ({"a/0": "finished"}, 0)
 
 
+def code_of(fleet: Fleet) -> int:
+    supervisor = Supervisor.__new__(Supervisor)
+    supervisor._preempted, supervisor._fleet = False, fleet
+    return supervisor.exit_code
+
+
 @history
 async def test_the_end_of_the_run_leaves_behind_what_does_not_die() -> None:
     async with fleet(group_of("a"), lives={"a": [Life(dies_s=1e6)]}) as (made, yard):
@@ -582,6 +643,26 @@ async def test_the_end_of_the_run_leaves_behind_what_does_not_die() -> None:
         assert "left behind at the end of the run; held up by process 7" in made.all()[0].life.reason
         told = [one for _, one in yard.events if isinstance(one, HeldUp)]
         assert [one.gave_up for one in told] == [False, True]
+        assert made.words_of_end == "killed or left behind, as not ended in time: a/0"
+        assert code_of(made) == exit_codes.CUT
+
+
+@history
+async def test_who_is_killed_at_the_end_of_the_run_is_told_by_its_code_unless_it_is_hurried() -> None:
+    for hurry in (False, True):
+        lives = {"a/0": [Life(stop_s=None)], "a/1": [Life(stop_s=9.0)]}
+        async with fleet(group_of("a", replicas=2, stop_timeout_s=10.0), lives=lives) as (made, yard):
+            await made.wait_ready(made.groups.values())
+            await made.restart("a/0")
+            await made.wait_ready(made.groups.values())
+            assert code_of(made) == exit_codes.DONE
+            (exited,) = [one for _, one in yard.events if isinstance(one, ReplicaExited)]
+            assert exited.reason == "restart requested: killed, as it had not ended 10 s after SIGTERM"
+            await made.drain(hurry=hurry)
+            assert made.cut == ([] if hurry else ["a/0"])
+            assert code_of(made) == (exit_codes.DONE if hurry else exit_codes.CUT)
+            words = "" if hurry else ": killed, as it had not ended 10 s after SIGTERM"
+            assert made.all()[0].life.reason == f"stopped{words}"
 
 
 @history

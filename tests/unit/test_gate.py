@@ -8,6 +8,9 @@ from typing import Any
 
 import anyio
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
 
 from replicas.integrations.gate import HEADER, Gate, GatePage, Receive, Scope, Send
 
@@ -26,7 +29,12 @@ async def engine(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": scope["path"].encode()})
 
 
-async def ask(page: GatePage, path: str, method: str = "POST", secret: str = "", **scope: Any) -> tuple[int, bytes]:
+CONTROL = {"/pause", "/update_weights", "/is_paused", "/adapters/"}
+
+
+async def ask(
+    page: GatePage, path: str, method: str = "POST", secret: str = "", app: Any = engine, **scope: Any
+) -> tuple[int, bytes]:
     """Status and body of the answer to one request."""
     sent: list[Any] = []
 
@@ -38,8 +46,12 @@ async def ask(page: GatePage, path: str, method: str = "POST", secret: str = "",
 
     server_side = GatePage.attach(page.path)  # what another process would map
     headers = [(HEADER.encode(), secret.encode())] if secret else []
-    gate = Gate(engine, {"/pause", "/update_weights", "/is_paused"}, server_side)
-    await gate({"type": "http", "path": path, "method": method, "headers": headers, **scope}, receive, send)
+    gate = Gate(app, CONTROL, server_side)
+    await gate(
+        {"type": "http", "path": path, "method": method, "headers": headers, "query_string": b"", **scope},
+        receive,
+        send,
+    )
     server_side.close()
     return sent[0]["status"], sent[1]["body"]
 
@@ -85,6 +97,51 @@ async def test_state_of_the_engine_may_be_read_by_anybody(page: GatePage) -> Non
 
 async def test_control_below_a_root_path_needs_the_secret(page: GatePage) -> None:
     assert (await ask(page, "/engine/pause", root_path="/engine"))[0] == 403
+
+
+@pytest.mark.parametrize("path", ["/pause\n", "/pau\nse", "/v1/completions\n", "/v1/completions\x7f", "/adapters/x\ny"])
+async def test_a_path_with_a_control_character_is_refused(page: GatePage, path: str) -> None:
+    page.open(1)
+    assert (await ask(page, path))[0] == 400
+
+
+ROUTED = [
+    "/pause",
+    "/pause/",
+    "/pause\n",
+    "/pause\n/",
+    "//pause",
+    "/update_weights",
+    "/adapters/x",
+    "/adapters/a/b",
+    "/x",
+]
+
+
+@pytest.mark.parametrize("root_path", ["", "/", "/pa", "/pause", "/engine", "/engine/"])
+@pytest.mark.parametrize("below", ROUTED)
+async def test_no_request_reaches_a_control_route_of_starlettes_router(
+    page: GatePage, root_path: str, below: str
+) -> None:
+    """The application, not a rule of ours, says which route a path leads to."""
+    reached = []
+
+    async def control(request: Request) -> Response:
+        reached.append(request.url.path)
+        return Response()
+
+    app = Router([Route(path, control, methods=["POST"]) for path in (*CONTROL, "/adapters/{name}")])
+    page.open(1)
+    for path in (below, root_path + below, root_path.rstrip("/") + below):
+        await ask(page, path, app=app, root_path=root_path)
+    assert not reached
+
+
+@pytest.mark.parametrize("root_path", ["", "/engine"])
+async def test_what_is_no_control_route_is_answered_below_a_root_path(page: GatePage, root_path: str) -> None:
+    page.open(1)
+    for path in ("/pauses", "/adapterss/x", "/v1/models/a b%c"):
+        assert (await ask(page, root_path + path, root_path=root_path))[0] == 200
 
 
 async def test_a_websocket_before_the_first_version_is_closed(page: GatePage) -> None:

@@ -1,4 +1,4 @@
-"""The guard's orders, as they travel through the environment."""
+"""The guard's orders, as they are in their file."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ from replicas.supervisor.shim.guard import pack, unpack
     ],
 )
 def test_words_come_out_as_they_went_in(words: tuple[str, ...]) -> None:
-    assert unpack(os.fsencode(pack(words))) == [os.fsencode(word) for word in words]
+    assert unpack(pack(words)) == [os.fsencode(word) for word in words]

@@ -33,7 +33,7 @@ WAYS = {
     "core": {"common", "messages", "config"},
     "telemetry": {*BOTTOM, "core"},
     "trust": {"linux"},
-    "memory": {"linux", "messages"},
+    "memory": BOTTOM,
     "weights": {*BOTTOM, "core", "memory"},
     "sidecar": {*BOTTOM, "core", "weights"},
     "channel": {*BOTTOM, "trust", "core", "memory", "weights", "sidecar"},
@@ -41,12 +41,49 @@ WAYS = {
     "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator"},
     "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "coordinator", "control"},
     "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor"},
-    "testing": {"messages", "config", "channel", "coordinator"},
+    "testing": {"common", "messages", "config", "channel", "coordinator"},
     "sources": set(),
     "integrations": {"common", "linux", "trust", "config", "telemetry", "supervisor", "cli", "sources"},
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
+_PENDING = "it ends with the session thread at the latest"
+_GPU = "it orders work on the GPU, and does not wait here"
+_DONE = "it is done by then"
+_OWN = "a thread of ours waits for work"
+WAITS_WITHOUT_LIMIT = {
+    "channel/channel.py: pending._wait_ended()": _PENDING,
+    "channel/loop.py: task.result()": _DONE,
+    "channel/operations/scratch.py: event.wait()": _GPU,
+    "channel/versions/filling.py: job.pending.wait()": _DONE,
+    "channel/versions/filling.py: room._wait_for_session()": _PENDING,
+    "channel/versions/publish.py: done.result()": _DONE,
+    "channel/versions/publish.py: held.result()": _DONE,
+    "channel/versions/publish.py: job.admitted.wait()": _PENDING,
+    "common/aside.py: self._queue.get()": _OWN,
+    "common/waits.py: asleep.acquire()": "its own new lock",
+    "coordinator/server.py: over.wait()": "a task, which is cancelled",
+    "testing/virtual_target.py: self.channel.committed(after=update.version).wait()": _PENDING,
+    "testing/virtual_target.py: self.channel.receive().wait()": _PENDING,
+    "testing/wire.py: frame.result()": _DONE,
+    "testing/wire.py: self._cut.wait()": "a task, which is cancelled",
+    "testing/wire.py: self._frames.get()": "a task, which is cancelled",
+    "weights/copy_pool.py: idle.wait()": "helpers have no other code than copies and digests, and count however they end",
+    "weights/devices/device_buffers.py: self._open_event().wait()": _GPU,
+    "weights/devices/device_copies.py: before[uuid].wait()": _GPU,
+    "weights/devices/device_copies.py: event.wait()": _GPU,
+    "weights/devices/device_copies.py: last.wait()": _GPU,
+    "weights/devices/device_copies.py: self._batches.get()": _OWN,
+}
+"""Waits of threads in the rooms of a rank, and of a coordinator, and why each ends."""
+WAITS = {"wait", "join", "result", "get", "acquire", "_wait_ended", "_wait_for_session"}
+LOGGERS_OF_THE_PROGRAM = (
+    "common/logs.py",
+    "supervisor/console.py",
+    "supervisor/agent/local.py",
+    "supervisor/agent/remote.py",
+)
+"""They set logging up in programs of ours, or hand records over."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -184,6 +221,42 @@ def test_nobody_signals_by_pid() -> None:
     for path in modules():
         found = re.search(r"\bos\.(kill|killpg|system|popen)\(|from os import", path.read_text())
         assert found is None, f"{path}: {found}"
+
+
+def test_no_log_handler_of_a_program_runs_on_a_thread_of_ours() -> None:
+    for path in modules():
+        name = str(path.relative_to(ROOT))
+        if room(path) != "integrations" and name not in LOGGERS_OF_THE_PROGRAM:  # they log on the program's threads
+            assert not re.search(r"logging\.getLogger|warnings\.warn", path.read_text()), f"{name}: use common.logs.Log"
+
+
+def test_no_wait_for_a_thread_is_without_its_end() -> None:
+    """Neither a limit nor an ``await``: each such wait is known, and why it ends."""
+    found: set[str] = set()
+    for path in modules():
+        name = str(path.relative_to(ROOT))
+        if not name.startswith(("channel/", "weights/", "sidecar/rank_side/", "testing/", "coordinator/", "common/")):
+            continue
+        nodes = list(ast.walk(parsed(path)))
+        awaited = {id(node.value) for node in nodes if isinstance(node, ast.Await)}
+        found |= {
+            f"{name}: {ast.unparse(node)}"
+            for node in nodes
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in WAITS
+            and not (node.args or node.keywords or id(node) in awaited)
+        }
+    assert found == set(WAITS_WITHOUT_LIMIT)
+
+
+def test_texts_of_the_kernel_are_read_as_bytes() -> None:
+    """Names of others are in them, which need not be UTF-8."""
+    for path in modules():
+        found = re.search(
+            r'Path\(f?"/(proc|sys)/[^)]*\)\.(read_text|open)\((?!encoding="ascii"|"rb")', path.read_text()
+        )
+        assert found is None, f"{path}: {found}; use replicas.linux.files.kernel_lines, or read_bytes"
 
 
 def test_every_module_says_what_it_is_and_what_it_exports() -> None:

@@ -71,6 +71,7 @@ def test_a_hello_is_small() -> None:
         ({"received": -1}, "Hello with received = -1"),
         ({"process": ProcessIdentity(2**40, 1, "boot", 1)}, "its process identity is invalid"),
         ({"info": {str(i): "" for i in range(1000)}}, "its info, NCCL variables or versions are too many"),
+        ({"proof": "x" * 1000}, "its proof is too long"),
         ({"info": {"url": "x" * 5000}}, "one of its texts is too long"),
         ({"held": (wire.HeldVersion(-1, ""),)}, "HeldVersion with version = -1"),
     ],

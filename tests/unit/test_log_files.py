@@ -141,7 +141,7 @@ def test_bytes_that_are_no_text_and_lines_without_end(tmp_path: Path, monkeypatc
 
 
 def test_a_selection_that_is_empty_names_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(errors.UsageError, match=r"no log of this run .*nothing has been started yet"):
+    with pytest.raises(errors.UsageError, match=r"has written no log yet in .*--previous"):
         Follower(tmp_path, Selection()).poll()
     write(tmp_path, "a/0/gen-1/rank-0", "x\n")
     with pytest.raises(errors.UsageError, match=r"no log of a/0, rank 3, generation 2 .*there are logs of: a/0"):
@@ -219,4 +219,12 @@ def test_one_look_takes_a_little_of_many_logs(tmp_path: Path, monkeypatch: pytes
     assert {text for batch in batches for text in batch} == {
         f"{index}_{word}" for index in range(3) for word in ("one", "two", "three")
     }
+    follower.close()
+
+
+def test_a_line_longer_than_a_look_is_no_end(tmp_path: Path) -> None:
+    write(tmp_path, "a/0/gen-1/rank-0", f"{'x' * 3 * log_files.BATCH_NBYTES}\nlast\n")
+    follower = Follower(tmp_path, Selection())
+    assert [len(text) for text in texts(follower.poll())] == [3 * log_files.BATCH_NBYTES, 4]
+    assert follower.poll() == follower.rest() == []
     follower.close()

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from replicas.config.file import parse
 from replicas.config.structs import Config
 from replicas.status import NodeStatus
-from replicas.supervisor.fleet.outlook import waiting
+from replicas.supervisor.fleet.outlook import outlook
 
 
 def config(*, listen: str = "10.0.0.5:9477", labels: dict[str, str] | None = None, **groups: dict[str, Any]) -> Config:
@@ -21,6 +21,10 @@ def config(*, listen: str = "10.0.0.5:9477", labels: dict[str, str] | None = Non
 
 def node(name: str, gpus: int = 0, **more: Any) -> NodeStatus:
     return NodeStatus(name=name, gpus=gpus, **{"state": "up", "cpus": 8, "memory_nbytes": 8 << 30, **more})
+
+
+def waiting(plan: Config, nodes: list[NodeStatus]) -> dict[str, str]:
+    return outlook(plan, nodes)[1]
 
 
 def gpus(count: int, **keys: Any) -> dict[str, Any]:

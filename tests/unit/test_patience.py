@@ -7,13 +7,10 @@ import selectors
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from replicas.common.patience import PAUSE_S, Patience, PauseClock, Silence
-from replicas.integrations import engine_server
-from replicas.integrations.engine_server import HEALTH_TIMEOUT_S, EngineServer, Health
 from replicas.supervisor.logs.pump_watcher import STUCK_S, PumpWatcher
 from replicas.supervisor.shim.orders import NodeSpec
 
@@ -82,61 +79,3 @@ def test_a_pump_is_not_killed_for_a_pause_of_its_shim(pump: PumpWatcher, capfd: 
     assert not looks(100.0, int(STUCK_S) - 1)
     assert not looks(200.0, int(STUCK_S) - 1), "time in which the shim did not run counts"
     assert "the log pump does nothing for 3 s" in looks(300.0, int(STUCK_S) + 1)
-
-
-class Engine:
-    """A server that answers until it hangs, and the clock by which it is watched.
-
-    :ivar pauses: of the watching process, by when they begin, in seconds.
-    """
-
-    def __init__(self, hangs_at: float, pauses: dict[float, float]) -> None:
-        self.now, self._hangs_at, self._pauses = 0.0, hangs_at, pauses
-        self.given_up_at: float | None = None
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def _pass(self, seconds: float) -> None:
-        self.now += seconds
-        for at in [at for at in self._pauses if at <= self.now]:
-            self.now += self._pauses.pop(at)
-
-    def wait(self, seconds: float) -> bool:
-        self._pass(seconds)
-        return self.now > 300.0
-
-    def answers(self, path: str) -> bool:
-        hangs = self.now >= self._hangs_at
-        self._pass(HEALTH_TIMEOUT_S if hangs else 0.01)
-        return not hangs
-
-    def give_up(self, reason: str) -> None:
-        self.given_up_at = self.now
-
-
-@pytest.mark.parametrize(
-    ("hangs_at", "pauses", "given_up_s"),
-    [
-        (1000.0, {}, None),
-        (1000.0, {20.5: 3600.0, 70.5: 40.0}, None),
-        (100.0, {}, (115.0, 122.0)),
-        (100.0, {100.5: 30.0}, (145.0, 157.0)),  # in the wait between two looks, or in a request
-        (100.0, {104.0: 30.0}, (149.0, 161.0)),
-        (100.0, {112.0: 30.0}, (157.0, 169.0)),
-    ],
-)
-def test_a_server_is_not_given_up_for_a_pause_of_its_follower(
-    monkeypatch: pytest.MonkeyPatch, hangs_at: float, pauses: dict[float, float], given_up_s: tuple[float, float] | None
-) -> None:
-    engine = Engine(hangs_at, pauses)
-    monkeypatch.setattr(engine_server, "time", engine)
-    health = Health(cast("EngineServer", engine), lambda: "", {"/health": 15.0}, while_loading=())
-    monkeypatch.setattr(health, "_over", engine)
-    health._watch()
-    if given_up_s is None:
-        assert engine.given_up_at is None
-    else:
-        assert engine.given_up_at is not None
-        assert given_up_s[0] <= engine.given_up_at <= given_up_s[1]
-        assert health.reason.startswith("the server has not answered /health for ")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from replicas import errors
 from replicas import messages as wire
+from replicas.core.members.member_state import Life
 from replicas.core.versions.publishes import KEPT_VERDICTS, Publish, Publishes
-from replicas.messages.identity import Member
+from replicas.messages.identity import Member, ProcessIdentity
 
 
 class Sources:
@@ -12,13 +16,20 @@ class Sources:
 
     def __init__(self, replicas: int = 2) -> None:
         self.publishes = Publishes("policy", "all", 0)
+        self.lives: dict[int, Life] = {}
         for replica in range(replicas):
             for rank in range(2):
-                self.publishes.joined(self.rank(replica, rank), first=not rank)
+                self.join(self.rank(replica, rank))
 
     @staticmethod
     def rank(replica: int, rank: int, incarnation: str = "a") -> Member:
         return Member("trainer", replica, rank, incarnation)
+
+    def join(self, member: Member, process: int = 1) -> int:
+        """The number of its first publish."""
+        life = self.lives.setdefault(member.replica, Life(1))
+        self.publishes.joined(member, ProcessIdentity(process, 1, "boot", 1), life)
+        return self.publishes.made(member) + 1
 
     def begin(self, member: Member, number: int) -> Publish:
         return self.publishes.begin(member, wire.PublishBegin(number, None, 60.0), 0.0)
@@ -37,9 +48,8 @@ def test_a_rank_that_joins_again_counts_on_however_often_others_have_published()
     for number in range(1, KEPT_VERDICTS + 3):
         sources.publish(1, number)
     again = sources.rank(0, 1, "b")
-    sources.publishes.left(sources.rank(0, 1))
-    sources.publishes.joined(again, first=False)
-    assert sources.publishes.made(again) == 1
+    sources.publishes.left(sources.rank(0, 1), in_order=False)
+    assert sources.join(again) == 2
     first = sources.begin(sources.rank(0, 0), 2)
     assert sources.begin(again, 2) is first
 
@@ -66,12 +76,35 @@ def test_who_was_a_member_under_another_coordinator_goes_on_with_its_number() ->
     sources = Sources(0)
     for rank in range(2):
         member = sources.rank(0, rank)
-        sources.publishes.joined(member, first=not rank)
+        sources.join(member)
         sources.publishes.came_back(member, 7)
-    sources.publishes.left(sources.rank(0, 1))
+    sources.publishes.left(sources.rank(0, 1), in_order=False)
+    assert sources.join(sources.rank(0, 1, "b")) == 8
+
+
+def test_a_process_that_left_and_joins_again_goes_on_with_its_own_count() -> None:
+    sources = Sources()
+    sources.publish(0, 1)
+    sources.publishes.left(sources.rank(0, 1), in_order=True)
+    early = sources.begin(sources.rank(0, 0), 2)
+    sources.publishes.end(early, committed=False)
     again = sources.rank(0, 1, "b")
-    sources.publishes.joined(again, first=False)
-    assert sources.publishes.made(again) == 7
+    assert sources.join(again) == 2
+    assert sources.begin(again, 2) is early
+    sources.publishes.left(again, in_order=True)
+    assert sources.join(sources.rank(0, 1, "c"), process=2) == 3, "another process begins with the others' next one"
+
+
+def test_a_rank_that_is_further_behind_than_verdicts_are_kept_is_told_at_once() -> None:
+    sources = Sources(0)
+    sources.join(sources.rank(0, 0))
+    for number in range(1, KEPT_VERDICTS + 3):
+        sources.publishes.end(sources.begin(sources.rank(0, 0), number), committed=False)
+    late = sources.rank(0, 1)
+    assert sources.join(late) == 1
+    with pytest.raises(errors.Gone, match=r"publish 1 of trainer/0 is long over: trainer/0/1 joined too late for it"):
+        sources.begin(late, 1)
+    assert sources.begin(late, KEPT_VERDICTS).over
 
 
 def test_what_is_known_only_when_the_weights_were_walked_is_what_the_leader_says() -> None:

@@ -50,6 +50,25 @@ def test_a_late_target_is_ready_when_it_has_loaded_the_newest_and_stays_so() -> 
     assert book.of().ready, "lag is not unreadiness"
 
 
+def test_what_is_seen_of_a_replicas_ranks() -> None:
+    book = Book()
+    book.join("trainer/0/0")
+    target = book.join("rollout/0/0")
+    book.commit()
+    target.ask()
+    while not target.granted:
+        assert book.world.up(target) or book.world.down(target)
+    state = book.world.state.roster.get(target.member)
+    assert state is not None
+    state.granted_at = book.world.now
+    book.world.now += 3.0
+    assert (target.granted, book.of().open_s) == ([1], {"policy": 3.0})
+    book.world.run()
+    view = book.of()
+    assert (view.open_s, view.slots, view.step) == ({}, {"policy": 1}, None)
+    assert [*view.pids] == [0]
+
+
 def test_the_first_that_joins_when_nobody_else_is_left_is_ready_with_the_version_that_is_kept() -> None:
     """At no moment before: what depends on it would be started."""
     book = Book(machine="a")
@@ -121,7 +140,26 @@ def test_a_failed_load_is_partial() -> None:
     error = wire.WireError("SyncError", "boom")
     book.world.state.receive(target.member, wire.LoadFailed(1, error), book.world.now)
     assert not book.of().ready
-    assert book.of().partial
+    assert "version 1 was not loaded: boom" in book.of().partial
+
+
+def test_a_replica_that_refuses_a_version_is_ready_with_its_own_and_says_why() -> None:
+    book = Book()
+    book.join("trainer/0/0")
+    target = book.join("rollout/0/0")
+    book.commit()
+    target.ask()
+    book.world.run()
+    target.loads = False
+    book.commit()
+    target.ask()
+    book.world.run()
+    target.keep_own("no weights for b")
+    book.world.run()
+    found = book.of()
+    assert found.ready
+    assert not found.partial
+    assert found.reason == "policy: version 2 was not loaded: no weights for b"
 
 
 def test_a_rank_that_left_in_good_order_has_done_its_part() -> None:

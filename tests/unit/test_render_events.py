@@ -73,19 +73,30 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "a/0",
         "left over by a dead run: process 7 (sleep 9), killed",
     ),
+    (
+        events.LeasesAwaited(nodes=("n1", ""), seconds=34.0),
+        "run",
+        "waits up to 34 s for the leases of n1, an unknown node",
+    ),
     (events.ConnectionsRefused(reason="token", count=3), "run", "connections refused: reason token, count 3"),
     (effects.MemberJoined("policy", MEMBER), MEMBER.name, "joined policy"),
     (effects.MemberLost("policy", MEMBER, "lease"), MEMBER.name, "left policy: lease"),
     (effects.MemberQuarantined("policy", MEMBER, "slow"), MEMBER.name, "quarantined on policy: slow"),
-    (effects.EpochStarted("policy", 4, (MEMBER,)), "policy", "epoch 4 of 1 members"),
+    (effects.EpochStarted("policy", 4, (MEMBER,)), "policy", "epoch 4 of 1 member"),
     (
         effects.SyncEnded("policy", SyncRecord(version=3, outcome="committed", seconds=0.5, nbytes=2048, members=2)),
         "policy",
         "version 3 committed in 500 ms, 2 KiB, 2 members",
     ),
     (effects.ReplicaLoaded("policy", "rollout", 1, 3), "rollout/1", "serves version 3 of policy"),
+    (effects.StepFell("policy", 3, 0, 812), "policy", "version 3 has step 0 after 812"),
     (effects.StoreChanged("policy", False), "policy", "store down"),
-    (effects.CaughtUp("policy", 3, (MEMBER,), 10), "policy", "version 3 fetched later by rollout/1/0"),
+    (effects.CaughtUp("policy", 3, (MEMBER,), 10), "policy", "caught up with version 3: rollout/1/0"),
+    (
+        effects.LoadFailed("policy", "rollout", 0, 7, "no weights for b", kept=True),
+        "rollout/0",
+        "refused version 7 of policy: no weights for b",
+    ),
     (effects.Retried("policy", "lost"), "run", "retried: channel policy, reason lost"),
 ]
 

@@ -18,8 +18,10 @@ from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Share
 from replicas.core.lives.restarts import Restarts
 from replicas.supervisor.cleanup.inventory import Belongings
+from replicas.supervisor.fleet import course
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import Replica
+from replicas.supervisor.shim.generation import Starts
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.state.state import StateDir
@@ -37,6 +39,7 @@ class FakeShim:
     """A shim that does what the test says."""
 
     node, local, cgroup, start_time, stopping = "here", True, "", 0, False
+    over_at: float | None = None
 
     def __init__(self, spec: NodeSpec, changed: Callable[[], None]) -> None:
         self.spec = spec
@@ -100,6 +103,8 @@ class FakeWorld:
         self.ended: list[tuple[str, int, int, str]] = []
         self.failed = asyncio.Event()
         self.open = True
+        self.full = ""
+        """The problem of the disk."""
         self.at_work = ""
         self.fallen: list[str] = []
         self.exits: list[ReplicaExited] = []
@@ -110,6 +115,10 @@ class FakeWorld:
     @property
     def coordinator(self) -> Coordinator:
         return cast("Coordinator", self)
+
+    @property
+    def starts(self) -> Starts:
+        return self
 
     def readiness(self, group: str, replica: int, generation: int) -> Readiness:
         return self.view
@@ -130,7 +139,7 @@ class FakeWorld:
         return tuple(Share(group=group, node="here") for _ in range(self.parts))
 
     def waits_for(self, group: str, replica: int) -> str:
-        return "" if self.open else "b, 2 GPUs (0 free)"
+        return "" if self.open else "for b, 2 GPUs (0 free)"
 
     def may_resume(self, group: str, replica: int) -> str:
         return ""
@@ -141,7 +150,17 @@ class FakeWorld:
     def progressed(self, group: str, replica: int) -> bool | None:
         return None
 
-    def save(self) -> None: ...
+    def save(self, *, order: bool = False) -> bool:
+        return True
+
+    def save_start(self, generation: int) -> str:
+        return self.full
+
+    def blocks(self, group: str, replica: int) -> str:
+        return ""
+
+    def floor(self, group: str, replica: int) -> int:
+        return 0
 
     def say(self, text: str) -> None: ...
 
@@ -175,9 +194,10 @@ class FakeWorld:
 
 @asynccontextmanager
 async def living(
-    tmp_path: Path, *, on_channel: bool = False, **changes: object
+    tmp_path: Path, *, on_channel: bool = False, full: str = "", **changes: object
 ) -> AsyncIterator[tuple[Replica, FakeWorld]]:
     world = FakeWorld(tmp_path, on_channel=on_channel)
+    world.full = full
     world.state.acquire()
     group = config(tmp_path, restart=RestartConfig(max_restarts=1, initial_delay_s=0.0), **changes)
     world.parts = group.nnodes
@@ -260,7 +280,7 @@ SICK = {
     "start_timeout": (False, Readiness(False, "rank 0 has not joined"), 11),
     "heartbeat_timeout": (True, Readiness(True, heartbeat_age_s=21), 0),
     "progress_timeout": (True, Readiness(True, heartbeat_age_s=1, progressed_s=31), 0),
-    "load_timeout": (True, Readiness(False, "half", heartbeat_age_s=1, partial=True), 0),
+    "load_failed": (True, Readiness(False, "half", heartbeat_age_s=1, partial="half"), 0),
 }
 
 
@@ -493,6 +513,24 @@ async def test_a_shim_that_cannot_be_started_ends_those_of_the_other_nodes(
         shim.ended(ExitReport("stopped"))
         await settle()
         assert (replica.life.restarts, len(world.shims)) == ({"lost": 1}, 3)
+
+
+@pytest.mark.anyio
+async def test_nothing_starts_that_the_disk_has_not_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits, says for what, and spends no restart."""
+    monkeypatch.setattr(course, "DISK_AGAIN_S", 0.01)
+    async with living(tmp_path, full="/state: No space left on device") as (replica, world):
+        await asyncio.sleep(0.03)
+        assert world.shims == []
+        assert state(replica) == "starting"
+        reason = replica.status(time.monotonic()).reason
+        assert reason == "waits for room on the disk of the state folder (/state: No space left on device)"
+        world.full = ""
+        await until(lambda: bool(world.shims))
+        world.shims[0].started()
+        replica.check(time.monotonic())
+        assert (state(replica), replica.life.generation, replica.life.restarts) == ("ready", 1, {})
+        assert replica.status(time.monotonic()).reason == ""
 
 
 @pytest.mark.anyio

@@ -53,9 +53,9 @@ class Replica:
         self.rounds.joined(state)
         self.advance()
 
-    def lose(self, rank: int) -> None:
+    def lose(self, rank: int, *, in_order: bool = False) -> None:
         state = self.ranks.pop(rank)
-        self.rounds.lost(state)
+        self.rounds.lost(state, in_order=in_order)
         self.advance()
 
     def commit(self) -> None:
@@ -70,12 +70,18 @@ class Replica:
             self.rounds.ask(state.member, wire.ReceiveAsk(1, max(after, state.loaded), at_least, key))
         self.advance()
 
+    def ask_again(self, *ranks: int) -> None:
+        """For version 1, which is enough."""
+        for rank in ranks:
+            self.rounds.ask(self.ranks[rank].member, wire.ReceiveAsk(1, 0, 1))
+        self.advance()
+
     def loaded(self, rank: int, version: int) -> None:
         self.rounds.loaded(self.ranks[rank], version)
         self.advance()
 
     def failed(self, rank: int) -> None:
-        self.rounds.failed(self.ranks[rank])
+        self.rounds.failed(self.ranks[rank], 1, "it has other shapes")
         self.advance()
 
     def advance(self) -> None:
@@ -147,6 +153,30 @@ def test_a_lost_rank_tears_a_loaded_round_and_the_new_one_loads_the_newest(repli
     replica.loaded(1, 1)
     assert replica.state == "loaded"
     assert replica.served() == [1, 0, 1]
+
+
+def test_a_rank_that_has_loaded_a_version_and_left_has_begun_it_for_the_others(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0)
+    replica.loaded(0, 1)
+    replica.lose(0, in_order=True)
+    replica.commit()
+    replica.ask(1)
+    assert replica.granted()[1] == 1, "the others of its life load what it has loaded"
+    replica.loaded(1, 1)
+    replica.ask(1)
+    assert replica.granted()[1] == 1, "a newer version is loaded by all, or by none"
+
+
+def test_a_version_that_a_lost_rank_had_loaded_binds_nobody(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0)
+    replica.loaded(0, 1)
+    replica.lose(0)
+    replica.commit()
+    replica.join(0)
+    replica.ask(0, 1)
+    assert replica.granted() == {0: 2, 1: 2}
 
 
 def test_partial_until_all_serve_the_same(replica: Replica) -> None:
@@ -276,6 +306,59 @@ def test_at_least_a_number_in_what_the_publisher_said(replica: Replica) -> None:
     assert replica.granted() == {0: replica.latest, 1: replica.latest}
 
 
+def test_a_version_that_is_enough_is_granted_again(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    for rank in range(2):
+        replica.loaded(rank, 1)
+    replica.out.clear()
+    replica.ask_again(0)
+    assert replica.granted() == {0: 1}
+    replica.loaded(0, 1)
+    replica.commit()
+    replica.ask_again(0)
+    assert replica.granted() == {0: 1}, "the other rank repeats the step first"
+    replica.out.clear()
+    replica.ask_again(1)
+    assert replica.granted() == {1: 1, 0: 2}, "the same, and then both go on"
+    replica.loaded(1, 1)
+    replica.ask_again(1)
+    assert replica.granted() == {0: 2, 1: 2}
+    assert replica.state == "loading"
+
+
+def test_a_rank_that_goes_on_without_repeating_holds_nobody_up(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    for rank in range(2):
+        replica.loaded(rank, 1)
+    replica.ask_again(0)
+    replica.loaded(0, 1)
+    replica.commit()
+    replica.ask(1)
+    assert replica.granted() == {0: 1, 1: 2}
+
+
+@pytest.mark.parametrize("gone", ["lost", "dropped"])
+def test_what_a_rank_is_owed_ends_with_it(replica: Replica, gone: str) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    for rank in range(2):
+        replica.loaded(rank, 1)
+    replica.ask_again(0)
+    replica.loaded(0, 1)
+    if gone == "lost":
+        replica.lose(1)
+        replica.join(1)
+        replica.ask(1)
+        replica.loaded(1, 1)
+    else:
+        del replica.ranks[1].held[1]
+        replica.commit()
+    replica.ask_again(0, 1)
+    assert replica.granted() == ({0: 1, 1: 1} if gone == "lost" else {0: 2, 1: 2})
+
+
 def test_with_unequal_bounds_the_highest_counts_for_all(replica: Replica) -> None:
     replica.ask(0, at_least=1)
     replica.ask(1, at_least=3)
@@ -377,7 +460,10 @@ def test_any_history_has_its_rows(seed: int) -> None:
             case "commit":
                 replica.commit()
             case "ask" if rank in replica.ranks:
-                replica.ask(rank, at_least=choose.choice((0, 0, replica.latest, replica.latest + 1)))
+                if choose.random() < 0.2:
+                    replica.ask_again(rank)
+                else:
+                    replica.ask(rank, at_least=choose.choice((0, 0, replica.latest, replica.latest + 1)))
             case "loaded" if rank in replica.ranks:
                 replica.loaded(rank, version)
             case "failed" if rank in replica.ranks and choose.random() < 0.3:

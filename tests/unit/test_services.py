@@ -33,7 +33,7 @@ def known_metrics() -> set[str]:
         groups=(GroupStatus(name="a", launcher="exec", world_size=1, replicas=()),),
         channels=(ChannelStatus(name="p", epoch=0, committed_version=0, digest="", members=()),),
     )
-    text = Metrics(lambda: status).render().decode()
+    text = Metrics(lambda: status).render()[0].decode()
     names = set(re.findall(r"^# TYPE (replicas_\w+) (?!histogram)", text, re.MULTILINE))
     histograms = re.findall(r"^# TYPE (replicas_\w+) histogram", text, re.MULTILINE)
     return names | {f"{name}_{end}" for name in histograms for end in ("bucket", "sum", "count")} | set(histograms)
@@ -84,6 +84,7 @@ def test_the_unit_runs_a_command_that_exists() -> None:
         exit_codes.FAILED,
         exit_codes.USAGE,
         exit_codes.SUPERVISED,
+        exit_codes.CUT,
         exit_codes.BAD_CONFIG,
     ]
 

@@ -18,7 +18,7 @@ from replicas.trust.tokens import JoinToken, Role, SavedTokens, Tokens
 from replicas.trust.way import way_to
 
 KEY = "0123456789abcdef" * 4
-NO_WORDS = "the token names no key, so the control port at 10.0.0.5:9477 could be anybody's"
+NO_WORDS = "the token names no key, so the server at 10.0.0.5:9477 cannot be verified"
 
 
 def bearer(text: str) -> dict[str, str]:
@@ -137,10 +137,10 @@ def test_tokens_that_cannot_be_written_change_nothing(
     held = (tmp_path / ("token" if role == "member" else "operator-token")).read_text()
     before, replace = tokens.saved(), private.replace
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, *, sync: bool) -> None:
         if path.name == unwritable:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        replace(path, data)
+        replace(path, data, sync=sync)
 
     ended: list[str] = []
     with tokens.watched(bearer(held), lambda: ended.append("whose token was retired")):
@@ -224,7 +224,7 @@ def test_elsewhere_it_does_not(endpoint: str) -> None:
     assert "replicas token" in caught.value.hint
     assert "REPLICAS_CA_FILE" in caught.value.hint
     assert "hunter2" not in str(caught.value)
-    with pytest.raises(errors.UsageError, match="without a token there is no key to expect"):
+    with pytest.raises(errors.UsageError, match="no token given, so the server at "):
         way_to(endpoint, "", {})
 
 

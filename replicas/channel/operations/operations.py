@@ -35,7 +35,6 @@ one.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -48,6 +47,7 @@ from replicas.channel.operations.results import Attempt, Job, OperationCall, Unk
 from replicas.channel.operations.scratch import Scratch, write_segments
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
+from replicas.common.logs import Log
 from replicas.core.versions.manifest import segment_layout
 from replicas.messages.bounds import text_of
 from replicas.sidecar.rank_side.client import SidecarFailed
@@ -55,7 +55,7 @@ from replicas.sidecar.wire import CollectiveSpec
 
 __all__ = ["RankOperations"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 APPLIED = 16
 """How many newest refs a post names as applied; above a member's open operations."""
@@ -77,7 +77,7 @@ class RankOperations(Part):
         """Copy the inputs and post; if it raises, nothing was posted."""
         if operation.kind not in ("send", "recv"):
             self._unknown.check_collected()
-        job = Job(operation, deadline_s, Pending(f"{operation.kind} on {self._hub.name}"))
+        job = Job(operation, deadline_s, self._hub.pending(operation.kind))
         if operation.inputs:
             segments, scratch = operation.segments, self._scratch(operation)
             job.inputs = scratch.take(segment_layout(segments)[1])

@@ -22,12 +22,19 @@ import torch
 
 from replicas import errors
 from replicas.channel.hub import Hub
-from replicas.channel.operations.scratch import call_point, copy_out, gpu_of, read_segments, segments_of
+from replicas.channel.operations.scratch import (
+    call_point,
+    copy_each,
+    copy_out,
+    gpu_of,
+    read_segments,
+    segments_of,
+    usable,
+)
 from replicas.channel.pending import Pending, Receipt
 from replicas.core.versions.manifest import item_nbytes
 from replicas.messages import OperationGo, OperationKind, OperationSettled, ReceiptData, ReduceOp, Segment, WireError
 from replicas.messages.identity import Member
-from replicas.weights.copying import copy_elements
 from replicas.weights.devices.accelerator import Event, device_of
 from replicas.weights.memory.arena import Buffer
 from replicas.weights.tensors import dtype_name
@@ -38,6 +45,7 @@ KEPT_RESULTS = 4
 """Operations of unknown outcome whose outputs are kept; the oldest is dropped first."""
 QUICK_NBYTES = 1 << 20
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _GATHERING = ("all_gather", "gather")
 
 
@@ -102,7 +110,8 @@ class OperationCall:
     @property
     def quick(self) -> bool:
         """Whether a hop to a worker thread would take longer than the write."""
-        return self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
+        small = self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
+        return small and all(type(one) in _PLAIN for one in self.inputs)  # others bring code of their own
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
         """Layout of participant ``me``'s output buffer; the targets must fit."""
@@ -189,8 +198,7 @@ class OperationCall:
         if self.gpu:
             copy_out(self.gpu, targets, results, source, (*self.called, *after))
             return
-        for target, result in zip(targets, results, strict=True):
-            copy_elements(target.detach(), result)
+        copy_each(usable(targets, results), results, load=True)
 
 
 def _place(go: OperationGo, participant: int) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
-from replicas.channel.pending import Pending, Receipt
+from replicas.channel.pending import Pending, Receipt, SessionEnd
 from replicas.channel.versions.holdings import Holder
 from replicas.common import own_loop
 from replicas.core.versions.manifest import Manifest, PartManifest, check_size
@@ -31,6 +31,7 @@ from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.pool import PREPARED_NBYTES
 from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
+from replicas.weights.tensors import check_modes
 
 __all__ = ["CopiesUnderWay", "Filling", "PublishJob", "arena_like", "free_slot", "reserve"]
 
@@ -47,6 +48,7 @@ class PublishJob:
     given_meta: InitVar[Meta | Callable[[], Mapping[str, Any]]]
     new_manifest: bool
     channel: InitVar[str]
+    session_end: InitVar[SessionEnd | None] = None
     hold: bool = True  # GPU tensors are copied on the caller's stream
     number: int = 0  # among the replica's publishes; 0 until it has begun
     version: int = 0  # as the coordinator numbered it; 0 until then
@@ -72,7 +74,9 @@ class PublishJob:
     timer: asyncio.TimerHandle | None = None
     settling: asyncio.TimerHandle | None = None  # settles it if no verdict follows
 
-    def __post_init__(self, given_meta: Meta | Callable[[], Mapping[str, Any]], channel: str) -> None:
+    def __post_init__(
+        self, given_meta: Meta | Callable[[], Mapping[str, Any]], channel: str, session_end: SessionEnd | None
+    ) -> None:
         self.began = time.monotonic()
         self.deadline = self.began + self.deadline_s
         self.meta: Meta = {}
@@ -80,8 +84,8 @@ class PublishJob:
             self.late_meta = given_meta
         else:
             self.meta = given_meta
-        self.pending: Pending[Receipt] = Pending(f"publish on {channel}")
-        self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
+        self.pending: Pending[Receipt] = Pending(f"publish on {channel}", session_end)
+        self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}", session_end)
 
     def ask_meta(self) -> None:
         """Call the user's ``meta`` function after the walk; its exceptions pass."""
@@ -200,6 +204,7 @@ class Filling:
         begun = partial(self._begun, job)
         if isinstance(feed.weights, WritableSlot):
             return self._take_written(job, feed, feed.weights, begun)
+        check_modes("publish")
         manifest = self._packer.plan(feed)
         if manifest is None and not job.new_manifest:
             manifest = self.last
@@ -282,7 +287,7 @@ def _fetched(hub: Hub, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
     The slot has an owner when ``find`` returns: whatever the caller does, it comes
     back.
     """
-    room: Pending[Slot] = Pending(f"a slot of {hub.name}")
+    room: Pending[Slot] = hub.pending("a slot")
 
     async def look() -> None:
         try:
@@ -368,6 +373,7 @@ def reserve(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, sl
 
 
 def _planned(hub: Hub, what: str, weights: object, dtype: torch.dtype | None, mode: Mode) -> PartManifest:
+    check_modes(what)
     manifest = Feed(weights, dtype=dtype, mode=mode).plan()
     if manifest is None:
         text = f"{what}: a {type(weights).__name__} does not tell its tensors beforehand"

@@ -99,7 +99,7 @@ class Publisher(Part):
             self._fill(job, feed)
         except BaseException as error:
             users = feed.user_failed or job.user_failed or not isinstance(error, Exception)
-            self._hub.call(self._fill_failed, job, error, users)
+            self._hub.call(self._fill_failed, job, self._as_error(job, error, users=users))
             if users or not isinstance(error, Exception):
                 job.pending._told = True
                 raise
@@ -128,6 +128,13 @@ class Publisher(Part):
         manifest, packing = self._filling.fill(job, feed)
         job.ask_meta()
         hub.call(self._packing, job, manifest, self._filling.device(feed), packing, started, time.monotonic())
+
+    def _as_error(self, job: PublishJob, error: BaseException, *, users: bool) -> errors.ReplicasError:
+        """The failure for the session thread: here, as its text may run any code."""
+        if users:
+            text = f"the publishing code of {self._hub.member} raised {type(error).__name__}: {text_of(error)}"
+            return self._hub.error(errors.SyncError, text, phase="pack", members=[self._hub.member.name])
+        return as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None).exception()
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
         """The replica's common verdict, or our own error if none comes."""
@@ -194,7 +201,7 @@ class Publisher(Part):
         if not job.walked and job.failed is None:
             job.pending._told = True  # by the interrupt
             text = f"the publish on {self._hub.member} was interrupted"
-            self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"), False)
+            self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
     def _walked(self, job: PublishJob, device: str, pack_s: float) -> None:
         job.walked, job.pack_s = True, pack_s
@@ -314,17 +321,13 @@ class Publisher(Part):
         found = next((manifest for manifest in known if manifest.hash == manifest_hash), None)
         return found.encode() if found is not None else None
 
-    def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:
-        """Report a failed fill; the walk may go on. ``users``: user code raised."""
-        hub = self._hub
+    def _fill_failed(self, job: PublishJob, error: errors.ReplicasError) -> None:
+        """Report a failed fill; the walk may go on."""
         if job.walked:
             return  # the interrupt came after the last step: the publish goes on
         self._free(job)
         if job.number not in self._jobs:
             return
-        if users:
-            text = f"the publishing code of {hub.member} raised {type(error).__name__}: {text_of(error)}"
-            error = hub.error(errors.SyncError, text, phase="pack", members=[hub.member.name])
         self._say_failed(job, error)
 
     def _say_failed(self, job: PublishJob, error: BaseException) -> None:

@@ -21,7 +21,8 @@ that runs elsewhere. So after a pause it takes none of those, and asks again.
 (:mod:`replicas.core.versions.rounds`). A version that was granted because another rank
 has begun with it, but is below the bound here, is declined, and a newer one is asked
 for. A receive with another bound replaces the one under way, unless its update has been
-handed out.
+handed out. If the version served here is enough, and none is newer, it is handed out
+again, to all ranks that ask so.
 
 A new coordinator is told of an open ask; a grant that was not delivered is made anew.
 An open update stays open, and is reported to the new coordinator, as is a failed load
@@ -82,6 +83,7 @@ class Receiver(Part):
         self._asks = 0
         self._asked_bound = Bound()
         self._declined = 0
+        self._refused = 0
         self._asked: Pending[Update] | None = None
         self._granted = 0
         self._failure: LoadFailed | None = None
@@ -108,7 +110,7 @@ class Receiver(Part):
             update.withdraw()
         if replaced is None and update is not None and not update.ended:
             raise self._still_open(update)
-        pending = Pending(f"receive on {self._hub.name}")
+        pending = self._hub.pending("receive")
         self._hub.call(self._ask, pending, deadline_s, bound, replaced)
         self._pending, self._bound = pending, bound  # after the ask: without one it would never end
         return pending
@@ -132,9 +134,10 @@ class Receiver(Part):
         self._hub.loaded = version
         self._hub.call(self._report, Loaded(version, load_s))
 
-    def failed(self, version: int, error: BaseException) -> None:
-        self._hub.loaded = 0
-        self._hub.call(self._report, LoadFailed(version, self._as_wire(version, error)))
+    def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None:
+        if not kept:
+            self._hub.loaded = 0
+        self._hub.call(self._report, LoadFailed(version, self._as_wire(version, error), kept))
 
     def _as_wire(self, version: int, error: BaseException) -> WireError:
         """On the caller's thread: the exception's text may run any code."""
@@ -198,7 +201,14 @@ class Receiver(Part):
 
     def _send_ask(self) -> None:
         self._asks += 1
-        self._hub.send(ReceiveAsk(self._asks, max(self._hub.loaded, self._declined), *self._asked_bound))
+        after = max(self._hub.loaded - int(self._has_enough()), self._declined, self._refused)
+        self._hub.send(ReceiveAsk(self._asks, after, *self._asked_bound))
+
+    def _has_enough(self) -> bool:
+        """Whether the version served here, still held, is enough for the bound."""
+        hub, bound = self._hub, self._asked_bound
+        loaded, meta = hub.loaded, hub.holdings.meta(hub.loaded)
+        return bound != Bound() and loaded in hub.arena.images() and is_enough(*bound, loaded, meta)
 
     def _grant(self, message: ReceiveGrant) -> None:
         if message.ask != self._asks or self._asked is None:
@@ -287,7 +297,9 @@ class Receiver(Part):
             self.fail_all(error)
 
     def _report(self, message: Loaded | LoadFailed) -> None:
-        self._failure = message if isinstance(message, LoadFailed) else None
+        is_kept = isinstance(message, LoadFailed) and message.kept
+        self._refused = message.version if is_kept else 0
+        self._failure = message if isinstance(message, LoadFailed) and not is_kept else None
         if self._in_hand == message.version:
             self._in_hand = 0
         assigned = self._hub.holdings.assigned
@@ -322,13 +334,13 @@ class Watches(Part):
         self._numbered = 0
 
     def committed(self, after: int | None, deadline_s: float | None) -> Pending[int]:
-        pending: Pending[int] = Pending(f"commit on {self._hub.name}")
+        pending: Pending[int] = self._hub.pending("commit")
         version = self._hub.latest if after is None else after
         self._hub.call(self._begin, self._commits, _Watch(version, pending), deadline_s)
         return pending
 
     def loaded(self, version: int, deadline_s: float | None) -> Pending[int]:
-        pending: Pending[int] = Pending(f"load of version {version} on {self._hub.name}")
+        pending: Pending[int] = self._hub.pending(f"load of version {version}")
         self._hub.call(self._begin, self._loads, _Watch(version, pending), deadline_s)
         return pending
 
@@ -379,8 +391,18 @@ class Watches(Part):
             return  # answers an older watch; the newer one is answered, too
         self._told = None
         for watch in [watch for watch in self._loads if watch.version <= message.version]:
-            self._end(self._loads, watch)._resolve(message.version)
+            pending = self._end(self._loads, watch)
+            if message.failed:
+                pending._fail(self._not_loaded(message))
+            else:
+                pending._resolve(message.version)
         self._watch()
+
+    def _not_loaded(self, message: WatchEnd) -> errors.ReplicasError:
+        why = "; ".join(f"{name}: {reason}" for name, reason in message.failed.items())
+        text = f"version {message.version} was refused by {why}"
+        hint = "all others serve it; these go on with the version that they have, and wait for the next one"
+        return self._hub.error(errors.SyncError, text, version=message.version, phase="load", hint=hint)
 
     def _overdue(self, watches: set[_Watch], watch: _Watch, deadline_s: float) -> None:
         if watch in watches:

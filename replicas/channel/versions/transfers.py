@@ -21,7 +21,6 @@ known to be dead. If that cannot be known, the slot is retired.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from replicas.channel.hub import Hub, Part, as_wire_error
 from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.channel.versions.filling import free_slot
 from replicas.channel.versions.on_device import copy_image, copy_part
+from replicas.common.logs import Log
 from replicas.core.versions.fetching import Cache, Fetch, pieces
 from replicas.core.versions.manifest import Manifest
 from replicas.memory.kept import is_near
@@ -45,7 +45,7 @@ from replicas.weights.memory.arena import Buffer, Slot
 
 __all__ = ["ManifestExchange", "Transfers"]
 
-logger = logging.getLogger("replicas.channel")
+logger = Log("replicas.channel")
 
 MARGIN_S = 0.5
 """How long before the offer's deadline a receiver without a slot gives up."""

@@ -20,7 +20,7 @@ from replicas.core.versions.manifest import Manifest
 from replicas.messages import Meta
 from replicas.messages.bounds import shown
 from replicas.weights.devices.accelerator import Event, device_of
-from replicas.weights.loading import load_into, views
+from replicas.weights.loading import load_image, views
 from replicas.weights.memory.arena import Buffer, Slot
 
 __all__ = ["Update", "UpdateOwner"]
@@ -33,7 +33,7 @@ class UpdateOwner(Protocol):
 
     def loaded(self, version: int, load_s: float) -> None: ...
 
-    def failed(self, version: int, error: BaseException) -> None: ...
+    def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None: ...
 
     def touched(self, version: int) -> None: ...
 
@@ -51,8 +51,8 @@ class Update:
     second ``with`` block is refused while the first is open, and a :meth:`load_into`
     under way in another thread keeps the memory until it is done.
 
-    An update that was touched and then dropped without a report (an interrupt prevented
-    every report) counts as failed.
+    If you read from an update and drop it without leaving its ``with`` block or calling
+    :meth:`loaded` or :meth:`failed`, the load counts as failed.
 
     :ivar version: its number.
     :ivar meta: the publisher's ``meta``.
@@ -225,9 +225,8 @@ class Update:
         try:
             slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
-            tensors = views(self._of_this(buffer.readable), self.manifest)
             sharing = slot.sharing  # the ranks mostly load at the same time
-            load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
+            load_image(model, self._of_this(buffer.readable), self.manifest, sharing=sharing, on_device=buffer.pin)
         finally:
             del load
             self._let_go()  # another thread may have ended the update meanwhile
@@ -264,19 +263,35 @@ class Update:
         :raises replicas.errors.UsageError: it was reported loaded before, or ``error``
             is neither an exception nor a text.
         """
+        self._end_without("failed", error)
+
+    def refuse(self, error: BaseException | str) -> None:
+        """Report that this rank loads nothing of this version, and keeps the one that
+        it has.
+
+        The replica goes on with that one, and the next receive waits for a newer
+        version. ``receipt.not_loaded``, ``channel.loaded()`` and the status say why.
+
+        :param error: why, an exception or a text.
+        :raises replicas.errors.UsageError: it was reported loaded or failed before, or
+            ``error`` is neither an exception nor a text.
+        """
+        self._end_without("refused", error)
+
+    def _end_without(self, outcome: str, error: BaseException | str) -> None:
         if not isinstance(error, (BaseException, str)):
             raise errors.UsageError(
-                f"failed: error must be an exception or a text, not {shown(error)}",
+                f"{outcome}: error must be an exception or a text, not {shown(error)}",
                 version=self.version,
                 hint="pass what the load raised",
             )
         self._check_process()
-        if not locked(self._lock, self._report, "failed"):
+        if not locked(self._lock, self._report, outcome):
             return
         if isinstance(error, str):
             error = errors.SyncError(error, version=self.version, phase="load", hint="")
         try:
-            self._owner.failed(self.version, error)
+            self._owner.failed(self.version, error, kept=outcome == "refused")
         finally:
             if not self._entered:
                 self._end()

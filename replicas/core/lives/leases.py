@@ -13,12 +13,24 @@ The beat was received after it was sent, so the agent has always ended first.
 
 On the supervisor's own machine there is no lease: the end of either process cannot be
 missed there. One that is frozen has not ended, so the shims have a patience of their
-own, :func:`local_patience_s`, for the case that the supervisor dies meanwhile.
+own, :func:`local_patience_s`, for the case that the supervisor dies meanwhile. To a
+supervisor that starts elsewhere they may run for :func:`outlives_s`.
 """
 
 from __future__ import annotations
 
-__all__ = ["BEAT_S", "END_S", "FROZEN_S", "MARGIN_S", "UNHEARD_S", "Tenancy", "local_patience_s", "lost_after_s"]
+__all__ = [
+    "BEAT_S",
+    "END_S",
+    "FROZEN_S",
+    "LAST_S",
+    "MARGIN_S",
+    "UNHEARD_S",
+    "Tenancy",
+    "local_patience_s",
+    "lost_after_s",
+    "outlives_s",
+]
 
 BEAT_S = 1.0
 """Interval of an agent's beats, in seconds."""
@@ -30,6 +42,8 @@ UNHEARD_S = 2 * BEAT_S
 """A node that is silent for longer is, for now, nobody to judge its processes by."""
 FROZEN_S = 10.0
 """An agent of the supervisor's own machine that is silent for so long is replaced."""
+LAST_S = 3.0
+"""Time for a last ping when the patience of a shim is over, in seconds."""
 
 
 def local_patience_s(adopt_s: float) -> float:
@@ -39,6 +53,14 @@ def local_patience_s(adopt_s: float) -> float:
     they are to outlive a dead one.
     """
     return max(2 * FROZEN_S, adopt_s)
+
+
+def outlives_s(adopt_s: float) -> float:
+    """How long processes of the supervisor's own machine may outlive it, in seconds.
+
+    0: without adoption they hold the run's lock, and are gone when another has it.
+    """
+    return local_patience_s(adopt_s) + LAST_S if adopt_s else 0.0
 
 
 def lost_after_s(lease_s: float) -> float:

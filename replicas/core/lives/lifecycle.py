@@ -50,7 +50,8 @@ class ReplicaEvent(enum.StrEnum):
     START_TIMEOUT = "start_timeout"
     HEARTBEAT_TIMEOUT = "heartbeat_timeout"
     PROGRESS_TIMEOUT = "progress_timeout"
-    LOAD_TIMEOUT = "load_timeout"  # it did not load a committed version in time, or only in part
+    LOAD_TIMEOUT = "load_timeout"  # it did not load a committed version in time
+    LOAD_FAILED = "load_failed"  # it loaded a version only in part
     RESTART = "restart"  # a new generation was requested
     HELD_UP = "held_up"  # its programs have ended, or were killed, but a process of it takes long to die
     STOP = "stop"  # its end was requested
@@ -71,6 +72,7 @@ RestartReason = Literal[
     "heartbeat_timeout",
     "progress_timeout",
     "load_timeout",
+    "load_failed",
     "lost",
     "requested",
     "group",
@@ -94,7 +96,8 @@ SETTLED: frozenset[ReplicaState] = frozenset({"failed", "finished", "drained"})
 """States that end only on request."""
 
 _E = ReplicaEvent
-_TO_END = (_E.HEARTBEAT_TIMEOUT, _E.PROGRESS_TIMEOUT, _E.LOAD_TIMEOUT, _E.HELD_UP, _E.RESTART, _E.STOP, _E.GROUP_FAILED)
+_UNHEALTHY = (_E.HEARTBEAT_TIMEOUT, _E.PROGRESS_TIMEOUT, _E.LOAD_TIMEOUT, _E.LOAD_FAILED)
+_TO_END = (*_UNHEALTHY, _E.HELD_UP, _E.RESTART, _E.STOP, _E.GROUP_FAILED)
 _GONE: dict[ReplicaState, tuple[ReplicaEvent, ...]] = {
     "finished": (_E.FINISHED,),
     "backoff": (_E.RETRY,),

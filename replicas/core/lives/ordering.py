@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from replicas import errors
-from replicas.config.structs import GroupConfig
+from replicas.config.structs import Config, GroupConfig
 from replicas.status import ReplicaState
 
-__all__ = ["GOOD", "enough", "is_done", "is_good", "is_lost", "is_over", "start_levels", "unmet", "within"]
+__all__ = [
+    "GOOD",
+    "enough",
+    "is_done",
+    "is_good",
+    "is_lost",
+    "is_over",
+    "least_left",
+    "start_levels",
+    "unmet",
+    "within",
+]
 
 GOOD: frozenset[ReplicaState] = frozenset({"ready", "finished"})
 OVER: frozenset[ReplicaState] = frozenset({"failed", "finished"})
@@ -63,9 +74,21 @@ def is_over(states: Sequence[ReplicaState]) -> bool:
     return bool(states) and OVER.issuperset(states)
 
 
-def is_lost(states: Sequence[ReplicaState], min_ready: int | None) -> bool:
-    """Return whether so many have failed that ``min_ready`` cannot be reached again."""
-    return min_ready is not None and len(states) - states.count("failed") < enough(min_ready, len(states))
+def least_left(config: Config, group: GroupConfig) -> int:
+    """Return how many replicas must be left for the run to go on: ``min_ready``.
+
+    Without it one, where a source publishes to the group and each failure ends one
+    replica alone: it would publish to nobody for ever. Otherwise any number, even none.
+    """
+    if group.min_ready is not None:
+        return group.min_ready
+    receives = any(group.name == party.group for channel in config.channels.values() for party in channel.targets)
+    return 1 if receives and group.on_failure == "replica" else 0
+
+
+def is_lost(states: Sequence[ReplicaState], least: int) -> bool:
+    """Return whether so many have failed that ``least`` cannot be reached again."""
+    return len(states) - states.count("failed") < min(least, len(states))
 
 
 def unmet(

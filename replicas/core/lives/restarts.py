@@ -134,12 +134,6 @@ class Restarts:
     def cycles_of(self, replica: int) -> int:
         return self.cycles.get(self.key(replica), 0)
 
-    @property
-    def no_progress_remaining_ratio(self) -> float:
-        """Share of ``no_progress_cycles`` left to all, 0 to 1; without a rule 1."""
-        limit = self.config.no_progress_cycles
-        return max(0.0, 1.0 - max(self.cycles.values(), default=0) / limit) if limit else 1.0
-
     def spent(self, now: float) -> bool:
         """Return whether some of the budget, or a cycle, is spent."""
         return bool(self.ages(now) or self.cycles)

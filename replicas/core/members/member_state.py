@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from replicas.core.membership import MEMBER, MemberEvent, Standing
 from replicas.messages import ChannelSettings, Hello, SlotPlace
-from replicas.messages.identity import Member
+from replicas.messages.identity import Member, ProcessIdentity
 
-__all__ = ["Held", "HighWaterMarks", "MemberState", "Reading"]
+__all__ = ["Held", "HighWaterMarks", "Life", "MemberState", "Reading"]
 
 
 class Held(dict[int, str]):
@@ -56,6 +56,38 @@ class Held(dict[int, str]):
 
     if not TYPE_CHECKING:  # a dict's own would not call the methods above
         update, clear = MutableMapping.update, MutableMapping.clear
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One life of a replica: a generation, or each of its ranks once.
+
+    Ranks may join before the others, and after they have left in good order: who is a
+    member at the moment tells nothing of it. Those that a supervisor has started (their
+    Hello has a proof) are one life by their generation. Others may start each life
+    with the same number: then it ends with its last member, if one was lost and has not
+    come back, or if another process comes for a rank that has joined.
+
+    :ivar ranks: the process of each rank that has joined, by its number.
+    :ivar lost: ranks that were lost, and did not leave in good order.
+    :ivar resumed: it began under another coordinator; who had joined there is unknown.
+    """
+
+    generation: int
+    ranks: dict[int, ProcessIdentity] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    resumed: bool = False
+
+    def goes_on(self, hello: Hello) -> bool:
+        """Whether ``hello`` is of this life, when it has no member at the moment."""
+        if hello.proof or self.generation != hello.generation:
+            return self.generation == hello.generation
+        return self.ranks.get(hello.rank, hello.process) == hello.process and not self.lost - {hello.rank}
+
+    def joined(self, hello: Hello) -> None:
+        self.ranks[hello.rank] = hello.process
+        self.lost.discard(hello.rank)
+        self.resumed = self.resumed or hello.resume_term != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +147,10 @@ class MemberState:
     parts: set[int] = field(default_factory=set)
     reading: Reading | None = None
     loaded: int = 0
+    load_s: float = 0.0
+    """How long it had the update open that it reported last."""
+    granted_at: float = 0.0
+    """When it was last granted an update, or joined."""
     progressed_at: float = 0.0
     retry_at: float = 0.0
     failures: int = 0

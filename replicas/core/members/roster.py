@@ -7,6 +7,9 @@ A member's standing follows the table :data:`replicas.core.membership.MEMBER`. T
 *live* members are the current epoch, an immutable view whose number strictly grows: a
 loss makes a new epoch at once, joins wait for :meth:`Roster.admit`. One identity
 (group, replica, rank) has at most one incarnation: a later join fences the earlier.
+The ranks of a replica that belong together are one
+:class:`~replicas.core.members.member_state.Life`. Where operations are between all
+ranks of the peers, those of one life become live together.
 
 An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on
 *probation* when it comes back: it is served and admitted only after a delay, twice as
@@ -40,7 +43,7 @@ from replicas import errors
 from replicas.common.backoff import Backoff
 from replicas.config.structs import ChannelConfig
 from replicas.core.members.heartbeats import Heartbeats
-from replicas.core.members.member_state import Held, MemberState
+from replicas.core.members.member_state import Held, Life, MemberState
 from replicas.core.members.preflight import carries_bytes, check_identity, check_join, kind, settings_of
 from replicas.core.membership import MEMBER
 from replicas.messages import ChannelSettings, Hello
@@ -88,6 +91,7 @@ class Roster:
         self.on_held: Callable[[MemberState], None] = lambda _: None
         """Called with a member whose held versions have changed."""
         self._replicas: dict[tuple[str, int], dict[Member, MemberState]] = {}
+        self._lives: dict[tuple[str, int], Life] = {}
         self._alike: dict[object, dict[Member, MemberState]] = {}
         self._carriers: dict[Member, MemberState] = {}
         """Targets that carry bytes."""
@@ -99,6 +103,7 @@ class Roster:
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
         self.left: dict[str, tuple[int, float]] = {}
+        self.unloaded: dict[str, str] = {}
         """Generation and time of orderly leaves, by name, until the next join."""
         self._losses: dict[str, deque[float]] = {}
         self._isolations: dict[str, deque[float]] = {}
@@ -185,7 +190,7 @@ class Roster:
         self._members[member] = state
         if not state.observes:
             self._by_name[member.name] = self.apart[member] = state
-            self._replicas.setdefault((member.group, member.replica), {})[member] = state
+            self._enter(state)
             self._alike.setdefault(kind(state.hello, self.config), {})[member] = state
             self.left.pop(member.name, None)
             self.seen.add(member.name)
@@ -195,7 +200,16 @@ class Roster:
             self._note(state, version, held=True)
         state.held.on_change = partial(self._held_changed, state)
 
-    def remove(self, member: Member) -> MemberState | None:
+    def _enter(self, state: MemberState) -> None:
+        """Add it to the members of its replica, and to the life that it belongs to."""
+        key, hello = (state.member.group, state.member.replica), state.hello
+        life = self._lives.get(key)
+        if life is None or not (key in self._replicas or life.goes_on(hello)):
+            life = self._lives[key] = Life(hello.generation)
+        life.joined(hello)
+        self._replicas.setdefault(key, {})[state.member] = state
+
+    def remove(self, member: Member, *, in_order: bool = False) -> MemberState | None:
         """Remove the member, now ``gone``; return its state, or None."""
         state = self._members.pop(member, None)
         if state is None:
@@ -209,6 +223,8 @@ class Roster:
             if self._by_name.get(member.name) is state:
                 del self._by_name[member.name]
             _discard(self._replicas, (member.group, member.replica), member)
+            if not in_order:
+                self.life(member).lost.add(member.rank)
             _discard(self._alike, kind(state.hello, self.config), member)
         if state.live:
             self.epoch += 1
@@ -241,6 +257,10 @@ class Roster:
     def replica(self, group: str, replica: int) -> list[MemberState]:
         """Return the members of one replica, without observers."""
         return list(self._replicas.get((group, replica), {}).values())
+
+    def life(self, member: Member) -> Life:
+        """Return the present or last life of the member's replica."""
+        return self._lives[member.group, member.replica]
 
     def joined(self, group: str) -> dict[int, set[str]]:
         """Return the incarnations of each replica of ``group`` that has members."""
@@ -319,8 +339,20 @@ class Roster:
         return [s for s in apart if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Admissible: host known, responsive, off probation, not draining."""
-        return now >= state.not_before and self.available(state, now)
+        """Admissible: available, off probation, its life complete if needed."""
+        return now >= state.not_before and self.available(state, now) and not self.absent(state)
+
+    def absent(self, state: MemberState) -> list[str]:
+        """Return names of ranks of its life that it waits for to join.
+
+        That holds where operations are between all ranks of the peers: one could begin
+        with some of them, and the others would take the next one for it.
+        """
+        if not state.is_peer or self.config.peers[0].ranks != "all":
+            return []
+        life, member = self.life(state.member), state.member
+        absent = [] if life.resumed else [rank for rank in range(state.hello.world_size) if rank not in life.ranks]
+        return [f"{member.replica_name}/{rank}" for rank in absent]
 
     def available(self, state: MemberState, now: float) -> bool:
         """Available: host known, responsive, not draining."""
@@ -380,6 +412,11 @@ class Roster:
     @property
     def heartbeat_interval_s(self) -> float:
         return self._heartbeats.interval_s(len(self._members), self.shortest_lease_s)
+
+    def take_unloaded(self) -> dict[str, str]:
+        """Why replicas failed to load since the last call, by name."""
+        found, self.unloaded = self.unloaded, {}
+        return found
 
     def welcome_settings(self, state: MemberState) -> ChannelSettings:
         """Return the settings for a Welcome, with the current heartbeat interval."""

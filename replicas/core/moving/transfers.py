@@ -106,8 +106,10 @@ class Transfer:
         """Members that got it over a lane."""
         self.unreached: set[Member] = set()
         """Members that no holder reaches."""
-        self.moved_nbytes = 0
+        self.moved_to: dict[str, int] = {}
+        """Bytes that were sent to each replica."""
         """Bytes of weights that went through process groups and were right."""
+        self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._received: set[Member] = set()
         """Verified members that got it over a lane."""
@@ -145,10 +147,20 @@ class Transfer:
 
     @property
     def unready(self) -> set[Member]:
-        """Members that wait for a slot, as far as is known here."""
-        if self.state == "offering":
-            return self.laggards
-        return set(self.attempt.mapping) if self._copies else self._readers & self.attempt.mapping
+        """Members that are to get a slot ready, or to map, and have not answered."""
+        if self.state == "probing":  # of the attempt that did not work
+            return set(self.attempt.movers) - self.attempt.ready
+        return self.laggards if self.state == "offering" else set(self.attempt.mapping)
+
+    @property
+    def silent(self) -> set[Member]:
+        """Those of them that have not answered in any attempt."""
+        return self.unready - self._answered
+
+    @property
+    def mute(self) -> bool:
+        """Whether none that needs it has answered, or asked for the manifest."""
+        return self.needers <= self.silent - self._readers
 
     @property
     def _readers(self) -> set[Member]:
@@ -276,6 +288,7 @@ class Transfer:
         attempt = self.attempt
         if transfer == attempt.number and self.state == "offering" and member in attempt.concerned:
             attempt.ready.add(member)
+            self._answered.add(member)
             self._go_if_ready(now)
 
     def lane_formed(self, lane: Lane, now: float) -> None:
@@ -363,12 +376,17 @@ class Transfer:
         if lent:
             self._received |= replies.keys()
 
+    @property
+    def moved_nbytes(self) -> int:
+        return sum(self.moved_to.values())
+
     def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
         """Record receivers, and count their bytes without locally copied parts."""
         for member in replies:
             owners = [self._ground.keeping.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
             places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
-            self.moved_nbytes += self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
+            nbytes = self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
+            self.moved_to[member.replica_name] = self.moved_to.get(member.replica_name, 0) + nbytes
         self._keep(replies, lent=True)
 
     def filled(self, now: float) -> None:

@@ -360,7 +360,8 @@ class Pairing:
             busy = {
                 state.member.name: _show(head) for state, head in heads.items() if head is not None and head.pairwise
             }
-            promised = self._awaited(domain)
+            own = [name for state in self._roster.states([post.member]) for name in self._roster.absent(state)]
+            promised = list(dict.fromkeys([*self._awaited(domain), *own]))
             names = [state.member.name for state in missing] + [*busy, *promised]
             silent = {
                 s.member: f" (silent for {now - s.last_seen:.0f} s)" for s in missing if self._roster.suspect(s, now)

@@ -25,6 +25,7 @@ from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifests import Manifests
 from replicas.core.versions.publishes import Publish, Publishes
 from replicas.core.versions.rounds import Newest
+from replicas.core.versions.steps import Steps
 from replicas.messages import ReceiptData, WireError
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
@@ -51,6 +52,7 @@ class Commits:
         """Number and digest of the newest committed version."""
         self.committed: Payload | None = None
         """Its bytes, once they are known here."""
+        self.steps = Steps(config.name)
         self._decided_here = False
         """Whether the newest commit is of a publish begun under this coordinator.
 
@@ -267,7 +269,7 @@ class Commits:
             why = "; ".join(f"{name}: {reason}" for name, reason in publish.lost.items())
             self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
         elif len({(m.group, m.replica) for m in holders}) < config.min_targets:
-            text = f"{len(holders)} members hold it, min_targets = {config.min_targets} replicas"
+            text = f"{len(holders)} of its members hold it, min_targets = {config.min_targets} replicas"
             self.fail(publish, self._too_few(publish, text), now)
         elif not self._held_by_any(publish.version):
             text = f"version {publish.version} was lost with its source before it was committed"
@@ -305,7 +307,7 @@ class Commits:
         publish.receipt = self._receipt(publish, members, publish.lost, publish.phases(now - publish.began_at), now)
         for state in self._roster.states(transfer.verified):
             state.failures, state.slow = 0, False  # it works in joint transfers
-        self._verdict(publish, "committed", now, moved_nbytes=transfer.moved_nbytes)
+        self._verdict(publish, "committed", now, transfer)
         self._ground.marks.note(publish.group, publish.replica, version=publish.version)
         self._ground.lanes.keep(transfer.lane)
 
@@ -323,16 +325,20 @@ class Commits:
             version=publish.version,
             staging=self._ground.config.staging,
             digest=self.decided,
+            not_loaded=self._roster.take_unloaded(),
         )
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
         """Decide the version; the record is on disk before any member is told."""
+        self.steps.committed(*self.newest)  # perhaps of an earlier coordinator, and learned since
         self.latest, self.decided, self.committed = version, digest, payload
         self._decided_here = False
         self._ground.keeping.look(version)
         self._record("commit", version, digest)
         commit = self.commit_message()
         self._ground.out.extend(Send(state.member, commit) for state in self._roster)
+        if (fell := self.steps.committed(*self.newest)) is not None:
+            self._ground.out.append(fell)
 
     def _record(self, kind: Literal["commit", "abort"], version: int, digest: str = "") -> None:
         ground = self._ground
@@ -408,7 +414,7 @@ class Commits:
                 self._ground.send(state.member, wire.Discard(publish.version))
         self._verdict(publish, _snake(type(error).__name__), now)
 
-    def _verdict(self, publish: Publish, outcome: str, now: float, *, moved_nbytes: int = 0) -> None:
+    def _verdict(self, publish: Publish, outcome: str, now: float, transfer: Transfer | None = None) -> None:
         ground = self._ground
         self.publishes.end(publish, committed=publish.receipt is not None)
         end = wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error)
@@ -419,7 +425,8 @@ class Commits:
             outcome=outcome,
             seconds=now - publish.began_at,
             nbytes=publish.payload.nbytes if publish.payload is not None else 0,
-            moved_nbytes=moved_nbytes,
+            moved_nbytes=transfer.moved_nbytes if transfer is not None else 0,
+            moved_to=dict(transfer.moved_to) if transfer is not None else {},
             phases=receipt.phases if receipt is not None else {},
             members=len(receipt.members) if receipt is not None else 0,
             lost=tuple(publish.lost),
@@ -460,15 +467,17 @@ class Commits:
         """Go on without targets that are not ready in time, if others are.
 
         Late are those not ready after half of the time, or still reading the manifest
-        by then.
+        by then. In a later attempt those that were ready before have :data:`READY_S`.
         """
         transfer = publish.transfer
         if transfer is None or self._ground.config.on_lost == "raise":
             return
-        half = publish.moving_at + (publish.deadline - publish.moving_at) / 2
+        half = late = publish.moving_at + (publish.deadline - publish.moving_at) / 2
         if transfer.attempts > 1:
-            half = max(half, transfer.attempt.began_at + READY_S)
-        laggards = transfer.unready if now > half else transfer.slow_readers(half)
+            late = max(half, transfer.attempt.began_at + READY_S)
+        laggards = transfer.unready if now > late else transfer.slow_readers(late)
+        if now > half:
+            laggards |= transfer.silent
         others = laggards < transfer.needers or transfer.verified
         if laggards and others:
             waited = f"{now - publish.moving_at:.1f} s"

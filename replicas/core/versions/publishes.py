@@ -7,6 +7,10 @@ its turn, in the order in which they were packed. It ends in exactly one verdict
 every rank of the replica gets, also one that begins late. The states are those of
 :data:`replicas.core.membership.PUBLISH`. One that was begun under another coordinator
 is announced as *resumed*, with the version number that it had there.
+
+All ranks of one life of a replica count from the same number, whenever each of them
+joins: also a rank that joins when the others have published and left. It gets their
+verdicts, the last :data:`KEPT_VERDICTS` of them.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
+from replicas.core.members.member_state import Life
 from replicas.core.membership import PUBLISH, PublishState
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.transfers import Transfer
 from replicas.messages import Filled, Packed, PublishBegin, ReceiptData, WireError
-from replicas.messages.identity import Member
+from replicas.messages.identity import Member, ProcessIdentity
 
 __all__ = ["Publish", "Publishes"]
 
@@ -84,6 +89,20 @@ class Publish:
         return phases | ({"hold": hold_s} if hold_s else {})
 
 
+@dataclass(slots=True, eq=False)
+class _Count:
+    """How the ranks of one life of a replica count their publishes.
+
+    :ivar base: the replica's number when the life began.
+    :ivar ranks: those that have joined: for one that has left in good order its
+        process and its own count, by which it goes on if it joins again.
+    """
+
+    life: Life
+    base: int
+    ranks: dict[int, tuple[ProcessIdentity, int] | None] = field(default_factory=dict)
+
+
 class Publishes:
     """All publishes of a channel: numbering, agreement of ranks, the queue."""
 
@@ -94,49 +113,59 @@ class Publishes:
         """The newest version number ever given out."""
         self._known: OrderedDict[tuple[str, int, int], Publish] = OrderedDict()
         self._made: dict[tuple[str, int], int] = {}
-        self._bases: dict[tuple[str, int], tuple[int, set[int]]] = {}
-        self._counts: dict[Member, int] = {}
+        self._lives: dict[tuple[str, int], _Count] = {}
+        self._counts: dict[Member, tuple[ProcessIdentity, int]] = {}
+        """The process of each member, and the number that it has reached."""
+        self._forgotten: dict[tuple[str, int], int] = {}
+        """The newest number of each replica whose verdict is not kept any more."""
         self.queue: list[Publish] = []
         self.moving: Publish | None = None
 
     def count(self, group: str, replica: int) -> int:
         return self._made.get((group, replica), 0)
 
-    def joined(self, member: Member, *, first: bool) -> None:
+    def joined(self, member: Member, process: ProcessIdentity, life: Life) -> None:
         """Set the number from which a rank that joins counts its publishes.
 
-        Ranks join one after another, and the first may publish before the last has
-        joined: all of them count from the replica's number at the first join. A rank
-        that joins again goes on with the publish that the others wait for it with, else
-        with their next one.
-
-        :param first: no other rank of the replica is a member.
+        Ranks join one after another, and the first may publish, and leave, before the
+        last has joined: all of them count from the replica's number at the beginning of
+        their life. A process that has left, and joins again, goes on with its own
+        count; another process of a rank that was there before with the publish that the
+        others wait for it with, else with their next one.
         """
         replica = (member.group, member.replica)
-        if first:
-            self._bases[replica] = (self.count(*replica), set())
-        base, ranks = self._bases.get(replica, (0, set()))
-        if member.rank in ranks:
+        known = self._lives.get(replica)
+        if known is None or known.life is not life:
+            known = self._lives[replica] = _Count(life, self.count(*replica))
+        number = known.base
+        if member.rank in known.ranks:
+            before = known.ranks[member.rank]
             packing = [p for p in self.open() if (p.group, p.replica) == replica and p.state == "packing"]
             waiting = [p.asked.publish for p in packing if member.rank not in {m.rank for m in p.begun}]
-            base = min(waiting) - 1 if waiting else self.count(*replica)
-        self._counts[member] = base
-        ranks.add(member.rank)
+            if before is not None and before[0] == process:
+                number = before[1]
+            else:
+                number = min(waiting) - 1 if waiting else self.count(*replica)
+        self._counts[member] = process, number
+        known.ranks[member.rank] = None
 
     def came_back(self, member: Member, made: int) -> None:
         """Continue the count of a rank from another coordinator at ``made``."""
         replica = (member.group, member.replica)
-        base, ranks = self._bases.get(replica, (0, set()))
-        self._bases[replica] = (max(base, made), ranks)
-        self._counts[member] = made
+        known = self._lives[replica]
+        known.base = max(known.base, made)
+        self._counts[member] = self._counts[member][0], made
         self._made[replica] = max(made, self.count(*replica))
 
     def made(self, member: Member) -> int:
-        """Return the number from which this member counts its publishes."""
-        return self._counts.get(member, 0)
+        """Return the number of the member's last publish."""
+        return self._counts[member][1] if member in self._counts else 0
 
-    def left(self, member: Member) -> None:
-        self._counts.pop(member, None)
+    def left(self, member: Member, *, in_order: bool) -> None:
+        """Note that a member is gone."""
+        count = self._counts.pop(member, None)
+        if in_order and count is not None:
+            self._lives[member.group, member.replica].ranks[member.rank] = count
 
     def get(self, member: Member, number: int) -> Publish | None:
         return self._known.get((member.group, member.replica, number))
@@ -147,9 +176,20 @@ class Publishes:
     def begin(self, member: Member, message: PublishBegin, now: float) -> Publish:
         """Begin a publish, or join the one that another rank has begun.
 
-        :raises errors.ReplicasError: StaleVersion or RanksDisagree.
+        :raises errors.ReplicasError: StaleVersion, RanksDisagree, or Gone for one whose
+            verdict is not kept any more.
         """
         publish = self.get(member, message.publish)
+        replica = (member.group, member.replica)
+        process, made = self._counts[member]
+        self._counts[member] = process, max(made, message.publish)
+        if publish is None and message.publish <= self._forgotten.get(replica, 0):
+            raise errors.Gone(
+                f"publish {message.publish} of {member.replica_name} is long over: {member} joined too late for it",
+                channel=self._channel,
+                members=[member.name],
+                hint=f"join before the other ranks of the replica have published {KEPT_VERDICTS} more versions",
+            )
         if publish is None:
             version = self.numbered + 1 if message.version is None else message.version
             if version <= self.numbered and not message.resumed:
@@ -159,13 +199,13 @@ class Publishes:
                     version=version,
                 )
             self.numbered = max(self.numbered, version)
-            replica = (member.group, member.replica)
             publish = Publish(*replica, message, version, dict(message.meta), now, now + message.deadline_s)
             self._known[(*replica, message.publish)] = publish
             self._made[replica] = max(message.publish, self.count(*replica))
             over = [key for key, known in self._known.items() if known.over and key[:2] == replica]
             for key in over[:-KEPT_VERDICTS]:  # the last of each replica are kept, however often others publish
                 del self._known[key]
+                self._forgotten[replica] = max(self._forgotten.get(replica, 0), key[2])
         elif not self._agrees(publish, message):
             raise errors.RanksDisagree(
                 f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "

@@ -5,12 +5,14 @@ moment when the first of its ranks asks, provided that all its ranks are members
 hold it. Every rank is granted that version when it asks, and the next round opens only
 when all of them have loaded this one, so that two ranks differ only for the time of a
 load. The replica's loaded version is the one that *all* its ranks have loaded; while
-they differ it is 0. A rank that is lost, or fails to load, voids the round. The states
-are the table :data:`~replicas.core.membership.ROUND`.
+they differ it is 0. A rank that is lost, or fails to load, voids the round. One that
+*refuses* the version has loaded nothing of it: it keeps the one before, and takes part
+in the next round. The states are the table :data:`~replicas.core.membership.ROUND`.
 
 A rank that asks has no update open: with its ask it *gives back* a version that it was
 granted and has not looked at. As long as no rank has looked at a round's version, or
-loaded it, the round may take a newer one.
+loaded it, the round may take a newer one. A rank that has loaded it and left in good
+order has begun it, too: the others of its life get the same version.
 
 *At least.* A rank may ask for a version whose number, or a number in whose publisher's
 ``meta``, is not below a bound. A round opens only with a version that is enough for
@@ -18,6 +20,11 @@ loaded it, the round may take a newer one.
 with is not enough *declines* it: it asks again, for a newer one, and waits. When all
 ranks ask, so that none of them is loading it, the next round opens. While the ``meta``
 of the newest version is unknown here, no bound on it is met.
+
+*Again.* A rank whose own version meets its bound may ask for it again: a framework
+repeats a step, say. As long as no newer version is committed, it is granted that one at
+once, and so is every other rank of the replica that asks again, even if a newer one is
+committed meanwhile: they are *owed* it until they have asked once more.
 
 A round can advance only where a rank asks, and only when that replica, or the newest
 version, has changed: only such replicas, which are *due*, are looked at.
@@ -30,9 +37,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from replicas.core.effects import Effect, ReplicaLoaded, Send
+from replicas.core.effects import Effect, LoadFailed, ReplicaLoaded, Send
 from replicas.core.members.member_state import MemberState
 from replicas.core.membership import ROUND, RoundEvent, RoundState
+from replicas.core.versions.steps import number_in
 from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
 from replicas.messages.identity import Member
 
@@ -47,8 +55,20 @@ class Round:
     taken: set[Member] = field(default_factory=set)
     """Ranks that were granted it and have not reported the result yet."""
     asks: dict[Member, ReceiveAsk] = field(default_factory=dict)
+    again: set[Member] = field(default_factory=set)
+    """Ranks whose ask is met by the version that they have."""
+    owed: set[Member] = field(default_factory=set)
+    """Ranks that get ``version`` if they ask again, as another rank did."""
     loaded: int = 0
     """The version that all ranks serve; 0: none, or they differ."""
+    failed: int = 0
+    """The newest version of which a rank has reported that it failed to load it."""
+    failure: str = ""
+    """Why, in that rank's words."""
+    refused: bool = False
+    """Whether nothing of it was loaded."""
+    done: int = 0
+    """The version that a rank had loaded when it left in good order."""
 
     @property
     def partial(self) -> bool:
@@ -61,6 +81,7 @@ class Round:
     def assign(self, version: int) -> None:
         self.move("assign")
         self.version = version
+        self.owed.clear()
 
     def grant(self, member: Member) -> None:
         self.move("grant")
@@ -83,8 +104,8 @@ def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object
 
     With ``key``, the number by that name in its ``meta`` counts instead.
     """
-    found = meta.get(key) if key else version
-    return isinstance(found, (int, float)) and not isinstance(found, bool) and found >= at_least
+    found = number_in(meta, key) if key else version
+    return found is not None and found >= at_least
 
 
 class ReplicaView(NamedTuple):
@@ -95,7 +116,8 @@ class ReplicaView(NamedTuple):
 
     def begun(self, round_: Round) -> bool:
         """Return whether some rank may now look at the round's version or serves it."""
-        return bool(round_.taken) or any(state.loaded == round_.version for state in self.ranks)
+        loaded = (round_.done, *(state.loaded for state in self.ranks))
+        return bool(round_.taken) or round_.version in loaded
 
 
 class Rounds:
@@ -148,6 +170,10 @@ class Rounds:
         """Return whether the member waits for a grant."""
         return member in self._known(member.group, member.replica).asks
 
+    def has_open(self, member: Member) -> bool:
+        """Return whether the member was granted an update and has not reported it."""
+        return member in self._known(member.group, member.replica).taken
+
     def loading(self, group: str, replica: int) -> bool:
         """Return whether a round has begun to load and is not complete."""
         round_ = self._known(group, replica)
@@ -163,6 +189,13 @@ class Rounds:
         round_ = self.of(member.group, member.replica)
         round_.asks[member] = ask
         round_.taken.discard(member)
+        ranks = self._view(member.group, member.replica).ranks
+        if (ask.at_least or ask.key) and any(one.member == member and ask.after < one.loaded for one in ranks):
+            round_.again.add(member)
+        else:
+            round_.again.discard(member)
+            if member in round_.owed:
+                round_.owed.clear()  # it goes on without
         self._due.add((member.group, member.replica))
 
     def cancel_ask(self, member: Member, ask: int) -> None:
@@ -203,12 +236,27 @@ class Rounds:
                 round_.assign(version)
             self._settle(round_, state.member)
 
-    def failed(self, state: MemberState) -> None:
-        """A rank may have loaded half of a version."""
-        round_ = self._reported(state, 0)
-        if round_ is not None:
+    def failed(self, state: MemberState, version: int, why: str, *, kept: bool = False) -> None:
+        """A rank may have loaded half of a version; ``kept``: it has the one before."""
+        round_ = self._reported(state, state.loaded if kept else 0)
+        if round_ is None:
+            return
+        if version > round_.failed:  # of several ranks the first knows why
+            member = state.member
+            round_.failed, round_.failure, round_.refused = version, f"version {version} was not loaded: {why}", kept
+            self._out.append(LoadFailed(self._channel, member.group, member.replica, version, why, kept))
+        if not kept:
+            round_.refused = False
             round_.move("load_failed")
-            self._settle(round_, state.member)
+        self._settle(round_, state.member)
+
+    def refusals(self, version: int) -> dict[str, str]:
+        """Why replicas go on without this version, by name."""
+        return {
+            f"{group}/{replica}": round_.failure
+            for (group, replica), round_ in self._rounds.items()
+            if round_.refused and round_.failed >= version
+        }
 
     def _reported(self, state: MemberState, version: int) -> Round | None:
         """Take the result of a load; None: the rank carries no bytes."""
@@ -221,13 +269,16 @@ class Rounds:
         round_.taken.discard(state.member)
         return round_
 
-    def lost(self, state: MemberState) -> None:
-        """Remove a lost rank, which is out of the roster."""
+    def lost(self, state: MemberState, *, in_order: bool) -> None:
+        """Remove a lost rank, which is out of the roster; ``in_order``: it left."""
         member = state.member
         self._count(state, -1)
         round_ = self.of(member.group, member.replica)
         round_.asks.pop(member, None)
         round_.taken.discard(member)
+        round_.owed.discard(member)
+        if in_order and state.carries:
+            round_.done = max(round_.done, state.loaded)
         if not self._settle(round_, member).ranks:
             round_.move("emptied")
             del self._rounds[member.group, member.replica]
@@ -242,13 +293,16 @@ class Rounds:
         if loaded == round_.version > 0:
             if round_.state != "loaded":
                 round_.move("loaded_by_all")
+            if loaded >= round_.failed:
+                round_.failed, round_.failure, round_.refused = 0, "", False
         elif round_.state == "loaded":
             round_.move("torn")
         elif loaded > 0 and round_.partial:
             round_.move("all_alike")
         if loaded != round_.loaded:
             round_.loaded = loaded
-            self._out.append(ReplicaLoaded(self._channel, member.group, member.replica, loaded))
+            load_s = max((state.load_s for state in view.ranks), default=0.0) if loaded else 0.0
+            self._out.append(ReplicaLoaded(self._channel, member.group, member.replica, loaded, load_s))
         return view
 
     def advance(self, group: str, replica: int, newest: Newest) -> None:
@@ -261,6 +315,8 @@ class Rounds:
             round_.move("given_back")
         if round_.state != "loading" and any(state.draining for state in view.ranks):
             return  # ranks may load a version that others have begun with, but nothing new
+        if round_.state == "loaded" and self._given_again(round_, view, latest):
+            return
         asks = round_.asks.values()
         wanted = any(ask.after < latest for ask in asks) and all(newest.is_enough(ask) for ask in asks)
         if wanted and round_.version != latest and not self._in_progress(round_, view):
@@ -278,6 +334,27 @@ class Rounds:
                 del round_.asks[state.member]
                 round_.grant(state.member)
                 self._out.append(Send(state.member, ReceiveGrant(ask.ask, round_.version)))
+
+    def _given_again(self, round_: Round, view: ReplicaView, latest: int) -> bool:
+        """Grant the version that all serve to ranks that ask for it again.
+
+        True: no other one may be opened, as a rank is still owed it.
+        """
+        version = round_.version
+        asking = [state for state in view.ranks if state.member in round_.asks and state.member in round_.again]
+        if asking and not round_.owed and version == latest:
+            round_.owed = {state.member for state in view.ranks}
+        for state in asking:
+            if state.member not in round_.owed:
+                continue
+            if version not in state.held:
+                round_.owed.clear()
+                break
+            round_.owed.discard(state.member)
+            round_.taken.add(state.member)
+            ask = round_.asks.pop(state.member)
+            self._out.append(Send(state.member, ReceiveGrant(ask.ask, version)))
+        return bool(round_.owed)
 
     @staticmethod
     def _in_progress(round_: Round, view: ReplicaView) -> bool:

@@ -29,21 +29,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import tenacity
 
 from replicas import __version__
-from replicas.common import own_code
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.linux import place
+from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import pid_of, send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch, work_of
@@ -52,7 +51,7 @@ from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFaile
 
 __all__ = ["Forkserver", "OtherRelease", "Sidecar", "SidecarDied", "SidecarFailed", "Unbound"]
 
-logger = logging.getLogger("replicas.sidecar")
+logger = Log("replicas.sidecar")
 
 FORK_TIMEOUT_S = 4.0
 """A fork takes milliseconds: a forkserver that is silent and idle for 4 s is frozen,
@@ -363,11 +362,9 @@ def _start_helper() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     try:
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "replicas.sidecar.forkserver", "--fd", str(theirs.fileno())],
+                python_module("replicas.sidecar.forkserver", "--fd", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=own_code.findable(os.environ),
-                start_new_session=True,
+                **apart(os.environ),
             )
     except BaseException:
         ours.close()

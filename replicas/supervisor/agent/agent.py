@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -44,6 +43,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from replicas import __version__, errors
 from replicas.common.backoff import Backoff
+from replicas.common.logs import Log
 from replicas.core.lives.leases import BEAT_S, END_S, Tenancy, local_patience_s
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent import messages as wire
@@ -58,7 +58,7 @@ from replicas.supervisor.state.run_state import machine as scope
 
 __all__ = ["Agent", "Link"]
 
-log = logging.getLogger("replicas.agent")
+log = Log("replicas.agent")
 
 AGAIN = Backoff(0.05, 1.0)
 _UNREACHED = "the supervisor could not be reached"

@@ -8,17 +8,17 @@ descent and by their mark.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from replicas.common.logs import Log
 from replicas.linux.cgroups import LIMITS, RunCgroups, find_own
 from replicas.supervisor.agent.node import Node
 from replicas.supervisor.shim.orders import NodeSpec
 
 __all__ = ["Containment"]
 
-log = logging.getLogger("replicas.agent")
+log = Log("replicas.agent")
 
 
 class Containment:

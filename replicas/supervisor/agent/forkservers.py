@@ -22,7 +22,6 @@ A death signal ends it with its agent.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import signal
@@ -30,18 +29,19 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping
 
 from replicas import environ
-from replicas.common import own_code
 from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
+from replicas.common.logs import Log
+from replicas.linux.helpers import apart, python_module
 from replicas.linux.place import lasting
-from replicas.linux.processes import Child, python_module, room_for_mark
+from replicas.linux.processes import Child, room_for_mark
 from replicas.linux.sockets import SocketAddress
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
 from replicas.supervisor.agent.node import base_environment
 
 __all__ = ["TRIES", "Forkservers", "KeptForkserver", "start_forkserver"]
 
-log = logging.getLogger("replicas.agent")
+log = Log("replicas.agent")
 
 TRIES = 8
 AGAIN = Backoff(0.1, 6.4)
@@ -56,12 +56,10 @@ def start_forkserver(environment: Mapping[str, str], listener: int, ready: int) 
     options = ("--listener", str(listener), "--ready", str(ready))
     return subprocess.Popen(
         python_module("replicas.sidecar.forkserver", *options),
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
         stdout=2,
         stderr=2,
         pass_fds=(listener, ready),
-        start_new_session=True,
+        **apart(environment),
     )
 
 
@@ -180,8 +178,7 @@ class KeptForkserver:
         self._life.start(now)
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
-            environment = own_code.findable(self._environment)
-            self._child = Child(self._popen_with(environment, self._listener.fileno(), writer))
+            self._child = Child(self._popen_with(self._environment, self._listener.fileno(), writer))
         except OSError as error:
             os.close(reader)
             self._ended(f"cannot be started ({error}), or died,")

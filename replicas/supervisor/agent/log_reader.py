@@ -1,7 +1,13 @@
-"""Read the logs of a node for readers at the supervisor, one request at a time."""
+"""Read the logs of a node for readers at the supervisor, one request at a time.
+
+A reply is bounded in bytes as they travel (:data:`REPLY_NBYTES`): a line costs its
+names and escapes, too, so an empty one takes fifty bytes and a control character six.
+What does not fit is kept for the reader's next request.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import anyio.to_thread
@@ -11,9 +17,28 @@ from replicas import errors
 from replicas.control.log_files import Follower, LogLine, Selection
 from replicas.supervisor.agent.messages import LogQuery, LogReply
 
-__all__ = ["LogReader"]
+__all__ = ["REPLY_NBYTES", "LogReader"]
 
 _READERS_MAX = 64
+REPLY_NBYTES = 1 << 20
+"""One line may take more, and then comes alone: up to 7.6 MiB, of a frame's 8 MiB."""
+
+
+class _Reader:
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
+        self.waiting: deque[LogLine] = deque()
+        """Lines that did not fit into the reply before."""
+
+    def reply(self, number: int) -> LogReply:
+        body = bytearray()
+        while self.waiting and len(body) < REPLY_NBYTES:
+            line = msgspec.json.encode(self.waiting[0])
+            if body and len(body) + len(line) > REPLY_NBYTES:
+                break
+            body += line + b"\n"
+            self.waiting.popleft()
+        return LogReply(number=number, body=bytes(body))
 
 
 class LogReader:
@@ -21,33 +46,38 @@ class LogReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._followers: dict[int, Follower] = {}
+        self._readers: dict[int, _Reader] = {}
 
     async def answer(self, query: LogQuery) -> LogReply:
-        """The lines that a reader has not had yet, as JSON, one in each line."""
+        """The lines that a reader has not had yet, as JSON, one in each line.
+
+        One that is done asks until there is nothing more.
+        """
+        reader = self._readers.get(query.number)
         if query.selection is None:
-            follower = self._followers.pop(query.number, None)
-            rest = follower.rest() if follower is not None else []
-            if follower is not None:
-                follower.close()
-            return _reply(query, rest)
+            return LogReply(number=query.number) if reader is None else self._last(query.number, reader)
         try:
-            follower = self._followers.get(query.number) or self._open(query)
-            lines = await anyio.to_thread.run_sync(follower.poll)
+            reader = reader or self._open(query)
+            if not reader.waiting:
+                reader.waiting.extend(await anyio.to_thread.run_sync(reader.follower.poll))
         except errors.UsageError as error:
-            self._followers.pop(query.number, None)
+            self._readers.pop(query.number, None)
             return LogReply(number=query.number, error=error.message, hint=error.hint)
         except (OSError, msgspec.ValidationError) as error:
             return LogReply(number=query.number, error=f"the logs of this node cannot be read: {error}")
-        return _reply(query, lines)
+        return reader.reply(query.number)
 
-    def _open(self, query: LogQuery) -> Follower:
-        while len(self._followers) >= _READERS_MAX:  # of readers that went away without a word
-            self._followers.pop(next(iter(self._followers))).close()
+    def _last(self, number: int, reader: _Reader) -> LogReply:
+        reader.waiting.extend(reader.follower.rest())
+        reader.follower.close()
+        reply = reader.reply(number)
+        if not reader.waiting:
+            self._readers.pop(number, None)
+        return reply
+
+    def _open(self, query: LogQuery) -> _Reader:
+        while len(self._readers) >= _READERS_MAX:  # of readers that went away without a word
+            self._readers.pop(next(iter(self._readers))).follower.close()
         selection = msgspec.convert(query.selection, Selection)
-        follower = self._followers[query.number] = Follower(self._folder, selection)
-        return follower
-
-
-def _reply(query: LogQuery, lines: list[LogLine]) -> LogReply:
-    return LogReply(number=query.number, body=b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        reader = self._readers[query.number] = _Reader(Follower(self._folder, selection))
+        return reader

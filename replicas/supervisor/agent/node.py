@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import signal
 import socket
@@ -19,9 +18,11 @@ import anyio.to_thread
 
 from replicas import __version__, environ
 from replicas.common import own_code
+from replicas.common.logs import Log
 from replicas.common.patience import PAUSE_S, Silence
 from replicas.linux import cgroups, private
-from replicas.linux.processes import MARK, SHIM, command_line, python_module, send_signal, signal_name
+from replicas.linux.helpers import apart, python_module
+from replicas.linux.processes import MARK, SHIM, command_line, send_signal, signal_name
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.cleanup.sweeping import UNSEEN, Sweep
 from replicas.supervisor.logs.pump import is_pump
@@ -30,7 +31,7 @@ from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S, ExitReport, LogL
 
 __all__ = ["Node", "base_environment", "start_helper"]
 
-log = logging.getLogger("replicas.agent")
+log = Log("replicas.agent")
 
 _PING_INTERVAL_S = 1.0
 _SWEEP_S = 2.0
@@ -42,7 +43,7 @@ def base_environment() -> dict[str, str]:
     """This process's environment, without that of any torchrun or outer run."""
     return {
         name: value
-        for name, value in environ.without_torchrun(os.environ).items()
+        for name, value in environ.without_torchrun(own_code.rooted(os.environ)).items()
         if not name.startswith(("REPLICAS_", "REPLICA_")) or name == environ.ACCELERATOR
     }
 
@@ -62,12 +63,10 @@ def start_helper(
         keep += (lock,)
     return subprocess.Popen(
         python_module(module, "--control", str(control), "--parent", str(os.getpid()), *arguments),
-        env={**own_code.findable(os.environ), **(env or {})},
-        stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
         pass_fds=(control, *keep),
-        start_new_session=True,
+        **apart({**os.environ, **(env or {})}),
     )
 
 

@@ -9,7 +9,6 @@ back.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 
 from replicas import environ
+from replicas.common.logs import Log
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.forkservers import Forkservers
@@ -26,7 +26,7 @@ from replicas.supervisor.shim.orders import ExitReport, NodeSpec, OtherRelease
 
 __all__ = ["Shims"]
 
-log = logging.getLogger("replicas.agent")
+log = Log("replicas.agent")
 
 
 class _Shim:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
+from replicas.common.logs import Log
 from replicas.linux import private
 
 __all__ = ["TokenFile"]
 
-log = logging.getLogger("replicas.agent")
+log = Log("replicas.agent")
 
 
 class TokenFile:

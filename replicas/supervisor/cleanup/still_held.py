@@ -62,6 +62,10 @@ class HoldUps:
             self._emit(self._event(what=what, holder=holder, gave_up=gave_up, pid=pid, since=remains.since))
         return bool(new)
 
+    def wait(self, what: str) -> None:
+        """Show what its start waits for; empty: nothing."""
+        self._waits = what
+
     async def until_clear(self, old: Sequence[Belongings], pause: Callable[[float], Awaitable[bool]]) -> None:
         """Wait for the last generation's resources, as :func:`wait_clear` does."""
 

@@ -20,8 +20,10 @@ from replicas.linux.processes import signal_name
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, RankExit
 from replicas.telemetry.events import Event, LogLinesDropped, RankEnd, ReplicaExited
 
-__all__ = ["Cause", "FailureReports", "Health", "dropped", "exited", "line", "verdict"]
+__all__ = ["STOPPED", "Cause", "FailureReports", "Health", "dropped", "exited", "line", "verdict"]
 
+STOPPED = "stopped"
+"""How a generation that was asked to end has ended."""
 _MANY = 1000
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals from outside: the program's last line of output does not explain them."""
@@ -61,7 +63,7 @@ class Health:
         if view.progressed_s is not None and view.progressed_s > config.progress_timeout_s:
             return Cause("progress_timeout", f"no progress for {config.progress_timeout_s:g} s")
         if view.partial:
-            return Cause("load_timeout", "it loaded a version only in part")
+            return Cause("load_failed", f"it loaded a version only in part: {view.partial}")
         # A rank that has left is waited for only if others wait for it.
         overdue = not ready and self.was_ready and (not self.left or view.stranded)
         if overdue and now - self.unready_at > config.load_deadline_s:
@@ -118,12 +120,18 @@ def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLine
     )
 
 
-def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
-    """One line about this transition; empty: it tells nothing new."""
+def line(transition: Transition, *, resume_in_s: float, logs: Path | None) -> str:
+    """One line about this transition; empty: it tells nothing new.
+
+    :param logs: the folder of the run's logs; None: those of the replica are on another
+        machine.
+    """
     name = f"{transition.group}/{transition.replica}"
     again = f" (generation {transition.generation})" if transition.generation > 1 else ""
     reason = transition.reason
-    folder = logs / transition.group / str(transition.replica) / f"gen-{transition.generation}"
+    folder = f"replicas logs {name} -g {transition.generation}"
+    if logs is not None:
+        folder = f"{logs / transition.group / str(transition.replica)}/gen-{transition.generation}"
     match transition.event:
         case ReplicaEvent.START | ReplicaEvent.BACKOFF_ELAPSED:
             return f"{name}: starting{again}"
@@ -140,6 +148,8 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
             return f"{name}: {reason}; starting again {when}; logs: {folder}"
         case ReplicaEvent.GIVE_UP:
             return f"{name}: failed: {reason}; logs: {folder}"
+        case ReplicaEvent.STOPPED if reason.startswith(STOPPED):
+            return f"{name}: {reason}"
         case ReplicaEvent.FINISHED | ReplicaEvent.STOPPED:
             return f"{name}: {transition.event.value}"
         case ReplicaEvent.LEFT:

@@ -21,7 +21,9 @@ replicas ended. It can do that only where the earlier one's processes can be see
 agent of the same name elsewhere (another machine or boot, another pid namespace, such
 as another pod) waits for the earlier one's lease. A supervisor that takes a run over
 expects the nodes that its state names, with their shims, as if they were away, and for
-as long as the lease that they were given.
+as long as the lease that they were given. The agent of another supervisor's own machine
+cannot come back to this one: what it has ends with its lease. What no state names is
+waited for, too (:mod:`replicas.supervisor.fleet.awaited`).
 """
 
 from __future__ import annotations
@@ -29,30 +31,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import math
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
+import msgspec
+
 from replicas.common.foreign import one_line
+from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.status import NodeStatus
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.messages import Hello, Order, ShimState
+from replicas.supervisor.fleet.awaited import Awaited
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.resources import Machine, Resources
 from replicas.supervisor.shim.orders import ExitReport, Malformed, NodeSpec
+from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord
 from replicas.telemetry.events import Event, NodeChanged
 
 __all__ = ["Cluster", "Link", "Site"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 _SILENT_S = 3.5 * BEAT_S
 _DRAINED = "the node is drained"
+NODES_MAX = 4096
 State = Literal["up", "away", "lost"]
 Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
 
@@ -83,6 +90,18 @@ class Site(Protocol):
 
     def leaving(self, node: str, reason: str) -> None:
         """Drain a node that is about to be taken away."""
+        ...
+
+    def new_token(self) -> wire.NewToken:
+        """The present tokens of the run."""
+        ...
+
+    def is_own(self, hello: wire.Hello) -> bool:
+        """Whether it is the agent that this supervisor has started, or taken over."""
+        ...
+
+    def write_leases(self, leases: Sequence[Lease]) -> None:
+        """Have these leases on disk. OSError: it cannot be done."""
         ...
 
     def nodes_changed(self) -> None:
@@ -132,10 +151,12 @@ class Cluster:
 
     :param local: name of the supervisor's own node.
     :param lease_s: time after which a node of which nothing is heard is lost.
+    :param outlives_s: for how long the own node's processes may outlive the supervisor.
     """
 
-    def __init__(self, site: Site, *, local: str, lease_s: float) -> None:
-        self._site, self._local, self._lease_s = site, local, lease_s
+    def __init__(self, site: Site, *, local: str, lease_s: float, outlives_s: float = 0.0) -> None:
+        self._site, self._local, self._lease_s, self._outlives_s = site, local, lease_s, outlives_s
+        self.awaited = Awaited(site.write_leases)
         self._members: dict[str, _Member] = {}
         self._loop = asyncio.get_running_loop()
         self._clock = PauseClock(math.inf)
@@ -193,13 +214,22 @@ class Cluster:
             nonce, member.name, member.send, changed, start=start, local=member.local, unheard_s=unheard_s
         )
 
-    def expect(self, agents: Iterable[AgentRecord], shims: Iterable[ShimRecord]) -> dict[str, ShimHandle]:
-        """Expect the nodes and shims of an earlier supervisor; handles by mark."""
+    def expect(
+        self, agents: Iterable[AgentRecord], shims: Iterable[ShimRecord], scope: str = ""
+    ) -> dict[str, ShimHandle]:
+        """Expect the nodes and shims of an earlier supervisor; handles by mark.
+
+        :param scope: in which the agent of its own machine can be this one's, too.
+        """
         now = self._loop.time()
         elsewhere: set[str] = set()
+        gone: set[str] = set()
         for agent in agents:
             elsewhere |= {*agent.elsewhere}
-            member = self._members[agent.node] = _Member(agent.node, local=agent.local, now=now)
+            if agent.local and agent.scope != scope:
+                gone.add(agent.node)
+            local = agent.local and agent.node == self._local
+            member = self._members[agent.node] = _Member(agent.node, local=local, now=now)
             member.incarnation, member.process, member.scope = agent.incarnation, agent.process, agent.scope
             member.lease_s = max(agent.lease_s, self._lease_s)
             member.drain = next(self._drains) if agent.draining else 0
@@ -213,7 +243,7 @@ class Cluster:
             if shim.process is not None:
                 handle.pid, handle.start_time = shim.process.pid, shim.process.start_time
             found[shim.nonce] = handle
-            if shim.nonce in elsewhere:
+            if shim.nonce in elsewhere or owner.name in gone:
                 self._wait_for_lease(owner, {shim.nonce: handle}, since=now)
             else:
                 owner.handles[shim.nonce] = handle
@@ -228,7 +258,7 @@ class Cluster:
         :param seen_at: the address from which it came.
         :return: the name of its node; empty: it was refused.
         """
-        if refusal := self._refusal(hello, local=local):
+        if refusal := self._refusal(hello, local=local) or self._ungranted(hello, local=local):
             link.send(wire.encode(refusal))
             return ""
         now, name = self._loop.time(), hello.node
@@ -240,7 +270,7 @@ class Cluster:
         before, again = member.state, member.incarnation == hello.incarnation
         if not again:
             self._inherit(member, hello.scope)
-        member.scope, member.lease_s = hello.scope, self._lease_s
+        member.scope, member.lease_s = hello.scope, self._outlives_s if local else self._lease_s
         member.incarnation, member.link, member.heard_at, member.state = hello.incarnation, link, now, "up"
         member.process = ProcessRecord(hello.pid, hello.start_time)
         member.local, member.release, member.labels = local, hello.release, dict(hello.labels)
@@ -252,7 +282,10 @@ class Cluster:
         if released := hello.incarnation in self._released:
             member.drain = member.drain or next(self._drains)
         member.send(self._site.welcome(local=local))
+        if not local:
+            member.send(self._site.new_token())  # it may have been away when they were replaced
         self._compare(member, hello.shims)
+        self._settle(member)
         if member.cleaning:
             member.send(wire.Clean(tuple(one.left for one in member.cleaning.values())))
         if released:
@@ -267,6 +300,10 @@ class Cluster:
         if hello.protocol != wire.PROTOCOL:
             text = f"this agent speaks protocol {hello.protocol}, the supervisor {wire.PROTOCOL}: install one release"
             return wire.Refused(message=text)
+        if hello.node not in self._members and len(self._members) >= NODES_MAX:
+            return wire.Refused(message=f"a run has {NODES_MAX:,} nodes at most", again=True)
+        if local and not self._site.is_own(hello):
+            return wire.Refused(message="another agent of this machine has taken the place of this one")
         member = self._members.get(hello.node)
         if member is not None and member.incarnation != hello.incarnation:
             if member.local != local:
@@ -274,6 +311,25 @@ class Cluster:
             if member.state == "up" and self._loop.time() - member.heard_at < _SILENT_S:
                 return wire.Refused(message=f"node {hello.node} has an agent already ({member.address})", again=True)
         return None if local else self._offered_twice(hello)
+
+    def _ungranted(self, hello: Hello, *, local: bool) -> wire.Refused | None:
+        """The refusal of an agent whose lease cannot be written down."""
+        lease_s = self._outlives_s if local else self._lease_s
+        if not lease_s:  # it ends with this supervisor, which nobody follows before
+            return None
+        lease = Lease(
+            node=hello.node,
+            incarnation=hello.incarnation,
+            local=local,
+            scope=hello.scope,
+            lease_s=lease_s,
+            process=ProcessRecord(hello.pid, hello.start_time) if local else None,
+        )
+        problem = self.awaited.grant(lease)
+        if problem:
+            log.error("node %s is not taken: its lease cannot be written down: %s", hello.node, problem)
+            return wire.Refused(message=f"the supervisor cannot write its lease down: {problem}", again=True)
+        return None
 
     def _offered_twice(self, hello: Hello) -> wire.Refused | None:
         """The refusal of an agent whose GPUs another agent beside it offers."""
@@ -305,8 +361,10 @@ class Cluster:
     @staticmethod
     def _wait_for_lease(member: _Member, handles: dict[str, ShimHandle], *, since: float) -> None:
         """Have shims of an agent elsewhere end with its lease."""
-        member.elsewhere.append((since + lost_after_s(member.lease_s), handles))
+        until = since + lost_after_s(member.lease_s)
+        member.elsewhere.append((until, handles))
         for handle in handles.values():
+            handle.over_at = until
             handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
 
     def _compare(self, member: _Member, states: tuple[ShimState, ...]) -> None:
@@ -318,6 +376,7 @@ class Cluster:
                 self._state(member, state)
             elif handle.start is None and not handle.gone.is_set():
                 handle.end(ExitReport("node", text=f"node {member.name} has lost it"))
+                del member.handles[nonce]
             for order in handle.again(known=state is not None):
                 member.send(order)
         for state in told.values():
@@ -325,16 +384,31 @@ class Cluster:
 
     def _state(self, member: _Member, state: ShimState) -> None:
         handle = member.handles.get(state.nonce)
+        if handle is None and not state.gone:  # of a replica that runs elsewhere by now, or of another supervisor
+            handle = self._stranger(member, state)
         if handle is not None:
             handle.start = None
             self._read(handle.take, state)
-        elif not state.gone:
-            member.send(wire.Stop(nonce=state.nonce, timeout_s=0.0))  # of a replica that runs elsewhere by now
         if state.gone:
             member.handles.pop(state.nonce, None)
             member.send(wire.Forget(state.nonce))
             if member.drain:
                 self._site.nodes_changed()
+
+    def _stranger(self, member: _Member, state: ShimState) -> ShimHandle:
+        if len(member.handles) >= wire.SHIMS_MAX:
+            raise msgspec.DecodeError(f"it names more than {wire.SHIMS_MAX:,} shims")
+
+        def changed() -> None:
+            if handle.gone.is_set() and member.state != "lost":
+                self._offer(member)
+                self._site.nodes_changed()
+
+        handle = member.handles[state.nonce] = self._handle(state.nonce, member, changed)
+        self.awaited.stranger(state, handle)
+        handle.stop(0.0)
+        self._offer(member)
+        return handle
 
     @staticmethod
     def _read(take: Callable[[ShimState], None], state: ShimState) -> None:
@@ -368,6 +442,7 @@ class Cluster:
                 for nonce in nonces:
                     if (left := member.cleaning.pop(nonce, None)) is not None:
                         left.end(ExitReport("node", text=f"the agent of node {member.name} died"))
+                self._settle(member)
             case wire.Leaving(reason):
                 self._site.leaving(node, one_line(reason))
             case wire.LogReply(number=number) | wire.Examined(number=number):
@@ -385,7 +460,7 @@ class Cluster:
         member.link = None
         self._hung_up.set()
         if member.incarnation in self._released and not member.living:
-            self._lose(member, "it was drained")
+            self._lose(member, "its agent has left", shown="drained")
             del self._members[node]
         else:
             self._away(member)
@@ -411,13 +486,27 @@ class Cluster:
                 if member.incarnation in self._released:
                     del self._members[member.name]
 
-    @staticmethod
-    def _end_elsewhere(member: _Member, now: float) -> None:
+        if self.awaited.tick(now):
+            self._site.say("all leases of an earlier supervisor are over")
+            self._site.nodes_changed()
+
+    def _end_elsewhere(self, member: _Member, now: float) -> None:
         """Take what an agent of that name had elsewhere for ended, with its lease."""
         over = [handles for until, handles in member.elsewhere if now > until]
         member.elsewhere = [(until, handles) for until, handles in member.elsewhere if now <= until]
         for handle in itertools.chain(*(handles.values() for handles in over)):
             handle.end(ExitReport("node", text=f"the agent of node {member.name} died"))
+        if over:
+            self._settle(member)
+
+    def _settle(self, member: _Member) -> None:
+        """Forget leases of earlier agents of the node of which nothing is left."""
+        if not (member.elsewhere or member.cleaning):
+            self.awaited.end(member.name, but=member.incarnation)
+
+    def blocks(self, group: str, replica: int) -> str:
+        """What a replica must not start before, as in "waits ..."; empty: nothing."""
+        return self.awaited.blocks(group, replica, self._loop.time())
 
     def silent_s(self, node: str) -> float:
         """Seconds since a beat of this node."""
@@ -429,14 +518,15 @@ class Cluster:
         if (member := self._members.get(node)) is not None and member.state != "lost":
             self._lose(member, reason)
 
-    def _lose(self, member: _Member, reason: str) -> None:
+    def _lose(self, member: _Member, reason: str, *, shown: str = "lost") -> None:
         before, member.state = member.state, "lost"
         if member.link is not None:
             member.link.close()
             member.link = None
         lost, member.handles, member.cleaning, member.elsewhere = member.living, {}, {}, []
+        self.awaited.end(member.name)
         self._offer(member)
-        self._changed(member, before, reason)
+        self._changed(member, before, reason, shown=shown)
         for handle in lost:
             handle.end(ExitReport("node", text=f"node {member.name} was lost: {reason}"))
 
@@ -444,18 +534,20 @@ class Cluster:
         resources = self._site.resources
         if member.state == "lost":
             resources.withdraw(member.name)
-        elif not member.local:
-            is_open = member.state == "up" and not member.drain
+            return
+        is_open = member.state == "up" and not member.drain and not self.awaited.strangers_on(member.name)
+        if not member.local:
             resources.offer(member.name, member.machine, member.labels, open=is_open)
         else:
-            resources.open(member.name, member.state == "up" and not member.drain)
+            resources.open(member.name, is_open)
 
-    def _changed(self, member: _Member, before: State, reason: str = "") -> None:
+    def _changed(self, member: _Member, before: State, reason: str = "", *, shown: str = "") -> None:
+        after = shown or member.state
         if member.state != before and not self._over and not (member.local and member.state == "up"):
             self._site.emit(
-                NodeChanged(node=member.name, before=before, after=member.state, reason=reason, address=member.address)
+                NodeChanged(node=member.name, before=before, after=after, reason=reason, address=member.address)
             )
-            self._site.say(f"node {member.name}: {member.state}{': ' if reason else ''}{reason}")
+            self._site.say(f"node {member.name}: {after}{': ' if reason else ''}{reason}")
         self._site.nodes_changed()
 
     # ------------------------------------------------------------ orders of people
@@ -511,11 +603,25 @@ class Cluster:
             if member.state == "lost":
                 del self._members[node]
 
-    def tell_tokens(self, member: str, operator: str) -> None:
-        """Give the agents of other machines other tokens."""
+    def living(self) -> list[str]:
+        """The nodes on which something may be left."""
+        return [name for name, member in self._members.items() if member.living]
+
+    def tell_tokens(self) -> None:
+        """Give the agents of other machines the present tokens."""
         for node in self._members.values():
             if not node.local:
-                node.send(wire.NewToken(member, operator))
+                node.send(self._site.new_token())
+
+    def unreached(self) -> tuple[str, ...]:
+        """The nodes that may run on, and do not hear of another token now."""
+        now = self._loop.time()
+        silent = [
+            one.name
+            for one in self._members.values()
+            if not one.local and one.state != "lost" and (one.state == "away" or now - one.heard_at > 2 * BEAT_S)
+        ]
+        return tuple(dict.fromkeys((*silent, *(node for node in self.awaited.nodes() if node != self._local))))
 
     def over(self, reason: str = "the run is over") -> None:
         """Have all agents end what is left, and themselves."""
@@ -538,8 +644,8 @@ class Cluster:
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
         """The reply of this node's agent. TimeoutError: it is away, or silent."""
         member = self._members.get(node)
-        if member is None or member.link is None:
-            raise TimeoutError(f"node {node} is not connected")
+        if member is None or member.link is None or member.state != "up":
+            raise TimeoutError(f"node {node} is away")
         asked: asyncio.Future[Reply] = self._loop.create_future()
         self._replies[kind, query.number] = asked
         member.send(query)

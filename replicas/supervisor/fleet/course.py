@@ -17,7 +17,7 @@ from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import GENERATION, GENERATION_ACTIONS, Asked, CourseInput, CourseState
 from replicas.core.lives.lifecycle import Lifecycle
 from replicas.supervisor.cleanup.still_held import HoldUps
-from replicas.supervisor.fleet.causes import Cause, dropped, exited, verdict
+from replicas.supervisor.fleet.causes import STOPPED, Cause, dropped, exited, verdict
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.shim.generation import STUCK_S, Generation, Host, ShimStarter
 from replicas.telemetry.events import StacksSaved
@@ -25,6 +25,7 @@ from replicas.telemetry.events import StacksSaved
 __all__ = ["Course", "Owner", "new_turns"]
 
 TURN_S = 2.0
+DISK_AGAIN_S = 1.0
 _TURNS_FOR_EACH_CORE = 2
 
 
@@ -49,6 +50,7 @@ class Owner(Protocol):
     life: Lifecycle
     last_exit: str
     cause: Cause | None
+    cut: bool
 
     @property
     def asked(self) -> Asked: ...
@@ -97,7 +99,7 @@ class Course:
                 if generation.started or generation.reports:
                     turn_over()
                 generation.press()
-                if self.hold_ups.remain(generation.remains):
+                if self.hold_ups.remain(generation.remains) or (generation.awaits and owner.life.state != "draining"):
                     owner.held_up()
         finally:
             turn_over()
@@ -112,10 +114,18 @@ class Course:
             return lambda: None
         owner, turn_over = self._owner, await _turn(turns)
         owner.life.launched(self._now())
+        while self.state == "waiting":
+            problem = self.generation.prepare(owner.group, owner.life.replica, owner.life.generation)
+            self.hold_ups.wait(f"waits for room on the disk of the state folder ({problem})" if problem else "")
+            if not problem:
+                break
+            turn_over()
+            await self._pause(DISK_AGAIN_S)
         if self.state != "waiting":
             return turn_over
+        owner.life.launched(self._now())
         try:
-            self.generation.start(owner.group, owner.life.replica, owner.life.generation)
+            self.generation.start()
             self.take("launched")
         except OSError as error:
             owner.fall(Cause("lost", f"a shim cannot be started: {error}"))
@@ -200,7 +210,10 @@ class Course:
         if own is not None and owner.asked == "nothing":
             owner.fall(own)
         number, cause = owner.life.generation, owner.cause
-        owner.last_exit = cause.text if cause is not None else "finished" if owner.asked == "nothing" else "stopped"
+        owner.last_exit = cause.text if cause is not None else "finished" if owner.asked == "nothing" else STOPPED
+        if owner.asked not in ("nothing", "fault") and (cut_s := max((one.cut_s for one in reports), default=0.0)):
+            owner.last_exit += f": killed, as it had not ended {cut_s:g} s after SIGTERM"
+            owner.cut = owner.asked == "end_run"
         stuck = cause is not None and cause.reason.endswith("timeout")
         if stuck and any(node.last_stacks for node in generation.nodes):
             (group, replica), reason = self._key, owner.last_exit

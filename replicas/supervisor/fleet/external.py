@@ -98,7 +98,7 @@ class External(Replica):
             if self._host.coordinator.recovering or not self._is_another(joined):
                 return False
             self._end_life(ReplicaEvent.RESTART, "its drained program has ended")
-        self._waits_for = "its program, which others start, to join"
+        self._waits_for = "for its program, which others start, to join"
         if joined and self.life.state == "pending":
             self._seen = joined
             self._apply(ReplicaEvent.START)

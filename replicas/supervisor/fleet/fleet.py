@@ -9,8 +9,9 @@ over:
 * with exit code 0 when the groups of ``stop_when``, or all groups, have finished;
 * with exit code 2 when ``cluster.min_nodes`` nodes have not joined in time;
 * with exit code 1 when a group's failures end the run: its ``on_failure`` says so, or
-  fewer than ``min_ready`` of its replicas are left. A group that the end of the run
-  waits for ends it in any case when none of its replicas is left.
+  fewer than ``min_ready`` of its replicas are left, or of a channel's targets none
+  (``least_left``). A group that the end of the run waits for ends it in any case when
+  none of its replicas is left.
 
 A group that is scaled to 0 rests; it has not finished.
 
@@ -45,7 +46,7 @@ from replicas.config.structs import Config, GroupConfig
 from replicas.control.exit_codes import DONE, FAILED, USAGE
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
-from replicas.core.lives.ordering import is_good, start_levels, unmet, within
+from replicas.core.lives.ordering import is_good, least_left, start_levels, unmet, within
 from replicas.core.lives.placement import Share
 from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
@@ -56,7 +57,7 @@ from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
 from replicas.supervisor.fleet.resources import Resources
-from replicas.supervisor.shim.generation import Ground, ShimStarter
+from replicas.supervisor.shim.generation import Ground, ShimStarter, Starts
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
 from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled, Transition
 
@@ -65,6 +66,7 @@ __all__ = ["Adopted", "Fleet"]
 TICK_S = 0.25
 _SETTLE_S = 0.75
 _DIGITS = 7
+_NAMED = 10
 
 
 Adopted = Mapping[tuple[str, int], tuple[int, list[ShimRecord], list[ShimHandle]]]
@@ -94,6 +96,7 @@ class Fleet:
         saved: Mapping[str, SavedGroup] | None = None,
         wall: float = 0.0,
         start_shim: ShimStarter,
+        starts: Starts,
         rng: random.Random | None = None,
         adopted: Adopted | None = None,
     ) -> None:
@@ -102,6 +105,7 @@ class Fleet:
         self._ground = ground
         self.state, self.coordinator = ground.state, ground.coordinator
         self.environment, self.emit, self.say = ground.environment, ground.emit, ground.say
+        self.starts = starts
         self._start_shim = start_shim
         self._turns = new_turns()
         self._rng = rng
@@ -228,7 +232,7 @@ class Fleet:
         if self._short_since is not None and now - self._short_since > timeout_s:
             self._finish(USAGE, str(resources.too_few(timeout_s)))
             return
-        failures = [group.failure for group in self.groups.values() if group.failure]
+        failures = [text for one in self.groups.values() if (text := one.failure(least_left(self.config, one.config)))]
         named = [name for name in self.config.run.stop_when if name in self.groups]
         ours = [name for name, group in self.groups.items() if not group.config.external]
         wanted = named or [name for name in ours if self.groups[name].size]  # a group scaled to 0 only rests
@@ -245,6 +249,22 @@ class Fleet:
         self.exit_code, self.ended_by = code, words
         self.say(words)
         self.over.set()
+
+    @property
+    def cut(self) -> list[str]:
+        """Replicas that did not end in time when the run ended."""
+        return [replica.name for replica in self.all() if replica.cut]
+
+    @property
+    def words_of_cut(self) -> str:
+        names = self.cut
+        many = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return f"killed or left behind, as not ended in time: {', '.join(names[:_NAMED])}{many}" if names else ""
+
+    @property
+    def words_of_end(self) -> str:
+        """Why the run is over, and what did not end in time."""
+        return "; ".join(filter(None, (self.ended_by, self.words_of_cut)))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for ``condition``, which is checked after each look of the monitor."""
@@ -267,9 +287,13 @@ class Fleet:
 
     # ------------------------------------------------------------ state
 
-    def save(self) -> None:
+    def save(self, *, order: bool = False) -> bool:
+        """Save the run's state now; False: the disk does not take it.
+
+        :raises replicas.errors.WorldError: that, for an ``order``, which is refused.
+        """
         self._unsaved = False
-        self._ground.save()
+        return self._ground.save(order=order)
 
     def saved(self, wall: float) -> dict[str, SavedGroup]:
         """The groups' state to save; ``wall``: the time of day, in seconds."""
@@ -324,16 +348,23 @@ class Fleet:
     def waits_for(self, group: str, replica: int) -> str:
         one = self.groups[group]
         if self._held_back(one):
-            return f"the other replicas of {group}"
+            return f"for the other replicas of {group}"
         needed = {name: other.needed for name, other in self.groups.items()}
         missing = unmet(one.config, needed, {name: other.staying for name, other in self.groups.items()})
-        return ", ".join(missing) if missing else self._ground.resources.take(one.config, replica)
+        return f"for {', '.join(missing)}" if missing else self._place(one, replica)
 
     def may_resume(self, group: str, replica: int) -> str:
         one = self.groups[group]
         if self._held_back(one):
-            return f"the other replicas of {group}"
-        return self._ground.resources.take(one.config, replica)
+            return f"for the other replicas of {group}"
+        return self._place(one, replica)
+
+    def _place(self, group: Group, replica: int) -> str:
+        """Give the replica its share; what it waits for instead, as in "waits ..."."""
+        if waits := self.starts.blocks(group.config.name, replica):
+            return waits
+        lacks = self._ground.resources.take(group.config, replica)
+        return f"for {lacks}" if lacks else ""
 
     def _held_back(self, group: Group) -> bool:
         """Whether the group restarts as a whole, and it is not yet time."""
@@ -389,7 +420,13 @@ class Fleet:
         Of an external group only the expected number changes, for others to see.
         """
         group = self.group(name)
-        before, group.size, group.configured = group.size, replicas, group.config.replicas
+        before, configured = group.size, group.configured
+        group.size, group.configured = replicas, group.config.replicas
+        try:
+            self.save(order=True)
+        except errors.WorldError:
+            group.size, group.configured = before, configured
+            raise
         self.resize(name)
         if before != replicas:
             self.emit(Scaled(group=name, before=before, after=replicas))
@@ -465,6 +502,7 @@ class Fleet:
         if group.config.external:
             text = f"group {group.config.name} is started by others"
             raise errors.UsageError(text, hint="restart its programs where they were started")
+        self.save(order=True)  # a start that cannot be noted would have to wait
         self.emit(RestartAsked(target=target, rolling=rolling))
         if rolling:
             await self.roll(group, replicas, REQUESTED)
@@ -518,6 +556,7 @@ class Fleet:
         """
         chosen = self.targets(target)
         self.refuse_while_draining()
+        self.save(order=True)
         now, groups = self._loop.time(), {replica.group.name: self.groups[replica.group.name] for replica in chosen}
         spent = tuple(name for name, group in groups.items() if group.rules.spent(now) or group.failed is not None)
         for name in spent:
@@ -526,7 +565,7 @@ class Fleet:
         if names and self.exit_code == FAILED:
             self.exit_code, self.ended_by = None, ""
             self.over.clear()
-        self.save()
+        self.save(order=True)
         if spent or names:
             self.emit(FailedReset(replicas=names, groups=spent))
             full = f"full restart budget for {', '.join(spent)}" if spent else ""
@@ -543,9 +582,11 @@ class Fleet:
         """
         if target is not None:
             chosen, began = self.targets(target), self._loop.time()
+            self.save(order=True)
             self.emit(Draining(target=target, hurry=hurry))
             for replica in chosen:
                 replica.halt(0.0 if hurry else None)
+            self.save(order=True)
             # One may be restarted meanwhile.
             await self.until(lambda: all(one.resting or one.over.is_set() or not one.unwanted for one in chosen))
             self.emit(Drained(target=target, seconds=self._loop.time() - began))

@@ -136,11 +136,11 @@ class Group:
 
     @property
     def states(self) -> dict[int, ReplicaState]:
-        return {index: replica.life.state for index, replica in sorted(self.replicas.items())}
+        return {index: replica.state for index, replica in sorted(self.replicas.items())}
 
     @property
     def staying(self) -> list[ReplicaState]:
-        return [replica.life.state for replica in self.replicas.values() if not replica.leaving]
+        return [replica.state for replica in self.replicas.values() if not replica.leaving]
 
     @property
     def finished(self) -> bool:
@@ -167,10 +167,12 @@ class Group:
     def failed(self) -> Replica | None:
         return next((one for one in self.replicas.values() if one.life.state == "failed"), None)
 
-    @property
-    def failure(self) -> str:
-        """Why the run cannot go on after the failures here; empty: it can."""
-        ends = self.config.on_failure == "run" or is_lost(self.staying, self.config.min_ready)
+    def failure(self, least: int) -> str:
+        """Why the run cannot go on after the failures here; empty: it can.
+
+        :param least: how many replicas must be left.
+        """
+        ends = self.config.on_failure == "run" or is_lost(self.staying, least)
         return self.words_of_failure() if ends and self.failed is not None else ""
 
     @property
@@ -191,16 +193,18 @@ class Group:
 
     def status(self, now: float) -> GroupStatus:
         """A snapshot; ``now`` in seconds of the loop's clock."""
+        replicas = tuple(replica.status(now) for _, replica in sorted(self.replicas.items()))
+        limit, cycles = self.config.restart.no_progress_cycles, max((one.cycles for one in replicas), default=0)
         return GroupStatus(
             name=self.config.name,
             launcher=self.config.launcher,
             size=self.size,
             world_size=self.config.world_size,
-            replicas=tuple(replica.status(now) for _, replica in sorted(self.replicas.items())),
+            replicas=replicas,
             restarts=self.restarts_by_reason(),
             restart_budget_remaining_ratio=self.rules.remaining_ratio(now),
-            no_progress_cycles=self.config.restart.no_progress_cycles,
-            no_progress_remaining_ratio=self.rules.no_progress_remaining_ratio,
+            no_progress_cycles=limit,
+            no_progress_remaining_ratio=max(0.0, 1.0 - cycles / limit) if limit else 1.0,
             on_failure=self.config.on_failure,
             min_ready=self.config.min_ready,
         )

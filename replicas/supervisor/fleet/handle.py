@@ -61,6 +61,8 @@ class ShimHandle:
         """Stacks by ``group/replica/rank``, as last saved."""
         self.losses: list[LogLoss] = []
         """Lost log lines that are not reported yet; the reader takes them out."""
+        self.over_at: float | None = None
+        """When its lease is over, on the loop's clock; None: its agent will tell."""
         self.stopping = False
         """Whether it was told to end, by this supervisor or an earlier one."""
         self._remains: Remains | None = None

@@ -13,25 +13,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
 
 from replicas import errors
-from replicas.common import own_code
 from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
+from replicas.common.logs import Log
 from replicas.common.patience import Patience, PauseClock
 from replicas.core.lives.leases import BEAT_S, FROZEN_S
-from replicas.linux.processes import python_module, send_signal
+from replicas.linux.helpers import apart, python_module
+from replicas.linux.processes import send_signal
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.state.run_state import ProcessRecord
 
 __all__ = ["AGENT", "LocalAgent"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 AGENT = "replicas.supervisor.agent.local"
 AGAIN = Backoff(0.05, 5.0)
@@ -98,10 +98,8 @@ class LocalAgent:
     def _spawn(self) -> None:
         self._popen = subprocess.Popen(
             python_module(AGENT, "--parent", str(os.getpid()), *self._arguments),
-            env=own_code.findable(os.environ),
-            stdin=subprocess.DEVNULL,
             pass_fds=self._keep,
-            start_new_session=True,
+            **apart(os.environ),
         )
         self._watch(self._popen.pid, os.pidfd_open(self._popen.pid))
 

@@ -1,7 +1,11 @@
-"""Read the logs of a run from all of its nodes, through their agents."""
+"""Read the logs of a run from all of its nodes, through their agents.
+
+All nodes are read at the same time: one that is frozen delays the lines of no other.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from replicas import errors
-from replicas.control.log_files import FolderReader, LogLine, LogReader, Selection
+from replicas.control.log_files import POLL_S, FolderReader, LogLine, LogReader, Selection
 from replicas.supervisor.agent.messages import LogQuery, LogReply
 from replicas.supervisor.fleet.cluster import Cluster
 
@@ -44,10 +48,13 @@ class _NodeReader:
         if not self._begun:
             return []
         self._begun = False
+        found: list[LogLine] = []
         try:
-            return await self._ask(None)
+            while lines := await self._ask(None):  # as much as a reply holds, until nothing is left
+                found += lines
         except (TimeoutError, errors.UsageError):
-            return []  # the agent closes the files of readers that are gone
+            pass  # the agent closes the files of readers that are gone
+        return found
 
     async def _ask(self, selection: dict[str, object] | None) -> list[LogLine]:
         reply = await self._cluster.ask(self._node, LogQuery(number=self._number, selection=selection), LogReply)
@@ -68,29 +75,50 @@ class NodesReader:
         self._newest = newest
         self._readers: list[LogReader] = [FolderReader(folder, selection)]
         self._readers += [_NodeReader(cluster, node, selection) for node in cluster.others()]
+        self._polls: dict[LogReader, asyncio.Task[list[LogLine]]] = {}
         self._begun = False
+        self._problem: errors.UsageError | None = None
 
     @property
     def many(self) -> bool:
         return any(reader.many for reader in self._readers) or len(self._readers) > 1
 
     async def poll(self) -> list[LogLine]:
+        """The new lines of all nodes; empty only when each of them has none."""
+        while True:
+            for reader in self._readers:
+                if reader not in self._polls:
+                    self._polls[reader] = asyncio.create_task(reader.poll())
+            await asyncio.wait(self._polls.values(), timeout=POLL_S)
+            found = await self._answered()
+            if found or not self._polls:
+                self._begun = True
+                return self._wanted(found)
+
+    async def _answered(self) -> list[LogLine]:
+        """The lines of the readers that have answered; those with no such log go."""
         found: list[LogLine] = []
-        problem: errors.UsageError | None = None
-        for reader in list(self._readers):
+        for reader, poll in [*self._polls.items()]:
+            if not poll.done():
+                continue
+            del self._polls[reader]
             try:
-                found += await reader.poll()
+                found += poll.result()
             except errors.UsageError as error:  # it has none of them
-                problem = problem or error
+                self._problem = self._problem or error
                 self._readers.remove(reader)
                 await reader.aclose()
-        if problem is not None and not self._readers and not self._begun:
-            raise problem
-        self._begun = True
-        return self._wanted(found)
+        if self._problem is not None and not self._readers and not self._begun:
+            raise self._problem
+        return found
 
     def _wanted(self, lines: list[LogLine]) -> list[LogLine]:
         return [line for line in lines if self._older or line.generation >= self._newest(line.replica)]
 
     async def aclose(self) -> list[LogLine]:
-        return self._wanted([line for reader in self._readers for line in await reader.aclose()])
+        polls, self._polls = [*self._polls.values()], {}
+        for poll in polls:
+            poll.cancel()
+        await asyncio.gather(*polls, return_exceptions=True)
+        found = await asyncio.gather(*(reader.aclose() for reader in self._readers))
+        return self._wanted([line for lines in found for line in lines])

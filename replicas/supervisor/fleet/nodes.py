@@ -15,9 +15,10 @@ start ends.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -32,7 +33,7 @@ from replicas.control.access import Access
 from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.control.socket import SOCKET_FILE
 from replicas.coordinator import Coordinator
-from replicas.core.lives.leases import BEAT_S
+from replicas.core.lives.leases import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
@@ -45,16 +46,27 @@ from replicas.supervisor.fleet.fleet import Adopted, Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.local_agent import LocalAgent
 from replicas.supervisor.fleet.node_logs import NodesReader
-from replicas.supervisor.fleet.resources import Resources
+from replicas.supervisor.fleet.resources import Resources, may_grow
 from replicas.supervisor.shim.orders import ExitReport
-from replicas.supervisor.state.run_state import ShimRecord
+from replicas.supervisor.state.leases import Lease
+from replicas.supervisor.state.run_state import ShimRecord, machine
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-__all__ = ["Nodes", "Site"]
+__all__ = ["Nodes", "Site", "lease_of", "longest_lease_of"]
+
+
+def lease_of(config: Config) -> float:
+    """The lease of a node of another machine, in seconds."""
+    return max(config.cluster.lease_s, config.run.adopt_s)
+
+
+def longest_lease_of(config: Config) -> float:
+    """The longest lease that any node may have, in seconds; 0: none has one."""
+    return max(outlives_s(config.run.adopt_s), lease_of(config) if may_grow(config) else 0.0)
 
 
 class Site(Protocol):
@@ -72,7 +84,7 @@ class Site(Protocol):
     def emit(self) -> Callable[[Event], None]: ...
     @property
     def say(self) -> Callable[[str], None]: ...
-    def save(self) -> None: ...
+    def save(self, *, order: bool = False) -> bool: ...
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None: ...
 
 
@@ -115,21 +127,21 @@ class Nodes:
 
         :raises replicas.errors.WorldError: it cannot be started.
         """
-        site, config, saved = self._site, self._site.config, self._site.state.saved
-        self._cluster = Cluster(self, local=site.resources.local, lease_s=self._lease_s)
-        known = saved.agent if saved is not None else None
-        if saved is not None:
-            agents = [one for one in saved.agents if not one.local or known is not None]
-            self._records = saved.shims
-            self._expected = self._cluster.expect(agents, saved.shims)
-            self.adopting = bool(agents)
+        site, config, left = self._site, self._site.config, self._site.state.heritage
+        self._cluster = cluster = Cluster(
+            self, local=site.resources.local, lease_s=self._lease_s, outlives_s=outlives_s(config.run.adopt_s)
+        )
+        cluster.awaited.inherit(left.leases, left.unseen, asyncio.get_running_loop().time())
+        self._records = left.shims
+        self._expected = cluster.expect(left.agents, left.shims, machine())
+        self.adopting = bool(left.agents)
         if config.cluster.local:
             self._local = LocalAgent(
                 site.resources.local,
                 lambda: self._cluster,
                 self._arguments(),
                 keep=() if config.run.adopt_s else (site.state.lock,),
-                known=known,
+                known=left.known,
             )
             try:
                 self._local.start()
@@ -164,8 +176,7 @@ class Nodes:
 
         It cannot tell a dead supervisor from a broken link, so adoption needs as long.
         """
-        config = self._site.config
-        return max(config.cluster.lease_s, config.run.adopt_s)
+        return lease_of(self._site.config)
 
     async def joined(self) -> None:
         """Wait for this machine's agent. WorldError: it cannot do what is asked."""
@@ -178,6 +189,11 @@ class Nodes:
                 f"limits of memory and processes cannot be set: {refused}",
                 hint="run it as a systemd unit of its own with Delegate=yes, or remove the limits from the config",
             )
+
+    @property
+    def left(self) -> tuple[Lease, ...]:
+        """Leases under which something may be left at the end of the run."""
+        return self._cluster.awaited.left(self._cluster.living()) if self._cluster is not None else ()
 
     def leave(self) -> None:
         """Leave the agents, and all that they run, to the next supervisor."""
@@ -259,6 +275,26 @@ class Nodes:
         handle.changed = changed
         handle.stop(0.0)
 
+    # ------------------------------------------------------------ starts
+
+    def save_start(self, generation: int) -> str:
+        state = self._site.state
+        try:
+            state.leases.reserve(generation)
+            state.leases.starts += 1
+            if not self._site.save():
+                return state.run_state.problem
+            state.leases.count()
+        except OSError as error:
+            return f"{state.leases.path}: {error.strerror or error}"
+        return ""
+
+    def blocks(self, group: str, replica: int) -> str:
+        return self.cluster.blocks(group, replica)
+
+    def floor(self, group: str, replica: int) -> int:
+        return max(self._site.state.leases.floor, self.cluster.awaited.generation(group, replica))
+
     # ------------------------------------------------------------ the route
 
     def route(self, access: Access | None, refused: Callable[[str], None]) -> WebSocketRoute:
@@ -289,6 +325,7 @@ class Nodes:
         """See :meth:`replicas.Supervisor.drain_node`."""
         cluster, fleet = self.cluster, self._site.fleet
         self._refuse_unknown(node)
+        self._site.save(order=True)
         if undo:
             cluster.undrain(node)
             return
@@ -301,6 +338,16 @@ class Nodes:
         known = self.cluster.names()
         if node not in known:
             raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {', '.join(known) or 'none'}")
+
+    def refuse_while_away(self) -> None:
+        """UsageError: nodes are away that may know no token but the one that ends."""
+        away = self.cluster.unreached()
+        if away:
+            names = ", ".join(node or "one that is not known" for node in away)
+            raise errors.UsageError(
+                f"nodes that are away would not come back, and their replicas end: {names}",
+                hint="wait until they are up or lost (see: replicas status), or end the old token with --force",
+            )
 
     async def examine(self, node: str | None) -> tuple[Finding, ...]:
         """See :meth:`replicas.Supervisor.doctor`."""
@@ -355,6 +402,16 @@ class Nodes:
             token="" if local else site.coordinator.tokens.text("member"),
             state_id=site.state.identity,
         )
+
+    def new_token(self) -> wire.NewToken:
+        tokens = self._site.coordinator.tokens
+        return wire.NewToken(tokens.text("member"), tokens.text("operator"))
+
+    def is_own(self, hello: wire.Hello) -> bool:
+        return hello.scope == machine() and hello.pid == self.agent_pid
+
+    def write_leases(self, leases: Sequence[Lease]) -> None:
+        self._site.state.leases.write(leases)
 
     def limits(self, group: str) -> tuple[int | None, int | None]:
         resources = self._site.config.groups[group].resources

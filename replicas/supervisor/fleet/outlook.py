@@ -1,4 +1,4 @@
-"""What of a plan would wait for room on the nodes of a run, before it is in use. Pure.
+"""Where the replicas of a plan would run, which would wait, and what is odd. Pure.
 
 For ``replicas check``: all replicas of a config are placed, in the order of their
 start, on the nodes that the status of a run names, as if these were empty. Groups that
@@ -15,11 +15,27 @@ from replicas.core.lives.placement import Offer, Share, place
 from replicas.status import NodeStatus
 from replicas.supervisor.fleet.resources import may_grow, need_of
 
-__all__ = ["waiting"]
+__all__ = ["oddities", "outlook"]
 
 
-def waiting(config: Config, nodes: Iterable[NodeStatus]) -> dict[str, str]:
-    """What each replica that fits nowhere waits for, in words, by its name.
+def oddities(config: Config) -> list[str]:
+    """What a valid plan says that its user hardly wants, in words."""
+    channels = config.channels.values()
+    found = [
+        f"channel {one.name} has no targets: nobody receives its versions"
+        for one in channels
+        if one.sources and not one.targets
+    ]
+    on_channels = frozenset[str]().union(*(one.groups for one in channels))
+    alone = [
+        f"group {name} is on no channel: it shares no weights" for name in config.groups if name not in on_channels
+    ]
+    return found + (alone if channels else [])
+
+
+def outlook(config: Config, nodes: Iterable[NodeStatus]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """The nodes of each replica, and what each one that fits nowhere waits for, in
+    words; both by its name.
 
     The labels of the supervisor's own machine are those of the config. External groups
     are placed by others.
@@ -27,6 +43,7 @@ def waiting(config: Config, nodes: Iterable[NodeStatus]) -> dict[str, str]:
     offers = [_offer(config, node) for node in sorted(nodes, key=lambda one: not one.local) if node.state != "lost"]
     over = _over_before(config.groups)
     taken: dict[str, list[Share]] = {}
+    where: dict[str, tuple[str, ...]] = {}
     found: dict[str, str] = {}
     for group in (config.groups[name] for names in start_levels(config.groups) for name in names):
         mine = taken.setdefault(group.name, [])
@@ -37,7 +54,8 @@ def waiting(config: Config, nodes: Iterable[NodeStatus]) -> dict[str, str]:
                 found[f"{group.name}/{index}"] = placed
             else:
                 mine.extend(placed)
-    return found
+                where[f"{group.name}/{index}"] = tuple(share.node for share in placed)
+    return where, found
 
 
 def _offer(config: Config, node: NodeStatus) -> Offer:

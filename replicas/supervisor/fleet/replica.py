@@ -22,11 +22,12 @@ from replicas import errors
 from replicas.common.table import Machine
 from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
+from replicas.coordinator import Readiness
 from replicas.core.lives.ending import ASKED, ASKED_ACTIONS, LEAVING, UNWANTED, Asked, Request, request_of
 from replicas.core.lives.leases import UNHEARD_S
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, RestartReason, after_exit
 from replicas.core.lives.restarts import Restarts, RestartVerdict
-from replicas.status import ReplicaStatus
+from replicas.status import ReplicaState, ReplicaStatus
 from replicas.supervisor.fleet.causes import Cause, Health
 from replicas.supervisor.fleet.course import Course, new_turns
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -36,6 +37,8 @@ from replicas.supervisor.state.run_state import SavedCause, ShimRecord
 __all__ = ["REQUESTED", "Replica"]
 
 REQUESTED = Cause("requested", "restart requested")
+_SILENT_S = 3.5
+"""A rank that is silent for longer is not said to be ready: others go on without it."""
 
 
 class Replica:
@@ -87,6 +90,8 @@ class Replica:
         self.cause: Cause | None = None
         """Why the generation ends, once something has a reason for it."""
         self.last_exit = ""
+        self.cut = False
+        """Whether it did not end in time at the end of the run."""
         self.started_with = digest_of_start(self.group)
         """Of what its processes are started with; empty: it is not known."""
         self._adopted = False
@@ -111,9 +116,33 @@ class Replica:
         return self._asked.now
 
     @property
+    def here(self) -> bool:
+        """Whether its last generation runs, or ran, on the supervisor's own machine."""
+        return all(node.local for node in self._generation.nodes)
+
+    @property
     def falling(self) -> bool:
         """Whether its generation is ending, and something of it may be left."""
         return self.life.alive and (self.life.state == "draining" or self.asked != "nothing")
+
+    @property
+    def state(self) -> ReplicaState:
+        """Its state for others: of one that is not heard nobody says that it is ready.
+
+        Its processes may be well, so that alone does not end them.
+        """
+        return "starting" if self.life.state == "ready" and self._silence else self.life.state
+
+    @property
+    def _silence(self) -> str:
+        """What is not heard of it while it is ready, in words; empty: all is."""
+        if self.life.state != "ready":
+            return ""
+        if unheard := self._generation.unheard:
+            return f"nothing is heard of node {', '.join(unheard)}"
+        view = self._health.view
+        age_s = view.heartbeat_age_s if view is not None else None
+        return f"nothing is heard of a rank for {age_s:.0f} s" if age_s is not None and age_s > _SILENT_S else ""
 
     @property
     def stuck(self) -> bool:
@@ -351,6 +380,7 @@ class Replica:
             due = waited and not self._waits_for
         if due:
             self._restarts.resumed()
+            self.life.generation = max(self.life.generation, self._host.starts.floor(*self._key))
             self._apply(event)
             self._begin(self._generation.nodes)
         return due
@@ -380,6 +410,7 @@ class Replica:
         if self._course.state == "left_behind":
             generation.abandon()
             self._course.hold_ups.remain(generation.remains, gave_up=True)
+            self.cut = True
             self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
         else:
             generation.settled()
@@ -422,14 +453,25 @@ class Replica:
     def resume_in_s(self) -> float:
         return max(0.0, self._resume_at - self._now())
 
+    @property
+    def _cycles(self) -> int:
+        """Failures in a row to which the next one would add, by the same rules."""
+        lives, window_s = self.life.alive, self.group.restart.window_s
+        well = lives and (
+            self._host.progressed(*self._key) is not False or self.life.starting_s(self._now()) >= window_s
+        )
+        return 0 if well else self._restarts.cycles_of(self.index)
+
     def status(self, now: float) -> ReplicaStatus:
         life, nodes = self.life, self._generation.nodes
         view = self._health.view if life.state in ("starting", "ready") else None
-        reason = view.reason if view is not None else life.reason
+        reason = self._silence or (view.reason if view is not None else life.reason)
         if life.state == "pending" and self._waits_for:
-            reason = f"waits for {self._waits_for}"
+            reason = f"waits {self._waits_for}"
         elif life.state == "backoff" and self._waits_for:
-            reason = f"{reason}; waits for {self._waits_for}"
+            reason = f"{reason}; waits {self._waits_for}"
+        elif awaits := self._generation.awaits:
+            reason = f"{reason}; waits {awaits}"
         elif self._course.hold_ups.text and life.alive:
             reason = self._with_hold_ups()
         elif self._course.state == "syncing":
@@ -438,15 +480,26 @@ class Replica:
             name=life.name,
             group=life.group,
             replica=life.replica,
-            state=life.state,
+            state=self.state,
             generation=life.generation,
-            reason="" if life.state == "ready" else reason,
+            reason=_without_version(view) if self.state == "ready" else reason,
             pid=nodes[0].main_pid if nodes and life.alive else None,
             restarts=sum(life.restarts.values()),
             state_age_s=life.state_age_s(now),
             heartbeat_age_s=view.heartbeat_age_s if view is not None else None,
             versions=dict(view.versions) if view is not None else {},
             last_exit=self.last_exit,
-            cycles=self._restarts.cycles_of(self.index),
+            cycles=self._cycles,
             nodes=tuple(share.node for share in self._host.shares(*self._key)),
+            pids=view.pids if view is not None else {},
+            step=view.step if view is not None else None,
+            open_s=view.open_s if view is not None else {},
+            slots=view.slots if view is not None else {},
+            lived_s=life.starting_s(now) if life.alive else 0.0,
         )
+
+
+def _without_version(view: Readiness | None) -> str:
+    """What a ready replica lacks: it may have joined before anything was committed."""
+    versions = view.versions.items() if view is not None else ()
+    return ", ".join(f"no version of {name} yet" for name, version in versions if not version)

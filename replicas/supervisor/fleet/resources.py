@@ -27,7 +27,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
@@ -40,6 +39,8 @@ from replicas.config.values import is_loopback
 from replicas.core.lives.placement import Need, Offer, Share, place
 from replicas.linux import smi
 from replicas.linux.cgroups import LIMITS, find_own, own_group
+from replicas.linux.files import kernel_lines
+from replicas.linux.helpers import interpreter
 from replicas.supervisor.state.run_state import SavedGroup
 
 __all__ = [
@@ -103,7 +104,7 @@ def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Mach
             cpus = min(cpus, max(1, int(quota) // int(period)))
     try:
         own = find_own()
-        controllers = (own / "cgroup.controllers").read_text().split()
+        controllers = kernel_lines(own / "cgroup.controllers")[0].split()
         missing = [name for name in LIMITS if name not in controllers]
         refused = f"{own} has no controller {' or '.join(missing)}; {_REMEDY}" if missing else ""
     except OSError as error:
@@ -144,7 +145,7 @@ def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
         ctypes.CDLL(smi.NVML)  # loading it does not call the driver
     except OSError as error:
         return (), f"no NVIDIA driver: {error}", ""
-    count, why = nvml_count([sys.executable, "-I", "-S", smi.__file__], _NVML_S)
+    count, why = nvml_count([interpreter(), "-I", "-S", smi.__file__], _NVML_S)
     if count is None:
         return (), f"NVML says: {why}", ""
     return tuple(map(str, range(count))), "NVML", "PCI_BUS_ID"
@@ -169,7 +170,7 @@ def _cgroup_texts(name: str) -> Iterator[str]:
         return
     for folder in (own, *own.parents):
         with contextlib.suppress(OSError):  # the root has no limits, and a controller that is off has no file
-            yield (folder / name).read_text().strip()
+            yield kernel_lines(folder / name)[0]
 
 
 def machine_for(config: Config) -> Machine:

@@ -132,4 +132,4 @@ def remove_old_generations(folder: Path, keep: int) -> None:
 def _generation(folder: Path) -> int:
     """Number of a generation's folder; a large one for any other folder."""
     number = folder.name.removeprefix("gen-")
-    return int(number) if number.isdigit() else 1 << 62
+    return int(number) if number.isdecimal() else 1 << 62

@@ -85,8 +85,8 @@ def is_pump(pid: int) -> bool:
     Use it for the order in which processes are ended, never to decide whether.
     """
     try:
-        return Path(f"/proc/{pid}/comm").read_text().rstrip() == COMM
-    except (OSError, UnicodeDecodeError):
+        return Path(f"/proc/{pid}/comm").read_bytes().rstrip() == COMM.encode()
+    except OSError:
         return False  # it is gone
 
 

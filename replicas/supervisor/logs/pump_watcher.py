@@ -317,7 +317,7 @@ def _leave_the_shim(keep: list[int]) -> None:
 
 def _rename(title: str) -> None:
     """Set the name in ``ps``: overwrite the shim's arguments, as setproctitle does."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     if end > start > 0:
         ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)

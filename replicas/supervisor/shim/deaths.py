@@ -37,6 +37,7 @@ RECENT_S = 60.0
 STOPPED_S = 5.0
 """How long torchrun may be stopped with a dead rank, in seconds."""
 _LOOK_INTERVAL_S = 0.5
+_LOOKS = 3
 _CRASHES = frozenset(
     (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
 )
@@ -111,20 +112,37 @@ class DeathWatch:
 
 
 class Ends:
-    """Wakes a loop when processes end that are not children of this one."""
+    """Wakes a loop when processes end that are not children of this one.
+
+    :ivar blind: some could not be watched: look again in a moment.
+    """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._awaited: dict[int, int] = {}
+        self.blind = False
 
-    def all_over(self, pids: Iterable[int]) -> bool:
-        """Whether there is none of them; else the loop is woken by each end."""
-        there = frozenset(pids)
-        for pid in there - self._awaited.keys():
-            with contextlib.suppress(OSError):  # it has ended
-                pidfd = self._awaited[pid] = os.pidfd_open(pid)
-                self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._forget, pid))
-        return not there
+    def all_over(self, look: Callable[[], Iterable[int]]) -> bool:
+        """Whether ``look`` finds none; else the loop is woken by the end of each.
+
+        One that ends between the look and the watch would wake nobody: a second look
+        finds it gone, or what it has started.
+        """
+        for _ in range(_LOOKS):
+            there = frozenset(look())
+            unseen = {pid for pid in there - self._awaited.keys() if not self._await(pid)}
+            self.blind = bool(unseen)
+            if not unseen:
+                return not there
+        return False
+
+    def _await(self, pid: int) -> bool:
+        try:
+            pidfd = self._awaited[pid] = os.pidfd_open(pid)
+        except OSError:  # it has ended, cannot be seen from here, or there is no descriptor left
+            return False
+        self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._forget, pid))
+        return True
 
     def _forget(self, pid: int) -> None:
         pidfd = self._awaited.pop(pid)

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -57,9 +58,16 @@ class Stack(NamedTuple):
 def short(found: list[Stack]) -> list[Stack]:
     """Cut the stacks to fit into one message; the logs have all of them."""
     share = _MESSAGE_NBYTES // max(1, len(found))
-    return [
-        stack if len(stack.text) <= share else stack._replace(text=f"{stack.text[:share]}\n[cut]") for stack in found
-    ]
+    return [stack._replace(text=_cut(stack.text, share)) for stack in found]
+
+
+def _cut(text: str, most: int) -> str:
+    """Cut a text to ``most`` bytes of a message; one character takes up to 12."""
+    if len(json.dumps(text)) <= most:
+        return text
+    while len(json.dumps(text)) > most:
+        text = text[: len(text) * most // len(json.dumps(text))]
+    return f"{text}\n[cut]"
 
 
 class StackDump:

@@ -25,7 +25,7 @@ from replicas.supervisor.state.run_state import ProcessRecord, ShimRecord
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.events import Event
 
-__all__ = ["STUCK_S", "Generation", "Ground", "Host", "ShimStarter", "wants_tee"]
+__all__ = ["STUCK_S", "Generation", "Ground", "Host", "ShimStarter", "Starts", "wants_tee"]
 
 STUCK_S = 8.0
 """Grace after a generation's stop timeout, in seconds: then shims that give no reason
@@ -51,14 +51,42 @@ class Ground(Protocol):
     @property
     def say(self) -> Callable[[str], None]: ...
 
-    def save(self) -> None:
-        """Save the state that must survive a kill now, before what follows."""
+    def save(self, *, order: bool = False) -> bool:
+        """Save the state that must survive a kill now; False: it could not be.
+
+        ``order``: for good, or WorldError: then the order is refused.
+        """
+        ...
+
+
+class Starts(Protocol):
+    """What keeps generations from starting, whatever their group. Tests use fakes."""
+
+    def save_start(self, generation: int) -> str:
+        """Save, before it starts, that a generation of this number does; the problem of
+        the disk, in words, if that could not be saved.
+
+        A start that no disk has noted would be one of which the next supervisor does
+        not know, and its number could be used again.
+        """
+        ...
+
+    def blocks(self, group: str, replica: int) -> str:
+        """What of an earlier supervisor keeps a replica from starting, as in "waits
+        ..."; empty: nothing."""
+        ...
+
+    def floor(self, group: str, replica: int) -> int:
+        """The highest number of a generation that may have been used unknown to the
+        replica."""
         ...
 
 
 class Host(Ground, Protocol):
     @property
     def config(self) -> Config: ...
+    @property
+    def starts(self) -> Starts: ...
     def size(self, group: str) -> int: ...
     def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
         """Environment of one node of a replica with its share of the machine."""
@@ -69,11 +97,13 @@ class Host(Ground, Protocol):
         ...
 
     def waits_for(self, group: str, replica: int) -> str:
-        """What a replica's first start waits for; empty: its share is now taken."""
+        """What a replica's first start waits for, as in "waits ..."; empty: its share
+        is now taken."""
         ...
 
     def may_resume(self, group: str, replica: int) -> str:
-        """What a replica whose delay is over waits for; empty: it may start again.
+        """What a replica whose delay is over waits for, likewise; empty: it may start
+        again.
 
         A group that restarts as a whole waits for its last replica; and the share of
         the machine is taken, which a reload may have changed.
@@ -98,6 +128,7 @@ class Generation:
     def __init__(self, host: Host, start_shim: ShimStarter, changed: Callable[[], None]) -> None:
         self.nodes: list[ShimHandle] = []
         self._records: list[ShimRecord] = []
+        self._specs: list[NodeSpec] = []
         self._gone_by: float | None = None
         self._pressed_at: float | None = None
         self._host = host
@@ -105,9 +136,9 @@ class Generation:
         self._changed = changed
         self._loop = asyncio.get_running_loop()
 
-    def start(self, group: GroupConfig, index: int, number: int) -> None:
-        """Start a shim for each node; OSError: one cannot be, and others may run."""
-        specs = [_node_spec(self._host, group, index, number, node) for node in range(group.nnodes)]
+    def prepare(self, group: GroupConfig, index: int, number: int) -> str:
+        """Have it on disk which shims are to be started; the disk's problem, if not."""
+        self._specs = specs = [_node_spec(self._host, group, index, number, node) for node in range(group.nnodes)]
         shares = self._host.shares(group.name, index)
         self._records = [
             ShimRecord(
@@ -122,8 +153,14 @@ class Generation:
             )
             for spec, share in zip(specs, shares, strict=True)
         ]
-        self._host.save()  # before they start, so that a later supervisor can find them
-        for spec in specs:
+        problem = self._host.starts.save_start(number)  # before they start, so that a later supervisor can find them
+        if problem:
+            self._records = []
+        return problem
+
+    def start(self) -> None:
+        """Start a shim for each node; OSError: one cannot be, and others may run."""
+        for spec in self._specs:
             self.nodes.append(self._start_shim(spec, self._changed))
 
     def adopt(self, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
@@ -174,12 +211,27 @@ class Generation:
         found = [node.remains for node in left if node.remains is not None]
         if self.late_s >= _SHIM_DIES_S:  # its shims were killed by then
             since = time.time() - self.late_s
-            dying = [node for node in left if node.remains is None and node.unheard_s() < UNHEARD_S]
+            heard = [node for node in left if node.over_at is None and node.unheard_s() < UNHEARD_S]
+            dying = [node for node in heard if node.remains is None]
             found += [Remains(since, ((node.pid, "its shim"),)) for node in dying]
         if not found:
             return None
         processes = tuple(one for remains in found for one in remains.processes)
         return Remains(since=min(remains.since for remains in found), processes=processes)
+
+    @property
+    def awaits(self) -> str:
+        """The lease that ends it, as in "waits ..."; empty: its agents tell its end."""
+        left = {node.node: node.over_at for node in self.nodes if node.over_at is not None and not node.gone.is_set()}
+        if not left:
+            return ""
+        name, until = max(left.items(), key=lambda one: one[1])
+        return f"{max(0.0, until - self._loop.time()):.0f} s for the lease of node {name}"
+
+    @property
+    def unheard(self) -> list[str]:
+        """The nodes of it of which nothing is heard."""
+        return [node.node for node in self.nodes if not node.gone.is_set() and node.unheard_s() > UNHEARD_S]
 
     @property
     def stopped_before(self) -> bool:

@@ -1,17 +1,18 @@
 """Guard: set up a rank's process (death signal, log, cgroup), then exec its program.
 
 It runs as a plain file (``python -I -S guard.py``), so it imports only the standard
-library, and takes its orders from one environment variable, ``REPLICAS_GUARD``, which
-it removes. Every start waits for it, so it loads as little as possible: the orders are
-not JSON, whose module takes longer to load than all the rest, but words, each after its
-length (:func:`pack`):
+library. One environment variable, ``REPLICAS_GUARD``, which it removes, says where its
+orders are: the pid of its parent (if that is another process, the parent has died, and
+the guard exits), and the parent's descriptor of a file. A variable could not hold them:
+the kernel limits it to 128 KiB. Every start waits for the guard, so it loads as little
+as possible: the orders are not JSON, whose module takes longer to load than all the
+rest, but words, each after its length (:func:`pack`):
 
-1. pid of its parent; if the parent is another process, that one has died, and the guard
-   exits
-2. pid of the shim
-3. the shim's descriptors of two pipes to the log pump for each local rank: they become
+1. pid of the shim
+2. the shim's descriptors of two pipes to the log pump for each local rank: they become
    stdout and stderr, after the rank as a first line in both; empty: none
-4. path of a control group to enter first; empty: none
+3. path of a control group to enter first; empty: none
+4. the working folder
 5. and all further words: the command to exec
 
 The parent-death signal SIGKILL survives the exec: a rank cannot outlive its launcher. A
@@ -34,16 +35,16 @@ if TYPE_CHECKING:
 __all__ = ["GUARD", "RANK_MARK", "main", "pack", "unpack"]
 
 GUARD = "REPLICAS_GUARD"
-"""Orders of the supervisor to a rank's guard, which removes them before the exec."""
+"""Where a rank's guard finds its orders; it removes the variable before the exec."""
 RANK_MARK = b"\0replicas rank "
 """Prefix of the first line in a worker's pipe, before its rank in decimal."""
 _PR_SET_PDEATHSIG = 1
 
 
-def pack(words: Iterable[str]) -> str:
+def pack(words: Iterable[str]) -> bytes:
     """Encode words as one, for :func:`unpack`."""
     encoded = [os.fsencode(word) for word in words]
-    return os.fsdecode(b"".join(b"%d:%b" % (len(word), word) for word in encoded))
+    return b"".join(b"%d:%b" % (len(word), word) for word in encoded)
 
 
 def unpack(text: bytes) -> list[bytes]:
@@ -55,6 +56,18 @@ def unpack(text: bytes) -> list[bytes]:
         at = colon + 1 + int(text[at:colon])
         words.append(text[colon + 1 : at])
     return words
+
+
+def _orders(parent: int, file: int) -> list[bytes]:
+    try:
+        orders = os.open(f"/proc/{parent}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+        text = b""
+        while part := os.pread(orders, 1 << 20, len(text)):
+            text += part
+    except OSError as error:
+        _fail(f"cannot read its orders: {error.strerror}", 126)
+    os.close(orders)
+    return unpack(text)
 
 
 def _open_log(shim: int, pipes: list[bytes]) -> None:
@@ -80,29 +93,38 @@ def _enter(cgroup: bytes) -> None:
     os.close(group)
 
 
+def _change_to(folder: bytes) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        _fail(f"cannot change into the folder {os.fsdecode(folder)}: {error.strerror}", 126)
+
+
 def _fail(message: str, code: int) -> NoReturn:
     os.write(2, os.fsencode(f"replicas: {message}\n"))
     os._exit(code)
 
 
 def main() -> NoReturn:
-    parent, shim, pipes, cgroup, *command = unpack(os.environb.pop(os.fsencode(GUARD)))
+    parent, file = map(int, os.environ.pop(GUARD).split())
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         _fail(f"cannot set the parent-death signal: {os.strerror(ctypes.get_errno())}", 126)
-    if os.getppid() != int(parent):
-        _fail(f"parent process {int(parent)} is gone", 126)
+    if os.getppid() != parent:
+        _fail(f"parent process {parent} is gone", 126)
+    shim, pipes, cgroup, cwd, *command = _orders(parent, file)
     if pipes:
         _open_log(int(shim), pipes.split())
     if cgroup:
         _enter(cgroup)
     name = os.fsdecode(command[0])
+    _change_to(cwd)
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec would inherit that
         signal.signal(signum, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:
-        _fail(f"command not found: {name!r} (cwd {os.getcwd()})", 127)  # noqa: PTH109  # pathlib would double this short-lived process's start
+        _fail(f"command not found: {name!r} (cwd {os.fsdecode(cwd)})", 127)
     except OSError as error:
         _fail(f"cannot run {name!r}: {error.strerror}", 126)
 

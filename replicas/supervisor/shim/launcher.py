@@ -57,11 +57,12 @@ from torch.distributed.launcher import api as launcher_api
 from replicas.common import own_code
 from replicas.common.foreign import lines, one_line
 from replicas.linux import inherited
+from replicas.linux.helpers import TORCHRUN
 from replicas.linux.processes import die_with_parent
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.guard import GUARD
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit, note
-from replicas.supervisor.shim.starting import guard_command, guard_orders
+from replicas.supervisor.shim.starting import guard_command, guard_orders, where
 
 if _collects:
     gc.enable()
@@ -78,7 +79,7 @@ _CONNECT = timedelta(seconds=60)
 _ALIKE = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _TEXT_NCHARS = 300
 _ERROR_NCHARS = 4000
-_SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun must SIGKILL its workers before the shim does
+_NEVER_S = 3600.0  # behind the stop timeout: the shim ends what does not end, at the time that was promised
 
 
 def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
@@ -249,15 +250,15 @@ def _failed(error: ChildFailedError) -> ExitReport:
 
 
 def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
-    shutdown_s = spec.stop_timeout_s * _SHUTDOWN_SHARE
-    _bound_close(shutdown_s)
+    _bound_close(spec.stop_timeout_s)
     launcher_api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # torch has no other way to set the agent class
     try:
         store = _workers_store(spec, control)
         rendezvous_handler_registry.register(_BACKEND, lambda parameters: _Rendezvous(spec, store))
         config, entrypoint, arguments = _torch_run.config_from_args(_torch_run.parse_args(_torchrun_arguments(spec)))
-        config.shutdown_timeout = shutdown_s
-        os.environ[GUARD] = guard_orders(spec, direct=False)
+        config.shutdown_timeout = spec.stop_timeout_s + _NEVER_S
+        os.environ |= {name: value for name, value in spec.env.items() if name.startswith(TORCHRUN)}  # the ranks' own
+        os.environ[GUARD] = where(guard_orders(spec, direct=False))
         launcher_api.elastic_launch(config, entrypoint)(*arguments)
     except ChildFailedError as error:
         return _failed(error)

@@ -1,6 +1,8 @@
 """Messages between supervisor, shim and launcher, and notes in their logs.
 
-A message is one JSON object, a packet of a SOCK_SEQPACKET socketpair.
+A message is one JSON object, a packet of a SOCK_SEQPACKET socketpair, or a file whose
+descriptor comes with a blank one: the kernel allows packets of some 200 KiB, and
+commands and environments of 2 MiB.
 
 Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for
 nodes other than 0), ``stop`` (with ``stacks``: after they have been saved; with
@@ -24,6 +26,7 @@ import errno
 import json
 import os
 import socket
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -49,6 +52,10 @@ __all__ = [
 ]
 
 MAX_NBYTES = 1 << 20
+"""A packet is not longer."""
+FILE_MAX_NBYTES = 16 << 20
+_INLINE_NBYTES = 64 << 10
+_IN_FILE = b" "
 REMAINS_INTERVAL_S = 1.0
 """Interval of a shim's reports of processes that SIGKILL has not ended, in seconds."""
 _MAX_REMAINS = 16
@@ -233,17 +240,20 @@ class ExitReport(NamedTuple):
     :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked), ``lost``
         (launcher or shim died), or ``node`` (its agent died or its node was lost).
     :param ranks: failed ranks of this node, the first to fail first.
+    :param cut_s: it was told to end, and killed so many seconds later, as it had not
+        ended; 0: it was not.
     """
 
     outcome: str
     text: str = ""
     ranks: tuple[RankExit, ...] = ()
+    cut_s: float = 0.0
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> ExitReport:
         with reading("report"):
             ranks = tuple(RankExit.of(rank) for rank in data["ranks"])
-            return cls(outcome=str(data["outcome"]), text=str(data["text"]), ranks=ranks)
+            return cls(str(data["outcome"]), str(data["text"]), ranks, float(data.get("cut_s", 0.0)))
 
     def message(self, kind: str = "ended") -> Message:
         return {"type": kind, "report": self._asdict() | {"ranks": [rank._asdict() for rank in self.ranks]}}
@@ -265,7 +275,7 @@ def decode(data: bytes) -> Message:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection, with the longest messages that the kernel allows."""
+    """Both ends of a connection, with room for many messages."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_NBYTES)
@@ -274,22 +284,36 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def send(connection: socket.socket, message: Message) -> bool:
     """Send without waiting; False: nobody reads. OSError: ``EMSGSIZE``, too long."""
-    data = encode(message)
-    if len(data) > MAX_NBYTES:
+    data, files = encode(message), list[int]()
+    if len(data) > FILE_MAX_NBYTES:
         raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
     try:
-        connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        if len(data) > _INLINE_NBYTES:
+            files.append(os.memfd_create("replicas-order"))
+            with open(files[0], "wb", closefd=False) as file:
+                file.write(data)
+            data = _IN_FILE
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", *files))] if files else []
+        connection.sendmsg([data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     except (BlockingIOError, BrokenPipeError, ConnectionResetError):
         return False
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
     return True
 
 
 def receive(connection: socket.socket) -> Message | None:
     """The next message; None at the end of the stream. Malformed: it is none."""
     try:
-        data = connection.recv(MAX_NBYTES)
+        data, ancillary, _, _ = connection.recvmsg(MAX_NBYTES, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         return None
+    for level, kind, found in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(found) == 4:
+            with os.fdopen(int(struct.unpack("i", found)[0]), "rb") as file:
+                file.seek(0)
+                data = file.read(FILE_MAX_NBYTES)
     return decode(data) if data else None
 
 

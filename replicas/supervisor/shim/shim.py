@@ -76,10 +76,13 @@ from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains, note
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
 from replicas.supervisor.shim.starting import Starter
 
-__all__ = ["ORPHAN_GRACE_S", "Shim", "main"]
+__all__ = ["ORPHAN_GRACE_S", "RELAY_S", "Shim", "main"]
 
 ORPHAN_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""
+RELAY_S = 0.5
+"""How long torchrun may take to hand on SIGTERM to its ranks, in seconds."""
+_LOOK_AGAIN_S = 0.05
 
 
 class Shim:
@@ -111,6 +114,8 @@ class Shim:
         self._lease = Lease(time.monotonic(), spec.lease_until, spec.patience_s)
         self._grace = Grace()
         self._killing_since = 0.0
+        self._promised_s = math.inf
+        self._cut_s = 0.0
         self._wake = _wakeup_fd()
         self._selector.register(control, selectors.EVENT_READ, self._on_control)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
@@ -276,7 +281,9 @@ class Shim:
             self._show_stacks(then=lambda: self._stop(timeout_s))
             return
         self._stacks.finish(time.monotonic())
-        self._take("stop", timeout_s)
+        self._promised_s = min(self._promised_s, timeout_s)
+        relay_s = RELAY_S if timeout_s and self.spec.launcher == "torchrun" else 0.0
+        self._take("stop", timeout_s + relay_s)
 
     def _take(self, event: Input, timeout_s: float = SWEEP_GRACE_S) -> None:
         """Enter the next phase, and act."""
@@ -309,6 +316,7 @@ class Shim:
         )
         if self._broken:
             report = ExitReport("lost", text=self._broken)
+        report = report._replace(cut_s=self._cut_s)
         path = Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"
         try:
             private.write(path, orders.encode(report.message()))
@@ -354,6 +362,8 @@ class Shim:
     def _kill(self, now: float) -> None:
         """SIGKILL every process, and report those that do not die of it."""
         self._killing_since = self._killing_since or time.time()
+        if self._phases.now == "stopping":
+            self._cut_s = self._promised_s
         spared = frozenset({self._logs.pid}) | self._grace.spared(self._own(), now)
         if self._cgroup is not None:
             kill_group(self._cgroup, cgroups.members(self._cgroup), spared)
@@ -366,9 +376,12 @@ class Shim:
 
     def _empty(self) -> bool:
         """True if no process of the replica runs any more. In a sweep, none starts."""
-        if not self._childless_but_for_logs() or (self._cgroup is not None and cgroups.members(self._cgroup)):
-            return False
-        return self._others.all_over(pid for pid in marked(self.spec.nonce) if pid != self._logs.pid)
+        return self._childless_but_for_logs() and self._others.all_over(self._of_others)
+
+    def _of_others(self) -> set[int]:
+        """Processes of the replica that are no children of this one: sidecars."""
+        inside = cgroups.members(self._cgroup) if self._cgroup is not None else ()
+        return {*inside, *marked(self.spec.nonce)} - {self._logs.pid}
 
     def _childless_but_for_logs(self) -> bool:
         return self._childless or set(own_children()) <= {self._logs.pid}
@@ -386,6 +399,7 @@ class Shim:
         ]
         times += self._stopped.wakes if self._stopped is not None and self._main_runs else []
         times += self._stock.wakes if self._phases.now == "running" else []
+        times += [time.monotonic() + _LOOK_AGAIN_S] if self._others.blind else []
         return max(0.0, min(times) - time.monotonic()) if min(times) < math.inf else None
 
 

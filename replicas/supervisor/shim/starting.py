@@ -8,19 +8,19 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from replicas.common import own_code
 from replicas.linux import cgroups, private
-from replicas.linux.processes import Child, python_module
+from replicas.linux.helpers import apart, interpreter, python_module
+from replicas.linux.processes import Child
 from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.guard import GUARD, pack
 from replicas.supervisor.shim.orders import NodeSpec
 
-__all__ = ["Starter", "guard_command", "guard_orders", "resolve_command"]
+__all__ = ["Starter", "guard_command", "guard_orders", "resolve_command", "where"]
 
 
 class Starter:
@@ -33,12 +33,14 @@ class Starter:
 
     def __init__(self, spec: NodeSpec, logs: PumpWatcher) -> None:
         self.scratch = ""
+        self._orders = -1
         self._spec = spec
         self._logs = logs
 
     def program(self) -> Child:
-        env = {**self._spec.env, GUARD: guard_orders(self._spec, direct=True)}
-        return self._spawn(guard_command(), env, "rank 0")
+        self._orders = guard_orders(self._spec, direct=True)
+        env = {**self._spec.env, GUARD: where(self._orders)}
+        return self._spawn(guard_command(), "rank 0", stdin=subprocess.DEVNULL, start_new_session=True, env=env)
 
     def launcher(self) -> tuple[Child, socket.socket]:
         """Start torchrun's launcher; return it and this end of its control socket."""
@@ -46,7 +48,7 @@ class Starter:
         fd = theirs.fileno()
         command = python_module("replicas.supervisor.shim.launcher", "--control", str(fd), "--parent", str(os.getpid()))
         with theirs:
-            child = self._spawn(command, own_code.findable(self._spec.env), "torchrun", (fd,))
+            child = self._spawn(command, "torchrun", pass_fds=(fd,), **apart(self._spec.env, self._spec.cwd))
         self._enclose(child)
         self.scratch = str(_scratch_folder(self._spec))
         spec = self._spec._replace(shim=os.getpid(), pipes=self._logs.pipes(), scratch=self.scratch)
@@ -58,40 +60,40 @@ class Starter:
         if self._spec.cgroup:
             cgroups.enter(Path(self._spec.cgroup), child.pid)
 
-    def _spawn(self, command: list[str], env: dict[str, str], log: str, fds: tuple[int, ...] = ()) -> Child:
+    def _spawn(self, command: list[str], log: str, **options: Any) -> Child:
         out, err = self._logs.streams(log)
-        popen = subprocess.Popen(
-            command,
-            env=env,
-            cwd=self._spec.cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            pass_fds=fds,
-            start_new_session=True,
-        )
-        return Child(popen)
+        return Child(subprocess.Popen(command, stdout=out, stderr=err, **options))
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
     """Command to exec: ``x.py`` and ``-m module`` run in this Python, unbuffered."""
     if command[0] == "-m" or command[0].endswith(".py"):
-        return [sys.executable, "-u", *command]
+        return [interpreter(), "-u", *command]
     return list(command)
 
 
-def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
-    """The guard's orders, in a child of this process. ``direct``: not torchrun's."""
+def guard_orders(spec: NodeSpec, *, direct: bool) -> int:
+    """A file with the orders of guards that are children of this process.
+
+    It is in memory, and goes with this process. :param direct: they are not torchrun's.
+    """
     pipes = () if direct else spec.pipes
-    return pack(
-        [
-            str(os.getpid()),
-            str(spec.shim),
-            " ".join(f"{out} {err}" for out, err in pipes),
-            spec.cgroup if direct else "",  # torchrun's children inherit its control group
-            *resolve_command(spec.command),
-        ]
-    )
+    words = [
+        str(spec.shim),
+        " ".join(f"{out} {err}" for out, err in pipes),
+        spec.cgroup if direct else "",  # torchrun's children inherit its control group
+        spec.cwd,
+        *resolve_command(spec.command),
+    ]
+    file = os.memfd_create("replicas-guard")
+    with open(file, "wb", closefd=False) as orders_file:
+        orders_file.write(pack(words))
+    return file
+
+
+def where(guard_orders: int) -> str:
+    """What the variable :data:`GUARD` says of the orders."""
+    return f"{os.getpid()} {guard_orders}"
 
 
 def _scratch_folder(spec: NodeSpec) -> Path:
@@ -111,4 +113,4 @@ def _scratch_folder(spec: NodeSpec) -> Path:
 
 def guard_command() -> list[str]:
     """Command line of the guard, run as a file and not as a module, for speed."""
-    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+    return [interpreter(), "-I", "-S", str(Path(__file__).with_name("guard.py"))]

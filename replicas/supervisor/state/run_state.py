@@ -12,13 +12,14 @@ an event whose successors are in ``events.jsonl``. Versions are in the decision 
 which has its own file and rules (:mod:`replicas.coordinator.decisions`).
 
 A file of another schema, or a torn one, is moved to ``state.json.bad`` and reported; it
-is never fatal. Nor is a disk that takes no new file. The file is not synced: after the
-death of the machine there is nothing to sweep and no budget to guard.
+is never fatal. Nor is a disk that takes no new file: what runs goes on, orders that
+change the state are refused, and generations start when there is room again. The file
+is not synced for every change: what a crash of the machine makes old is found out by
+:mod:`replicas.supervisor.state.leases`.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ from typing import Literal
 import msgspec
 
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.core.lives.lifecycle import RestartReason
 from replicas.linux import private
 from replicas.linux.processes import boot_id, namespace, start_time
@@ -47,7 +49,7 @@ __all__ = [
     "this_process",
 ]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 SCHEMA = 1
 """Raise it when a field changes its meaning, or a histogram of the tally its bounds."""
@@ -169,6 +171,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     :ivar agents: of the run's nodes.
     :ivar port: of the control port, at which members and agents look for a supervisor.
     :ivar draining: why the whole run was being drained; empty: it was not.
+    :ivar starts: generations that were started, as in the file of leases.
     """
 
     schema: int = SCHEMA
@@ -184,6 +187,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     agents: tuple[AgentRecord, ...] = ()
     port: int = 0
     draining: str = ""
+    starts: int = 0
 
     def of_this_machine(self) -> bool:
         """Whether its process records may name processes that are visible from here."""
@@ -191,11 +195,9 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agent(self) -> ProcessRecord | None:
-        """The agent of this machine, if it still lives: its replicas may go on."""
-        if not self.of_this_machine():
-            return None
-        records = [one.process for one in self.agents if one.local and one.process is not None]
-        return next((one for one in records if one.alive()), None)
+        """The agent of this machine, if it still lives."""
+        records = [one.process for one in self.agents if one.local and one.scope == machine()]
+        return next((one for one in records if one is not None and one.alive()), None)
 
 
 class _Head(msgspec.Struct):
@@ -212,6 +214,11 @@ class RunState:
         self.failures = 0
         """How often the state could not be written."""
         self._problem = ""
+
+    @property
+    def problem(self) -> str:
+        """Why the state could not be written last; empty: it could."""
+        return f"{self.path}: {self._problem}" if self._problem else ""
 
     def peek(self) -> Saved | None:
         """Read the state without the run's lock; None: no good one."""
@@ -234,16 +241,16 @@ class RunState:
         self.set_aside = bad, reason
         return None
 
-    def save(self, saved: Saved) -> bool:
+    def save(self, saved: Saved, *, sync: bool = False) -> bool:
         """Replace the state; False: the disk does not take it, and the run goes on."""
         try:
-            private.replace(self.path, msgspec.json.encode(saved))
+            private.replace(self.path, msgspec.json.encode(saved), sync=sync)
         except OSError as error:
             self.failures += 1
             words = error.strerror or str(error)
             if words != self._problem:
                 self._problem = words
-                log.error("the state cannot be written to %s: %s; the run goes on without", self.path, words)
+                log.error("the state cannot be written to %s: %s; nothing new starts meanwhile", self.path, words)
             return False
         if self._problem:
             log.warning("the state is written to %s again", self.path)

@@ -5,6 +5,8 @@
     <state_dir>/lock             flock'ed by the supervisor and its shims; has its pid
     <state_dir>/id               identity of the folder; stays
     <state_dir>/state.json       what a kill leaves (run_state.py); removed at the end
+    <state_dir>/leases           what may run on without a supervisor (leases.py);
+                                 removed when nothing may any more
     <state_dir>/events.jsonl     all events, of earlier runs too; and events.jsonl.1
     <state_dir>/decisions.jsonl  the decision log; removed at the end
     <state_dir>/key.pem          key and certificate of the control port; stays
@@ -44,10 +46,13 @@ import msgspec
 
 import replicas
 from replicas import errors
+from replicas.common.logs import Log
 from replicas.control.exit_codes import PREEMPTED
 from replicas.linux import private
 from replicas.linux.processes import start_time
 from replicas.supervisor.cleanup import leftovers
+from replicas.supervisor.state.heritage import Heritage, heritage
+from replicas.supervisor.state.leases import Lease, Leases
 from replicas.supervisor.state.run_state import RunState, Saved, machine
 from replicas.supervisor.state.token_files import TokenFiles
 from replicas.telemetry.event_log import EventLog, read
@@ -55,6 +60,8 @@ from replicas.telemetry.events import LeftoverFound, RunEnded, RunStarted, State
 from replicas.trust.tokens import Role, Tokens
 
 __all__ = ["AlreadySupervised", "StateDir", "give_identity", "identity_of"]
+
+log = Log("replicas.supervisor")
 
 _SETTLE_S = 8.0
 """How long processes of a dead supervisor may take to end by themselves."""
@@ -88,9 +95,12 @@ class AlreadySupervised(errors.UsageError):
 
 
 class StateDir:
-    """The state folder, from :meth:`acquire` to :meth:`release`."""
+    """The state folder, from :meth:`acquire` to :meth:`release`.
 
-    def __init__(self, path: Path, run: str) -> None:
+    :param longest_lease_s: of any node by the config, in seconds; 0: none gets one.
+    """
+
+    def __init__(self, path: Path, run: str, *, longest_lease_s: float = 0.0) -> None:
         self.path = path
         self.run = run
         self.logs = path / "logs"
@@ -100,6 +110,10 @@ class StateDir:
         self.events_file = path / "events.jsonl"
         self.decisions_file = path / "decisions.jsonl"
         self.run_state = RunState(path / "state.json")
+        self.leases = Leases(path / "leases")
+        self.heritage = Heritage()
+        """What is left of an earlier supervisor, after :meth:`acquire`."""
+        self._longest_lease_s = longest_lease_s
         self.saved: Saved | None = None
         """A dead supervisor's state, after :meth:`acquire`; None: nothing to resume."""
         self.identity = ""
@@ -152,24 +166,30 @@ class StateDir:
         self._lock = lock
 
     def _begin(self, lock: int) -> None:
+        crashed = bool(_Owner.of(lock).start)
+        self.leases.load()
         os.ftruncate(lock, 0)
         os.pwrite(lock, _Owner.this().line(), 0)
         private.remove(self.endpoint_file)
         self.identity = give_identity(self.path)
         self._left = self.saved = self.run_state.load()
+        crashed = crashed or self.run_state.set_aside is not None
         if self.saved is not None:
             # It may have ended in order, and only lack the removal of its state.
             since = (record.event for record in read(self.events_file, self.saved.seq))
             if any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since):
-                self.saved = None
+                self.saved, crashed = None, False
                 private.remove(self.decisions_file)
+        self.heritage = heritage(self.saved, self.leases, crashed=crashed, longest_s=self._longest_lease_s)
+        if not self.heritage.sure:
+            self.leases.forget_numbers()
         if self.resumed:
             with contextlib.suppress(FileNotFoundError):
                 token = private.read(self.token_file).decode(errors="replace")
                 self.token = token if token.isascii() and token.isprintable() and token else None
         if self.token is None:
             self.tokens.remove()
-        goes_on = self.saved is not None and self.saved.agent is not None
+        goes_on = self.heritage.known is not None
         if not goes_on and self.logs.exists() and any(self.logs.iterdir()):  # a start that failed has left none
             previous = self.path / "logs.previous"
             private.remove_tree(previous)
@@ -234,8 +254,8 @@ class StateDir:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was under way; also if its state was unusable."""
-        return self.saved is not None or self.run_state.set_aside is not None
+        """Whether the run was under way; also if its state was unusable, or is lost."""
+        return self.saved is not None or self.run_state.set_aside is not None or bool(self.heritage.unseen)
 
     def open_events(self, max_nbytes: int) -> EventLog:
         """Open the run's events, behind a dead supervisor's; report what was found."""
@@ -276,16 +296,21 @@ class StateDir:
                 hint="make room on its disk, or set run.state_dir in the config",
             ) from error
 
-    def release(self, *, ended: bool = False) -> None:
+    def release(self, *, ended: bool = False, left: tuple[Lease, ...] | None = None) -> None:
         """Remove the token and the endpoint file, and release the lock.
 
         :param ended: in order: the next start begins afresh. Otherwise (it could not be
             started, or was preempted) the next supervisor resumes from the state.
+        :param left: leases under which something may be left; None: as is on disk.
         """
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
         try:
+            if ended and not left:
+                self.leases.remove()
+            elif left is not None:
+                self._leave(left, ended=ended)
             if ended:
                 self.run_state.remove()
             if self.run_state.peek() is None:  # nobody will resume it
@@ -294,6 +319,14 @@ class StateDir:
             os.ftruncate(lock, 0)
         finally:
             os.close(lock)
+
+    def _leave(self, left: tuple[Lease, ...], *, ended: bool) -> None:
+        try:
+            self.leases.write(left)
+            if ended:
+                self.leases.forget_numbers()
+        except OSError as error:  # more are named than may be left, and the next start waits for those
+            log.warning("the leases in %s are not up to date: %s", self.leases.path, error.strerror or error)
 
     def log_dir(self, group: str, replica: int, generation: int) -> Path:
         return self.logs / group / str(replica) / f"gen-{generation}"

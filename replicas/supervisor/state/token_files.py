@@ -102,9 +102,9 @@ class TokenFiles:
 
         :param last: the role whose file is written last.
         """
-        private.replace(self._path, msgspec.json.encode(tokens.saved()))
+        private.replace(self._path, msgspec.json.encode(tokens.saved()), sync=True)
         for role in sorted(ROLES, key=last.__eq__):
-            private.replace(self._files[role], tokens.text(role).encode())
+            private.replace(self._files[role], tokens.text(role).encode(), sync=True)
 
     def change(self, tokens: Tokens, role: Role, change: Callable[[Tokens], None]) -> None:
         """Change the tokens of a role: on disk, and then in force.

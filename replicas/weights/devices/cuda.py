@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import threading
 import weakref
@@ -40,6 +39,7 @@ from typing import Any
 
 import torch
 
+from replicas.common.logs import Log
 from replicas.errors import NoCapacity, Preflight, UsageError, WorldError
 from replicas.weights.devices import cuda_driver as driver
 from replicas.weights.devices.accelerator import Accelerator, DeviceMemory, Event, Registration
@@ -48,7 +48,7 @@ from replicas.weights.devices.cuda_driver import DriverError, first_line, typed,
 
 __all__ = ["Block", "Cuda"]
 
-logger = logging.getLogger("replicas.weights")
+logger = Log("replicas.weights")
 
 _cuda: Any = torch.cuda  # torch leaves much of it untyped
 _backends: Any = torch.backends

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import logging
 import uuid as uuids
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from replicas.common.logs import Log
 from replicas.errors import NoCapacity, WorldError
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "uncaptured",
 ]
 
-logger = logging.getLogger("replicas.weights")
+logger = Log("replicas.weights")
 
 OUT_OF_MEMORY = 2
 ALREADY_REGISTERED = 712

@@ -39,9 +39,11 @@ from typing import ClassVar, Literal, Protocol
 
 import torch
 
+from replicas.common.foreign import visible
 from replicas.common.waits import locked
 from replicas.errors import NoCapacity, WorldError
 from replicas.linux import locks, seals
+from replicas.linux.files import kernel_lines
 from replicas.linux.scarce import SCARCE, limit
 from replicas.memory.beacon import own_door
 from replicas.memory.kept import Living, hold
@@ -366,7 +368,7 @@ def check_capacity(nbytes: int, what: str) -> None:
 
 
 def _machine(proc: Path) -> Iterator[tuple[int, str]]:
-    for line in _read(proc / "meminfo").splitlines():
+    for line in _read(proc / "meminfo"):
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             yield int(rest.split()[0]) * 1024, "the machine's memory"
@@ -374,7 +376,7 @@ def _machine(proc: Path) -> Iterator[tuple[int, str]]:
 
 def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
     """Every memory limit from this process's cgroup to the root, versions 2 and 1."""
-    for line in _read(proc / "self/cgroup").splitlines():
+    for line in filter(None, _read(proc / "self/cgroup")):
         _, controllers, path = line.split(":", 2)
         limit_names: tuple[str, ...]
         if controllers == "":
@@ -387,12 +389,12 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
             continue
         folder = base / path.lstrip("/")
         for place in [folder, *folder.parents]:
-            usage = _read(place / usage_name).strip()
+            usage = _read(place / usage_name)[0]
             for name in limit_names:
-                limit = _read(place / name).strip()
+                limit = _read(place / name)[0]
                 if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED_NBYTES:
                     room = int(limit) - int(usage) + _reclaimable(place)
-                    group = "/" if place == base else f"/{place.relative_to(base)}"
+                    group = "/" if place == base else f"/{visible(str(place.relative_to(base)))}"
                     yield max(0, min(room, int(limit))), f"{name} of cgroup {group}"
             if place == base:
                 break
@@ -400,12 +402,13 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
 
 def _reclaimable(folder: Path) -> int:
     """Bytes of file cache: they count as used, but are freed on demand."""
-    fields = dict(line.split(None, 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+    fields = dict(line.split(None, 1) for line in _read(folder / "memory.stat") if " " in line)
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> list[str]:
+    """The lines of a text, of which there is one at least."""
     try:
-        return path.read_text()
+        return kernel_lines(path)
     except OSError:  # not every kernel or container has it; an unreadable limit is no limit
-        return ""
+        return [""]

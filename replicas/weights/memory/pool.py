@@ -18,10 +18,10 @@ their last reader.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
+from replicas.common.logs import Log
 from replicas.errors import NoCapacity, WorldError
 from replicas.weights.devices.accelerator import device_of
 from replicas.weights.memory.buffers import AllocationStopped, Buffer, available_nbytes
@@ -29,12 +29,14 @@ from replicas.weights.memory.left import Left
 
 __all__ = ["PREPARED_NBYTES", "SPARE_BEATS", "Pool"]
 
-logger = logging.getLogger("replicas.weights")
+logger = Log("replicas.weights")
 
 PREPARED_NBYTES = 1 << 20
 """Smaller buffers are not preallocated: they cost next to nothing."""
 SPARE_BEATS = 8
 """For how many versions a buffer that no slot needs is kept."""
+WORKER_LOOKED_AT_S = 1.0
+"""How often who waits for memory that is being made checks that its thread lives."""
 
 
 class Pool:
@@ -117,9 +119,10 @@ class Pool:
             self._warn(nbytes, slots)
             while True:
                 found = self._take_spare(nbytes, alone=alone)
-                if found is not None or self._worker is None or self._nbytes != nbytes or not self._missing():
+                coming = self._worker is not None and self._worker.is_alive() and self._nbytes == nbytes
+                if found is not None or not coming or not self._missing():
                     break
-                self._changed.wait()  # notified for each buffer that is made or fails
+                self._changed.wait(WORKER_LOOKED_AT_S)  # notified for each buffer that is made or fails
             if nbytes == self._nbytes and self._wanted:
                 self._wanted -= 1
         if found is None:

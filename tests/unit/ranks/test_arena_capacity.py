@@ -49,6 +49,10 @@ def test_the_tightest_limit_counts(tmp_path: Path) -> None:
     (groups / "pod/memory.current").write_text("4000000\n")
     (groups / "pod/memory.stat").write_text("anon 3\ninactive_file 100000\nactive_file 50000\n")
     assert available_nbytes(proc=proc, cgroup_root=groups) == (1150000, "memory.max of cgroup /pod")
+    odd = groups / os.fsdecode(b"\xff")
+    (groups / "pod").rename(odd)
+    (proc / "self/cgroup").write_bytes(b"0::/\xff/box\n")
+    assert available_nbytes(proc=proc, cgroup_root=groups) == (1150000, r"memory.max of cgroup /\udcff")
 
 
 def test_slowing_down_counts_as_a_limit(tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ async def test_update_reports_what_its_block_did() -> None:
         def loaded(self, version: int, load_s: float) -> None:
             self.log.append(("loaded", version))
 
-        def failed(self, version: int, error: BaseException) -> None:
+        def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None:
             self.log.append(("failed", type(error)))
 
         def touched(self, version: int) -> None:

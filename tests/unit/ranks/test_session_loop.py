@@ -4,8 +4,10 @@ it never waits in vain."""
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -72,11 +74,17 @@ def test_a_loop_that_cannot_go_on_takes_no_calls(loop: SessionLoop, monkeypatch:
     monkeypatch.setattr(module, "ENDS_MAX", 2)
     monkeypatch.setattr(module, "_current", loop)
     assert session_loop() is loop
+    unheard_of: Pending[int] = Pending("test", loop.end)
     for _ in range(2):
         loop.call(leave)
     loop._thread.join(10)
-    with pytest.raises(errors.InternalError, match="the session thread has ended"):
-        loop.call(leave)
+    for late in (unheard_of, Pending("test", loop.end)):
+        assert late.done()
+        with pytest.raises(errors.InternalError, match="loop has ended: SystemExit"):
+            late.wait(10)
+    loop.call(leave)
+    with pytest.raises(errors.InternalError, match="loop has ended: SystemExit"):
+        loop.run(leave_soon, 10)
     another = session_loop()
     try:
         assert another is not loop
@@ -95,6 +103,64 @@ def test_a_session_thread_that_cannot_be_started_is_a_lack_of_capacity(monkeypat
         session_loop()
     wire = as_wire_error(RuntimeError("can't start new thread"), channel="policy", phase="pack")
     assert wire.kind == "NoCapacity"
+
+
+def test_whoever_waits_when_the_thread_ends_is_woken(loop: SessionLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread and in an event loop; the session's own users need not know of it."""
+    monkeypatch.setattr(module, "ENDS_MAX", 1)
+    waiting: list[Pending[int]] = [Pending("test", loop.end), Pending("test", loop.end)]
+    found: list[BaseException] = []
+
+    async def wait() -> None:
+        await waiting[1]
+
+    def keep(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except errors.InternalError as error:
+            found.append(error)
+
+    calls = [waiting[0].wait, waiting[0]._wait_for_session, lambda: asyncio.run(wait())]
+    threads = [threading.Thread(target=keep, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 30
+    while len(loop.end._wakers) < len(calls):
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    loop.call(leave)
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == len(calls)
+    assert not loop.end._wakers
+
+
+def test_closed_descriptors_end_the_thread_and_none_is_closed_twice(loop: SessionLoop) -> None:
+    waiting: Pending[int] = Pending("test", loop.end)
+    selector = loop.loop._selector  # type: ignore[attr-defined]  # asyncio's own
+    os.close(selector.fileno())
+    other = os.open(os.devnull, os.O_RDONLY)
+    assert other == selector.fileno()
+    loop.call(int)  # it looks at its descriptors
+    with pytest.raises(errors.Disconnected, match="has closed file descriptors of this library"):
+        waiting.wait(30)
+    loop._thread.join(30)
+    loop.close()
+    os.fstat(other)  # it is still open
+    os.close(other)
+
+
+def test_a_waiter_that_cannot_be_woken_holds_up_no_other() -> None:
+    pending, woken = Pending[int]("test"), threading.Event()
+
+    def fail() -> None:
+        raise SystemExit("of the program's event loop")
+
+    for waker in (fail, woken.set):
+        pending._ended.add(waker)
+    assert pending._resolve(1)
+    assert woken.is_set()
+    assert pending.wait(0) == 1
 
 
 @pytest.mark.anyio

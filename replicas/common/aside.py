@@ -1,0 +1,77 @@
+"""Work that must not hold up its caller: a bounded queue, and a thread that drains it.
+
+For what may block for any time, or raise anything: a stopped terminal, a log handler of
+the user's program. What does not fit into the queue is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from replicas.common.waits import Latch, locked
+
+__all__ = ["Aside"]
+
+T = TypeVar("T")
+
+
+class Aside(Generic[T]):
+    """Calls ``work(item)`` for each item, in order, on a daemon thread of its own.
+
+    :param name: of the thread, which the first item starts.
+    :param work: must not raise; :param missing: neither; called with how many items
+        were dropped just before the next one.
+    :param most: number of items that may wait.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[T], object], missing: Callable[[int], object], most: int = 1000
+    ) -> None:
+        self._name, self._work, self._missing, self._most = name, work, missing, most
+        self._queue: queue.SimpleQueue[tuple[T, int] | Latch] = queue.SimpleQueue()  # a finaliser may interrupt its put
+        self._thread: threading.Thread | None = None
+        self._starting = threading.RLock()
+        self._dropped = 0
+
+    def put(self, item: T) -> None:
+        """Never waits. Any thread, also in a finaliser."""
+        if self._queue.qsize() >= self._most:
+            self._dropped += 1
+            return
+        dropped = self._dropped
+        self._queue.put((item, dropped))
+        self._dropped -= dropped
+        locked(self._starting, self._start)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all is done that was put before; False: not in ``timeout_s``."""
+        if self._thread is None and self._queue.empty():
+            return True
+        done = Latch()
+        self._queue.put(done)
+        locked(self._starting, self._start)
+        return done.wait(timeout_s)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a limit of threads, or the process ends: the next item tries again
+                thread.start()
+                self._thread = thread
+
+    def _run(self) -> None:
+        while True:
+            found = self._queue.get()
+            if isinstance(found, Latch):
+                found.set()
+                continue
+            if found[1]:
+                self._missing(found[1])
+            self._work(found[0])
+            del found  # it may refer to much, and the next one may be long in coming

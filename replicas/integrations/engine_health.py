@@ -1,0 +1,212 @@
+"""The watch over one inference server: is it gone, frozen, or at work?
+
+A server that computes may answer nothing for minutes: an engine compiles its kernels
+within a step, and answers between two steps only. So silence alone is no proof. The
+processor time of the engine's processes counts as life: a frozen engine uses none. An
+engine that uses some, or whose processes cannot be seen from here, is given up after a
+longer time only. A server that refuses connections, or says itself that its engine is
+dead, is gone at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from replicas.common.patience import PauseClock
+from replicas.integrations.engine_server import Answer, EngineServer
+from replicas.linux.processes import descendants, stat_fields
+from replicas.linux.sockets import listeners
+
+__all__ = ["API", "Health", "Spent", "Vigil", "processor_time", "serving_process"]
+
+EVERY_S = 1.0
+AT_WORK = 0.05
+"""A process that uses this part of one processor is at work."""
+DEAD_LOOKS = 2
+API = "/health"
+"""The path that the server's API process answers itself; others need the engine."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Spent(NamedTuple):
+    """Seconds of processor time of the API process, and of the processes below it."""
+
+    api_s: float
+    engine_s: float
+
+
+def processor_time(api: int) -> Spent | None:
+    """What the processes of a server have used so far; None: it is gone, or hidden.
+
+    One that is stopped (SIGSTOP) counts as frozen, whatever the others of its tree use.
+    """
+    try:
+        own = stat_fields(api)
+        below = [stat_fields(pid) for pid in descendants(api)]
+    except (PermissionError, ProcessLookupError):
+        return None
+    used = [sum(map(int, fields[11:15])) / _TICKS_PER_S for fields in below]  # with children that have ended
+    return Spent(sum(map(int, own[11:13])) / _TICKS_PER_S, 0.0 if any(one[0] in "Tt" for one in below) else sum(used))
+
+
+def serving_process(port: int) -> int | None:
+    """The oldest process of this machine that listens on a TCP port; None: none is
+    seen."""
+    targets = {f"socket:[{found.inode}]" for found, _ in listeners() if found.port == port}
+    holders = []
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # names are enough
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{name}/fd") as entries:
+            if any(os.readlink(entry.path) in targets for entry in entries):  # noqa: PTH115  # hundreds of them
+                holders.append(int(name))
+    return min(holders, default=None)
+
+
+class _Call(NamedTuple):
+    path: str
+    began: float
+    patience_s: float
+
+
+class Vigil:
+    """Judges a server by its answers and its processor time. Times are of a steady
+    clock, in seconds.
+
+    :param watched: for how long each path may go without an answer while the processes
+        behind it do nothing.
+    :param limit_s: the same while they are at work, or cannot be seen.
+    :param while_loading: the paths that are answered during a load, too.
+    """
+
+    def __init__(
+        self, watched: Mapping[str, float], limit_s: float, now: float, *, while_loading: Collection[str]
+    ) -> None:
+        self._watched, self._limit_s, self._while_loading = watched, limit_s, while_loading
+        self._answered = dict.fromkeys(watched, now)
+        self._refused = dict.fromkeys(watched, 0)
+        self._lived = {True: now, False: now}
+        self._spent: Spent | None = None
+        self._clock = PauseClock(now + EVERY_S)
+        self._looked = now
+        self.call: _Call | None = None
+        self.is_loading = False
+
+    def heard(self, path: str, answer: Answer, now: float) -> None:
+        """A question about this path has ended."""
+        if answer == "good":
+            self._answered[path], self._refused[path] = now, 0
+        elif answer == "dead":
+            self._refused[path] += 1
+
+    def look(self, spent: Spent | None, now: float) -> str:
+        """Why the server is to be given up; empty: it is not."""
+        if self._clock.look(now):  # this process was paused, and perhaps the server with it
+            self._begin_anew(now)
+        self._clock.due = now + EVERY_S
+        self._note_work(spent, now)
+        for path, patience_s in self._watched.items():
+            if self.is_loading and path not in self._while_loading:
+                self._answered[path] = now
+            if self._refused[path] >= DEAD_LOOKS:
+                return f"the server does not answer {path} any more"
+            if silent_s := self._silent_s(path == API, self._answered[path], patience_s, now):
+                return f"the server has not answered {path} for {silent_s:.0f} s"
+        call = self.call
+        if call is not None and (silent_s := self._silent_s(False, call.began, call.patience_s, now)):
+            return f"no answer to {call.path} within {silent_s:.0f} s"
+        return ""
+
+    def _begin_anew(self, now: float) -> None:
+        self._answered = dict.fromkeys(self._answered, now)
+        if self.call is not None:
+            self.call = self.call._replace(began=now)
+
+    def _note_work(self, spent: Spent | None, now: float) -> None:
+        before, elapsed_s = self._spent, now - self._looked
+        self._spent, self._looked = spent, now
+        if spent is None or before is None:
+            return
+        for is_api, used_s in ((True, spent.api_s - before.api_s), (False, spent.engine_s - before.engine_s)):
+            if used_s >= AT_WORK * elapsed_s > 0:
+                self._lived[is_api] = now
+
+    def _silent_s(self, is_api: bool, since: float, patience_s: float, now: float) -> float:
+        """For how long nothing has come, if that is too long; else 0."""
+        idle_since = max(since, self._lived[is_api]) if self._spent is not None else now
+        return now - since if now - idle_since > patience_s or now - since > max(patience_s, self._limit_s) else 0.0
+
+
+class Health:
+    """Threads that watch a server in a ``with`` block, and give it up.
+
+    :param is_gone: returns why the server is gone, or an empty text.
+    :param spent: returns the processor time of its processes; None: they are not seen.
+    :ivar reason: why it was given up; empty: it was not.
+
+    The other parameters are those of :class:`Vigil`.
+    """
+
+    def __init__(
+        self,
+        server: EngineServer,
+        is_gone: Callable[[], str],
+        watched: Mapping[str, float],
+        *,
+        while_loading: Collection[str],
+        limit_s: float,
+        spent: Callable[[], Spent | None] = lambda: None,
+    ) -> None:
+        self._server, self._is_gone, self._spent = server, is_gone, spent
+        self._vigil = Vigil(watched, limit_s, time.monotonic(), while_loading=while_loading)
+        self._over = threading.Event()
+        self.reason = ""
+        asks = [threading.Thread(target=self._ask, args=(path,), name="replicas-engine-ask") for path in watched]
+        self._threads = [*asks, threading.Thread(target=self._watch, name="replicas-engine-health")]
+
+    def __enter__(self) -> Health:
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._server.hang_up()
+        for thread in self._threads:
+            thread.join(2 * EVERY_S)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """A load is under way in the block: paths that the engine answers are
+        silent."""
+        self._vigil.is_loading = True
+        try:
+            yield
+        finally:
+            self._vigil.is_loading = False
+
+    @contextlib.contextmanager
+    def calling(self, path: str, patience_s: float) -> Iterator[None]:
+        """A call is under way in the block. It may take so long while the engine does
+        nothing."""
+        self._vigil.call = _Call(path, time.monotonic(), patience_s)
+        try:
+            yield
+        finally:
+            self._vigil.call = None
+
+    def _ask(self, path: str) -> None:
+        while not self._over.wait(EVERY_S):
+            answer = self._server.ask(path)
+            self._vigil.heard(path, answer, time.monotonic())
+
+    def _watch(self) -> None:
+        while not self._over.wait(EVERY_S):
+            if reason := self._is_gone() or self._vigil.look(self._spent(), time.monotonic()):
+                self.reason = reason
+                self._server.give_up(reason)
+                return

@@ -1,0 +1,71 @@
+"""Start this library's own processes: they inherit only what they need.
+
+The working folder of a helper is ``/``. That of its starter may be removed or unmounted
+while both run (torch cannot even be loaded in such a folder), and would be kept busy.
+What starts with ``PET_`` are options of another torchrun. Standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from replicas import errors
+from replicas.common import own_code
+
+__all__ = ["TORCHRUN", "apart", "interpreter", "python_module"]
+
+TORCHRUN = "PET_"
+"""Prefix of variables that torchrun takes for its options."""
+
+
+@functools.cache
+def _python(named: str, prefixes: tuple[str, ...]) -> str:
+    if Path(named).name.startswith(("python", "pypy")):
+        return named
+    # A program that has Python in it (uwsgi) names itself, or nothing.
+    names = (f"python{sys.version_info.major}.{sys.version_info.minor}", f"python{sys.version_info.major}")
+    for prefix in prefixes:
+        for path in (Path(prefix, "bin", name) for name in names):
+            if os.access(path, os.X_OK):
+                return str(path)
+    raise errors.UsageError(
+        f"no Python interpreter for helper processes: sys.executable is {named!r}, and there is none in "
+        f"{' or '.join(prefixes)}",
+        hint="set sys.executable to the path of one that has this package",
+    )
+
+
+def interpreter() -> str:
+    """Return the path of this Python's interpreter, with which helpers are started.
+
+    :raises replicas.errors.UsageError: ``sys.executable`` is none, and there is none
+        where this Python is installed.
+    """
+    return _python(sys.executable or "", (sys.prefix, sys.base_prefix))
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs ``module`` in this interpreter, with ``-P``."""
+    return [interpreter(), "-P", "-m", module, *arguments]
+
+
+def apart(environment: Mapping[str, str], folder: str = "") -> dict[str, Any]:
+    """Return how a helper is started, as arguments of :class:`subprocess.Popen`.
+
+    :param environment: its own, without the path of this package.
+    :param folder: as for :func:`replicas.common.own_code.findable`.
+    """
+    return {
+        "cwd": "/",
+        "env": own_code.findable(
+            {name: environment[name] for name in environment if not name.startswith(TORCHRUN)}, folder
+        ),
+        "stdin": subprocess.DEVNULL,
+        "start_new_session": True,
+    }

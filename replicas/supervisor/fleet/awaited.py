@@ -1,0 +1,146 @@
+"""What of earlier supervisors may still run, and keeps replicas from starting.
+
+Two things keep them:
+
+* a lease under which *anything* may run, as no state says what
+  (:mod:`replicas.supervisor.state.heritage`): nothing starts anywhere until its agent
+  has joined and said what it has, or the lease is over;
+* a *stranger*: a shim that an agent has and no replica knows. It is told to end, and
+  until it has, its replica does not start, and its node takes no other.
+
+Leases are granted here, too: each is on disk before its agent is welcomed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import msgspec
+
+from replicas.common.logs import Log
+from replicas.core.lives.leases import lost_after_s
+from replicas.messages.bounds import REPLICAS_MAX
+from replicas.supervisor.agent.messages import ShimState
+from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.state.leases import Lease
+
+__all__ = ["Awaited", "words"]
+
+log = Log("replicas.supervisor")
+
+_UNKNOWN = "nodes that are not known"
+
+
+class Awaited:
+    """Leases and strangers of a run.
+
+    :param write: has leases on disk; OSError: it cannot.
+    """
+
+    def __init__(self, write: Callable[[Sequence[Lease]], None]) -> None:
+        self._write = write
+        self._leases: dict[str, Lease] = {}
+        """All that may still run, by the incarnation of the agent."""
+        self._unseen: dict[str, float] = {}
+        """When those are over under which anything may run."""
+        self._strangers: dict[str, tuple[tuple[str, int], ShimHandle]] = {}
+        self._generations: dict[tuple[str, int], int] = {}
+
+    # ------------------------------------------------------------ leases
+
+    def inherit(self, leases: Iterable[Lease], unseen: Collection[Lease], now: float) -> None:
+        """Take what an earlier supervisor has granted."""
+        for number, lease in enumerate(leases):
+            key = lease.incarnation or f"line {number}"
+            self._leases[key] = msgspec.structs.replace(lease, unseen=lease in unseen)
+            if lease in unseen:
+                self._unseen[key] = now + lost_after_s(lease.lease_s)
+        self._note()
+
+    def grant(self, lease: Lease) -> str:
+        """Have it on disk, before its agent is welcomed; why it is not, in words."""
+        changed = {**self._leases, lease.incarnation: lease}
+        try:
+            self._write(tuple(changed.values()))
+        except OSError as error:
+            return error.strerror or str(error)
+        self._leases = changed
+        self._unseen.pop(lease.incarnation, None)
+        return ""
+
+    def end(self, node: str, *, but: str = "") -> None:
+        """Note that nothing is left of a node, but of this incarnation of its agent."""
+        over = [key for key, one in self._leases.items() if one.node == node and key not in (but, *self._unseen)]
+        for key in over:
+            del self._leases[key]
+        if over:
+            self._note()
+
+    def tick(self, now: float) -> bool:
+        """Whether the last lease is over under which anything could run."""
+        over = [key for key, until in self._unseen.items() if now > until]
+        for key in over:
+            del self._unseen[key], self._leases[key]
+        if over:
+            self._note()
+        return bool(over) and not self._unseen
+
+    def left(self, nodes: Collection[str]) -> tuple[Lease, ...]:
+        """What the end of the run leaves: on these nodes, and what nobody sees."""
+        kept = (one for key, one in self._leases.items() if one.node in nodes or key in self._unseen)
+        return tuple(msgspec.structs.replace(one, unseen=True) for one in kept)
+
+    def _note(self) -> None:
+        try:
+            self._write(tuple(self._leases.values()))
+        except OSError as error:  # too many are named then, which costs the next supervisor a wait
+            log.warning("the leases of nodes cannot be written: %s", error.strerror or error)
+
+    # ------------------------------------------------------------ strangers
+
+    def stranger(self, state: ShimState, handle: ShimHandle) -> None:
+        """Note a shim that no replica knows, and have it end."""
+        key = (state.group, state.replica)
+        if key in self._generations or len(self._generations) < REPLICAS_MAX:
+            self._generations[key] = max(self._generations.get(key, 0), state.generation)
+        self._strangers[state.nonce] = key, handle
+
+    def strangers_on(self, node: str) -> bool:
+        self._forget_gone()
+        return any(handle.node == node for _, handle in self._strangers.values())
+
+    def generation(self, group: str, replica: int) -> int:
+        """The highest number of a generation of this replica that a stranger had."""
+        return self._generations.get((group, replica), 0)
+
+    def _forget_gone(self) -> None:
+        self._strangers = {nonce: one for nonce, one in self._strangers.items() if not one[1].gone.is_set()}
+
+    # ------------------------------------------------------------ what it keeps
+
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes on which anything may run."""
+        return tuple(dict.fromkeys(self._leases[key].node for key in self._unseen))
+
+    def left_s(self, now: float) -> float:
+        """Seconds until the last of these leases is over."""
+        return max(0.0, max(self._unseen.values(), default=now) - now)
+
+    def blocks(self, group: str, replica: int, now: float) -> str:
+        """What keeps this replica from starting, as in "waits ..."; empty: nothing."""
+        if self._unseen:
+            return f"{self.left_s(now):.0f} s for {words(self.nodes())}"
+        self._forget_gone()
+        for key, handle in self._strangers.values():
+            if key == (group, replica):
+                return f"for the end of an earlier generation of it on node {handle.node}"
+        return ""
+
+
+def words(nodes: Sequence[str]) -> str:
+    """The leases of these nodes, for people; an empty name: it is not known."""
+    known = [one for one in nodes if one]
+    if not known:
+        return f"the lease of {_UNKNOWN}"
+    what = "the lease of node" if len(known) == 1 else "the leases of nodes"
+    return f"{what} {', '.join(known)}{f' and {_UNKNOWN}' if len(known) < len(nodes) else ''}"

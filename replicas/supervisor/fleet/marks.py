@@ -1,0 +1,42 @@
+"""Who is a rank of a replica that this supervisor has started.
+
+Everybody with a member token may join, and the newest process of a rank takes its place
+from the one before. Of its own replicas the supervisor knows the right processes: each
+shim has a random mark, which its processes inherit, and which nobody else can read. A
+rank proves in its Hello that it knows it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+
+from replicas import errors
+from replicas.linux.processes import MARK
+from replicas.messages import Hello
+from replicas.messages.identity import proof_of
+from replicas.supervisor.state.run_state import ShimRecord
+
+__all__ = ["check_mark"]
+
+
+def check_mark(hello: Hello, shims: Iterable[ShimRecord]) -> None:
+    """Check that the member runs under one of these shims, of its own generation.
+
+    :raises replicas.errors.Fenced: it does not.
+    """
+    own, name = (hello.group, hello.replica, hello.generation), hello.member.name
+    known = [one.nonce for one in shims if (one.group, one.replica, one.generation) == own]
+    shown = hello.proof.encode()
+    if any(hmac.compare_digest(proof_of(one, hello.incarnation).encode(), shown) for one in known):
+        return
+    if hello.proof:
+        text = f"{name}: its generation {hello.generation} is over, or was not started by this run's supervisor"
+        hint = "end this process: the supervisor starts the replica itself"
+    else:
+        text = f"{name} is started by the supervisor, and this process shows no mark of it: {MARK} is not set"
+        hint = (
+            "pass the environment of the command on to the program that joins; "
+            f'or set launcher = "external" for group {hello.group}, if others start it'
+        )
+    raise errors.Fenced(text, channel=hello.channel, phase="join", members=[name], hint=hint)

@@ -1,0 +1,99 @@
+"""What a supervisor takes over of an earlier one, and what it must wait for.
+
+The state names the agents and shims that may be alive, if it is the newest one: of this
+release, with as many starts as the file of leases, written in this boot of the machine.
+Under each lease of which no such state tells, anything may run: nothing is started
+anywhere until its agent has said what, or the lease is over.
+
+Agents of the supervisor's own machine are seen only from the same boot and pid
+namespace: a dead one has left at most what the sweep ends. Elsewhere (another
+container, another machine with this disk) nobody can say whether they live, and their
+leases count like those of all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from replicas.linux.processes import boot_id
+from replicas.supervisor.state.leases import Lease, Leases
+from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, Saved, ShimRecord, machine
+
+__all__ = ["Heritage", "heritage"]
+
+
+class Heritage(NamedTuple):
+    """What is left of an earlier supervisor.
+
+    :ivar agents: nodes to expect, and ``shims`` on them.
+    :ivar known: the agent of this machine, alive.
+    :ivar leases: all that may still run. :ivar unseen: those of them under which
+        anything may run.
+    :ivar sure: whether the state is the newest, so that its numbers count.
+    """
+
+    agents: tuple[AgentRecord, ...] = ()
+    shims: tuple[ShimRecord, ...] = ()
+    known: ProcessRecord | None = None
+    leases: tuple[Lease, ...] = ()
+    unseen: tuple[Lease, ...] = ()
+    sure: bool = True
+
+
+def heritage(saved: Saved | None, leases: Leases, *, crashed: bool, longest_s: float) -> Heritage:
+    """What is left.
+
+    :param crashed: an earlier supervisor has not ended in order.
+    :param longest_s: of any lease by the config, for those that are not known; 0: there
+        can be none.
+    """
+    sure = _is_newest(saved, leases) if saved is not None else not (crashed or leases.records)
+    records: Sequence[Lease] = leases.records
+    if not (leases.found or sure) and longest_s:
+        records = (Lease(unseen=True),)
+    left = [_with_length(one, longest_s) for one in records if not _is_swept(one)]
+    unnoted_s = 0.0 if leases.found else longest_s  # an earlier release has noted none
+    agents = [_with_lease(one, left, unnoted_s) for one in saved.agents] if saved is not None else []
+    agents = [one for one in agents if not one.local or (_lives(one.process) if _is_here(one.scope) else one.lease_s)]
+    known = [one.process for one in left if one.local and _is_here(one.scope)]
+    known += [one.process for one in agents if one.local and _is_here(one.scope)]
+    return Heritage(
+        agents=tuple(agents),
+        shims=saved.shims if saved is not None else (),
+        known=next(iter(known), None),
+        leases=tuple(left),
+        unseen=tuple(one for one in left if one.unseen or not sure),
+        sure=sure,
+    )
+
+
+def _is_newest(saved: Saved, leases: Leases) -> bool:
+    if not leases.found:  # an earlier release keeps none
+        return not leases.damaged and not saved.starts
+    return saved.starts >= leases.starts and saved.machine.partition("/")[0] == boot_id()
+
+
+def _is_here(scope: str) -> bool:
+    return scope == machine()
+
+
+def _lives(process: ProcessRecord | None) -> bool:
+    return process is not None and process.alive()
+
+
+def _is_swept(lease: Lease) -> bool:
+    """Whether what it has left is seen, and ended, by the sweep at the start."""
+    return lease.local and _is_here(lease.scope) and not _lives(lease.process)
+
+
+def _with_length(lease: Lease, longest_s: float) -> Lease:
+    return lease if lease.lease_s else msgspec.structs.replace(lease, lease_s=longest_s)
+
+
+def _with_lease(agent: AgentRecord, leases: Sequence[Lease], unnoted_s: float) -> AgentRecord:
+    """The agent with the longest lease that its node has."""
+    granted = [one.lease_s for one in leases if one.node == agent.node]
+    return msgspec.structs.replace(agent, lease_s=max(granted, default=unnoted_s if agent.local else agent.lease_s))
