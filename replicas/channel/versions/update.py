@@ -225,9 +225,8 @@ class Update:
         try:
             slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
-            image = self._of_this(buffer.readable)
             sharing = slot.sharing  # the ranks mostly load at the same time
-            load_image(model, image, self.manifest, sharing=sharing, on_device=buffer.pin)
+            load_image(model, self._of_this(buffer.readable), self.manifest, sharing=sharing, on_device=buffer.pin)
         finally:
             del load
             self._let_go()  # another thread may have ended the update meanwhile
