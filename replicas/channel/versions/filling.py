@@ -50,6 +50,7 @@ class PublishJob:
     channel: InitVar[str]
     session_end: InitVar[SessionEnd | None] = None
     hold: bool = True  # GPU tensors are copied on the caller's stream
+    check_finite: bool = False  # its values, before it is announced
     number: int = 0  # among the replica's publishes; 0 until it has begun
     version: int = 0  # as the coordinator numbered it; 0 until then
     late_meta: Callable[[], Mapping[str, Any]] | None = None  # makes ``meta``
