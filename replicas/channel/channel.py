@@ -158,7 +158,8 @@ class Channel(Collectives):
             object with ``metadata()`` and iteration; tensors of any dtype, shape,
             strides and device.
         :param version: number of the version, greater than every earlier one; default:
-            the next number.
+            the next number. A publish that fails, or whose weights are refused, uses
+            its number up.
         :param dtype: cast plain floating tensors to this dtype; default: no cast.
         :param meta: scalars, and lists and dicts of scalars; receivers get it as
             ``update.meta``. Or a function that returns such a mapping (with a checksum

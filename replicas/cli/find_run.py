@@ -55,6 +55,7 @@ __all__ = [
 
 ENDPOINT_FILE = "endpoint.json"
 """File in a run's state folder with the address of its supervisor."""
+STATE_FILE, EVENTS_FILE = "state.json", "events.jsonl"
 _TABLE = re.compile(r"\s*\[+\s*([^\[\]]*?)\s*\]+\s*(?:#.*)?")
 _VALUE = re.compile(r"""\s*(name|state_dir)\s*=\s*(?:"([^"\\]*)"|'([^']*)')\s*(?:#.*)?""")
 SILENT_S = 30.0
@@ -115,11 +116,28 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
         if pid := starting(state_dir):
             text = f'run "{state_dir.name}" is starting: process {pid} does not answer yet'
             raise Disconnected(text, hint="wait for it with: replicas wait") from error
+        if left := _left(state_dir, time.time()):
+            hint = "start the next supervisor with: replicas run CONFIG"
+            raise Disconnected(f'run "{state_dir.name}" {left}', hint=hint) from error
         raise Disconnected(
             f'run "{state_dir.name}" is not running: {path} does not exist', hint="start it with: replicas run CONFIG"
         ) from error
     except (OSError, *MALFORMED) as error:
         raise Disconnected(f"{path} cannot be read: {error}", hint="give --endpoint HOST:PORT instead") from error
+
+
+def _left(state_dir: Path, now: float) -> str:
+    """What goes on of a run that its supervisor has left; empty: it has left none."""
+    from replicas.supervisor.state.run_state import RunState  # its parts are needed for this alone
+
+    saved = RunState(state_dir / STATE_FILE).peek()
+    if saved is None or saved.draining or not saved.agents:
+        return ""
+    until = saved.at + max(agent.lease_s for agent in saved.agents)
+    left, end = (time.strftime("%H:%M:%S", time.localtime(at)) for at in (saved.at, until))
+    if now > until:
+        return f"is not running: its supervisor left it at {left}, and no other came until {end}"
+    return f"has no supervisor since {left}: its replicas go on until {end}, or until the next one takes them over"
 
 
 def find_state_dir(folder: Path, *, running: bool = False) -> Path:
@@ -130,7 +148,7 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
     :raises Disconnected: no run has.
     """
     started = {path.parent for path in folder.glob(f".replicas/*/{ENDPOINT_FILE}")}
-    known = {path.parent for path in folder.glob(".replicas/*/lock")}
+    known = {path.parent for path in folder.glob(".replicas/*/lock") if _is_of_run(path.parent)}
     started |= {path for path in known if starting(path)}
     found = sorted(started or known)
     if len(found) > 1:
@@ -146,6 +164,11 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
     if len(found) > 1:
         raise UsageError(f"several runs have their state here: {names}", hint="name the CONFIG of one")
     return found[0]
+
+
+def _is_of_run(folder: Path) -> bool:
+    """Whether it is none of ``agent-NODE``, in which an agent writes no events."""
+    return not folder.name.startswith("agent-") or (folder / EVENTS_FILE).exists()
 
 
 def lives(state_dir: Path) -> bool:

@@ -40,6 +40,8 @@ __all__ = ["channels_from", "default_state_dir", "load", "parse", "place_of", "r
 
 _FEWEST_SLOTS = 2
 _LONGEST_SOCKET_PATH = 107
+_LONGEST_STRING = (128 << 10) - 1
+_TOO_LONG = "is longer than the 128 KiB that Linux allows; put it into a file"
 _RESERVED_ENV = ("REPLICA_ID", "REPLICA_NUM")
 _EXTERNAL = ("name", "launcher", "replicas", "nproc_per_node", "nnodes", "health", "drain_timeout_s", "min_ready")
 """Fields of a group whose programs others start; the others are of no use to it."""
@@ -221,6 +223,11 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
             place.at("env", variable).problem("is not a usable environment variable")
     if "env_file" in fields:
         fields["env"] = {**_read_environment(place.at("env_file"), fields["env_file"]), **fields.get("env", {})}
+    for variable, value in fields.get("env", {}).items():
+        if len(os.fsencode(f"{variable}={value}")) > _LONGEST_STRING:
+            place.at("env", variable).problem(_TOO_LONG)
+    if any(len(os.fsencode(word)) > _LONGEST_STRING for word in fields.get("command", ())):
+        place.at("command").problem(f"a word {_TOO_LONG}")
     group = GroupConfig(**{"cwd": place.base, **fields, "name": place.path[-1]})
     for key, variable in (("gpus", "CUDA_VISIBLE_DEVICES"), ("cpu_threads", "OMP_NUM_THREADS")):
         if getattr(group.resources, key) is not None and variable in group.env:

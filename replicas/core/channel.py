@@ -427,6 +427,8 @@ class ChannelState:
                 self.lanes.formed(member, message.lane, now)
             case wire.LaneFailed():
                 error = message.error.exception()
+                if isinstance(error, errors.NoCapacity):
+                    error.members = (member.name,)
                 lane = self.lanes.failing(member, message.lane, error)
                 if lane is not None:
                     if not state.is_peer:

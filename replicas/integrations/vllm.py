@@ -51,7 +51,7 @@ from replicas.integrations import follower
 from replicas.integrations.engine_server import EngineServer
 from replicas.integrations.follower import Following, PauseMode
 from replicas.integrations.gate import GATE, GatePage, owner_of
-from replicas.linux.processes import die_with_parent
+from replicas.linux.processes import descendants, die_with_parent, is_below, signal_each
 
 __all__ = ["follow", "main", "register"]
 
@@ -377,6 +377,7 @@ def _vllm(
     try:
         yield process
     except errors.ReplicasError:  # it is gone or frozen, and would wait for its own requests at its end
+        signal_each(descendants(process.pid), signal.SIGKILL, lambda pid: is_below(pid, process.pid))
         process.kill()
         raise
     finally:

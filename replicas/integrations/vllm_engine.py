@@ -126,6 +126,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             info={"worker": str(rank - 1)},
             timeout=init_info.timeout_s,
         )
+        self._reload = Reload(self.model, self.model_config, self.device)  # what fitted before may not any more
         self._reload.complete = init_info.complete
 
     def _refuse_old_memories(self) -> None:

@@ -52,6 +52,8 @@ PATIENCE_S = 5.0
 ANSWER_S = 2.0
 """How long a client waits: the process may be frozen."""
 
+_SCARCE_S = 0.1
+"""Pause after a client that could not be accepted: it still waits."""
 _CHALLENGE_NBYTES = 16
 _REQUEST = struct.Struct("<qqq")  # descriptor, inode and size; -1: any
 _MAC_NBYTES = 32
@@ -98,6 +100,8 @@ class Door:
                 except OSError:  # it is gone, or this process has no descriptor left
                     if key.fileobj is not self._socket:
                         self._drop(key.fileobj)
+                    else:
+                        time.sleep(_SCARCE_S)
             now = time.monotonic()
             for one in [one for one, client in self._clients.items() if not client.served and client.until < now]:
                 self._drop(one)

@@ -18,7 +18,6 @@ namespace; of a GPU, which ends with its owner) is not kept.
 from __future__ import annotations
 
 import contextlib
-import errno
 import operator
 import os
 import weakref
@@ -31,6 +30,7 @@ from replicas.common.logs import Log
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import open_plain
+from replicas.linux.scarce import SCARCE, limit
 from replicas.memory import door
 from replicas.memory.beacon import own_door
 from replicas.messages import SlotPlace
@@ -38,10 +38,6 @@ from replicas.messages import SlotPlace
 __all__ = ["Living", "MemoryHolder", "hold", "is_near", "is_there"]
 
 T = TypeVar("T")
-
-_SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Transient errors: they do not say whether the two processes can share memory."""
-_SCARCE_HINT = "raise the limit of open files (ulimit -n) or free memory; the version is fetched again by itself"
 
 log = Log("replicas.memory")
 
@@ -78,8 +74,8 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True) -> int:
     except (FileNotFoundError, ProcessLookupError):
         raise Gone(f"{what} is gone", version=version) from None
     except OSError as error:
-        if error.errno in _SCARCE:
-            raise NoCapacity(f"{what} cannot be mapped: {error}", version=version, hint=_SCARCE_HINT) from error
+        if error.errno in SCARCE:
+            raise _too_little(f"{what} cannot be mapped", error, version) from error
         hint = 'run its processes as one user, or set transport = "group" on the channel'
         raise WorldError(f"{what} cannot be mapped: {error}", version=version, hint=hint) from error
     try:
@@ -90,8 +86,8 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True) -> int:
         locks.mark(fd, place.serial)
     except OSError as error:
         os.close(fd)
-        if error.errno in _SCARCE:
-            raise NoCapacity(f"{what} cannot be locked: {error}", version=version, hint=_SCARCE_HINT) from error
+        if error.errno in SCARCE:
+            raise _too_little(f"{what} cannot be locked", error, version) from error
         raise WorldError(f"{what} cannot be mapped: locks do not work on it: {error}", version=version) from error
     except Gone:
         os.close(fd)
@@ -99,11 +95,16 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True) -> int:
     return fd
 
 
+def _too_little(what: str, error: OSError, version: int) -> NoCapacity:
+    why, remedy = limit(error)
+    return NoCapacity(f"{what}: {why}", version=version, hint=f"{remedy}; the version is fetched again by itself")
+
+
 def _open(place: SlotPlace, *, wait: bool) -> int:
     try:
         return open_plain(place.pid, place.fd, inode=place.inode, nbytes=place.nbytes)
     except OSError as error:
-        if not place.door or not wait or error.errno in _SCARCE:
+        if not place.door or not wait or error.errno in SCARCE:
             raise
         try:
             return door.fetch(place.door, place.fd, inode=place.inode, nbytes=place.nbytes)

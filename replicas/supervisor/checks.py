@@ -140,6 +140,9 @@ def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
     many = demand.processes
     yield _limit("open files", resource.RLIMIT_NOFILE, _FILES_BASE + _FILES_EACH * many, "-n")
     yield _limit("processes", resource.RLIMIT_NPROC, _PROCESSES_EACH * many, "-u")
+    if (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
+        text = f"files of {size_text(most)} allowed, and memory for weights counts as a file"
+        yield Finding("limits", "note", text, "ulimit -f unlimited")
     lacks = list(missing())
     for one in lacks:
         yield Finding("limits", "problem", one.what, one.remedy)

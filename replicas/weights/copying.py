@@ -183,7 +183,8 @@ def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool
         raise unusable(name, tensor, f"has shape {list(tensor.shape)}")
     if not destination.numel():
         return
-    if destination.is_cpu and source.is_cpu:
+    uuid = "" if device is None else device.uuid_of(source) or device.uuid_of(destination)
+    if not uuid and destination.is_cpu and source.is_cpu:
         if not _copy_quickly(destination, source, load=load):
             copy_host([(destination, source)], name=lambda index: name, load=load)
         return
@@ -192,7 +193,7 @@ def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool
     with torch.no_grad():
         if destination.dtype == source.dtype:
             destination, source = written_as_bits(destination, source)
-        if device is not None and (uuid := device.uuid_of(source) or device.uuid_of(destination)):
+        if device is not None and uuid:
             device.copy([destination], [source])
             device.synchronize(uuid)
         else:

@@ -147,7 +147,11 @@ class Feed:
         if entries is not None:
             return layout(entries, self.mode)
         specs = self._declared() if self.mode == "image" else None
-        return None if specs is None else PartManifest(specs)
+        if specs is None:
+            return None
+        manifest = PartManifest(specs)
+        manifest.validate()
+        return manifest
 
     def _declared(self) -> tuple[TensorSpec, ...] | None:
         """What ``metadata()`` says that the object's iteration will give; else None.
@@ -176,7 +180,7 @@ class Feed:
                 | (str(name), (torch.dtype() as dtype, shape))
                 | (str(name), object(dtype=torch.dtype() as dtype, shape=shape))
             ):
-                return TensorSpec(plain(name), self._published(dtype), tuple(int(extent) for extent in shape))
+                return TensorSpec(plain(name), self._published(dtype), _extents(name, shape))
             case _:
                 text = f"metadata() gave {shown(row)}"
                 hint = "give a mapping of names to (dtype, shape), or rows with name, dtype and shape"
@@ -322,6 +326,13 @@ class Feed:
 
     def _published(self, dtype: torch.dtype) -> str:
         return dtype_name(self.dtype if self.dtype is not None and is_castable(dtype) else dtype)
+
+
+def _extents(name: str, shape: object) -> tuple[int, ...]:
+    try:
+        return arguments.integers(f"metadata(): the shape of {name!r}", shape)
+    except UsageError as error:
+        raise ManifestMismatch(error.message, hint="") from error
 
 
 def _standing_in(value: DTensor) -> tuple[str, DTensor]:

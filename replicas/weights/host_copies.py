@@ -97,6 +97,13 @@ class Kinds:
         self.kept = np.fromiter(map(operator.is_, dtypes, published), dtype=np.bool_, count=len(self.dtypes))
         self.complex = any(dtype.is_complex for dtype in set(dtypes))
 
+    def differs(self, index: int, tensor: torch.Tensor) -> str:
+        """How a tensor is not what it was, or ""."""
+        if tensor.shape == self.shapes[index] and tensor.dtype is self.dtypes[index]:
+            return ""
+        was = f"{self.dtypes[index]}{list(self.shapes[index])}"
+        return f"was {was}, and is {tensor.dtype}{list(tensor.shape)}"
+
     def look(self, tensors: Sequence[torch.Tensor], first: int = 0) -> Found | None:
         """Look at tensors of plain types, from number ``first`` on.
 
@@ -340,11 +347,10 @@ class HostCopies:
             self._found.update(some, found)
             return
         for index, tensor in enumerate(tensors, some.start):
-            now = f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
-            was = f"{self._kinds.dtypes[index]}{list(self._kinds.shapes[index])} on cpu"
-            why = why_unusable(tensor) or (f"was {was}, and is {now}" if now != was else "")
-            if why:
+            if why := why_unusable(tensor) or self._kinds.differs(index, tensor):
                 raise unusable(self._name(index), tensor, why)
+            if not tensor.is_cpu:
+                raise unusable(self._name(index), tensor, f"was on the cpu, and is on {tensor.device}")
 
 
 def _written(tensors: Sequence[torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ from replicas.errors import ManifestMismatch, ReplicasError
 from replicas.messages.bounds import text_of
 from replicas.weights import streaming
 from replicas.weights.copying import copy_pairs, run_host
+from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.feed import Ties, known_values
 from replicas.weights.host_copies import HostCopies
 from replicas.weights.layout import Places
@@ -143,6 +144,9 @@ def _load_runs(
     by_given = {given: targets[name] for name, given in served.items()}
     values = [by_given.get(name) for name in map(places.name, range(len(places.starts)))]
     if len(values) < len(manifest.tensors) or not set(map(type, values)).issubset(PLAIN):
+        return False
+    device = accelerator()
+    if device is not None and (device.owns(image) or any(map(device.owns, values))):  # type: ignore[arg-type]  # PLAIN holds tensors only
         return False
     found = places.kinds.look(values)  # type: ignore[arg-type]  # PLAIN holds tensors only
     if found is None or not found.runs.all():

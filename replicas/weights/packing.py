@@ -125,13 +125,15 @@ def _copy_on_host(host: HostCopies, places: Places, copies: Copies) -> None:
     copies.run_host(host, places.cuts)
 
 
-def _copy(places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor], copies: Copies) -> None:
+def _copy(
+    places: Places, kinds: Kinds, destinations: list[torch.Tensor], sources: list[torch.Tensor], copies: Copies
+) -> None:
     """Copy tensors of which some are on a device; both lists are in the bytes' order.
 
     The sources are aliases: they keep their storages.
     """
     for index, source in enumerate(sources):
-        if why := why_unusable(source):
+        if why := why_unusable(source) or kinds.differs(index, source):
             raise unusable(places.name(index), source, why)
     for index in places.odd:
         sources[index] = bits(sources[index])
@@ -318,7 +320,7 @@ class Packer:
             else:
                 with torch.no_grad():
                     aliases = list(map(torch.Tensor.detach, sources.tensors))
-                fill = partial(_copy, places, views(), aliases)
+                fill = partial(_copy, places, planned.kinds, views(), aliases)
             packing = _filled(fill, slot.data, options, progress, device=device)
             feed.take_known()
         except BaseException:
@@ -378,7 +380,7 @@ class Staged:
                 name=places.name,
             )
             return _filled(partial(_copy_on_host, host, places), data, options, device=None)
-        return _filled(partial(_copy, places, places.views(data), sources), data, options, device=device)
+        return _filled(partial(_copy, places, places.kinds, places.views(data), sources), data, options, device=device)
 
 
 def stage(feed: Feed) -> Staged:

@@ -80,7 +80,7 @@ class Host:
         )
         assert holder.stdout is not None
         holder.stdout.readline()
-        (inside,) = [pid for pid in below(holder.pid) if name_of(pid) == "sh"]
+        inside = next(pid for pid in below(holder.pid) if name_of(pid) == "sh")  # it may be starting its cat
         space = Machine(inside, self.machine.address, is_host=True)
         self._spaces.append((holder, space))
         boot_id = self._boot_id

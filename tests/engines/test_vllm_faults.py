@@ -8,7 +8,6 @@ import signal
 
 import pytest
 
-from replicas.status import ReplicaStatus
 from tests.engines.world import World
 from tests.support.runs import eventually
 
@@ -54,11 +53,11 @@ def test_a_version_that_does_not_fit_is_refused_and_costs_the_server_nothing(
     world, before, good = served, served.processes(), served.committed
     world.publish(**misfit)
 
-    def replica() -> ReplicaStatus:
-        return world.run.status().groups[1].replicas[0]
+    def refusing() -> bool:
+        (replica,) = world.run.status().groups[1].replicas
+        return replica.state == "ready" and "was not loaded" in replica.reason
 
-    eventually(lambda: "was not loaded" in replica().reason, "the reason in the status", timeout_s=60)
-    assert replica().state == "ready"
+    eventually(refusing, "the reason in the status", timeout_s=120)
     assert world.loaded() == good
     assert "Paris" in world.answer()
     told = world.publish(scale=0.0)["not_loaded"]

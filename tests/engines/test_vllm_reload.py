@@ -61,3 +61,11 @@ def test_a_partial_version_may_lack_whole_layers_only(found: dict[str, Any]) -> 
 
 def test_keys_and_values_that_are_not_finite_are_cleared(found: dict[str, Any]) -> None:
     assert found["memory"] == [False, True]
+
+
+def test_kv_connectors_that_cannot_be_cleared_are_known(found: dict[str, Any]) -> None:
+    assert found["connectors"] == {
+        "OffloadingConnector": [],
+        "ExampleConnector": ["ExampleConnector"],
+        "MultiConnector": ["ExampleConnector"],
+    }

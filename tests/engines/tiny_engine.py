@@ -21,8 +21,10 @@ os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
 
 from replicas import errors
+from replicas.integrations.vllm_engine import _without_reset
 
 IDS = [5, 77, 13, 200, 9, 42, 7]
 CONFIG = Qwen3MoeConfig(
@@ -152,6 +154,17 @@ def dying(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         yield pair
 
 
+def connectors() -> dict[str, list[str]]:
+    """Parts of KV connectors that cannot be cleared, by the connector that is given."""
+    parts = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("OffloadingConnector", "ExampleConnector")]
+    given: dict[str, Any] = {one["kv_connector"]: {} for one in parts}
+    given["MultiConnector"] = {"connectors": parts}
+    return {
+        name: _without_reset(KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra))
+        for name, extra in given.items()
+    }
+
+
 def main(folder: str) -> dict[str, Any]:
     engine = Engine(folder)
     (old, new), (old_weights, new_weights) = engine.models, engine.weights
@@ -180,6 +193,7 @@ def main(folder: str) -> dict[str, Any]:
     before = engine.memory_is_finite()
     engine.worker._clear_memory()
     found["memory"] = [before, engine.memory_is_finite()]
+    found["connectors"] = connectors()
     return found
 
 

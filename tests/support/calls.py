@@ -38,7 +38,7 @@ from replicas.linux.processes import die_with_parent
 from replicas.messages.bounds import shown
 from replicas.supervisor import Supervisor
 from replicas.weights.memory.writable import WritableSlot
-from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn
+from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn, stir
 from tests.support.log_handlers import rogue_handlers
 
 __all__ = ["limit_s"]
@@ -75,6 +75,7 @@ BASE: dict[str, dict[str, Any]] = {
     "Supervisor.stacks": {"target": "nobody"},
     "Supervisor.reset_failed": {"target": "nobody"},
     "Supervisor.doctor": {"node": "nowhere"},
+    "Supervisor.drain_node": {"node": "nowhere"},
     "Update.load_into": {"model": {"w": torch.zeros(2)}},
     "Update.failed": {"error": "it does not load"},
     "Update.refuse": {"error": "it does not load"},
@@ -324,11 +325,15 @@ def _is_large(value: Any) -> bool:
 def main(count: str, number: str = "", every: str = "1") -> None:
     """``every``: after so many calls the next version must be committed."""
     die_with_parent(os.getppid(), signal.SIGKILL)
+    faulthandler.enable()
     faulthandler.dump_traceback_later(limit_s(int(count)), exit=True)
     warnings.simplefilter("ignore")
     choose = random.Random(int(number) if number else 0)
     world, began = World(choose), time.monotonic()
     world.start()
+    over = threading.Event()
+    stirrer = threading.Thread(target=stir, args=(random.Random(choose.random()), over), daemon=True)
+    stirrer.start()
     names = sorted(POOLS)
     weights = [0.1 if name.startswith(SLOW) else 1.0 for name in names]
     done = 0
@@ -350,6 +355,8 @@ def main(count: str, number: str = "", every: str = "1") -> None:
         raise
     finally:
         faulthandler.dump_traceback_later(60, exit=True)
+        over.set()
+        stirrer.join()
         world.close()
         handlers.close()
     print(f"{done + 1} calls in {time.monotonic() - began:.0f} s: {dict(world.told.most_common())}")

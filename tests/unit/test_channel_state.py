@@ -363,14 +363,59 @@ def test_a_target_without_memory_is_left_behind_and_the_others_go_on() -> None:
     assert second.held == {1}
 
 
-def test_all_targets_without_memory_fail_the_publish() -> None:
+@pytest.mark.parametrize("says", ["at the offer", "while bytes move", "of its sidecar"])
+@pytest.mark.parametrize("targets", [1, 2])
+def test_targets_without_memory_are_lost_targets(targets: int, says: str) -> None:
+    """As if they had been killed: the trainer goes on."""
     world = World()
+    trainer = world.join("trainer/0/0")
+    sims = [world.join(f"rollout/{index}/0") for index in range(targets)]
+    full = wire.WireError("NoCapacity", "no memory")
+    publish(world, trainer)
+    for sim in sims:
+        sim.refuse, sim.stuck = (full, False) if says == "at the offer" else (None, True)
+    world.run()
+    for sim in sims if says != "at the offer" else ():
+        number = next(iter(sim.incoming))
+        lane = next(message.lane for message in reversed(sim.seen) if isinstance(message, wire.LaneForm))
+        late = wire.LaneFailed(lane, full) if says == "of its sidecar" else wire.TransferFailed(number, full)
+        sim.refuse = full
+        sim.outbox.append(late)
+        world.run()
+    receipt = trainer.verdicts[1].receipt
+    assert receipt is not None
+    assert receipt.reasons == dict.fromkeys([sim.member.name for sim in sims], "no memory")
+    for sim in sims:
+        sim.refuse, sim.stuck = None, False
+    world.advance(10.0)
+    assert [sim.held for sim in sims] == [{1}] * targets
+
+
+def test_a_version_that_no_target_has_room_for_is_no_commit_before_it_is_packed() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="b")
+    target.refuse = wire.WireError("NoCapacity", "no memory")
+    number = trainer.publish()
+    world.run()
+    trainer.stream(number)
+    world.run()
+    assert number not in trainer.verdicts
+    trainer.fill(number)
+    world.run()
+    assert trainer.verdicts[number].receipt is not None
+    assert world.decisions[0].digest == "digest-1"
+
+
+@pytest.mark.parametrize("changes", [{"on_lost": "raise"}, {"min_targets": 1}])
+def test_where_no_target_may_be_lost_the_error_names_who_has_no_memory(changes: dict[str, object]) -> None:
+    world = World(channel_config(**changes))
     trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
     target.refuse = wire.WireError("NoCapacity", "no memory")
     publish(world, trainer)
     world.run()
-    assert trainer.verdicts[1].error is not None
-    assert trainer.verdicts[1].error.kind == "NoCapacity"
+    error = trainer.verdicts[1].error
+    assert error is not None
+    assert (error.kind, error.message, error.members) == ("NoCapacity", "rollout/0/0: no memory", ("rollout/0/0",))
 
 
 def test_a_wrong_digest_is_never_committed() -> None:

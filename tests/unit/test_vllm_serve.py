@@ -4,14 +4,22 @@ vLLM starts."""
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replicas import errors
 from replicas.integrations import vllm
 from replicas.integrations.follower import release_of
+from replicas.integrations.gate import GatePage
+from replicas.linux.processes import start_time
+from tests.support.runs import eventually
 
 
 @pytest.mark.parametrize(
@@ -77,3 +85,28 @@ def test_the_release_of_vllm_is_read(version: str, release: tuple[int, ...]) -> 
 def test_a_release_that_is_too_old_is_refused() -> None:
     with pytest.raises(errors.UsageError, match=r"is vLLM 0\.28\.1, which has other control routes"):
         release_of("0.28.1")
+
+
+TREE = "import os, time\nif not os.fork():\n    print(os.getpid(), flush=True)\ntime.sleep(600)"
+
+
+def test_a_server_that_is_given_up_is_killed_with_its_frozen_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A stopped process cannot notice that its follower has gone."""
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    page = GatePage.create()
+    with pytest.raises(errors.SyncError), vllm._vllm("127.0.0.1", 1, (), page, tmp_path) as server:
+        assert server.stdout is not None
+        engine = int(server.stdout.readline())
+        server.stdout.close()
+        os.kill(engine, signal.SIGSTOP)
+        raise errors.SyncError("frozen")
+    assert server.returncode == -signal.SIGKILL
+    eventually(lambda: start_time(engine) is None, "the end of the engine")
+    page.close()

@@ -99,6 +99,10 @@ class Collectives:
     ) -> Pending[Receipt]:
         """Reduce elementwise over all peers, in place, on every peer.
 
+        The sum is made in the tensors' dtype, for a mean, too: the sum of float16 above
+        65,504 is infinite, and bfloat16 rounds each partial sum. Pass float32 where
+        that matters.
+
         :param op: sum, mean (floating dtypes), min or max; default sum.
         """
         return self._post("all_reduce", tensors, op=op, step=step, deadline=deadline)

@@ -406,7 +406,16 @@ class Transfer:
             self._refuse(member, error)
             self.again("refused", now)
         else:
+            self._failed_with(error, {member} & self.needers, now)
+
+    def _failed_with(self, error: errors.ReplicasError, members: set[Member], now: float) -> None:
+        """Bytes do not move, as these members say: one without memory is left out."""
+        if not (isinstance(error, errors.NoCapacity) and members):
             self._failed_all_alive(error, now)
+            return
+        for member in members:
+            self._refuse(member, error)
+        self.again("refused", now)
 
     def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
         """Leave a member that could not map for the next attempt.
@@ -434,7 +443,7 @@ class Transfer:
         if self.over or not self.plan.lane:
             self.close_lane("failed")
         else:
-            self._failed_all_alive(error, now)
+            self._failed_with(error, {member for member in self.needers if member.name in error.members}, now)
 
     def lane_void(self, lane: Lane, now: float) -> None:
         self.again("store", now)
@@ -505,7 +514,8 @@ class Transfer:
 
     def _resume(self, now: float, reason: str) -> None:
         """Start the next attempt, if any member needs one."""
-        if not self.needers and (self.verified or self.kind == "catch_up" or self.refused):
+        ends = self.verified or self.kind == "catch_up" or self.refused
+        if not self.needers and ends and not self._without_any:
             self._end(None if self.verified else self._refusal(), now)
             return
         self._ground.retried(reason)
@@ -607,9 +617,22 @@ class Transfer:
 
     # ------------------------------------------------------------ ends
 
+    @property
+    def _without_any(self) -> bool:
+        """Whether all targets are without memory, and count as lost.
+
+        Not if the version must not do without any: it lies on the publisher's GPU.
+        """
+        short = all(isinstance(error, errors.NoCapacity | errors.InternalError) for error in self.refused.values())
+        drops = self.drops and not (self._copies or self._ground.roster.config.min_targets or self.verified)
+        return drops and short and set() < self.refused.keys() <= self.asked
+
     def _refusal(self) -> errors.ReplicasError:
-        if self.refused:
-            return next(iter(self.refused.values()))
+        for member, error in self.refused.items():
+            error.members = error.members or (member.name,)
+            if member.name not in error.message:
+                error.message = f"{member}: {error.message}"
+            return error
         return errors.PeersLost("no member needs it any more", version=self.payload.version, phase="transfer")
 
     def _no_holder(self) -> errors.ReplicasError:

@@ -117,6 +117,7 @@ class _Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = -1
+        self._made = False
 
     def acquire(self) -> str:
         """Take the folder, and end what a dead agent has left; return its identity.
@@ -127,6 +128,7 @@ class _Folder:
         :raises replicas.errors.WorldError: they have not died within 5 minutes.
         """
         try:
+            self._made = not self.path.exists()
             private.make_folder(self.path)
             self.lock = private.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
@@ -179,7 +181,10 @@ class _Folder:
             )
         return orphans
 
-    def release(self) -> None:
+    def release(self, *, failed: bool = False) -> None:
+        """Give it up; one that was made for a start that ``failed`` goes with it."""
+        if failed and self._made and not any((self.path / "logs").glob("*")):
+            private.remove_tree(self.path)
         with contextlib.suppress(OSError):  # the disk is read-only by now: the next agent writes another token
             private.remove(self.path / "token")
         if self.lock >= 0:
@@ -229,7 +234,10 @@ def serve_node(to: Invitation, *, name: str, labels: Mapping[str, str], state_di
     logging.basicConfig(format="%(asctime)s replicas: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     logging.getLogger("websockets").setLevel(logging.WARNING)
     folder = _Folder(state_dir)
+    failed = True
     try:
-        return asyncio.run(_serve(to, name, labels, folder, address))
+        code = asyncio.run(_serve(to, name, labels, folder, address))
+        failed = False
     finally:
-        folder.release()
+        folder.release(failed=failed)
+    return code

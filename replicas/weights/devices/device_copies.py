@@ -46,7 +46,9 @@ from replicas.messages.bounds import text_of
 from replicas.weights.copying import Copier, Prefix, Progress, Step, copy_host
 from replicas.weights.devices.accelerator import Accelerator, Event
 from replicas.weights.digest import device_digest_of
+from replicas.weights.host_copies import unusable
 from replicas.weights.memory.buffers import Buffer
+from replicas.weights.streaming import Moved, Private
 
 __all__ = ["CopyOptions", "DeviceCopies"]
 
@@ -257,9 +259,15 @@ class DeviceCopies:
             copy_host(pairs, 1, lambda index: name, load=False)
             return
         assert self._buffer is not None
-        with self._accelerator.on_side_stream(self._device):
-            self._accelerator.copy(destinations, sources)
-            self._accelerator.synchronize(self._device)
+        for first, last in _groups(sources):
+            private = Private(sources[first:last])  # another thread may free what is copied
+            try:
+                private.take()
+            except Moved:
+                raise unusable(name, sources[first]) from None
+            with self._accelerator.on_side_stream(self._device):
+                self._accelerator.copy(destinations[first:last], private.views)
+                self._accelerator.synchronize(self._device)
 
     def _use(self, uuids: set[str]) -> None:
         """Note the devices that get work, with a start event on each one's stream."""
@@ -339,6 +347,18 @@ def _pairs(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[to
     for destination, source, uuid in zip(step.destinations, step.sources, uuids, strict=True):
         if host is not bool(uuid):
             yield destination, source
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Bounds of groups of some :data:`DEVICE_NBYTES`."""
+    first = nbytes = 0
+    for number, tensor in enumerate(tensors):
+        if number > first and nbytes + tensor.nbytes > DEVICE_NBYTES:
+            yield first, number
+            first, nbytes = number, 0
+        nbytes += tensor.nbytes
+    if first < len(tensors):
+        yield first, len(tensors)
 
 
 def _typed(error: BaseException) -> BaseException:

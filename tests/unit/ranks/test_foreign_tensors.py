@@ -16,6 +16,7 @@ from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import Scratch, segments_of, write_segments
 from replicas.core.versions.manifest import segment_layout
 from replicas.errors import ManifestMismatch, UsageError
+from replicas.messages.bounds import shown
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import load_into
 from replicas.weights.memory.arena import Arena
@@ -244,3 +245,33 @@ def test_targets_that_are_interleaved_or_one_the_other_transposed_are_written() 
     given = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     load_into({"a": square, "b": square.t()}, {"a": given, "b": given.t()})
     assert torch.equal(square, given)
+
+
+# ---------------------------------------------------------------- metadata()
+
+
+class Declared:
+    """An object whose ``metadata()`` says anything of its one tensor."""
+
+    def __init__(self, *shape: object) -> None:
+        self._shape = shape
+
+    def metadata(self) -> dict[str, object]:
+        return {"w": (torch.float32, self._shape)}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.ones(2)
+
+
+@pytest.mark.parametrize("extent", [-1, 2.7, "2", None, True, 2**70])
+def test_an_extent_is_a_whole_number(extent: object) -> None:
+    with pytest.raises(ManifestMismatch, match="'w'"):
+        Feed(Declared(extent)).plan()
+    assert Feed(Declared(torch.tensor(2))).plan() is not None
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one], lambda one: {"a": (1, one)}])
+def test_a_freed_tensor_is_not_printed(wrap: Callable[[torch.Tensor], object]) -> None:
+    """torch's repr of it ends the process."""
+    assert "<" in shown(wrap(freed()))
+    assert shown([1, "a"]) == "[1, 'a']"
