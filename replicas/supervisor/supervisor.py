@@ -700,13 +700,16 @@ class Supervisor:
         self._tasks.start_soon(work)
 
     def say(self, text: str) -> None:
-        self._report(text)
+        try:
+            self._report(text)
+        except BaseException:  # code of the program that embeds this: the run goes on
+            log.exception("report() failed on %s", text)
 
     def told(self, transition: Transition, resume_in_s: float) -> None:
         replica = self.fleet.replica(transition.group, transition.replica) if self._fleet is not None else None
         here = replica is None or replica.here
         if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs if here else None):
-            self._report(text)
+            self.say(text)
 
     def emit(self, event: Event) -> None:
         """Pass an event to the event file, its followers and the counters.
@@ -715,7 +718,7 @@ class Supervisor:
         """
         self._events.emit(event)
         if text := self._failures.text(event):
-            self._report(text)
+            self.say(text)
         if self._fleet is not None:
             self._fleet.look()
 

@@ -48,7 +48,7 @@ class VirtualTarget:
     def _take(self, update: Update) -> None:
         try:
             self._load(update)
-        except Exception as error:  # noqa: BLE001  # reported, as a program's own would be
+        except BaseException as error:  # noqa: BLE001  # reported, as a program's own would be; the thread goes on
             update.failed(error)
             self.channel.committed(after=update.version).wait()  # else it would be given the same one at once
             return

@@ -83,7 +83,7 @@ def test_a_load_that_fails_is_reported(run: FakeRun) -> None:
 
     def load(update: replicas.Update) -> None:
         if broken.is_set():
-            raise RuntimeError("no memory")
+            raise SystemExit("no memory")
 
     trainer, target = run.join("trainer"), run.target("rollout", load=load)
     trainer.publish(ONE).wait()

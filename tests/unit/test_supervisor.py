@@ -23,6 +23,7 @@ from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.shim.starting import resolve_command
 from replicas.supervisor.state.run_state import Saved
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
+from replicas.supervisor.supervisor import Supervisor
 from replicas.telemetry.events import RunEnded, RunStarted
 from replicas.trust.tokens import Tokens
 
@@ -32,6 +33,19 @@ OK = ExitReport("ok")
 def config(tmp_path: Path, **changes: object) -> GroupConfig:
     values: dict[str, object] = {"name": "a", "command": ("x",), "cwd": tmp_path, "launcher": "exec", **changes}
     return GroupConfig(**values)  # type: ignore[arg-type]  # the tests give what the struct asks for
+
+
+def test_what_the_programs_report_raises_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(text: str) -> None:
+        raise SystemExit("of the program")
+
+    given = {
+        "schema_version": 1,
+        "run": {"name": "r", "state_dir": str(tmp_path)},
+        "groups": {"a": {"replicas": 1, "command": ["true"], "launcher": "exec"}},
+    }
+    Supervisor(given, report=fail).say("a line")
+    assert "report() failed on a line" in caplog.text
 
 
 # ---------------------------------------------------------------- reports
