@@ -23,6 +23,7 @@ import msgspec
 from replicas import environ
 from replicas.cli.client import Client
 from replicas.common.decoding import MALFORMED
+from replicas.common.foreign import one_line
 from replicas.config import values as config_values
 from replicas.config.file import default_state_dir, load, place_of
 from replicas.config.structs import Config
@@ -32,6 +33,8 @@ from replicas.linux import private
 from replicas.linux.processes import start_time
 from replicas.messages.bounds import clean
 from replicas.status import RunStatus
+from replicas.telemetry import event_log
+from replicas.telemetry.events import RunEnded, RunStarted
 from replicas.trust.tokens import OPERATOR_FILE
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "RunAddress",
     "RunEndWatcher",
     "find_state_dir",
+    "how_it_ended",
     "lives",
     "read_endpoint",
     "starting",
@@ -184,6 +188,19 @@ def starting(state_dir: Path) -> int:
         return 0
 
 
+def how_it_ended(state_dir: Path) -> str:
+    """How the last run of this folder ended, in words; empty: it did not, in order."""
+    last = None
+    for record in event_log.tail(state_dir / "events.jsonl"):
+        if isinstance(record.event, RunStarted | RunEnded):
+            last = record
+    if last is None or not isinstance(last.event, RunEnded):
+        return ""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
+    reason = f": {one_line(last.event.reason)}" if last.event.reason else ""
+    return f"it ended at {at} with exit code {last.event.exit_code}{reason}"
+
+
 def state_dir_of(path: Path) -> Path | None:
     """The absolute state folder by the config at ``path``; None: not in the file.
 
@@ -279,8 +296,11 @@ class RunAddress:
         self.endpoint = endpoint
         self._token_file = token_file
         self._token: tuple[str, int | None] = ("", None)
+
+    @cached_property
+    def _folder(self) -> Path:
         try:
-            self._folder = state_home(absolute(Path()))
+            return state_home(absolute(Path()))
         except FileNotFoundError as error:
             raise UsageError("the current folder has been removed", hint="change into another one") from error
 
@@ -305,12 +325,18 @@ class RunAddress:
         return trusted(self.named_dir)
 
     def _supervisor(self) -> EndpointFile:
-        if self.path is None:
-            return read_endpoint(find_state_dir(self._folder, running=True))
+        folder = find_state_dir(self._folder, running=True) if self.path is None else self.state_dir
         try:
-            return read_endpoint(self.state_dir)
-        except Disconnected:
-            load(self.path)  # problems of the config are the more useful error
+            return read_endpoint(folder)
+        except Disconnected as error:
+            if self.path is not None:
+                load(self.path)  # problems of the config are the more useful error
+            if (
+                isinstance(error.__cause__, FileNotFoundError)
+                and not starting(folder)
+                and (end := how_it_ended(folder))
+            ):
+                raise Disconnected(f'run "{folder.name}" is not running: {end}', hint=error.hint) from error
             raise
 
     def client(self, *, timeout_s: float = 5.0) -> Client:

@@ -216,6 +216,7 @@ def run_status(status: RunStatus) -> RenderableType:
         parts.append(_table("Nodes", _NODE_STATE, map(_node_row, status.nodes)))
     if status.channels:
         parts.append(_table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
+        parts += [Text(words, style="bold red") for channel in status.channels if (words := _fallen(channel))]
     return Group(*parts)
 
 
@@ -275,6 +276,12 @@ def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
         "-" if last is None else f"{last.outcome} in {duration_text(last.seconds)}",
         size_text(channel.bytes_total),
     )
+
+
+def _fallen(channel: ChannelStatus) -> str:
+    if channel.step is None or channel.step_before is None:
+        return ""
+    return f"{channel.name}: step {channel.step:g} after {channel.step_before:g} (a trainer without its checkpoint?)"
 
 
 def event_line(record: happened.Record) -> Text:
@@ -390,6 +397,8 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
                 f"{what}, {_count(sync.members, 'member')}{lost}",
                 "" if sync.outcome == "committed" else "red",
             )
+        case effects.StepFell():
+            return event.channel, f"version {event.version} has step {event.step:g} after {event.before:g}", "bold red"
         case effects.CaughtUp():
             names = ", ".join(member.name for member in event.members)
             return event.channel, f"caught up with version {event.version}: {names}", "dim"

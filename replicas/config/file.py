@@ -32,9 +32,9 @@ from replicas.config.structs import (
     RunConfig,
 )
 from replicas.config.tables import in_order_of
-from replicas.config.values import NAMED_MAX, Place, nearest, show
+from replicas.config.values import NAMED_MAX, Place, nearest, no_text, show
 from replicas.errors import BadConfig, UsageError
-from replicas.messages.bounds import RANKS_MAX, shown
+from replicas.messages.bounds import RANKS_MAX, encodable, shown
 
 __all__ = ["channels_from", "default_state_dir", "load", "parse", "place_of", "read"]
 
@@ -63,13 +63,13 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
 def _absolute(config: Config) -> Config:
     """A config of a program with absolute folders: helpers have another one."""
     groups = {name: replace(group, cwd=group.cwd.absolute()) for name, group in config.groups.items()}
-    door = config.control.socket
-    return replace(
-        config,
-        run=replace(config.run, state_dir=config.run.state_dir.absolute()),
-        control=replace(config.control, socket=None if door is None else door.absolute()),
-        groups=groups,
-    )
+    state_dir, door = config.run.state_dir.absolute(), config.control.socket
+    door = None if door is None else door.absolute()
+    paths = [state_dir, *(() if door is None else (door,)), *(group.cwd for group in groups.values())]
+    if odd := [one for one in dict.fromkeys(paths) if not encodable(str(one))]:
+        raise BadConfig([no_text(one) for one in odd])
+    run, control = replace(config.run, state_dir=state_dir), replace(config.control, socket=door)
+    return replace(config, run=run, control=control, groups=groups)
 
 
 def load(path: Path | str) -> Config:
@@ -111,7 +111,11 @@ def parse(mapping: Mapping[str, Any], *, base: Path | None = None) -> Config:
         one).
     :raises BadConfig: with every problem found.
     """
-    return _parse(Place(Path.cwd() if base is None else base.resolve()), mapping)
+    try:
+        place = Place(Path.cwd() if base is None else base.resolve())
+    except FileNotFoundError as error:
+        raise BadConfig(["the current folder, to which relative folders are relative, was removed"]) from error
+    return _parse(place, mapping)
 
 
 def channels_from(
@@ -122,7 +126,7 @@ def channels_from(
     :param replicas: number of replicas of each known group; not all need be known.
     :raises BadConfig: with every problem found.
     """
-    place, tables = Place(Path.cwd()), channels
+    place, tables = Place(Path()), channels
     if isinstance(channels, Mapping):
         tables = {name: _as_table(one) if isinstance(one, ChannelConfig) else one for name, one in channels.items()}
     found = config_tables.each(place, tables, ChannelConfig, _BUILDS)
@@ -150,6 +154,8 @@ def _parse(
 ) -> Config:
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
+    if odd := [one for one in {place.base, place.home or place.base} if not encodable(str(one))]:
+        raise BadConfig([no_text(one) for one in odd], source=source)
     config = config_tables.read(place, mapping, Config, _BUILDS)
     if config is not UNSET:
         _cross_check(place, config, mapping)

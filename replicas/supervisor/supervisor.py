@@ -43,7 +43,7 @@ from replicas.coordinator import Event as ChannelEvent
 from replicas.core.effects import MemberLost, ReplicaIdle
 from replicas.core.lives.leases import lost_after_s
 from replicas.core.lives.ordering import start_levels
-from replicas.linux import inherited
+from replicas.linux import inherited, needs
 from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
@@ -134,13 +134,13 @@ class Supervisor:
         Default: the logger ``replicas.supervisor``.
     :raises replicas.errors.BadConfig: with every problem of the config.
     :raises replicas.errors.UsageError: ``/proc`` is not the one of this process's pid
-        namespace.
+        namespace, or the kernel denies a call that is needed.
     """
 
     def __init__(
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
-        inherited.check_proc()
+        needs.check()
         self.config: Config = config_file.read(config)
         """The config in use."""
         start_levels(self.config.groups)
@@ -672,10 +672,14 @@ class Supervisor:
 
     def metrics_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
+        return self.metrics.render()[0]
+
+    def scrape(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in a format that ``accept`` asks for, and its Content-Type."""
         self._scrapes.append(time.monotonic())
         if self._ended is not None:
             self._seen_off.set()
-        return self.metrics.render()
+        return self.metrics.render(accept)
 
     def live(self) -> bool:
         """Whether the store is up, and the event loop lags by less than 10 s."""
@@ -699,7 +703,9 @@ class Supervisor:
         self._report(text)
 
     def told(self, transition: Transition, resume_in_s: float) -> None:
-        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs):
+        replica = self.fleet.replica(transition.group, transition.replica) if self._fleet is not None else None
+        here = replica is None or replica.here
+        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs if here else None):
             self._report(text)
 
     def emit(self, event: Event) -> None:

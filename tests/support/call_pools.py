@@ -270,7 +270,7 @@ POOLS: dict[str, dict[str, Pool]] = {
     "Supervisor.reset_failed": {"target": ["idle", "idle/0"]},
     "Supervisor.stacks": {"target": ["idle/7"]},
     "Supervisor.doctor": {"node": ["nowhere", "x" * 5000]},
-    "Supervisor.tokens": {"role": ["member", "nobody"], "rotate": [True], "revoke_old": [True]},
+    "Supervisor.tokens": {"role": ["member", "nobody"], "rotate": [True], "revoke_old": [True], "force": [True]},
     "Supervisor.wait_ready": {"group": ["idle"], "timeout": [0.01]},
     "Supervisor.reload": {"config": [*CHANNELS, "no such file", "a\0b", {"schema_version": 1}]},
     "Supervisor.events": {"after": [0]},
@@ -297,6 +297,7 @@ NOT_CALLED = {
                 "metrics_text",
                 "save",
                 "say",
+                "scrape",
                 "spawn",
                 "status",
                 "told",
@@ -305,7 +306,7 @@ NOT_CALLED = {
         "takes nothing, or is for the supervisor's own parts",
     ),
     **dict.fromkeys(("Supervisor.detach", "Supervisor.preempt", "Supervisor.run_until_done"), "ends the run"),
-    "Coordinator.in_thread": "takes nothing",
+    **dict.fromkeys((f"Coordinator.{name}" for name in ("in_thread", "start", "close")), "takes nothing"),
     **dict.fromkeys(
         (
             f"Coordinator.{name}"

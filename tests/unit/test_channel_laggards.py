@@ -3,8 +3,10 @@ them at all."""
 
 from __future__ import annotations
 
+import pytest
+
 from replicas.core.members.roster import GroupShape
-from replicas.core.versions.catch_up import PATIENCE_S
+from replicas.core.versions.catch_up import MUTE_S, PATIENCE_S
 from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import SimMember, World
 
@@ -45,6 +47,59 @@ def test_a_target_that_takes_nothing_holds_up_one_version_only() -> None:
     assert max(reader.held) == 5
     assert seconds_to_the_receipt(world, trainer) == (0.5, ())
     assert 6 in reader.held
+
+
+def test_so_does_one_that_would_only_have_to_map_it() -> None:
+    """Beside the trainer, where nothing is sent: its messages may be signs of life."""
+    world = World(groups={"rollout": GroupShape(replicas=2)})
+    trainer = world.join("trainer/0/0", machine="a")
+    mute, _ = (world.join(f"rollout/{index}/0", machine="a") for index in range(2))
+    assert seconds_to_the_receipt(world, trainer) == (0.5, ())
+    mute.mute = True
+    waited, lost = seconds_to_the_receipt(world, trainer, deadline_s=10)
+    assert 5 <= waited < 7
+    assert lost == ("rollout/0/0",)
+    for _ in range(3):
+        assert seconds_to_the_receipt(world, trainer) == (0.5, ())
+    mute.mute = False
+    world.advance(70)
+    assert max(mute.held) == 5
+    assert seconds_to_the_receipt(world, trainer) == (0.5, ())
+
+
+@pytest.mark.parametrize("deadline_s", [4, 10, 20, 60])
+def test_one_on_another_host_that_answers_nothing_costs_half_of_the_deadline(deadline_s: int) -> None:
+    """However often its process group is built anew, and its links are probed."""
+    world = World(groups={"rollout": GroupShape(replicas=2)})
+    trainer = world.join("trainer/0/0", machine="a")
+    mute, good = world.join("rollout/0/0", machine="b"), world.join("rollout/1/0", machine="a")
+    seconds_to_the_receipt(world, trainer)
+    world.join("rollout/2/0", machine="b")  # the lane is formed anew
+    world.advance(1.0)
+    mute.mute = True
+    waited, lost = seconds_to_the_receipt(world, trainer, deadline_s=deadline_s)
+    assert waited <= deadline_s / 2 + 1.0
+    assert lost == ("rollout/0/0",)
+    assert max(good.held) == 2
+
+
+def test_nor_does_an_older_version_than_the_newest_wait_for_it() -> None:
+    """Its slot may be the one that the next publish needs."""
+    world = World(groups={"rollout": GroupShape(replicas=2)})
+    trainer = world.join("trainer/0/0", machine="a")
+    mute, _ = world.join("rollout/0/0", machine="b"), world.join("rollout/1/0", machine="a")
+    seconds_to_the_receipt(world, trainer)
+    mute.mute = True
+    offered: list[int] = []
+    for _ in range(3):
+        seconds_to_the_receipt(world, trainer, deadline_s=10)
+        world.advance(MUTE_S + 1.0)
+        transfer = world.state.commits.catch_ups[0].transfer
+        offered.append(transfer.payload.version if transfer is not None else world.state.commits.latest)
+    assert offered == [2, 3, 4]
+    mute.mute = False
+    world.advance(70)
+    assert max(mute.held) == 4
 
 
 def test_one_whose_connection_has_ended_is_waited_for_a_moment_only() -> None:

@@ -38,6 +38,7 @@ from replicas.status import (
     SyncRecord,
 )
 from replicas.supervisor.state.run_state import AgentRecord, RunState, Saved
+from replicas.telemetry import events as happened
 from replicas.telemetry.event_log import EventLog
 
 CONFIG = """
@@ -311,6 +312,12 @@ def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "replicas: give CONFIG or --endpoint, not both\n"
     assert cli.main(["status", "--endpoint", "9477"]) == 2
     assert capsys.readouterr().err == 'replicas: "9477" is not HOST:PORT (for example "127.0.0.1:9477")\n'
+    for url in ("http://10.0.0.7:9477", "https://me@10.0.0.7:9477/status"):
+        assert cli.main(["status", "--endpoint", url]) == 2
+        assert capsys.readouterr().err == f'replicas: "{url}" is not HOST:PORT (write "10.0.0.7:9477")\n'
+    for odd in ("http://10.0.0.7", "10.0.0.7/status:9477"):
+        assert cli.main(["status", "--endpoint", odd]) == 2
+        assert capsys.readouterr().err == f'replicas: "{odd}" is not HOST:PORT (for example "127.0.0.1:9477")\n'
 
 
 def test_a_config_may_follow_the_target_and_numbers_may_be_negative(
@@ -421,6 +428,26 @@ def test_status_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == (
         f"replicas: no run has its state in {folder / '.replicas'} (name its CONFIG, or give --endpoint HOST:PORT)\n"
     )
+
+
+def test_the_status_of_a_run_that_is_over_says_how_it_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state_dir = folder / ".replicas" / "grpo"
+    state_dir.mkdir(parents=True)
+    log = EventLog(state_dir / "events.jsonl", now=lambda: 1.8e9)
+    log.emit(happened.RunStarted(run="grpo", pid=1, version="1"))
+    log.emit(happened.RunEnded(exit_code=1, reason="group trainer failed"))
+    for count in range(3):
+        log.emit(happened.ConnectionsRefused(reason="token", count=count))
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1.8e9))
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert capsys.readouterr().err == (
+        f'replicas: run "grpo" is not running: it ended at {at} with exit code 1: group trainer failed '
+        "(start it with: replicas run CONFIG)\n"
+    )
+    log.emit(happened.RunStarted(run="grpo", pid=1, version="1"))
+    log.close()
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert "it ended" not in capsys.readouterr().err
 
 
 def test_a_run_that_starts_is_not_one_that_does_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,15 @@ def test_so_it_does_when_each_of_them_joins_twice() -> None:
     assert verdicts[:2] == verdicts[2:]
 
 
+def test_a_generation_that_a_supervisor_has_started_is_one_life_although_a_rank_dies() -> None:
+    world = World(groups=TWO)
+    leader = world.join("trainer/0/0", world_size=2, proof="shown")
+    verdict = publish(world, leader)
+    world.lose(leader, "exited")  # without a word, as by os._exit
+    assert publish(world, world.join("trainer/0/1", world_size=2, proof="shown")) == verdict
+    assert world.join("trainer/0/1", world_size=2, proof="shown", generation=2).publish() == 2
+
+
 @pytest.mark.parametrize("how", ["generation", "lost", "process"])
 def test_the_next_life_counts_on(how: str) -> None:
     """Those that others start have the same generation each time."""

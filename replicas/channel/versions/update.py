@@ -19,7 +19,7 @@ from replicas.core.versions.manifest import Manifest
 from replicas.messages import Meta
 from replicas.messages.bounds import shown
 from replicas.weights.devices.accelerator import Event, device_of
-from replicas.weights.loading import load_into, views
+from replicas.weights.loading import load_image, views
 from replicas.weights.memory.arena import Buffer, Slot
 
 __all__ = ["Update", "UpdateOwner"]
@@ -208,9 +208,8 @@ class Update:
         try:
             slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
-            tensors = views(buffer.readable(), self.manifest)
             sharing = slot.sharing  # the ranks mostly load at the same time
-            load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
+            load_image(model, buffer.readable(), self.manifest, sharing=sharing, on_device=buffer.pin)
         finally:
             del load
             self._let_go()  # another thread may have ended the update meanwhile

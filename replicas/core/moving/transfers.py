@@ -109,6 +109,7 @@ class Transfer:
         self.moved_to: dict[str, int] = {}
         """Bytes that were sent to each replica."""
         """Bytes of weights that went through process groups and were right."""
+        self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._received: set[Member] = set()
         """Verified members that got it over a lane."""
@@ -146,10 +147,20 @@ class Transfer:
 
     @property
     def unready(self) -> set[Member]:
-        """Members that wait for a slot, as far as is known here."""
-        if self.state == "offering":
-            return self.laggards
-        return set(self.attempt.mapping) if self._copies else self._readers & self.attempt.mapping
+        """Members that are to get a slot ready, or to map, and have not answered."""
+        if self.state == "probing":  # of the attempt that did not work
+            return set(self.attempt.movers) - self.attempt.ready
+        return self.laggards if self.state == "offering" else set(self.attempt.mapping)
+
+    @property
+    def silent(self) -> set[Member]:
+        """Those of them that have not answered in any attempt."""
+        return self.unready - self._answered
+
+    @property
+    def mute(self) -> bool:
+        """Whether none that needs it has answered, or asked for the manifest."""
+        return self.needers <= self.silent - self._readers
 
     @property
     def _readers(self) -> set[Member]:
@@ -277,6 +288,7 @@ class Transfer:
         attempt = self.attempt
         if transfer == attempt.number and self.state == "offering" and member in attempt.concerned:
             attempt.ready.add(member)
+            self._answered.add(member)
             self._go_if_ready(now)
 
     def lane_formed(self, lane: Lane, now: float) -> None:

@@ -35,6 +35,12 @@ LOOK_S = 0.2
 """Seconds between checks whether a holder now reaches the members that lack it."""
 PATIENCE_S = 5.0
 """How long ready members wait for unready ones."""
+MUTE_S, MUTE_TRIPS = 1.0, 4.0
+"""How long an older version than the newest is offered to members that do not answer:
+seconds, and round trips to them.
+
+Its slot may be the one that the next publish needs.
+"""
 
 
 class CatchUp:
@@ -64,6 +70,11 @@ class CatchUp:
         old = transfer is not None and transfer.payload.version < version
         if transfer and old and all(version in one.held for one in ground.roster.states(transfer.needers)):
             self._supersede(transfer, now)
+        elif (
+            transfer and old and transfer.mute and now > self._waits_since + MUTE_S + MUTE_TRIPS * self._rtt_s(transfer)
+        ):
+            transfer.stop(complete=False)
+            self._ended(transfer, None, now)
         if self.transfer is not None or now < self._look_at:
             return
         busy: frozenset[Member] = frozenset()
@@ -92,6 +103,9 @@ class CatchUp:
         self.transfer = transfer
         self._unready, self._waits_since = set(), now
         transfer.start(now)
+
+    def _rtt_s(self, transfer: Transfer) -> float:
+        return max((state.rtt_s for state in self._ground.roster.states(transfer.needers)), default=0.0)
 
     def _hosts(self, members: Iterable[Member]) -> set[int]:
         return {state.host for state in self._ground.roster.states(members)}

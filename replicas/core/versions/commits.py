@@ -25,6 +25,7 @@ from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifests import Manifests
 from replicas.core.versions.publishes import Publish, Publishes
 from replicas.core.versions.rounds import Newest
+from replicas.core.versions.steps import Steps
 from replicas.messages import ReceiptData, WireError
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
@@ -51,6 +52,7 @@ class Commits:
         """Number and digest of the newest committed version."""
         self.committed: Payload | None = None
         """Its bytes, once they are known here."""
+        self.steps = Steps(config.name)
         self._decided_here = False
         """Whether the newest commit is of a publish begun under this coordinator.
 
@@ -328,12 +330,15 @@ class Commits:
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
         """Decide the version; the record is on disk before any member is told."""
+        self.steps.committed(*self.newest)  # perhaps of an earlier coordinator, and learned since
         self.latest, self.decided, self.committed = version, digest, payload
         self._decided_here = False
         self._ground.keeping.look(version)
         self._record("commit", version, digest)
         commit = self.commit_message()
         self._ground.out.extend(Send(state.member, commit) for state in self._roster)
+        if (fell := self.steps.committed(*self.newest)) is not None:
+            self._ground.out.append(fell)
 
     def _record(self, kind: Literal["commit", "abort"], version: int, digest: str = "") -> None:
         ground = self._ground
@@ -462,15 +467,17 @@ class Commits:
         """Go on without targets that are not ready in time, if others are.
 
         Late are those not ready after half of the time, or still reading the manifest
-        by then.
+        by then. In a later attempt those that were ready before have :data:`READY_S`.
         """
         transfer = publish.transfer
         if transfer is None or self._ground.config.on_lost == "raise":
             return
-        half = publish.moving_at + (publish.deadline - publish.moving_at) / 2
+        half = late = publish.moving_at + (publish.deadline - publish.moving_at) / 2
         if transfer.attempts > 1:
-            half = max(half, transfer.attempt.began_at + READY_S)
-        laggards = transfer.unready if now > half else transfer.slow_readers(half)
+            late = max(half, transfer.attempt.began_at + READY_S)
+        laggards = transfer.unready if now > late else transfer.slow_readers(late)
+        if now > half:
+            laggards |= transfer.silent
         others = laggards < transfer.needers or transfer.verified
         if laggards and others:
             waited = f"{now - publish.moving_at:.1f} s"

@@ -32,10 +32,12 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from replicas import errors
 from replicas.common.logs import Log
-from replicas.linux import inherited, private
+from replicas.config.values import no_text
+from replicas.linux import inherited, needs, private
 from replicas.linux.processes import command_line, signal_each
 from replicas.linux.sockets import listener_uids, whose
 from replicas.messages import arguments
+from replicas.messages.bounds import encodable
 from replicas.supervisor.agent.agent import Agent, Link
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.local import CONNECTING
@@ -75,7 +77,8 @@ class Invitation:
             raise errors.UsageError(
                 "an invitation is TOKEN@HOST:PORT", hint="`replicas token --join` prints that of a run"
             )
-        self.token, self.endpoint = arguments.token("the invitation's token", token), endpoint
+        self.token = arguments.token("the invitation's token", token)
+        self.endpoint = arguments.endpoint("the invitation's address", endpoint)
 
     def renew(self, token: str) -> None:
         """Use another token from now on."""
@@ -224,6 +227,9 @@ def serve_node(to: Invitation, *, name: str, labels: Mapping[str, str], state_di
     :return: 0: the run is over, or the node was drained; 1: its supervisor was lost.
     :raises replicas.errors.ReplicasError: it was not taken, or cannot be started.
     """
+    if not encodable(str(state_dir)):
+        raise errors.UsageError(no_text(state_dir), hint="or name another one with --state-dir")
+    needs.check()
     inherited.put_in_order()
     logging.basicConfig(format="%(asctime)s replicas: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     logging.getLogger("websockets").setLevel(logging.WARNING)

@@ -116,6 +116,11 @@ class Replica:
         return self._asked.now
 
     @property
+    def here(self) -> bool:
+        """Whether its last generation runs, or ran, on the supervisor's own machine."""
+        return all(node.local for node in self._generation.nodes)
+
+    @property
     def falling(self) -> bool:
         """Whether its generation is ending, and something of it may be left."""
         return self.life.alive and (self.life.state == "draining" or self.asked != "nothing")

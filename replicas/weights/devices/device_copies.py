@@ -43,11 +43,10 @@ import torch
 from replicas.common.waits import Latch
 from replicas.errors import NoCapacity, ReplicasError, SyncError, WorldError
 from replicas.messages.bounds import text_of
-from replicas.weights.copying import Copier, Prefix, Progress, Step
+from replicas.weights.copying import Copier, Prefix, Progress, Step, copy_host
 from replicas.weights.devices.accelerator import Accelerator, Event
 from replicas.weights.digest import device_digest_of
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.streaming import copy_all
 
 __all__ = ["CopyOptions", "DeviceCopies"]
 
@@ -183,7 +182,7 @@ class DeviceCopies:
         """Give up with a text only: a traceback would keep the tensors."""
         self._batches.put(SyncError(f"given up: {why}", phase="pack", hint=""))
 
-    def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
+    def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:
         """Copy ``source`` on the current stream; it may be freed and written at once.
 
         The stream may differ from call to call, as inside an iterator: each copy waits
@@ -199,7 +198,7 @@ class DeviceCopies:
                     self._last[one] = self._accelerator.event(one)
                 self._last[one].record()
         else:
-            self._copy_from_host([destination], [source])
+            self._copy_from_host([destination], [source], name)
         self._note(start, end)
 
     def run(self, steps: Iterable[Step]) -> None:
@@ -249,10 +248,13 @@ class DeviceCopies:
             self._accelerator.keep(sources)
         self._accelerator.copy(destinations, sources)
 
-    def _copy_from_host(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def _copy_from_host(
+        self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], name: str = ""
+    ) -> None:
         """Copy, blocking; to a device on a stream that waits for no other."""
         if not self._device:
-            copy_all(destinations, sources)
+            pairs = [pair for pair in zip(destinations, sources, strict=True) if pair[1].numel()]
+            copy_host(pairs, 1, lambda index: name, load=False)
             return
         assert self._buffer is not None
         with self._accelerator.on_side_stream(self._device):

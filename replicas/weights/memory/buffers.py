@@ -44,6 +44,7 @@ from replicas.common.waits import locked
 from replicas.errors import NoCapacity, WorldError
 from replicas.linux import locks, seals
 from replicas.linux.files import kernel_lines
+from replicas.memory.beacon import own_door
 from replicas.memory.kept import Living, hold
 from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import accelerator
@@ -208,7 +209,8 @@ class Buffer:
         """The place by which others of this host can open it."""
         fd = self._open_fd
         status = os.fstat(fd)
-        return SlotPlace(os.getpid(), fd, status.st_ino, status.st_size, self.serial, device=self.device)
+        door = "" if self.device else own_door()
+        return SlotPlace(os.getpid(), fd, status.st_ino, status.st_size, self.serial, device=self.device, door=door)
 
     @property
     def path(self) -> str:

@@ -21,7 +21,6 @@ versions. A file whose mapping is kept cannot end, so its inode number is not re
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -29,7 +28,6 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy
 import torch
@@ -37,7 +35,7 @@ import torch
 from replicas.common.waits import locked
 from replicas.linux import locks
 from replicas.linux.files import reopen
-from replicas.memory.kept import Living
+from replicas.memory.kept import Living, is_there
 from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import Accelerator, Registration
 
@@ -200,7 +198,9 @@ class KeptMappings:
         dropped: list[Mapping] = []
         with self._lock:
             for inode, kept in list(self._kept.items()):
-                if inode not in wanted and (self._uses - kept.used >= KEPT_USES or not _is_there(kept.kept)):
+                if inode not in wanted and (
+                    self._uses - kept.used >= KEPT_USES or kept.kept is None or not is_there(kept.kept)
+                ):
                     dropped.append(self._kept.pop(inode))
                     kept.kept = None
         if any(one.pinned for one in dropped):  # the caller must not wait
@@ -228,10 +228,3 @@ class KeptMappings:
 def _unpin(mappings: Iterable[Mapping]) -> None:
     for mapping in mappings:
         mapping.unpin()
-
-
-def _is_there(place: SlotPlace | None) -> bool:
-    """Whether the owner still has this file under that descriptor."""
-    with contextlib.suppress(OSError):  # the process has ended, or its /proc cannot be read
-        return place is not None and Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode
-    return False
