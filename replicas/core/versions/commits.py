@@ -116,7 +116,9 @@ class Commits:
         if message.manifest_hash and known is not None and not known.over:
             encoded = self.manifests.get(state.member, message.manifest_hash, now)
             if encoded is None:
-                self._unread.append((state, message))
+                earlier = [one for one in self._unread if one[0] is state and one[1].publish == message.publish]
+                if not earlier:  # a rank packs a publish once
+                    self._unread.append((state, message))
                 return
             known.manifests[state.member] = encoded
             state.parts.add(known.version)
