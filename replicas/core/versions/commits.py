@@ -273,7 +273,8 @@ class Commits:
             self.fail(publish, self._too_few(publish, text), now)
         elif not self._held_by_any(publish.version):
             text = f"version {publish.version} was lost with its source before it was committed"
-            self.fail(publish, errors.PeersLost(text, phase="commit", hint="publish again"), now)
+            gone = [member.name for member in publish.carriers if member not in self._roster]
+            self.fail(publish, errors.PeersLost(text, phase="commit", members=gone, hint="publish again"), now)
         else:
             self._commit(publish, transfer, now)
 
