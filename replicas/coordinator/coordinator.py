@@ -33,13 +33,17 @@ from replicas.core.members.roster import GroupShape
 from replicas.core.versions.steps import number_in
 from replicas.linux import needs
 from replicas.messages import arguments
-from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown
+from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown, text_of
 from replicas.messages.identity import Member
 from replicas.status import ChannelStatus, MemberStatus, StoreStatus
 from replicas.trust.certificate import PortKey, make_pem
 from replicas.trust.tokens import PLAIN, JoinToken, Tokens, another_key
 
 __all__ = ["Coordinator"]
+
+INFOS_NBYTES = 16 * 2**20
+"""Of the ``info`` of all members on a status page: more than its share is not shown."""
+NOTE_LENGTH = 500
 
 
 class Coordinator:
@@ -374,22 +378,27 @@ class Coordinator:
 # ------------------------------------------------------------ status
 
 
+def _info_nbytes(info: Mapping[str, str]) -> int:
+    return sum(4 * (len(name) + len(text)) for name, text in info.items())
+
+
 def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     commits, told = channel.commits, channel.told
     meta = commits.newest.meta if commits.latest == told.latest else None
     fell = commits.steps.fell
     digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit
+    share_nbytes = INFOS_NBYTES // max(1, len(channel.roster))
     members = (
         MemberStatus(
             name=state.member.name,
             state=state.standing,
-            note=state.note,
+            note=text_of(state.note, NOTE_LENGTH),
             role=state.settings.role,
             host=state.host,
             loaded=state.loaded,
             held=tuple(sorted(state.held)),
             heartbeat_age_s=max(0.0, now - state.last_seen),
-            info=state.hello.info,
+            info=state.hello.info if _info_nbytes(state.hello.info) <= share_nbytes else {},
         )
         for state in sorted(channel.roster, key=lambda state: state.member)
     )

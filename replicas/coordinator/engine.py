@@ -481,10 +481,14 @@ class Engine:
 
     def _pardon(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
         """Extend the leases of members on other hosts that are still connected."""
-        sessions = self._sessions.items()
-        far = {member for member, session in sessions if session.watch is None and session.connection is not None}
         for channel in self.channels.values():
-            channel.roster.pardon(far, silence_s, now, grace_s=grace_s)
+            channel.roster.pardon(self._far, silence_s, now, grace_s=grace_s)
+
+    @property
+    def _far(self) -> set[Member]:
+        """Members on other hosts that are still connected."""
+        sessions = self._sessions.items()
+        return {member for member, session in sessions if session.watch is None and session.connection is not None}
 
     @staticmethod
     def _now() -> float:
@@ -508,8 +512,9 @@ class Engine:
                 for channel in self.channels.values():
                     channel.roster.forgive(pause_s, now)
                 continue
-            silence_s = self._silence.passed(now)
-            if silence_s:
+            if not self._far:
+                self._silence.nobody()
+            elif silence_s := self._silence.passed(now):
                 self._pardon(silence_s, now)
             for name, channel in self.channels.items():
                 try:

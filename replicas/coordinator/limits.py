@@ -18,11 +18,12 @@ label.
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -59,6 +60,8 @@ MESSAGES_AT_ONCE = 8
 HOLD_S = 0.002
 
 _HELD = 256
+_GPUS = 64
+_DIMENSIONS = 64
 _PID_MAX = 2**31
 SOURCES = 64
 One = TypeVar("One", bound=Hashable)
@@ -190,6 +193,12 @@ def hello_problem(hello: wire.Hello) -> str | None:
     entries = max(len(hello.info), len(hello.nccl_env))
     if entries > bounds.INFO_ENTRIES or max(len(hello.held), len(hello.lent)) > _HELD:
         return "its info, NCCL variables or versions are too many"
+    shown = ("info", hello.info, bounds.INFO_NBYTES), ("NCCL variables", hello.nccl_env, bounds.ENV_NBYTES)
+    for what, texts, most in shown:
+        if (nbytes := len(msgspec.msgpack.encode(texts))) > most:
+            return f"its {what} take {nbytes:,} bytes: at most {most:,} are taken"
+    if len(hello.cuda_devices) > _GPUS:
+        return "its GPUs are too many"
     if hello.beacon is not None and max(len(hello.beacon.nonce), len(hello.beacon.door)) > bounds.NAME_LENGTH:
         return "the nonce or the door of its beacon is too long"
     if any(not 0 <= version < bounds.INTEGER_MAX for version in hello.lent):
@@ -198,12 +207,16 @@ def hello_problem(hello: wire.Hello) -> str | None:
         return "one of its texts is too long"
     if not 0 < hello.process.pid < _PID_MAX or len(hello.process.boot_id) > bounds.NAME_LENGTH:
         return "its process identity is invalid"
-    return _number_problem(hello) or next((text for held in hello.held if (text := _number_problem(held))), None)
+    parts = (hello, *hello.held)
+    return next((text for part in parts if (text := _number_problem(part) or _text_problem(part))), None)
 
 
 def message_problem(message: wire.FromMember) -> str | None:
-    """Why a well-formed message is invalid: a negative, absurd or non-finite number."""
-    problem = _number_problem(message)
+    """Why a well-formed message is invalid: an absurd number, or too long a text.
+
+    What members say is kept, and shown to others.
+    """
+    problem = _number_problem(message) or _text_problem(message)
     if problem is None and isinstance(message, wire.PublishBegin):
         most = bounds.VERSION_MAX * (1 + message.resumed)  # the library counts on from what was chosen
         return None if (message.version or 0) <= most else f"PublishBegin with version = {message.version}"
@@ -211,6 +224,8 @@ def message_problem(message: wire.FromMember) -> str | None:
         for segment in message.segments:
             if any(not 0 <= size < bounds.INTEGER_MAX for size in segment.shape):
                 return f"a tensor of shape {segment.shape}"
+            if len(segment.shape) > _DIMENSIONS or len(segment.dtype) > bounds.NAME_LENGTH:
+                return f"a tensor of {len(segment.shape)} dimensions, and a dtype of {len(segment.dtype)} characters"
     return problem
 
 
@@ -231,6 +246,28 @@ def _number_problem(value: msgspec.Struct) -> str | None:
     return None
 
 
+def _text_problem(value: msgspec.Struct) -> str | None:
+    """The first text of ``value`` and its error that takes too many bytes, in words."""
+    for name in _TEXTS[type(value)]:
+        found = getattr(value, name)
+        if isinstance(found, wire.WireError):
+            if problem := _text_problem(found):
+                return problem
+            continue
+        most = bounds.TEXT_NBYTES if isinstance(value, wire.WireError) else 4 * bounds.INFO_LENGTH
+        most = bounds.NAME_LENGTH if name.endswith(("digest", "hash")) else most
+        texts = found if isinstance(found, tuple) else () if found is None else (found,)
+        texts = tuple(itertools.chain(*texts)) if name == "links" else texts
+        if len(texts) > _MANY:
+            return f"{type(value).__name__} with {len(texts):,} {name}"
+        for text in texts:
+            if 4 * len(text) > most and (nbytes := len(text.encode())) > most:
+                return f"{type(value).__name__} with {name} of {nbytes:,} bytes: at most {most:,} are taken"
+    return None
+
+
+_MANY = 4096
+"""Of texts of one kind in a message."""
 _SIGNED = {"deadline_s", "step", "after", "found"}
 """Fields that may be negative: a past deadline, a host not found, the user's numbers,
 which the state machine checks."""
@@ -250,7 +287,15 @@ def _fields_of(kind: type[msgspec.Struct]) -> tuple[list[str], list[tuple[str, b
     return nested, numbers
 
 
+def _texts_of(kind: type[msgspec.Struct]) -> list[str]:
+    """The fields with texts, and those with an error."""
+    texts = ({str}, {str, type(None)}, {str, ...}, {tuple[str, str], ...}, {wire.WireError})
+    fields = [field for field in msgspec.structs.fields(kind) if get_origin(field.type) is not dict]
+    return [field.name for field in fields if {*(get_args(field.type) or (field.type,))} in texts]
+
+
 _KINDS = (*get_args(wire.FromMember), wire.HeldVersion, wire.Beacon, wire.SlotPlace)
 _FIELDS: dict[type[msgspec.Struct], tuple[list[str], list[tuple[str, bool]]]] = {
     kind: _fields_of(kind) for kind in _KINDS
 }
+_TEXTS = {kind: _texts_of(kind) for kind in (*_KINDS, wire.WireError)}

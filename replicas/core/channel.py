@@ -432,7 +432,9 @@ class ChannelState:
                 lane = self.lanes.failing(member, message.lane, error)
                 if lane is not None:
                     if not state.is_peer:
-                        self.links.broke(message.links, error.message, now)
+                        known = {self.roster.address(one) for one in lane.members}
+                        links = [link for link in message.links if known.issuperset(link)]
+                        self.links.broke(links, error.message, now)
                     self.lanes.fail(lane, error, now)
             case wire.LaneMoved():
                 self.lanes.moved(member, message, now)

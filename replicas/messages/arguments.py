@@ -190,7 +190,11 @@ def texts(what: str, value: object) -> dict[str, str]:
         _refuse(f"{what} must map text to text, not be {shown(value)}", cause=error)
     if len(found) > bounds.INFO_ENTRIES:
         _refuse(f"{what} has {len(found)} entries: at most {bounds.INFO_ENTRIES} are taken")
-    return {text(f"{what}: a key", key): text(f"{what}[{shown(key)}]", one) for key, one in found.items()}
+    texts = {text(f"{what}: a key", key): text(f"{what}[{shown(key)}]", one) for key, one in found.items()}
+    nbytes = len(msgspec.msgpack.encode(texts))
+    if nbytes > bounds.INFO_NBYTES:
+        _refuse(f"{what} takes {nbytes:,} bytes: at most {bounds.INFO_NBYTES:,} travel")
+    return texts
 
 
 _META_HINT = "pass scalars, lists and dicts of scalars"

@@ -11,10 +11,12 @@ import sys
 from replicas.common.foreign import lines, one_line
 
 __all__ = [
+    "ENV_NBYTES",
     "FRAME_NBYTES",
     "HELLO_NBYTES",
     "INFO_ENTRIES",
     "INFO_LENGTH",
+    "INFO_NBYTES",
     "INTEGER_MAX",
     "LEASE_MIN_S",
     "MANIFEST_NBYTES",
@@ -27,6 +29,7 @@ __all__ = [
     "REPLICAS_MAX",
     "SECONDS_MAX",
     "TEXT_LENGTH",
+    "TEXT_NBYTES",
     "VERSION_MAX",
     "clean",
     "encodable",
@@ -53,8 +56,14 @@ LEASE_MIN_S = 2.0
 NAME_LENGTH = 128
 INFO_ENTRIES = 512
 INFO_LENGTH = 4096
+INFO_NBYTES = 8 * 2**10
+"""All of a member's ``info``, encoded: the status page shows that of every member."""
+ENV_NBYTES = 64 * 2**10
+"""All of a process's NCCL variables, encoded."""
 TEXT_LENGTH = 16 * 2**10
 """Characters of an error's text; longer ones are cut."""
+TEXT_NBYTES = 4 * TEXT_LENGTH + 256
+"""The same in UTF-8, with what says that it was cut."""
 
 FRAME_NBYTES = 8 * 2**20
 """Hard limit of the WebSocket; above its own, smaller limit a message gets an error."""

@@ -925,6 +925,7 @@ def test_parts_of_a_rank_that_dies_while_they_move_end_the_publish() -> None:
     error = ranks[0].verdicts[1].error
     assert error is not None
     assert error.message == "version 1 was lost: no member that held all of it is left"
+    assert error.members == ("trainer/0/1",)
     assert world.decisions == []
 
 

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas import messages as wire
-from replicas.coordinator import limits
+from replicas.coordinator import coordinator, limits
 from replicas.coordinator.limits import RateLimit, hello_problem, message_problem, size_problem
+from replicas.errors import SyncError
 from replicas.messages.bounds import HELLO_NBYTES, OPERATION_NBYTES, VERSION_MAX
 from replicas.messages.identity import ProcessIdentity
+from tests.support.channel_world import World
 from tests.support.hostile import any_message
 
 HELLO = wire.Hello(
@@ -73,6 +75,17 @@ def test_a_hello_is_small() -> None:
         ({"info": {str(i): "" for i in range(1000)}}, "its info, NCCL variables or versions are too many"),
         ({"proof": "x" * 1000}, "its proof is too long"),
         ({"info": {"url": "x" * 5000}}, "one of its texts is too long"),
+        ({"info": {"url": "é" * 4000}}, None),
+        ({"info": {"url": "é" * 4096}}, "its info take 8,200 bytes: at most 8,192 are taken"),
+        ({"info": {str(i): "x" * 40 for i in range(200)}}, "its info take 9,093 bytes: at most 8,192 are taken"),
+        (
+            {"nccl_env": {f"NCCL_{i}": "x" * 4000 for i in range(20)}},
+            "its NCCL variables take 80,213 bytes: at most 65,536 are taken",
+        ),
+        ({"cuda_devices": ("GPU",) * 65}, "its GPUs are too many"),
+        ({"torch_version": "x" * 20_000}, "Hello with torch_version of 20,000 bytes: at most 16,384 are taken"),
+        ({"latest_digest": "x" * 129}, "Hello with latest_digest of 129 bytes: at most 128 are taken"),
+        ({"held": (wire.HeldVersion(1, "é" * 65),)}, "HeldVersion with digest of 130 bytes: at most 128 are taken"),
         ({"held": (wire.HeldVersion(-1, ""),)}, "HeldVersion with version = -1"),
     ],
 )
@@ -99,6 +112,29 @@ def test_what_a_hello_may_say(change: dict[str, object], problem: str | None) ->
         (wire.OperationPost(1, "all_reduce", (), 1.0, step=-1), None),
         (wire.OperationPost(1, "all_reduce", (wire.Segment("float32", (-2,)),), 1.0), "a tensor of shape (-2,)"),
         (wire.Heartbeat(), None),
+        (wire.Packed(1, "h", 5, "cpu", 0.0, 0.0, "x" * 200), "Packed with digest of 200 bytes: at most 128 are taken"),
+        (
+            wire.Described(1, "d", "h" * 200, {}, "cpu"),
+            "Described with manifest_hash of 200 bytes: at most 128 are taken",
+        ),
+        (wire.PackFailed(1, wire.WireError.of(SyncError("é" * 10**6, members=["x" * 10**5] * 1000))), None),
+        (
+            wire.PackFailed(1, wire.WireError("SyncError", "x" * 70_000)),
+            "WireError with message of 70,000 bytes: at most 65,792 are taken",
+        ),
+        (wire.LaneMoved("1.1", 0, 0, 0.0, 0.0, ("a",) * 5000), "LaneMoved with 5,000 held_up"),
+        (
+            wire.LaneFailed("1.1", wire.WireError("SyncError", ""), (("a", "x" * 20_000),)),
+            "LaneFailed with links of 20,000 bytes: at most 16,384 are taken",
+        ),
+        (
+            wire.OperationPost(1, "barrier", (), 1.0, root="x" * 20_000),
+            "OperationPost with root of 20,000 bytes: at most 16,384 are taken",
+        ),
+        (
+            wire.OperationPost(1, "all_reduce", (wire.Segment("x" * 200, (1,)),), 1.0),
+            "a tensor of 1 dimensions, and a dtype of 200 characters",
+        ),
     ],
 )
 def test_what_a_message_may_say(message: wire.FromMember, problem: str | None) -> None:
@@ -216,3 +252,31 @@ def test_what_passes_is_finite(message: wire.FromMember) -> None:
     if message_problem(message) is None:
         floats = [value for value in msgspec.structs.astuple(message) if isinstance(value, float)]
         assert all(math.isfinite(value) for value in floats)
+
+
+def test_no_text_of_a_message_is_without_a_bound() -> None:
+    """Of maps of texts, the user's ``meta`` and tensors there are other bounds."""
+    for kind in (*get_args(wire.FromMember), wire.HeldVersion, wire.WireError):
+        texts = {field.name for field in msgspec.structs.fields(kind) if "str" in str(field.type)}
+        others = {"info", "nccl_env", "meta", "part_digests", "kind", "reduce_op", "error"}
+        assert texts - others == set(limits._TEXTS[kind]) - others, kind
+
+
+def test_a_page_shows_no_more_of_what_members_say_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    long, short = {"text": "x" * 2000}, {"url": "http://rollout"}
+    world.join("rollout/0/0", info=long)
+    for index in range(1, 4):
+        world.join(f"rollout/{index}/0", info=short)
+    state = world.state.roster.holder_of("rollout/1/0")
+    assert state is not None
+    state.note = "y" * 10**5
+
+    def shown() -> list[dict[str, str]]:
+        status = coordinator._channel_status(world.state, world.now)
+        assert max(len(member.note) for member in status.members) < 600
+        return [member.info for member in status.members]
+
+    assert shown() == [long, short, short, short]
+    monkeypatch.setattr(coordinator, "INFOS_NBYTES", 4000)
+    assert shown() == [{}, short, short, short]

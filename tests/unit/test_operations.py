@@ -7,6 +7,7 @@ import pytest
 
 from replicas import messages as wire
 from replicas.core.members.roster import GroupShape
+from replicas.core.operations import pairing
 from tests.support.channel_world import SimMember, World, peer_config
 
 
@@ -275,3 +276,16 @@ def test_a_lane_that_forms_over_a_dead_store_is_formed_over_the_next_one() -> No
     world.run()
     assert kind_of(first, 1) == kind_of(second, 1) == "ok"
     assert len(world.state.lanes) == 1
+
+
+def test_a_member_has_so_many_calls_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing, "POSTS_MAX", 20)
+    world = World(peer_config(), {"peer": GroupShape(replicas=2)})
+    one = world.join("peer/0/0")
+    for _ in range(21):
+        one.post("barrier")
+    world.run()
+    ((post, end),) = one.ends.items()
+    assert post == 21
+    assert end.error is not None
+    assert end.error.kind == "Busy"

@@ -7,7 +7,7 @@ import pytest
 from replicas import errors
 from replicas import messages as wire
 from replicas.core.members.member_state import Life
-from replicas.core.versions.publishes import KEPT_VERDICTS, Publish, Publishes
+from replicas.core.versions.publishes import KEPT_VERDICTS, OPEN_MAX, Publish, Publishes
 from replicas.messages.identity import Member, ProcessIdentity
 
 
@@ -117,3 +117,20 @@ def test_what_is_known_only_when_the_weights_were_walked_is_what_the_leader_says
         sources.publishes.packed(sources.rank(0, rank), packed, 2, 0.0)
     assert publish.state == "queued"
     assert publish.meta == {"norm": 0.5}
+
+
+def test_a_replica_has_so_many_publishes_without_a_verdict() -> None:
+    sources = Sources(1)
+    for number in range(1, OPEN_MAX + 1):
+        sources.begin(sources.rank(0, 0), number)
+    with pytest.raises(errors.Busy, match=r"256 publishes of trainer/0 have no verdict yet"):
+        sources.begin(sources.rank(0, 0), OPEN_MAX + 1)
+    assert sources.begin(sources.rank(0, 1), OPEN_MAX).version == OPEN_MAX
+
+
+def test_what_a_publisher_said_is_not_kept_beyond_the_verdict() -> None:
+    sources = Sources(1)
+    publish = sources.publishes.begin(sources.rank(0, 0), wire.PublishBegin(1, None, 60.0, {"text": "x" * 1000}), 0.0)
+    assert publish.meta
+    sources.publishes.end(publish, committed=False)
+    assert publish.meta == publish.asked.meta == {}

@@ -15,6 +15,7 @@ from replicas.core.members.heartbeats import DEAF_MAX_S, Silence
 from replicas.core.members.roster import GroupShape
 from replicas.messages import (
     PROTOCOL,
+    Bye,
     Heartbeat,
     Hello,
     LaneForm,
@@ -233,3 +234,13 @@ def test_time_is_forgiven_once() -> None:
     assert silence.heard(14.5) == 4.5
     assert silence.heard(14.6) == 0.0
     assert silence.passed(15.0) == 0.0
+
+
+def test_when_the_last_member_has_left_that_is_no_silence() -> None:
+    async def work(engine: Engine, members: list[FarMember]) -> None:
+        for member in members:
+            member.say(Bye())
+        await asyncio.sleep(5)
+        assert engine._silence.heard(asyncio.get_running_loop().time()) == 0.0
+
+    scene(work)

@@ -82,6 +82,10 @@ class Silence:
         self._heard_at = self._counted_to = now
         return min(silence_s, GRACE_MAX_S) if deaf else 0.0
 
+    def nobody(self) -> None:
+        """Note that no member is there who could be heard: that is no silence."""
+        self._heard_at = 0.0
+
     def passed(self, now: float) -> float:
         """Return the newly passed seconds by which no member is to be judged."""
         silence_s = now - self._heard_at

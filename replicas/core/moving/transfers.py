@@ -639,8 +639,9 @@ class Transfer:
         refused = next((error for member, error in self.refused.items() if member in self.plan.givers), None)
         if refused is not None:
             return refused
+        gone = [one.name for one in self.payload.part_owners or self.plan.givers if one not in self._ground.roster]
         text = f"version {self.payload.version} was lost: no member that held all of it is left"
-        return errors.PeersLost(text, phase="transfer", hint="publish again")
+        return errors.PeersLost(text, phase="transfer", members=gone, hint="publish again")
 
     def _end(self, error: errors.ReplicasError | None, now: float) -> None:
         self.state = TRANSFER.next(self.state, "done" if error is None else "fail")

@@ -49,6 +49,9 @@ from replicas.messages.identity import Member
 __all__ = ["Pairing"]
 
 KEPT_VERDICTS = 256
+POSTS_MAX = 4096
+SEGMENTS_MAX = 500_000
+"""Calls of one member that wait, and the tensors in them."""
 
 
 class Pairing:
@@ -133,7 +136,10 @@ class Pairing:
             self._streams.setdefault(member, []).append(post)
 
     def _problem(self, state: MemberState, post: Post) -> errors.ReplicasError | None:
-        message = post.message
+        message, waiting = post.message, self._streams.get(post.member, ())
+        if len(waiting) >= POSTS_MAX or sum(len(one.message.segments) for one in waiting) > SEGMENTS_MAX:
+            text = f"{len(waiting)} calls of {post.member} wait for the other peers"
+            return errors.Busy(text, phase="wait", hint="wait for their ends before you call more")
         if not state.carries:
             return errors.UsageError(
                 f"{post.member} takes no part in operations of this channel: only leaders do",

@@ -118,7 +118,9 @@ class Commits:
         if message.manifest_hash and known is not None and not known.over:
             encoded = self.manifests.get(state.member, message.manifest_hash, now)
             if encoded is None:
-                self._unread.append((state, message))
+                earlier = [one for one in self._unread if one[0] is state and one[1].publish == message.publish]
+                if not earlier:  # a rank packs a publish once
+                    self._unread.append((state, message))
                 return
             known.manifests[state.member] = encoded
             state.parts.add(known.version)
@@ -273,7 +275,8 @@ class Commits:
             self.fail(publish, self._too_few(publish, text), now)
         elif not self._held_by_any(publish.version):
             text = f"version {publish.version} was lost with its source before it was committed"
-            self.fail(publish, errors.PeersLost(text, phase="commit", hint="publish again"), now)
+            gone = [member.name for member in publish.carriers if member not in self._roster]
+            self.fail(publish, errors.PeersLost(text, phase="commit", members=gone, hint="publish again"), now)
         else:
             self._commit(publish, transfer, now)
 

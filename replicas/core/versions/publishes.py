@@ -32,6 +32,8 @@ from replicas.messages.identity import Member, ProcessIdentity
 __all__ = ["Publish", "Publishes"]
 
 KEPT_VERDICTS = 16
+OPEN_MAX = 256
+"""Publishes of one replica without a verdict."""
 
 
 @dataclass(slots=True, eq=False)
@@ -190,6 +192,12 @@ class Publishes:
                 members=[member.name],
                 hint=f"join before the other ranks of the replica have published {KEPT_VERDICTS} more versions",
             )
+        if publish is None and len([p for p in self.open() if (p.group, p.replica) == replica]) >= OPEN_MAX:
+            raise errors.Busy(
+                f"{OPEN_MAX} publishes of {member.replica_name} have no verdict yet",
+                channel=self._channel,
+                hint="wait for their ends before you publish more",
+            )
         if publish is None:
             version = self.numbered + 1 if message.version is None else message.version
             if version <= self.numbered and not message.resumed:
@@ -269,6 +277,7 @@ class Publishes:
 
     def end(self, publish: Publish, *, committed: bool) -> None:
         publish.manifests.clear()
+        publish.meta, publish.asked = {}, msgspec.structs.replace(publish.asked, meta={})  # up to 1 MiB each
         publish.state = PUBLISH.next(publish.state, "decided" if committed else "fail")
         if publish in self.queue:
             self.queue.remove(publish)
