@@ -485,7 +485,8 @@ def test_a_run_that_starts_is_not_one_that_does_not_run(folder: Path, capsys: py
     assert "is not running" in capsys.readouterr().err
 
 
-def test_the_status_shows_steps_ages_open_updates_and_the_end() -> None:
+def test_the_status_shows_steps_ages_open_updates_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     status = a_status()
     good, lost = status.groups[0].replicas
     good = msgspec.structs.replace(good, reason="", open_s={"policy": 125.0, "quick": 1.0})
