@@ -579,17 +579,18 @@ class Supervisor:
             tokens of that role are as they were.
         """
         chosen = (arguments.one_of("tokens: role", role, ROLES),) if role is not None else ROLES
+        rotate, revoke_old = arguments.flag("tokens: rotate", rotate), arguments.flag("tokens: revoke_old", revoke_old)
         found, state = self.coordinator.tokens, self.state
         ends = [one for one in chosen if (found.both_valid(one) and (rotate or revoke_old)) or (rotate and revoke_old)]
         if ends and not arguments.flag("tokens: force", force):
             self._nodes.refuse_while_away()
-        for one in chosen if arguments.flag("tokens: rotate", rotate) else ():
+        for one in chosen if rotate else ():
             state.change_tokens(found, one, partial(state.tokens.rotate, role=one))
             self.emit(TokenChanged(role=one, change="rotated"))
         self._nodes.cluster.tell_tokens()
         if rotate or revoke_old:
             self.on_tokens()
-        for one in chosen if arguments.flag("tokens: revoke_old", revoke_old) else ():
+        for one in chosen if revoke_old else ():
             if found.both_valid(one):
                 state.change_tokens(found, one, partial(Tokens.revoke_old, role=one))
                 self.emit(TokenChanged(role=one, change="revoked"))

@@ -74,7 +74,6 @@ BASE: dict[str, dict[str, Any]] = {
     "Supervisor.stacks": {"target": "nobody"},
     "Supervisor.reset_failed": {"target": "nobody"},
     "Supervisor.doctor": {"node": "nowhere"},
-    "Supervisor.drain_node": {"node": "nowhere"},
     "Update.load_into": {"model": {"w": torch.zeros(2)}},
     "Update.failed": {"error": "it does not load"},
     "Update.refuse": {"error": "it does not load"},

@@ -194,7 +194,7 @@ class Scene:
     def prepare(self, deed: str) -> Callable[[], None]:
         """What the others do meanwhile; returns what is to be done when it is over."""
         if deed == "load":
-            self.publish()
+            self._publish_again()
         if deed == "reduce":
             other = threading.Thread(target=self._reduce_too)
             other.start()
