@@ -47,6 +47,6 @@ def _mappings() -> int:
 
 def _sysctl(name: str) -> str:
     try:
-        return Path(f"/proc/sys/{name}").read_text().strip()
+        return os.fsdecode(Path(f"/proc/sys/{name}").read_bytes()).strip()
     except OSError:  # hidden in some containers
         return "a limited number of"

@@ -67,7 +67,6 @@ BASE: dict[str, dict[str, Any]] = {
     "Coordinator": {"channels": CHANNELS},
     "Supervisor": {"config": {}},
     "Supervisor.scale": {"group": "idle", "replicas": 1},
-    "Supervisor.drain_node": {"node": "nowhere"},
     "Supervisor.restart": {"target": "nobody"},
     "Supervisor.drain": {"target": "nobody"},
     "Supervisor.reload": {"config": {}},
