@@ -54,7 +54,7 @@ def compiled(source: Path, library: Path) -> bool:
     if compiler is None or not sys.platform.startswith("linux"):
         return False
     fresh = library.with_suffix(f".{os.getpid()}")
-    command = [compiler, "-O2", "-std=gnu11", "-shared", "-fPIC", "-o", str(fresh), str(source)]
+    command = [compiler, "-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-o", str(fresh), str(source)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
         fresh.rename(library)

@@ -142,6 +142,7 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``syncs``, ``operations``: publishes and collectives so far by outcome. ``retries``:
     repeated transfers by reason. ``bytes_total``: bytes sent to members so far.
     ``step``: ``meta["step"]`` of the newest version, if its publisher gave one.
+    ``step_before``: the higher one that an earlier version had; None: they have grown.
     ``committed_at``: when it was committed, in seconds since 1970; None: it is not
     known. ``version_nbytes``: its size. ``slots``: slots of each member.
     """
@@ -157,6 +158,7 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     operations: dict[str, int] = {}
     last_sync: SyncRecord | None = None
     step: float | None = None
+    step_before: float | None = None
     committed_at: float | None = None
     version_nbytes: int = 0
     slots: int = 0

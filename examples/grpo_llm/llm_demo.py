@@ -40,7 +40,7 @@ __all__ = ["main"]
 
 HERE = Path(__file__).resolve().parent
 KILL_AT = 0.4
-STEP_LIMIT_S = 53.0
+PATIENCE_S = 900.0
 """A step takes some 13 s on two cores, and longer beside a server that starts."""
 PERIOD_S = 0.25
 
@@ -49,6 +49,7 @@ def plan(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """The config of llm.toml, with this run's model, port, steps, seed and folders."""
     config: dict[str, Any] = tomllib.loads((HERE / "llm.toml").read_text())
     config["run"]["state_dir"] = str(out / "run")
+    config["logs"] = {"tee": "never"}  # the live view has the terminal; all lines are in the logs
     groups, model, port = config["groups"], str(options.model), str(_free_port())
     groups["server"]["command"] = [model if word == "MODEL" else word for word in groups["server"]["command"]]
     groups["router"]["command"] = [port if word == "PORT" else word for word in groups["router"]["command"]]
@@ -92,6 +93,12 @@ class Demo:
         self._offset = 0
         self._committed = 0
         self._states: dict[str, str] = {}
+        self._moved_s = time.monotonic()
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds without a step and without a change of a replica's state."""
+        return time.monotonic() - self._moved_s
 
     def look(self) -> None:
         """Take in what is new, and show it."""
@@ -101,6 +108,7 @@ class Demo:
         for replica in (one for group in history.status.groups for one in group.replicas):
             if self._states.get(replica.name) != replica.state:
                 self._states[replica.name] = replica.state
+                self._moved_s = time.monotonic()
                 reason = f": {replica.reason}" if replica.reason and replica.state in ("backoff", "failed") else ""
                 self._board.say(f"{replica.name} is {replica.state}{reason}")
         servers = {replica.name: replica for replica in history.servers()}
@@ -131,6 +139,7 @@ class Demo:
                     break
                 self._offset += len(line.encode())
                 self._history.steps.append(json.loads(line))
+                self._moved_s = time.monotonic()
                 versions = (one.versions.get("policy", 0) for one in self._history.servers() if one.state == "ready")
                 loaded = [version for version in versions if version]  # 0: one of its processes has just died
                 committed = self._history.committed()
@@ -148,27 +157,28 @@ class Demo:
         self._board.say(f"{fault.signal} to {pid}, the {fault.role} of {fault.replica}, at step {fault.step}")
 
 
-async def run(options: argparse.Namespace, out: Path, console: Console) -> History:
-    history = History(options.steps, faults(options.faults, options.seed))
+async def run(options: argparse.Namespace, history: History, out: Path, console: Console) -> None:
     history.sampler = Sampler(history.urls)
     with Board(console, history) as board:
         async with Supervisor(plan(options, out)) as supervisor:
             board.say(f"supervisor at http://{supervisor.status().endpoint} (/status, /metrics, /readyz)")
             demo = Demo(supervisor, board, history, out / "records.jsonl")
             ending = asyncio.create_task(supervisor.run_until_done())
-            limit_s = STEP_LIMIT_S * options.steps
-            while not ending.done() and board.elapsed_s < limit_s:
+            interrupted = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
+            while not ending.done() and not interrupted.is_set() and demo.stalled_s < options.patience:
                 await asyncio.wait({ending}, timeout=PERIOD_S)
                 demo.look()
             if ending.done():
                 history.exit_code = ending.result()
             else:
-                history.problems.append(f"not done after {limit_s:.0f} s")
+                text = f"no step and no change for {options.patience:g} s; --patience S waits longer"
+                history.problems.append("it was interrupted" if interrupted.is_set() else text)
                 ending.cancel()
+            board.say("ending all processes")
             await asyncio.gather(ending, return_exceptions=True)
         await asyncio.to_thread(history.sampler.close)
         history.wall_s = board.elapsed_s
-    return history
 
 
 def main() -> int:
@@ -177,6 +187,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=0, help="kill and freeze so many processes, in place of one")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_S,
+        help="give up after so many seconds without progress (%(default)g)",
+    )
     parser.add_argument("--out", type=Path, default=Path("demo-output") / "llm")
     options = parser.parse_args()
     options.model = options.model.absolute()
@@ -185,7 +201,8 @@ def main() -> int:
     for name in ("records.jsonl", "summary.json", "reward.png"):
         (out / name).unlink(missing_ok=True)
     console = Console()
-    history = asyncio.run(run(options, out, console))
+    history = History(options.steps, faults(options.faults, options.seed))
+    asyncio.run(run(options, history, out, console))
     conclude(history, out / "run")
     save(history, out)
     print_summary(console, history, out)

@@ -95,6 +95,7 @@ def _summary(history: History) -> dict[str, Any]:
                 "back_s": one.back_s,
             }
             for one in history.faults
+            if one.done_at is not None
         ],
         "wall_s": history.wall_s,
         "problems": history.problems,
@@ -114,7 +115,7 @@ def print_summary(console: Console, history: History, out: Path) -> None:
     table.add_row("worst staleness of a ready server", f"{summary['staleness_worst']} versions")
     table.add_row("log-probabilities, trainer / servers", f"differ by {summary['policy_difference_median']:.3f}")
     table.add_row("answers sampled / refused", f"{summary['answers_sampled']} / {summary['answers_refused']}")
-    for fault in history.faults:
+    for fault in (one for one in history.faults if one.done_at is not None):
         back = "not back" if fault.back_s is None else f"back after {fault.back_s:.0f} s"
         table.add_row(f"{fault.signal}, {fault.role} of {fault.replica}, step {fault.step}", back)
     table.add_row("wall time", f"{history.wall_s:.0f} s")

@@ -133,6 +133,7 @@ class Channel(Collectives):
         adapter: str | None = None,
         deadline: float | None = None,
         hold: bool = True,
+        check_finite: bool = False,
     ) -> Pending[Receipt]:
         """Copy a complete set of weights and send it to all targets.
 
@@ -157,7 +158,8 @@ class Channel(Collectives):
             object with ``metadata()`` and iteration; tensors of any dtype, shape,
             strides and device.
         :param version: number of the version, greater than every earlier one; default:
-            the next number.
+            the next number. A publish that fails, or whose weights are refused, uses
+            its number up.
         :param dtype: cast plain floating tensors to this dtype; default: no cast.
         :param meta: scalars, and lists and dicts of scalars; receivers get it as
             ``update.meta``. Or a function that returns such a mapping (with a checksum
@@ -174,6 +176,9 @@ class Channel(Collectives):
             not wait for it. The caller must not write to the weights before
             :meth:`fence` or the next publish. Applies to weights that need no gather (a
             module or a mapping); others are copied on the current stream all the same.
+        :param check_finite: True: a version with NaN or infinite values is not
+            committed; the Pending raises ManifestMismatch, which names the tensors. It
+            reads all bytes once more, beside the caller.
         :raises replicas.errors.StaleVersion: ``version`` is not newer.
         :raises replicas.errors.ManifestMismatch: a value cannot be published, or does
             not fit the manifest.
@@ -193,9 +198,9 @@ class Channel(Collectives):
             said = arguments.with_adapter("publish", meta, adapter, weights)
             renewed = arguments.flag("publish: new_manifest", new_manifest)
             held = arguments.flag("publish: hold", hold)
-            job = PublishJob(
-                number, self._deadline_s(deadline), said, renewed, self.name, self._hub.loop.end, hold=held
-            )
+            deadline_s = self._deadline_s(deadline)
+            job = PublishJob(number, deadline_s, said, renewed, self.name, self._hub.loop.end, hold=held)
+            job.check_finite = arguments.flag("publish: check_finite", check_finite)
             own_loop.must_not_block("publish")
         except Exception:  # any error of the call: walking the weights makes gathers that other ranks take part in
             feed.drain()

@@ -46,6 +46,11 @@ from replicas.weights.memory.arena import Arena
 __all__ = ["BYE_TIMEOUT_S", "GRACE_S", "Hub", "Part", "as_wire_error"]
 
 logger = Log("replicas.channel")
+_APART = (
+    "other members are on this machine, but this process cannot share memory with them: versions reach it through the "
+    "process group, which is slower. Containers share memory if they have one network namespace or one pid namespace "
+    "(docker: --network or --pid = host or container:NAME; Kubernetes: one Pod, or hostNetwork), and one user"
+)
 
 GRACE_S = 5.0
 """How long after its deadline an operation waits for a verdict before it ends."""
@@ -103,6 +108,7 @@ class Hub:
         self.name = name
         self.member = hello.member
         self.forkserver_name = forkserver
+        self._told_apart = False
         self.holdings = Holdings(name, self.call, self._dropped)
         self.leases = Leases(self.after)
         self.loaded = 0
@@ -360,9 +366,16 @@ class Hub:
                     part.settled(message.version, False)
                 self.holdings.release(message.version)
             case wire.Locate():
-                self.send(wire.Located(find(message.beacons)))
+                self.spawn(self._locate(message.beacons), "host")
             case wire.Released():
                 self.arena.released(message.version)
+
+    async def _locate(self, beacons: tuple[wire.Beacon, ...]) -> None:
+        found = await asyncio.to_thread(find, beacons)  # doors may have to be waited for
+        self.send(wire.Located(found))
+        if found < 0 and not self._told_apart:
+            self._told_apart = True
+            logger.warning("%s: %s", self.name, _APART)
 
     def assign(self, version: int) -> None:
         """Session thread: this replica is to load ``version``; 0: nothing to load."""

@@ -18,7 +18,7 @@ from replicas.channel.loop import session_loop
 from replicas.common import own_loop
 from replicas.common.logs import Log
 from replicas.environ import Environment
-from replicas.linux import stacks
+from replicas.linux import needs, stacks
 from replicas.memory.beacon import own_beacon, own_process
 from replicas.messages import PROTOCOL, Hello, arguments
 from replicas.messages.bounds import RANKS_MAX, clean
@@ -76,8 +76,8 @@ def join(
         "http://..."}``.
     :param timeout: seconds until there must be a session; default 30.
     :raises replicas.errors.UsageError: an argument is missing or wrong (also: the token
-        is not accepted, or the port has another key than it names), or a coordinator
-        runs on this thread's event loop.
+        is not accepted, or the port has another key than it names), a coordinator runs
+        on this thread's event loop, or the kernel denies a call that is needed.
     :raises replicas.errors.UnknownChannel: no such channel, or the group has no part in
         it.
     :raises replicas.errors.Preflight: this process is not compatible with the present
@@ -85,6 +85,7 @@ def join(
         this process has none that its sidecar can use, which is tested here.
     :raises replicas.errors.Disconnected: no coordinator answered in time.
     """
+    needs.check()
     own_loop.must_not_block("join")
     channel = arguments.name("join: channel", channel)
     timeout = arguments.seconds("join: timeout", timeout, zero=True)

@@ -173,7 +173,7 @@ class Pending(Generic[T]):
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._look():
             if timeout_s != 0:
-                own_loop.must_not_block("wait()")
+                own_loop.must_not_block("wait()", awaitable=True)
             if not self._wait_ended(None if until is None else until - time.monotonic()) and not self._look():
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
         return self._outcome()

@@ -16,7 +16,7 @@ __all__ = ["agent"]
 
 
 def _labels(words: list[str]) -> dict[str, str]:
-    place = Place(Path.cwd(), ("--label",))
+    place = Place(Path(), ("--label",))
     if odd := next((word for word in words if "=" not in word), None):
         raise errors.UsageError(f"--label {odd}: a label is NAME=VALUE")
     read: dict[str, str] = labels.read(place, dict(word.split("=", 1) for word in words))
@@ -61,12 +61,13 @@ def agent(
         raise errors.UsageError("where to join is missing", hint=f"pass --join TOKEN@HOST:PORT, or set {environ.JOIN}")
     os.environ.pop(environ.JOIN, None)
     chosen = node or node_name()
-    place = Place(Path.cwd(), ("--name",))
+    place = Place(Path(), ("--name",))
     name.read(place, chosen)
     if place.problems:
         raise errors.UsageError(place.problems[0][1])
-    folder = state_dir or Path(".replicas") / f"agent-{chosen}"
-    code = serve_node(
-        Invitation(text), name=chosen, labels=_labels(label or []), state_dir=folder.absolute(), address=address
-    )
+    try:
+        folder = (state_dir or Path(".replicas") / f"agent-{chosen}").absolute()
+    except FileNotFoundError as error:
+        raise errors.UsageError("the current folder has been removed", hint="give a --state-dir from /") from error
+    code = serve_node(Invitation(text), name=chosen, labels=_labels(label or []), state_dir=folder, address=address)
     raise typer.Exit(code)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from replicas import errors
-from replicas.cli.find_run import ENDPOINT_FILE, NotTrusted, read_endpoint, trusted
+from replicas.cli.find_run import ENDPOINT_FILE, NotTrusted, read_endpoint, starting, trusted
 from replicas.config.structs import Config
 from replicas.config.values import size_text
 from replicas.control.socket import SOCKET_FILE
@@ -54,11 +54,14 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
 
 
 def supervisor_of(state_dir: Path) -> int | None:
-    """Pid of the living supervisor that has this state folder; None: there is none."""
+    """Pid of the living supervisor that has this state folder; None: there is none.
+
+    It may be starting, and not answer yet.
+    """
     try:
         pid = read_endpoint(state_dir).pid
     except errors.Disconnected:
-        return None
+        pid = starting(state_dir)
     holders = lock_holders(state_dir / "lock") if (state_dir / "lock").exists() else []
     return pid if pid in holders and start_time(pid) is not None else None
 

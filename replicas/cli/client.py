@@ -218,8 +218,11 @@ class Client:
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
-        raise UsageError(f'"{endpoint}" is not HOST:PORT', hint='for example "127.0.0.1:9477"')
+    if not host or set(host) & set(" /?#@\\") or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+        _, url, rest = endpoint.partition("://")
+        plain = rest.rpartition("@")[2].partition("/")[0]
+        hint = f'write "{plain}"' if url and ":" in plain else 'for example "127.0.0.1:9477"'
+        raise UsageError(f'"{endpoint}" is not HOST:PORT', hint=hint)
     return host.strip("[]"), int(port)
 
 

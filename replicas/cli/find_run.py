@@ -23,6 +23,7 @@ import msgspec
 from replicas import environ
 from replicas.cli.client import Client
 from replicas.common.decoding import MALFORMED
+from replicas.common.foreign import one_line
 from replicas.config import values as config_values
 from replicas.config.file import default_state_dir, load, place_of
 from replicas.config.structs import Config
@@ -32,6 +33,8 @@ from replicas.linux import private
 from replicas.linux.processes import start_time
 from replicas.messages.bounds import clean
 from replicas.status import RunStatus
+from replicas.telemetry import event_log
+from replicas.telemetry.events import RunEnded, RunStarted
 from replicas.trust.tokens import OPERATOR_FILE
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "RunAddress",
     "RunEndWatcher",
     "find_state_dir",
+    "how_it_ended",
     "lives",
     "read_endpoint",
     "starting",
@@ -51,6 +55,7 @@ __all__ = [
 
 ENDPOINT_FILE = "endpoint.json"
 """File in a run's state folder with the address of its supervisor."""
+STATE_FILE, EVENTS_FILE = "state.json", "events.jsonl"
 _TABLE = re.compile(r"\s*\[+\s*([^\[\]]*?)\s*\]+\s*(?:#.*)?")
 _VALUE = re.compile(r"""\s*(name|state_dir)\s*=\s*(?:"([^"\\]*)"|'([^']*)')\s*(?:#.*)?""")
 SILENT_S = 30.0
@@ -111,11 +116,28 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
         if pid := starting(state_dir):
             text = f'run "{state_dir.name}" is starting: process {pid} does not answer yet'
             raise Disconnected(text, hint="wait for it with: replicas wait") from error
+        if left := _left(state_dir, time.time()):
+            hint = "start the next supervisor with: replicas run CONFIG"
+            raise Disconnected(f'run "{state_dir.name}" {left}', hint=hint) from error
         raise Disconnected(
             f'run "{state_dir.name}" is not running: {path} does not exist', hint="start it with: replicas run CONFIG"
         ) from error
     except (OSError, *MALFORMED) as error:
         raise Disconnected(f"{path} cannot be read: {error}", hint="give --endpoint HOST:PORT instead") from error
+
+
+def _left(state_dir: Path, now: float) -> str:
+    """What goes on of a run that its supervisor has left; empty: it has left none."""
+    from replicas.supervisor.state.run_state import RunState  # its parts are needed for this alone
+
+    saved = RunState(state_dir / STATE_FILE).peek()
+    if saved is None or saved.draining or not saved.agents:
+        return ""
+    until = saved.at + max(agent.lease_s for agent in saved.agents)
+    left, end = (time.strftime("%H:%M:%S", time.localtime(at)) for at in (saved.at, until))
+    if now > until:
+        return f"is not running: its supervisor left it at {left}, and no other came until {end}"
+    return f"has no supervisor since {left}: its replicas go on until {end}, or until the next one takes them over"
 
 
 def find_state_dir(folder: Path, *, running: bool = False) -> Path:
@@ -126,7 +148,7 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
     :raises Disconnected: no run has.
     """
     started = {path.parent for path in folder.glob(f".replicas/*/{ENDPOINT_FILE}")}
-    known = {path.parent for path in folder.glob(".replicas/*/lock")}
+    known = {path.parent for path in folder.glob(".replicas/*/lock") if _is_of_run(path.parent)}
     started |= {path for path in known if starting(path)}
     found = sorted(started or known)
     if len(found) > 1:
@@ -144,6 +166,11 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
     return found[0]
 
 
+def _is_of_run(folder: Path) -> bool:
+    """Whether it is none of ``agent-NODE``, in which an agent writes no events."""
+    return not folder.name.startswith("agent-") or (folder / EVENTS_FILE).exists()
+
+
 def lives(state_dir: Path) -> bool:
     """Whether the run of this state folder has a supervisor, by its endpoint file."""
     try:
@@ -159,6 +186,19 @@ def starting(state_dir: Path) -> int:
         return int(pid) if start_time(int(pid)) == int(start) else 0
     except (OSError, ValueError):
         return 0
+
+
+def how_it_ended(state_dir: Path) -> str:
+    """How the last run of this folder ended, in words; empty: it did not, in order."""
+    last = None
+    for record in event_log.tail(state_dir / "events.jsonl"):
+        if isinstance(record.event, RunStarted | RunEnded):
+            last = record
+    if last is None or not isinstance(last.event, RunEnded):
+        return ""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
+    reason = f": {one_line(last.event.reason)}" if last.event.reason else ""
+    return f"it ended at {at} with exit code {last.event.exit_code}{reason}"
 
 
 def state_dir_of(path: Path) -> Path | None:
@@ -256,8 +296,11 @@ class RunAddress:
         self.endpoint = endpoint
         self._token_file = token_file
         self._token: tuple[str, int | None] = ("", None)
+
+    @cached_property
+    def _folder(self) -> Path:
         try:
-            self._folder = state_home(absolute(Path()))
+            return state_home(absolute(Path()))
         except FileNotFoundError as error:
             raise UsageError("the current folder has been removed", hint="change into another one") from error
 
@@ -282,12 +325,18 @@ class RunAddress:
         return trusted(self.named_dir)
 
     def _supervisor(self) -> EndpointFile:
-        if self.path is None:
-            return read_endpoint(find_state_dir(self._folder, running=True))
+        folder = find_state_dir(self._folder, running=True) if self.path is None else self.state_dir
         try:
-            return read_endpoint(self.state_dir)
-        except Disconnected:
-            load(self.path)  # problems of the config are the more useful error
+            return read_endpoint(folder)
+        except Disconnected as error:
+            if self.path is not None:
+                load(self.path)  # problems of the config are the more useful error
+            if (
+                isinstance(error.__cause__, FileNotFoundError)
+                and not starting(folder)
+                and (end := how_it_ended(folder))
+            ):
+                raise Disconnected(f'run "{folder.name}" is not running: {end}', hint=error.hint) from error
             raise
 
     def client(self, *, timeout_s: float = 5.0) -> Client:

@@ -332,8 +332,8 @@ def _here(place: RunAddress) -> Iterator[Finding]:
         state_dir = None
     yield from examine(config, state_dir)
     try:
-        if state_dir is None or supervisor_of(trusted(state_dir)) is None:
-            return
+        if state_dir is None or supervisor_of(trusted(state_dir)) is None or not lives(state_dir):
+            return  # its nodes are asked by its supervisor, if that answers already
         others = {node.name for node in place.status().nodes if not node.local}
         yield from (one for one in (_on_nodes(place, None) if others else ()) if one.node in others)
     except NotTrusted:

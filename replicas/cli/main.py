@@ -8,6 +8,7 @@ Only ``run`` starts a supervisor, and no command imports torch.
 from __future__ import annotations
 
 import io
+import os
 import socket
 import sys
 import traceback
@@ -140,15 +141,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inherited.open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that stdout cannot encode must not end a command
         sys.stdout.reconfigure(errors="backslashreplace")
+    code = _run(arguments)
+    return code if _written() else code or FAILED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="replicas")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
-    except Exception:  # noqa: BLE001  # the outermost frame: whatever arrives here is a bug and must say so
+    except Exception as error:  # noqa: BLE001  # the outermost frame: whatever arrives here is a bug and must say so
+        if isinstance(error, OSError) and not _written("\n"):
+            return FAILED
         print(lines(traceback.format_exc()), file=sys.stderr)
         complain("this is a bug; please report it with the lines above")
         return BUG
     return DONE
+
+
+def _written(more: str = "") -> bool:
+    """Write what is left for stdout; False: it takes no more, which is then said.
+
+    A reader that has seen enough (``head``) needs no word.
+
+    :param more: to try it with.
+    """
+    try:
+        print(more, end="", flush=True)
+    except (OSError, ValueError) as error:
+        if not isinstance(error, BrokenPipeError):
+            complain(f"standard output cannot be written: {getattr(error, 'strerror', None) or error}")
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # else Python tries it again at its end
+        return False
+    return True
 
 
 def supervisor_main(arguments: Sequence[str] | None = None) -> int:

@@ -35,6 +35,7 @@ from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 __all__ = ["chosen", "detach", "drain", "reload", "reset_failed", "restart", "scale", "stacks", "unready", "wait"]
 
 _LOOK_AGAIN_S = 0.2
+_SCALED_S = 600.0
 _COMING_S = 30.0
 """How long a run that is to be waited for may take to appear."""
 
@@ -47,16 +48,23 @@ def scale(
     group: GroupArgument,
     replicas: Annotated[int, typer.Argument(metavar="REPLICAS", min=0, help="The new number of replicas.")],
     place: ThisRun,
+    ready: Annotated[bool, typer.Option("--ready", help="Wait until GROUP is ready, for up to 10 minutes.")] = False,
     no_wait: NoWait = False,
     as_json: Json = False,
 ) -> None:
     """Set GROUP to REPLICAS replicas: starts more, or drains the highest ones.
 
-    Holds until the next scale, or until a reload changes the number in the config.
+    Waits for the end of those, and for new ones only with --ready. Holds until the next
+    scale, or until a reload changes the number in the config.
     """
+    if ready and no_wait:
+        raise UsageError("--ready waits, and --no-wait does not: give one of them")
     with patience(f"scaling {group}"):
         answer = place.client().order(Scale(group=group, replicas=replicas), wait=not no_wait)
-    _tell(answer, f"{group}: {replicas} replica{'s' if replicas != 1 else ''} wanted", as_json=as_json)
+    if ready:
+        _until_ready(place, group, time.monotonic() + _SCALED_S, "10m")
+    words = f"{replicas} replica{'s' if replicas != 1 else ''} {'wanted, and ready' if ready else 'wanted'}"
+    _tell(answer, f"{group}: {words}", as_json=as_json)
 
 
 @command(failed=FAILED)

@@ -39,6 +39,7 @@ _CHANNEL = ("channel", "members", "backend", "transport", "deadline", "on lost",
 _GROUP_STATE = ("group", "ready", "not ready", "restarts", "budget left", "failures without progress", "on failure")
 _REPLICA_STATE = ("replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
 _CHANNEL_STATE = ("channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "sent")
+_LONG_OPEN_S = 60.0
 _NODE_STATE = ("node", "state", "heard", "GPUs free", "labels", "replicas")
 
 
@@ -204,6 +205,8 @@ def run_status(status: RunStatus) -> RenderableType:
     ready = ("ready", "bold green") if status.ready else ("not ready", "bold yellow")
     title = Text.assemble((status.run, "bold"), "  ", ready, f"  {status.endpoint}  pid {status.pid}")
     title.append(f"  up {duration_text(status.uptime_s)}")
+    if status.exit_code is not None:
+        title.append(f"  over, exit code {status.exit_code}", style="bold")
     if not status.store.up:
         title.append("  store down", style="bold red")
     replicas = [replica for group in status.groups for replica in group.replicas]
@@ -216,6 +219,7 @@ def run_status(status: RunStatus) -> RenderableType:
         parts.append(_table("Nodes", _NODE_STATE, map(_node_row, status.nodes)))
     if status.channels:
         parts.append(_table("Channels", _CHANNEL_STATE, map(_channel_state_row, status.channels)))
+        parts += [Text(words, style="bold red") for channel in status.channels if (words := _fallen(channel))]
     return Group(*parts)
 
 
@@ -247,8 +251,14 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
         str(replica.restarts),
         "-" if replica.heartbeat_age_s is None else duration_text(replica.heartbeat_age_s),
         loaded or "-",
-        replica.reason or replica.last_exit,
+        replica.reason or _open_updates(replica) or replica.last_exit,
     )
+
+
+def _open_updates(replica: ReplicaStatus) -> str:
+    """The updates that it has had open for long: others may wait for the slot."""
+    open_s = sorted(replica.open_s.items())
+    return ", ".join(f"update of {name} open for {duration_text(s)}" for name, s in open_s if s > _LONG_OPEN_S)
 
 
 def _node_row(node: NodeStatus) -> tuple[str | Text, ...]:
@@ -265,16 +275,28 @@ def _node_row(node: NodeStatus) -> tuple[str | Text, ...]:
 def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
     last = channel.last_sync
     synced = channel.syncs.get("committed", 0)
+    age_s = None if channel.committed_at is None else max(0.0, time.time() - channel.committed_at)
+    ago = (
+        f", {duration_text(age_s)} ago"
+        if age_s is not None and last is not None and last.outcome == "committed"
+        else ""
+    )
     return (
         channel.name,
         str(channel.epoch),
-        str(channel.committed_version),
+        str(channel.committed_version) + (f" (step {channel.step:g})" if channel.step is not None else ""),
         str(sum(member.state == "live" for member in channel.members)),
         str(synced),
         str(sum(channel.syncs.values()) - synced),
-        "-" if last is None else f"{last.outcome} in {duration_text(last.seconds)}",
+        "-" if last is None else f"{last.outcome} in {duration_text(last.seconds)}{ago}",
         size_text(channel.bytes_total),
     )
+
+
+def _fallen(channel: ChannelStatus) -> str:
+    if channel.step is None or channel.step_before is None:
+        return ""
+    return f"{channel.name}: step {channel.step:g} after {channel.step_before:g} (a trainer without its checkpoint?)"
 
 
 def event_line(record: happened.Record) -> Text:
@@ -390,6 +412,8 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
                 f"{what}, {_count(sync.members, 'member')}{lost}",
                 "" if sync.outcome == "committed" else "red",
             )
+        case effects.StepFell():
+            return event.channel, f"version {event.version} has step {event.step:g} after {event.before:g}", "bold red"
         case effects.CaughtUp():
             names = ", ".join(member.name for member in event.members)
             return event.channel, f"caught up with version {event.version}: {names}", "dim"

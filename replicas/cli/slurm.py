@@ -104,7 +104,7 @@ def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
 
     :raises UsageError: an option has no valid value.
     """
-    place = Place(Path.cwd())
+    place = Place(Path())
     read = config_tables.read(place, given, SlurmConfig)
     if place.problems or read is UNSET:
         texts = (

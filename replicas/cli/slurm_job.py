@@ -20,6 +20,7 @@ import re
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -52,6 +53,9 @@ _LOST = UNAVAILABLE
 """Exit code of an agent that could not reach its supervisor any more."""
 _IDENTITIES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_GTIDS")
 _OF_STEPS = ("SLURM_STEP", "SLURM_TASK", "SLURM_PMI", "PMI_", "PMIX_")
+
+
+_SCONTROL_S = 10.0
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,19 +190,57 @@ def _on_job(config: Config, task: Task) -> Config:
 def _own_address(task: Task) -> str:
     """The address at which the other nodes of the job reach this one.
 
+    A node's own name may lead to 127.0.1.1, as Debian's installer has it. Slurm knows
+    how it reaches the node itself, and the route to another node has its own end.
+
     :raises UsageError: only loopback was found, and there are other nodes.
     """
-    for name in (task.node, socket.gethostname()):
-        with contextlib.suppress(OSError):
-            for *_, place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
-                if not is_loopback(str(place[0])):
-                    return str(place[0])
+    for name in (task.node, socket.gethostname(), _slurms_address(task.node)):
+        if found := _address_of(name):
+            return found
+    for name in task.names:
+        there = _address_of(name) if name != task.node else ""
+        if there and (found := _end_of_route(there)):
+            return found
     if task.nodes > 1:
         raise UsageError(
-            f"the other nodes cannot reach this one: {task.node} has no address but that of loopback",
-            hint='name its host in [control] listen = "HOST:PORT" and [store] bind = "HOST"',
+            f"no address was found at which the other nodes reach {task.node}: its own name leads to loopback, Slurm "
+            "has no other NodeAddr of it, and no name of another node leads anywhere",
+            hint="give the node its address in /etc/hosts or DNS, or NodeAddr in slurm.conf; or name its host in "
+            '[control] listen = "HOST:PORT" and [store] bind = "HOST"',
         )
     return "127.0.0.1"
+
+
+def _address_of(name: str) -> str:
+    """The first address of this name that is none of loopback; empty: there is none."""
+    with contextlib.suppress(OSError):
+        for *_, place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else ():
+            if not is_loopback(str(place[0])):
+                return str(place[0])
+    return ""
+
+
+def _slurms_address(node: str) -> str:
+    """``NodeAddr`` of the node, as Slurm has it; empty: it does not say."""
+    try:
+        told = subprocess.run(
+            ["scontrol", "--oneliner", "show", "node", node], capture_output=True, timeout=_SCONTROL_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    found = re.search(rb"\bNodeAddr=(\S+)", told.stdout)
+    return found[1].decode(errors="replace") if found else ""
+
+
+def _end_of_route(there: str) -> str:
+    """This machine's address on the way to another; empty: there is no way."""
+    family = socket.AF_INET6 if ":" in there else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((there, 9))  # sends nothing
+        here = str(probe.getsockname()[0])
+        return "" if is_loopback(here) else here
+    return ""
 
 
 # ------------------------------------------------------------ an agent

@@ -29,6 +29,9 @@ def token(
     revoke_old: Annotated[
         bool, typer.Option("--revoke-old", help="End the one before, and the connections that showed it.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="End a token also while nodes are away, which then cannot come back.")
+    ] = False,
     join: Annotated[
         bool, typer.Option("--join", help="With the address, as an agent on another machine needs it.")
     ] = False,
@@ -53,7 +56,7 @@ def token(
     chosen: Role | None = "operator" if join else role
     if rotate and chosen is None:
         raise UsageError("which token is to be replaced?", hint="add --role member or --role operator")
-    found = _asked(place, TokensOrder(role=chosen, rotate=rotate, revoke_old=revoke_old))
+    found = _asked(place, TokensOrder(role=chosen, rotate=rotate, revoke_old=revoke_old, force=force))
     if join:
         print(f"{found['operator']['token']}@{place.status().endpoint}")
     elif as_json:

@@ -29,8 +29,11 @@ def end(coordinator: object) -> None:
         _coordinators.pop(loop, None)
 
 
-def must_not_block(what: str) -> None:
-    """UsageError: a coordinator runs on this thread's event loop, which would block."""
+def must_not_block(what: str, *, awaitable: bool = False) -> None:
+    """UsageError: a coordinator runs on this thread's event loop, which would block.
+
+    :param awaitable: whether what would block can be awaited in place of it.
+    """
     if not _coordinators:
         return
     try:
@@ -40,5 +43,6 @@ def must_not_block(what: str) -> None:
     if loop in _coordinators:
         raise errors.UsageError(
             f"{what} would block the event loop on which the coordinator runs, which it waits for",
-            hint="await it, or call it in a worker thread (asyncio.to_thread), or run the coordinator by in_thread()",
+            hint=("await it, or " if awaitable else "")
+            + "call it in a worker thread: `await asyncio.to_thread(...)`; or run the coordinator by in_thread()",
         )

@@ -32,14 +32,16 @@ from replicas.config.structs import (
     RunConfig,
 )
 from replicas.config.tables import in_order_of
-from replicas.config.values import NAMED_MAX, Place, nearest, show
+from replicas.config.values import NAMED_MAX, Place, nearest, no_text, show
 from replicas.errors import BadConfig, UsageError
-from replicas.messages.bounds import RANKS_MAX, shown
+from replicas.messages.bounds import RANKS_MAX, encodable, shown
 
 __all__ = ["channels_from", "default_state_dir", "load", "parse", "place_of", "read"]
 
 _FEWEST_SLOTS = 2
 _LONGEST_SOCKET_PATH = 107
+_LONGEST_STRING = (128 << 10) - 1
+_TOO_LONG = "is longer than the 128 KiB that Linux allows; put it into a file"
 _RESERVED_ENV = ("REPLICA_ID", "REPLICA_NUM")
 _EXTERNAL = ("name", "launcher", "replicas", "nproc_per_node", "nnodes", "health", "drain_timeout_s", "min_ready")
 """Fields of a group whose programs others start; the others are of no use to it."""
@@ -63,13 +65,13 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
 def _absolute(config: Config) -> Config:
     """A config of a program with absolute folders: helpers have another one."""
     groups = {name: replace(group, cwd=group.cwd.absolute()) for name, group in config.groups.items()}
-    door = config.control.socket
-    return replace(
-        config,
-        run=replace(config.run, state_dir=config.run.state_dir.absolute()),
-        control=replace(config.control, socket=None if door is None else door.absolute()),
-        groups=groups,
-    )
+    state_dir, door = config.run.state_dir.absolute(), config.control.socket
+    door = None if door is None else door.absolute()
+    paths = [state_dir, *(() if door is None else (door,)), *(group.cwd for group in groups.values())]
+    if odd := [one for one in dict.fromkeys(paths) if not encodable(str(one))]:
+        raise BadConfig([no_text(one) for one in odd])
+    run, control = replace(config.run, state_dir=state_dir), replace(config.control, socket=door)
+    return replace(config, run=run, control=control, groups=groups)
 
 
 def load(path: Path | str) -> Config:
@@ -111,7 +113,11 @@ def parse(mapping: Mapping[str, Any], *, base: Path | None = None) -> Config:
         one).
     :raises BadConfig: with every problem found.
     """
-    return _parse(Place(Path.cwd() if base is None else base.resolve()), mapping)
+    try:
+        place = Place(Path.cwd() if base is None else base.resolve())
+    except FileNotFoundError as error:
+        raise BadConfig(["the current folder, to which relative folders are relative, was removed"]) from error
+    return _parse(place, mapping)
 
 
 def channels_from(
@@ -122,7 +128,7 @@ def channels_from(
     :param replicas: number of replicas of each known group; not all need be known.
     :raises BadConfig: with every problem found.
     """
-    place, tables = Place(Path.cwd()), channels
+    place, tables = Place(Path()), channels
     if isinstance(channels, Mapping):
         tables = {name: _as_table(one) if isinstance(one, ChannelConfig) else one for name, one in channels.items()}
     found = config_tables.each(place, tables, ChannelConfig, _BUILDS)
@@ -150,6 +156,8 @@ def _parse(
 ) -> Config:
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
+    if odd := [one for one in {place.base, place.home or place.base} if not encodable(str(one))]:
+        raise BadConfig([no_text(one) for one in odd], source=source)
     config = config_tables.read(place, mapping, Config, _BUILDS)
     if config is not UNSET:
         _cross_check(place, config, mapping)
@@ -215,6 +223,11 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
             place.at("env", variable).problem("is not a usable environment variable")
     if "env_file" in fields:
         fields["env"] = {**_read_environment(place.at("env_file"), fields["env_file"]), **fields.get("env", {})}
+    for variable, value in fields.get("env", {}).items():
+        if len(os.fsencode(f"{variable}={value}")) > _LONGEST_STRING:
+            place.at("env", variable).problem(_TOO_LONG)
+    if any(len(os.fsencode(word)) > _LONGEST_STRING for word in fields.get("command", ())):
+        place.at("command").problem(f"a word {_TOO_LONG}")
     group = GroupConfig(**{"cwd": place.base, **fields, "name": place.path[-1]})
     for key, variable in (("gpus", "CUDA_VISIBLE_DEVICES"), ("cpu_threads", "OMP_NUM_THREADS")):
         if getattr(group.resources, key) is not None and variable in group.env:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from msgspec import UNSET, UnsetType
 
 from replicas.common.foreign import one_line, visible
-from replicas.messages.bounds import RANKS_MAX, SECONDS_MAX, shown
+from replicas.messages.bounds import RANKS_MAX, SECONDS_MAX, encodable, shown
 
 __all__ = [
     "NAMED_MAX",
@@ -45,6 +45,7 @@ __all__ = [
     "name",
     "names",
     "nearest",
+    "no_text",
     "one_of",
     "options",
     "path",
@@ -313,13 +314,19 @@ def size_text(nbytes: int) -> str:
     return f"{size:.3g} {units[0]}"
 
 
+def no_text(path: Path) -> str:
+    """What to say of a path that JSON cannot hold, which goes into messages."""
+    return f"the name of {visible(str(path))} is no UTF-8 text; rename it"
+
+
 def path(what: str) -> Form:
     """An absolute path, from one relative to the config's folder."""
 
     def read(place: Place, value: object) -> Any:
         if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
             try:
-                return Path(place.base, Path(value).expanduser()).resolve()
+                found = Path(place.base, Path(value).expanduser()).resolve()
+                return found if encodable(str(found)) else place.problem(no_text(found))
             except (OSError, RuntimeError) as error:
                 return place.problem(f"{show(value)} is not a usable {what}: {error}")
         return place.problem(f"expected a {what}, got {show(value)}")

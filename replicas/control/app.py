@@ -10,6 +10,7 @@ reader delays only itself: the next part is produced when the last one was sent.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Protocol
@@ -43,7 +44,7 @@ _STREAMS = {
 }
 _ORDERS = "POST, with a JSON body and the token: " + " ".join(ORDERS)
 STREAM_BEAT_S = 5.0
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_GZIP_LEVEL = 3
 
 Page = Callable[[Request], Awaitable[Response]]
 
@@ -52,7 +53,7 @@ class StatusSource(Protocol):
     """Data of the pages. All three methods run on the event loop and must not block."""
 
     def status(self) -> RunStatus: ...
-    def metrics_text(self) -> bytes: ...
+    def scrape(self, accept: str) -> tuple[bytes, str]: ...
     def live(self) -> bool: ...
 
 
@@ -100,8 +101,13 @@ def control_routes(
         lines.append(f"run {status.run} is {'ready' if status.ready else 'not ready'}")
         return _text("\n".join(lines) + "\n", code)
 
-    async def metrics(_: Request) -> Response:
-        return Response(source.metrics_text(), headers={"Content-Type": _METRICS_TYPE, **NO_STORE})
+    async def metrics(request: Request) -> Response:
+        body, content_type = source.scrape(request.headers.get("accept", ""))
+        headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding", **NO_STORE}
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["Content-Encoding"] = "gzip"
+            body = await asyncio.to_thread(gzip.compress, body, _GZIP_LEVEL)
+        return Response(body, headers=headers)
 
     for_strangers = Cached(lambda: public(hiding_store(source.status())))
 

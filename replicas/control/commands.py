@@ -51,7 +51,7 @@ class Commands(Protocol):
     async def stacks(self, target: str | None = None) -> Mapping[str, str]: ...
     async def doctor(self, node: str | None = None) -> object: ...
     async def tokens(
-        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False
+        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False, force: bool = False
     ) -> Mapping[str, Any]: ...
 
 
@@ -107,11 +107,15 @@ class DoctorOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TokensOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``role`` None: both. ``rotate``: make a new one. ``revoke_old``: end others."""
+    """``role`` None: both. ``rotate``: make a new one. ``revoke_old``: end others.
+
+    ``force``: also those that nodes need which are away.
+    """
 
     role: Role | None = None
     rotate: bool = False
     revoke_old: bool = False
+    force: bool = False
 
 
 Order = Scale | Restart | Drain | Detach | ResetFailed | Reload | StacksOrder | DoctorOrder | TokensOrder

@@ -113,7 +113,9 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
                 case orders.DoctorOrder():
                     work = commands.doctor(order.node)
                 case orders.TokensOrder():
-                    work = commands.tokens(order.role, rotate=order.rotate, revoke_old=order.revoke_old)
+                    work = commands.tokens(
+                        order.role, rotate=order.rotate, revoke_old=order.revoke_old, force=order.force
+                    )
             task = asyncio.create_task(work, name=kind.__name__)
             running.add(task)
             task.add_done_callback(over)

@@ -277,6 +277,11 @@ class SessionProtocol(WebSocketsSansIOProtocol):
     def takes_more(self) -> bool:
         return self.writable.is_set()
 
+    @property
+    def unread_nbytes(self) -> int:
+        """What was written and has not left this process."""
+        return self.transport.get_write_buffer_size()
+
     def rtt_s(self) -> float:
         """The kernel's smoothed round-trip time in seconds; 0: unknown."""
         sock = self.transport.get_extra_info("socket")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import anyio
-from anyio.from_thread import start_blocking_portal
 from msgspec import UNSET
 from starlette.routing import BaseRoute
 
@@ -27,9 +26,12 @@ from replicas.coordinator.limits import REASONS
 from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
 from replicas.coordinator.store import StoreWatcher
+from replicas.coordinator.threaded import LoopThread
 from replicas.core.channel import ChannelState
 from replicas.core.effects import Event
 from replicas.core.members.roster import GroupShape
+from replicas.core.versions.steps import number_in
+from replicas.linux import needs
 from replicas.messages import arguments
 from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown, text_of
 from replicas.messages.identity import Member
@@ -102,6 +104,7 @@ class Coordinator:
         routes: Sequence[BaseRoute] = (),
         live: Callable[[], bool] | None = None,
     ) -> None:
+        needs.check()
         self._shapes = {
             arguments.name("groups: a name", name): _shape(f"groups[{shown(name)}]", one)
             for name, one in _mapping("groups", groups).items()
@@ -142,6 +145,7 @@ class Coordinator:
         self._starting: asyncio.Task[None] | None = None
         self._server: Server | None = None
         self._tick: asyncio.Task[None] | None = None
+        self._thread: LoopThread[Self] | None = None
         self.endpoint: str = ""
         """``host:port`` of the control port; set on entry."""
 
@@ -210,8 +214,23 @@ class Coordinator:
         await self._end_store()
         self._decisions.close(remove=error is None and not self.keep_decisions)
 
-    @contextlib.contextmanager
-    def in_thread(self) -> Iterator[Self]:
+    def start(self) -> Self:
+        """Run it as :meth:`in_thread` does, until :meth:`close` or this process's end.
+
+        :raises errors.WorldError: as in ``async with``.
+        :raises errors.UsageError: it was started before.
+        """
+        return self.in_thread().__enter__()
+
+    def close(self) -> None:
+        """End what :meth:`start` or :meth:`in_thread` began; else it does nothing.
+
+        :raises errors.ReplicasError: its event loop had ended before.
+        """
+        if self._thread is not None:
+            self._thread.close()
+
+    def in_thread(self) -> AbstractContextManager[Self]:
         """Run it on an event loop in a thread of its own, for programs that block.
 
         ::
@@ -221,13 +240,16 @@ class Coordinator:
                 with replicas.join("policy", group="trainer", **address) as channel:
                     channel.publish(model).wait()
 
-        :attr:`endpoint` and :attr:`token` may be read on any thread; all else of it
-        belongs to its own.
+        :meth:`start` and :meth:`close` do the same without a block. :attr:`endpoint`
+        and :attr:`token` may be read on any thread; all else of it belongs to its own.
 
         :raises errors.WorldError: as in ``async with``.
+        :raises errors.UsageError: it is in a thread already.
         """
-        with start_blocking_portal("asyncio") as portal, portal.wrap_async_context_manager(self):
-            yield self
+        if self._thread is not None:
+            raise errors.UsageError("this coordinator was started in a thread before", hint="make a new one")
+        self._thread = LoopThread(self)
+        return self._thread
 
     @property
     def token(self) -> str:
@@ -363,7 +385,7 @@ def _info_nbytes(info: Mapping[str, str]) -> int:
 def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     commits, told = channel.commits, channel.told
     meta = commits.newest.meta if commits.latest == told.latest else None
-    step = (meta or {}).get("step")
+    fell = commits.steps.fell
     digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit
     share_nbytes = INFOS_NBYTES // max(1, len(channel.roster))
     members = (
@@ -391,7 +413,8 @@ def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         bytes_total=told.nbytes,
         operations=dict(channel.operations.totals),
         last_sync=told.last,
-        step=step if isinstance(step, int | float) and not isinstance(step, bool) else None,
+        step=number_in(meta, "step"),
+        step_before=None if fell is None else fell.before,
         slots=channel.config.slots,
     )
 
@@ -455,7 +478,7 @@ def _port(what: str, port: object) -> int:
 
 
 def _read(what: str, form: Form, value: object) -> Any:
-    place = Place(Path.cwd(), (what,))
+    place = Place(Path(), (what,))
     found = form.read(place, value)
     if found is UNSET:
         raise errors.UsageError(place.problems[0][1])

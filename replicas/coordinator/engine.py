@@ -127,7 +127,7 @@ class Engine:
         for callback in self._callbacks:
             try:
                 callback(event)
-            except Exception:
+            except BaseException:  # of the program: what is under way here must come to its end
                 log.exception("a subscriber failed on %r", event)
 
     # ------------------------------------------------------------ sessions
@@ -431,6 +431,11 @@ class Engine:
                     channel.told.ended(event.record)
                 elif isinstance(event, effects.CaughtUp):
                     channel.told.nbytes += event.moved_nbytes
+                elif isinstance(event, effects.StepFell):
+                    text = (
+                        '%s: version %d has meta["step"] = %s after %s: was its trainer restarted without a checkpoint?'
+                    )
+                    log.warning(text, event.channel, event.version, event.step, event.before)
                 elif isinstance(event, effects.MemberQuarantined):
                     log.warning("%s: %s is quarantined: %s", event.channel, event.member, event.reason)
                 elif isinstance(event, effects.LoadFailed):

@@ -199,8 +199,8 @@ def hello_problem(hello: wire.Hello) -> str | None:
             return f"its {what} take {nbytes:,} bytes: at most {most:,} are taken"
     if len(hello.cuda_devices) > _GPUS:
         return "its GPUs are too many"
-    if hello.beacon is not None and len(hello.beacon.nonce) > bounds.NAME_LENGTH:
-        return "the nonce of its beacon is too long"
+    if hello.beacon is not None and max(len(hello.beacon.nonce), len(hello.beacon.door)) > bounds.NAME_LENGTH:
+        return "the nonce or the door of its beacon is too long"
     if any(not 0 <= version < bounds.INTEGER_MAX for version in hello.lent):
         return "it has lent an invalid version number"
     if any(len(text) > bounds.INFO_LENGTH for pair in (*hello.info.items(), *hello.nccl_env.items()) for text in pair):

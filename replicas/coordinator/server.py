@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
+from urllib.parse import unquote
 
 import msgspec
 import uvicorn
@@ -305,6 +306,25 @@ class _Entrance:
         self._door.pace.charge(seconds, asyncio.get_running_loop().time())
 
 
+class _Targets:
+    """ASGI middleware: a target with scheme and host, as proxies get it, is its path.
+
+    Its host counts, whatever the header says (RFC 9112, 3.2.2).
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        raw = scope.get("raw_path") or b""
+        if scope["type"] == "http" and raw.lower().startswith((b"http://", b"https://")):
+            host, _, path = raw.partition(b"://")[2].partition(b"/")
+            headers = [(b"host", host), *((name, value) for name, value in scope["headers"] if name != b"host")]
+            path = b"/" + path
+            scope = {**scope, "path": unquote(path.decode("latin-1")), "raw_path": path, "headers": headers}
+        await self._app(scope, receive, send)
+
+
 class Server:
     """Serves HTTP and sessions on one socket until it is closed.
 
@@ -326,7 +346,7 @@ class Server:
         self._door = door
         app: Any = Starlette(routes=list(routes))
         self._config = GuardConfig(
-            app if door is None else _Entrance(app, self._guard, door),
+            _Targets(app if door is None else _Entrance(app, self._guard, door)),
             self._guard,
             http=http,
             backlog=BACKLOG,

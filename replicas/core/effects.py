@@ -30,6 +30,7 @@ __all__ = [
     "Retried",
     "Send",
     "SidecarReplaced",
+    "StepFell",
     "StoreChanged",
     "SweepStore",
     "SyncEnded",
@@ -166,6 +167,19 @@ class OperationEnded(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class StepFell(msgspec.Struct, frozen=True, tag=True):
+    """A committed version has a lower ``meta["step"]`` than an earlier one.
+
+    A trainer that restarts without its checkpoint does that. Told once, until the steps
+    have reached ``before`` again.
+    """
+
+    channel: str
+    version: int
+    step: int | float
+    before: int | float
+
+
 class StoreChanged(msgspec.Struct, frozen=True, tag=True):
     """The rendezvous store answers again (``up``), or no longer answers."""
 
@@ -179,6 +193,7 @@ Event = (
     | MemberQuarantined
     | EpochStarted
     | SyncEnded
+    | StepFell
     | CaughtUp
     | Retried
     | SidecarReplaced

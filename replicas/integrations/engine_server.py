@@ -141,6 +141,10 @@ def _break(connection: http.client.HTTPConnection | None) -> None:
 def _message(content: bytes) -> str:
     try:
         found = json.loads(content)
-        return str(found.get("error", found.get("detail", found)) if isinstance(found, dict) else found)[:500]
+        if isinstance(found, dict):
+            found = found.get("error", found.get("detail", found))
+        if isinstance(found, dict):
+            found = found.get("message", found)
+        return str(found)[:2000]
     except ValueError:
         return content[:500].decode(errors="replace")

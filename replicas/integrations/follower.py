@@ -5,17 +5,23 @@ Theory of operation
 ===================
 
 *Weights*: one version after the other is loaded by ``pause, start, update(version),
-finish(weight_version), reset the prefix cache, resume``. Only this server is paused,
-and only for its own load. A failed load leaves it paused and its gate shut, as its
-model may be a mixture of two versions. The load is tried once more as a whole, unless
-the server did not answer in time; then the follower reports the failure and ends, and
-whoever supervises it starts the server anew.
+finish(weight_version), reset the caches, resume``. Only this server is paused, and only
+for its own load. A version of another manifest than the last good one is *checked*
+first, on all workers and without a pause: if it does not fit, it is refused, and the
+server goes on with the version that it has. A load that fails nevertheless leaves the
+server paused and its gate shut, as its model may be a mixture of two versions. It is
+tried once more as a whole, unless the server did not answer in time; then the follower
+reports the failure and ends, and whoever supervises it starts the server anew.
+
+Between two loads the server serves for a share of the time (``min_serving``): versions
+that come faster than it loads them would leave it no time to compute.
 
 *Adapters*: each version is written as a PEFT checkpoint into a folder of its own, and
 loaded under a name of its own, ``NAME@VERSION``: vLLM keeps what it computed with an
 adapter by the adapter's name. Nothing is paused. Requests that began with the version
 before end with it, so the name before is unloaded, and its folder, which vLLM may read
-once more for them, stays until the next version.
+once more for them, stays until the next version. An adapter that vLLM does not take is
+refused: the server goes on with the one before.
 
 Meanwhile threads watch the server (:mod:`replicas.integrations.engine_health`). vLLM's
 ``/health`` is answered by its API process, also when its engine is frozen;
@@ -32,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import threading
 import time
@@ -46,7 +53,7 @@ from replicas.integrations.engine_health import API, Health, Spent, processor_ti
 from replicas.integrations.engine_server import EngineServer
 from replicas.integrations.gate import GatePage
 
-__all__ = ["Following", "PauseMode", "run"]
+__all__ = ["Following", "PauseMode", "release_of", "run"]
 
 logger = logging.getLogger("replicas.integrations.vllm")
 
@@ -62,6 +69,9 @@ WATCHED = {API: 15.0, "/is_paused": 30.0}
 """Seconds for which a path of a server may go without an answer while its processes do
 nothing."""
 ENGINE_TIMEOUT_S = 600.0
+MIN_SERVING = 0.5
+OLDEST = (0, 29)
+"""The first release of vLLM whose control routes these are."""
 BACKSTOP_S = 60.0
 WARM_UP = {"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 1.0, "logprobs": 1}
 
@@ -72,6 +82,7 @@ class Following:
 
     :ivar lora: the channel's versions are LoRA adapters.
     :ivar identity: keyword arguments of :func:`replicas.join`; empty: the environment.
+    :ivar min_serving: the least share of the time in which the server serves, 0 to 1.
     :ivar folder: where adapters are written, which the server can read.
     :ivar url: the server's address for routers.
     :ivar gate: the server's gate, if it has one.
@@ -87,6 +98,7 @@ class Following:
     identity: dict[str, Any] = field(default_factory=dict)
     mode: PauseMode = "keep"
     every: int = 1
+    min_serving: float = MIN_SERVING
     complete: bool = True
     folder: Path | None = None
     url: str
@@ -100,6 +112,9 @@ class Following:
             raise errors.UsageError(f"follow: mode {self.mode!r}", hint='one of "keep", "wait", "abort"')
         if self.every < 1:
             raise errors.UsageError(f"follow: every must be 1 or more, not {self.every}", hint="1 loads each version")
+        if not 0 <= self.min_serving < 1:
+            text = f"follow: min_serving must be from 0 to below 1, not {self.min_serving}"
+            raise errors.UsageError(text, hint="0.5 serves for as long as each load takes")
         if not self.engine_timeout_s > 0:
             text = f"follow: engine_timeout must be above 0, not {self.engine_timeout_s}"
             raise errors.UsageError(text, hint="seconds for which a busy engine may answer nothing")
@@ -112,6 +127,7 @@ def run(server: EngineServer, following: Following, stop: threading.Event, start
     """
     if not _wait_until_healthy(server, following, stop, start_timeout_s):
         return
+    _check_release(server)
     process = following.process
     if process is None and server.local_port is not None:
         process = serving_process(server.local_port)
@@ -143,6 +159,27 @@ def _wait_until_healthy(server: EngineServer, following: Following, stop: thread
     return True
 
 
+def _check_release(server: EngineServer) -> None:
+    answer = server.call("GET", "/version")
+    release_of(str(answer.get("version", "")) if isinstance(answer, dict) else "")
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """First two numbers of vLLM's version; of an unknown one, those of none.
+
+    :raises UsageError: it is too old: its control routes are others.
+    """
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if len(found) < 2 or found == (0, 0):  # built from source, perhaps
+        return ()
+    if found < OLDEST:
+        raise errors.UsageError(
+            f"the server is vLLM {version}, which has other control routes",
+            hint=f"install vLLM {'.'.join(map(str, OLDEST))} or newer (tested: 0.32)",
+        )
+    return found
+
+
 def _lost(reason: str) -> errors.SyncError:
     return errors.SyncError(reason, phase="load", hint="see the server's own log")
 
@@ -156,6 +193,7 @@ class Follower:
         self._health = health
         self._stop = stop
         self._longest_s = self._called_s = 0.0
+        self._serves_until = 0.0
 
     def run(self) -> None:
         """Load versions until it is time to stop."""
@@ -168,6 +206,9 @@ class Follower:
 
     def _next(self, channel: replicas.Channel) -> replicas.Update | None:
         """Wait for a version; None: it is time to stop."""
+        while (rest_s := self._serves_until - time.monotonic()) > 0 and not self._stop.wait(min(rest_s, BEAT_S)):
+            if self._health.reason:
+                raise _lost(self._health.reason)
         served = channel.version
         pending = channel.receive(at_least=served + self._following.every if served else 1)
         while not self._stop.is_set():
@@ -233,9 +274,28 @@ class Weights(Follower):
                 self._end_open_update()
             init_info = {"init_info": {**init, **following.identity, "replica": channel.member.replica}}
             self._post("/init_weight_transfer_engine", init_info, timeout_s=JOIN_TIMEOUT_S)
+            fitting = ""
             while (update := self._next(channel)) is not None:
                 with update:
+                    if update.manifest.hash != fitting and (misfit := self._misfit(update.version)):
+                        update.refuse(misfit)
+                        continue
+                    fitting = update.manifest.hash
                     self._load(update.version)
+
+    def _misfit(self, version: int) -> str:
+        """Why the version does not fit the model; empty: it does. Nothing is loaded."""
+        self._post("/start_weight_update")
+        try:
+            self._update(version, check=True)
+        except errors.SyncError as error:
+            if self._health.reason:
+                raise
+            logger.warning("version %d is refused, the server goes on without it: %s", version, error)
+            self._end_open_update(refuse="it does not fit another worker of the server")
+            return error.message
+        self._end_open_update()
+        return ""
 
     def _load(self, version: int) -> None:
         gate, began = self._following.gate, time.monotonic()
@@ -253,9 +313,12 @@ class Weights(Follower):
                 self._end_open_update()
                 self._replace(version)
             loaded = time.monotonic()
-            self._reset_prefix_cache()
+            self._reset_caches()
             self._post("/resume")
         now = time.monotonic()
+        self._serves_until = now + (now - began) * self._following.min_serving / (1 - self._following.min_serving)
+        if gate is not None:
+            gate.paused(now - began)
         self._longest_s = max(self._longest_s, now - paused)
         self._open_gate(version)
         logger.info(
@@ -268,21 +331,25 @@ class Weights(Follower):
         self._update(version)
         self._post("/finish_weight_update", {"weight_version": str(version)})
 
-    def _end_open_update(self) -> None:
-        """End an update that an earlier attempt, or a follower that died, left open."""
+    def _end_open_update(self, refuse: str = "") -> None:
+        """End an update that an earlier call, or a follower that died, left open."""
         with contextlib.suppress(errors.SyncError):  # the answer is the error that ends it, or that there is none
-            self._update(0)
+            self._update(0, refuse=refuse)
 
-    def _update(self, version: int) -> None:
-        self._post("/update_weights", {"update_info": {"version": version, "timeout_s": self._load_timeout_s / 2}})
+    def _update(self, version: int, **more: Any) -> None:
+        info = {"version": version, "timeout_s": self._load_timeout_s / 2, **more}
+        self._post("/update_weights", {"update_info": info})
 
-    def _reset_prefix_cache(self) -> None:
+    def _reset_caches(self) -> None:
         """Forget what was computed with the old weights.
 
-        Requests that were kept hold some of it: they are computed anew then.
+        Requests that were kept hold some of it: they are computed anew then. A store
+        of other machines is cleared, too (``reset_external``).
         """
+        self._post("/reset_encoder_cache")
         for running in ("false", "true"):
-            answer = self._post("/reset_prefix_cache", query={"reset_running_requests": running})
+            query = {"reset_running_requests": running, "reset_external": "true"}
+            answer = self._post("/reset_prefix_cache", query=query)
             if isinstance(answer, dict) and answer.get("success"):
                 return
         raise _lost("the prefix cache of the old version could not be reset")
@@ -296,18 +363,29 @@ class Adapters(Follower):
         with self._join(1) as channel:
             while (update := self._next(channel)) is not None:
                 with update:
-                    loaded.append(self._load(update))
+                    try:
+                        loaded.append(self._load(update))
+                    except errors.SyncError as error:
+                        if self._health.reason:
+                            raise
+                        logger.warning("adapter version %d is refused: %s", update.version, error)
+                        update.refuse(error)
+                        continue
                 for name, _ in loaded[:-1][-1:]:
                     self._post("/v1/unload_lora_adapter", {"lora_name": name})
                 while len(loaded) > 2:
                     shutil.rmtree(loaded.pop(0)[1])
 
     def _load(self, update: replicas.Update) -> tuple[str, Path]:
-        name = f"{update.meta['adapter']}@{update.version}"
+        name = f"{update.meta.get('adapter')}@{update.version}"
         folder = self._write(update, name)
         began = time.monotonic()
-        with self._health.loading():
-            self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        try:
+            with self._health.loading():
+                self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        except errors.SyncError:
+            shutil.rmtree(folder)
+            raise
         self._longest_s = max(self._longest_s, time.monotonic() - began)
         logger.info("adapter %s is served: loaded in %.3f s", name, time.monotonic() - began)
         self._open_gate(update.version, name)

@@ -10,6 +10,7 @@ offset bytes content
 0      1     1: the gate is open
 8      8     the version that is served, little-endian; 0: none
 16     32    the secret that control requests carry
+48     8     seconds for which the server was paused for loads, a double
 ====== ===== ======================================================
 
 The server finds it by the path in ``REPLICAS_GATE``, ``/proc/PID/fd/N`` of the
@@ -53,7 +54,7 @@ READYZ = "/readyz"
 """The gate's own page: 200 while it is open, else 503."""
 
 _ALWAYS = ("/health", "/ping", "/metrics", "/version", "/load", "/v1/models")
-_NBYTES = 48
+_NBYTES = 56
 _PATHS = 1024
 """So many paths are known without asking the routes."""
 
@@ -110,6 +111,15 @@ class GatePage:
         """The version that is served; 0: none."""
         number: int = struct.unpack_from("<Q", self._memory, 8)[0]
         return number
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds for which the server was paused for loads so far."""
+        seconds: float = struct.unpack_from("<d", self._memory, 48)[0]
+        return seconds
+
+    def paused(self, seconds: float) -> None:
+        struct.pack_into("<d", self._memory, 48, self.paused_s + seconds)
 
     def open(self, version: int) -> None:
         struct.pack_into("<Q", self._memory, 8, version)

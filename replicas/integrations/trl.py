@@ -23,6 +23,7 @@ TRL's client: there a callback does it, which also leaves the channel at the end
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 __all__ = ["Wait", "WeightTransfer", "server_mode"]
+
+logger = logging.getLogger("replicas.integrations")
+
+WRAPPED = 3
+"""In so many generators the one of TRL's trainer may be wrapped."""
 
 
 class WeightTransfer:
@@ -58,6 +64,7 @@ class WeightTransfer:
     ) -> None:
         self._sync = WeightSync(channel, wait, deadline, join)
         self._logs: dict[str, list[float]] | None = None
+        self._warned = False
 
     @property
     def channel(self) -> replicas.Channel | None:
@@ -81,6 +88,9 @@ class WeightTransfer:
         the servers keep the version that they have.
         """
         self._logs = _logs_of(iterator)
+        if self._logs is None and not self._warned:
+            self._warned = True
+            logger.warning("no trainer of TRL's is behind these weights: the figures of syncs are in no log of its own")
         self._sync.publish(iterator)
         self._log(self._sync.figures())
 
@@ -101,13 +111,17 @@ class WeightTransfer:
             logs.update((name, [value]) for name, value in newest([known, *figures]).items())
 
 
-def _logs_of(iterator: object) -> dict[str, list[float]] | None:
-    """The lists of metrics of the trainer whose generator method this is; None: no such
-    trainer."""
+def _logs_of(iterator: object, depth: int = WRAPPED) -> dict[str, list[float]] | None:
+    """The lists of metrics of the trainer whose generator method this is, or that of a
+    generator around it; None: no such trainer."""
     frame = getattr(iterator, "gi_frame", None)
-    trainer = frame.f_locals.get("self") if frame is not None else None
-    metrics = getattr(trainer, "_metrics", None)
-    return metrics["train"] if isinstance(metrics, dict) and "train" in metrics else None
+    if frame is None or not depth:
+        return None
+    metrics = getattr(frame.f_locals.get("self"), "_metrics", None)
+    if isinstance(metrics, dict) and "train" in metrics:
+        return metrics["train"]  # type: ignore[no-any-return]  # TRL's
+    inner = (_logs_of(one, depth - 1) for one in list(frame.f_locals.values()))
+    return next((found for found in inner if found is not None), None)
 
 
 class _Announced:

@@ -28,6 +28,7 @@ import contextlib
 import functools
 import getpass
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import logging
@@ -50,7 +51,7 @@ from replicas.integrations import follower
 from replicas.integrations.engine_server import EngineServer
 from replicas.integrations.follower import Following, PauseMode
 from replicas.integrations.gate import GATE, GatePage, owner_of
-from replicas.linux.processes import die_with_parent
+from replicas.linux.processes import descendants, die_with_parent, is_below, signal_each
 
 __all__ = ["follow", "main", "register"]
 
@@ -58,6 +59,9 @@ logger = logging.getLogger("replicas.integrations.vllm")
 
 BACKEND = "replicas"
 API_KEY = "VLLM_API_KEY"
+QUIET_OPTION = "--disable-access-log-for-endpoints"
+QUIET = (0, 32)
+"""The first release that is known to have it."""
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
 SCRATCH_MAX = 107 - len("/vllm-0123456789/00000000-0000-0000-0000-000000000000")
@@ -69,7 +73,7 @@ def register() -> None:
     ``vllm.general_plugins``)."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    with contextlib.suppress(ValueError):  # it is known already: plugins are loaded more than once
         WeightTransferEngineFactory.register_engine(BACKEND, "replicas.integrations.vllm_engine", "ReplicasEngine")
     if GATE in os.environ:
         _end_with(owner_of(os.environ[GATE]))
@@ -106,6 +110,7 @@ def follow(
     lora: bool = False,
     mode: PauseMode = "keep",
     every: int = 1,
+    min_serving: float = follower.MIN_SERVING,
     complete: bool = True,
     public_url: str | None = None,
     api_key: str | None = None,
@@ -130,6 +135,9 @@ def follow(
     :param mode: requests in flight during a load are kept (frozen, and continued with
         the new weights), waited for, or aborted.
     :param every: load every n-th version at most; 1: each, unless a newer one is there.
+    :param min_serving: the least share of the time in which the server computes, from 0
+        to below 1; default 0.5: after a load it serves for as long as that took, and
+        then loads the newest version.
     :param complete: False: versions may lack parameters of the model.
     :param public_url: address for routers, shown as ``info["url"]``; default: base_url.
     :param api_key: the server's API key; default: the environment's ``VLLM_API_KEY``.
@@ -153,6 +161,7 @@ def follow(
             identity=identity,
             mode=mode,
             every=every,
+            min_serving=min_serving,
             complete=complete,
             folder=Path(folder),
             url=public_url or base_url,
@@ -187,6 +196,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lora", action="store_true", help="its versions are LoRA adapters")
     parser.add_argument("--pause-mode", choices=["keep", "wait", "abort"], default="keep")
     parser.add_argument("--every", type=int, default=1, help="load every n-th version at most")
+    parser.add_argument(
+        "--min-serving",
+        type=float,
+        default=follower.MIN_SERVING,
+        help="the least share of the time in which the server serves (default: %(default)g)",
+    )
     parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
@@ -251,6 +266,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             lora=options.lora,
             mode=options.pause_mode,
             every=options.every,
+            min_serving=options.min_serving,
             complete=not options.partial,
             url=url,
             gate=gate,
@@ -305,12 +321,31 @@ def _scratch() -> Iterator[Path]:
     name = hashlib.sha256(f"{state}/{found.group}/{found.replica}".encode()).hexdigest()[:10]
     base = tempfile.gettempdir()
     folder = Path(base if len(base) <= SCRATCH_MAX else "/tmp") / f"vllm-{name}"  # its sockets need short paths
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder)
     folder.mkdir(mode=0o700)
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove it, and the shared memory that bears the names of files in it.
+
+    Workers on a CPU meet in a file, and share memory by its name; killed ones leave it.
+    """
+    for meeting in folder.glob("vllm_dist_*"):
+        for left in Path("/dev/shm").glob(f"*{meeting.name}*"):
+            left.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _installed() -> str:
+    """The version of vLLM here; empty: it does not say."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @contextlib.contextmanager
@@ -319,6 +354,9 @@ def _vllm(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """vLLM's own server as a child; it is ended with the block, and dies with this
     process."""
+    release = follower.release_of(_installed())
+    if release >= QUIET and not any(option.replace("_", "-").startswith(QUIET_OPTION) for option in rest):
+        rest = [*rest, QUIET_OPTION, ",".join(follower.WATCHED)]  # its log would be half of them
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *rest),
         *("--host", host, "--port", str(port)),
@@ -339,6 +377,7 @@ def _vllm(
     try:
         yield process
     except errors.ReplicasError:  # it is gone or frozen, and would wait for its own requests at its end
+        signal_each(descendants(process.pid), signal.SIGKILL, lambda pid: is_below(pid, process.pid))
         process.kill()
         raise
     finally:

@@ -12,15 +12,16 @@ replica are given the same version (:mod:`replicas.core.versions.rounds`), so th
 request carries its number only, to be compared. Each worker maps the one slot of its
 host and holds it until its model is whole: nothing writes to the slot meanwhile.
 
-A worker reports *loaded* when vLLM has finished its layerwise reload. A failed load is
-not reported at once: the follower asks once more for the same version, of which the
-worker still holds the bytes. Until a load has succeeded the model is a mixture of two
-versions, so the follower keeps the server from answering.
+A worker reports *loaded* when vLLM has finished its layerwise reload. A version whose
+manifest is not known to fit is tried first, on all workers: one that does not fit is
+*refused*, and the server goes on with the version that it has
+(:mod:`replicas.integrations.vllm_reload`). A load that fails half-way is not reported
+at once: the follower asks once more for the same version, of which the worker still
+holds the bytes. Until a load has succeeded the model is a mixture of two versions, so
+the follower keeps the server from answering.
 
-vLLM counts the elements that each layer was given, and makes the layer real when the
-count is complete. A second attempt would add to the counts of the first, and could make
-a layer real without all of its tensors; so an unfinished reload is finished, as the
-garbage that it is, before the next one starts.
+Nothing that was computed with old weights may be served: servers with memories that
+cannot be cleared (draft models, stores of keys and values) are refused at the start.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import replicas
 from replicas import errors
+from replicas.integrations.vllm_reload import Reload
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,12 +79,16 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """The version to load.
 
-    :param version: its number; 0 ends an update that somebody else left open.
+    :param version: its number; 0 ends an update that was left open.
     :param timeout_s: seconds until this worker must have its bytes.
+    :param check: only find out whether it fits.
+    :param refuse: with version 0: refuse the version that was checked; why.
     """
 
     version: int
     timeout_s: float = 60.0
+    check: bool = False
+    refuse: str = ""
 
 
 class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -99,23 +104,13 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._channel: replicas.Channel | None = None
         self._update: replicas.Update | None = None
-        self._unfinished = False
-        self._complete = True
-        self._parameters = frozenset(name for name, _ in model.named_parameters())
+        self._begun = False
+        self._reload = Reload(model, vllm_config.model_config, device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the channel as a rank of this server's replica; a second call joins
         anew."""
-        if getattr(self.vllm_config, "speculative_config", None) is not None and self._has_draft_weights():
-            raise errors.UsageError(
-                "the server decodes speculatively with a draft model, which a version of the policy does not contain",
-                hint="serve without --speculative-config, or with a method that has no weights, such as ngram",
-            )
-        if getattr(self.vllm_config, "lora_config", None) is not None:
-            raise errors.UsageError(
-                "the server is started with --enable-lora, and vLLM does not reload the layers that it has wrapped",
-                hint="serve without it, or follow a channel of adapters with --lora",
-            )
+        self._refuse_old_memories()
         self.shutdown()
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -131,68 +126,97 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             info={"worker": str(rank - 1)},
             timeout=init_info.timeout_s,
         )
-        self._complete = init_info.complete
+        self._reload = Reload(self.model, self.model_config, self.device)  # what fitted before may not any more
+        self._reload.complete = init_info.complete
+
+    def _refuse_old_memories(self) -> None:
+        """Refuse a server with weights that no version replaces, or with a store of
+        what was computed with weights that cannot be cleared.
+
+        :raises replicas.errors.UsageError: it is one.
+        """
+        if getattr(self.vllm_config, "speculative_config", None) is not None and self._has_draft_weights():
+            raise errors.UsageError(
+                "the server decodes speculatively with a draft model, which a version of the policy does not contain",
+                hint="serve without --speculative-config, or with a method that has no weights, such as ngram",
+            )
+        if getattr(self.vllm_config, "lora_config", None) is not None:
+            raise errors.UsageError(
+                "the server is started with --enable-lora, and vLLM does not reload the layers that it has wrapped",
+                hint="serve without it, or follow a channel of adapters with --lora",
+            )
+        for connector in _without_reset(getattr(self.vllm_config, "kv_transfer_config", None)):
+            raise errors.UsageError(
+                f"the server's KV connector {connector} cannot be cleared: it would serve what was computed with old "
+                "weights",
+                hint="serve without it, or with one that implements reset_cache(), such as OffloadingConnector",
+            )
+        encoders: Any = getattr(self.vllm_config, "ec_transfer_config", None)
+        if getattr(encoders, "ec_connector", None) is not None:
+            raise errors.UsageError(
+                f"the server's encoder-cache connector {encoders.ec_connector} cannot be cleared: it would serve what "
+                "was computed with old weights",
+                hint="serve without --ec-transfer-config",
+            )
 
     def _has_draft_weights(self) -> bool:
         speculative = self.vllm_config.speculative_config
         return speculative is not None and getattr(speculative, "draft_model_config", None) is not None
 
     def start_weight_update(self) -> None:
-        """Take the model's layers apart for a reload in checkpoint format."""
-        self._finish_layers()
-        self._unfinished = True
-        initialize_layerwise_reload(self.model)
+        """Put back what a load that failed has taken apart."""
+        self._reload.abandon()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive the version on this rank and load it, layer by layer.
 
         :raises replicas.errors.ReplicasError: it is not the version that the channel
-            gives to this replica, or some parameters are not in it.
+            gives to this replica, or it does not fit; the model is as before then.
         """
         began = time.monotonic()
         update = self._open_update(update_info)
-        tensors = iter(update)
+        if not self._reload.fits(update.manifest.hash):
+            self._try(update)
+        if update_info.check:
+            return
         opened = time.monotonic()
-        loaded = self.model.load_weights(tensors)
-        self._check_complete(update, loaded)
+        self._begun = True
+        self._reload.load(update)
         logger.info(
             "version %d: received in %.4f s, loaded in %.4f s",
             *(update.version, opened - began, time.monotonic() - opened),
         )
 
+    def _try(self, update: replicas.Update) -> None:
+        try:
+            self._reload.try_out(update.manifest.hash, update)
+        except errors.ReplicasError as error:
+            self._drop_update(error.message)
+            raise errors.ManifestMismatch(
+                f"version {update.version} is refused: {error.message}", version=update.version, hint=""
+            ) from error
+
     def _open_update(self, info: UpdateInfo) -> replicas.Update:
         channel = self._channel
         if channel is None:
             raise errors.UsageError("no channel", hint="call init_weight_transfer_engine first")
+        if info.version == 0:
+            if info.refuse and not self._begun:
+                self._drop_update(info.refuse)
+            raise errors.SyncError("the update that was left open is over", hint="")
         if self._update is not None and self._update.version != info.version:
             self._drop_update(f"the follower asked for version {info.version} instead")
-        if info.version == 0:
-            raise errors.SyncError("the update that was left open is over", hint="")
         if self._update is None:
             update = channel.receive(deadline=info.timeout_s).wait()
             if update.version != info.version:
-                update.failed(f"the follower asked for version {info.version}")
+                update.refuse(f"the follower asked for version {info.version}")
                 raise errors.SyncError(
                     f"version {info.version} was asked for, and version {update.version} is given to this replica",
                     version=info.version,
                     hint="the follower asks again",
                 )
-            self._update = update.__enter__()
+            self._update, self._begun = update.__enter__(), False
         return self._update
-
-    def _check_complete(self, update: replicas.Update, loaded: set[str] | None) -> None:
-        """Compare the parameters that were loaded with the model's, as vLLM's own
-        loader does."""
-        if not self._complete or loaded is None or self.model_config.quantization is not None:
-            return
-        missing = sorted(self._parameters - loaded)
-        if missing:
-            raise errors.ManifestMismatch(
-                f"version {update.version} has no weights for {len(missing)} of the model's parameters: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
-                version=update.version,
-                hint="serve the model that is trained, or pass --partial if the trainer leaves these out",
-            )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one version; on return it is on the device."""
@@ -202,37 +226,33 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Put the layers together, and report the version loaded."""
-        self._finish_layers()
-        update, self._update = self._update, None
+        if not self._begun:
+            raise errors.UsageError("no version was loaded", hint="call update_weights first")
+        self._reload.finish()
+        self._clear_memory()
+        update, self._update, self._begun = self._update, None, False
         if update is not None:
             update.__exit__(None, None, None)
 
-    def _finish_layers(self) -> None:
-        if self._unfinished:
-            self._unfinished = False
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._pack_tied_layers()
+    def _clear_memory(self) -> None:
+        """Clear keys and values that are not finite.
 
-    def _pack_tied_layers(self) -> None:
-        """On a CPU, pack the weights of tied layers again.
-
-        There vLLM computes with a packed copy of a layer's weight, and makes a new one
-        for the layers that were given weights. An output layer that is tied to the
-        embedding was given none: it would go on with the version before.
+        They are of a version that computed NaN. Their blocks are free, but attention on
+        a CPU multiplies what lies in them, too.
         """
-        if self.device.type != "cpu":
-            return  # the layers share the memory itself
-        layers: dict[int, list[Any]] = {}
-        for layer in self.model.modules():
-            weight = layer._parameters.get("weight")
-            if weight is not None and getattr(layer, "quant_method", None) is not None:
-                layers.setdefault(id(weight), []).append(layer)
-        for layer in (one for tied in layers.values() if len(tied) > 1 for one in tied):
-            layer.quant_method.process_weights_after_loading(layer)
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            found = getattr(layer, "kv_cache", ())
+            for memory in [found] if isinstance(found, torch.Tensor) else found:
+                tensor = isinstance(memory, torch.Tensor) and memory.is_floating_point() and memory.dtype.itemsize > 1
+                if tensor and not memory.sum().isfinite():
+                    memory.zero_()
 
     def _drop_update(self, reason: str) -> None:
+        """End the open update: refused, if nothing of it was loaded, else failed."""
         update, self._update = self._update, None
         if update is not None:
+            if not self._begun:
+                update.refuse(reason)
             error = errors.SyncError(reason, version=update.version, phase="load", hint="")
             update.__exit__(type(error), error, None)
 
@@ -242,3 +262,22 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._drop_update("the worker leaves the channel")
         if channel is not None:
             channel.close(wait=False)
+
+
+def _without_reset(config: Any) -> list[str]:
+    """Names of connectors to a store of keys and values that cannot be cleared.
+
+    vLLM counts one that does not implement it as cleared.
+    """
+    if config is None or not config.kv_connector:
+        return []
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    given = getattr(config, "kv_connector_extra_config", None) or {}
+    parts = [one["kv_connector"] for one in given.get("connectors", [])]
+    classes = [
+        KVConnectorFactory.get_connector_class(config),
+        *map(KVConnectorFactory.get_connector_class_by_name, parts),
+    ]
+    return [one.__name__ for one in classes if one.reset_cache is KVConnectorBase_V1.reset_cache]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from replicas.integrations.gate import Gate, GatePage, Receive, Scope, Send
@@ -92,6 +92,8 @@ class _ServedVersion(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily("replicas_engine_version", "Version that this server answers with.", self._page.version)
+        text = "Seconds for which the server was paused for loads."
+        yield CounterMetricFamily("replicas_engine_paused_seconds", text, self._page.paused_s)
         yield GaugeMetricFamily("replicas_engine_ready", "1 when it answers requests.", int(self._page.is_open))
 
 

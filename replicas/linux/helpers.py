@@ -7,7 +7,6 @@ What starts with ``PET_`` are options of another torchrun. Standard library only
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -24,30 +23,27 @@ TORCHRUN = "PET_"
 """Prefix of variables that torchrun takes for its options."""
 
 
-@functools.cache
-def _python(named: str, prefixes: tuple[str, ...]) -> str:
-    if Path(named).name.startswith(("python", "pypy")):
-        return named
-    # A program that has Python in it (uwsgi) names itself, or nothing.
-    names = (f"python{sys.version_info.major}.{sys.version_info.minor}", f"python{sys.version_info.major}")
-    for prefix in prefixes:
-        for path in (Path(prefix, "bin", name) for name in names):
-            if os.access(path, os.X_OK):
-                return str(path)
-    raise errors.UsageError(
-        f"no Python interpreter for helper processes: sys.executable is {named!r}, and there is none in "
-        f"{' or '.join(prefixes)}",
-        hint="set sys.executable to the path of one that has this package",
-    )
-
-
 def interpreter() -> str:
     """Return the path of this Python's interpreter, with which helpers are started.
 
     :raises replicas.errors.UsageError: ``sys.executable`` is none, and there is none
         where this Python is installed.
     """
-    return _python(sys.executable or "", (sys.prefix, sys.base_prefix))
+    named = sys.executable or ""
+    if Path(named).name.startswith(("python", "pypy")):
+        return named
+    # A program that has Python in it (uwsgi) names itself, or nothing.
+    prefixes = dict.fromkeys((sys.prefix, sys.base_prefix))
+    names = (f"python{sys.version_info.major}.{sys.version_info.minor}", f"python{sys.version_info.major}")
+    found = (
+        str(path) for prefix in prefixes for name in names if os.access(path := Path(prefix, "bin", name), os.X_OK)
+    )
+    if chosen := next(found, ""):
+        return chosen
+    text = f"no Python interpreter for helper processes: sys.executable is {named!r}, and there is none in "
+    raise errors.UsageError(
+        text + " or ".join(prefixes), hint="set sys.executable to the path of one that has this package"
+    )
 
 
 def python_module(module: str, *arguments: str) -> list[str]:

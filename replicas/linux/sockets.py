@@ -137,11 +137,11 @@ def listens(path: Path) -> bool:
 
 
 class SocketAddress(NamedTuple):
-    """A forkserver's address, ``NAME:SECRET`` in the environment of its clients.
+    """Address of a forkserver or a door, as its clients are told it: ``NAME:SECRET``.
 
     :param name: of the abstract socket, without the NUL. It is bound before any client
         is told, so no other process can bind it.
-    :param secret: sent first by a client. The user id alone does not distinguish root
+    :param secret: proves a client. The user id alone does not distinguish root
         in one container from root in another one on the same network; those two do not
         see each other's environment.
     """
@@ -165,6 +165,6 @@ class SocketAddress(NamedTuple):
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
-            what = f"the forkserver's socket {self.name!r} cannot be bound: {os.strerror(error.errno or 0)}"
+            what = f"the socket {self.name!r} cannot be bound: {os.strerror(error.errno or 0)}"
             raise OSError(error.errno, what) from error
         return listener

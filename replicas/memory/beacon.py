@@ -2,25 +2,30 @@
 
 Each process that joins has a *beacon*: a memfd that contains a random nonce. Its Hello
 names its pid, descriptor and nonce. A process that opens ``/proc/PID/fd/FD`` and reads
-that nonce is on the same host, in the same pid namespace, and allowed to map the
-other's memory. Names, addresses and boot ids prove none of this: network namespaces
-share a kernel, containers share names.
+that nonce is on the same host and allowed to map the other's memory; in another pid
+namespace it opens the beacon through the other's door (:mod:`replicas.memory.door`),
+and so proves the same. Names, addresses and boot ids prove none of this: network
+namespaces share a kernel, containers share names.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Sequence
 
 from replicas.linux.files import open_plain
 from replicas.linux.processes import START_TIME, boot_id, namespace, stat_fields
+from replicas.memory.door import ANSWER_S, Door, fetch
 from replicas.messages import Beacon
 from replicas.messages.identity import ProcessIdentity
 
-__all__ = ["find", "own_beacon", "own_process"]
+__all__ = ["find", "own_beacon", "own_door", "own_process"]
 
 _NONCE_NBYTES = 32
+_FIND_S = 4.0
+"""Limit of a search: doors of frozen processes do not answer."""
 _beacon: Beacon | None = None
 
 
@@ -36,19 +41,38 @@ def own_beacon() -> Beacon:
         nonce = secrets.token_hex(_NONCE_NBYTES // 2)
         fd = os.memfd_create("replicas-beacon", os.MFD_CLOEXEC)
         os.write(fd, nonce.encode())
-        _beacon = Beacon(os.getpid(), fd, nonce, os.geteuid())
+        try:
+            door = str(Door().address)
+        except (OSError, RuntimeError):  # no socket or thread can be had: other namespaces are other hosts then
+            door = ""
+        _beacon = Beacon(os.getpid(), fd, nonce, os.geteuid(), door)
     return _beacon
 
 
+def own_door() -> str:
+    """The door of this process; empty: it has none."""
+    return _beacon.door if _beacon is not None and _beacon.pid == os.getpid() else ""
+
+
 def find(beacons: Sequence[Beacon]) -> int:
-    """Index of the first beacon that can be opened and has its nonce, or -1."""
-    return next((index for index, beacon in enumerate(beacons) if _read(beacon) == beacon.nonce.encode()), -1)
+    """Index of the first beacon that can be opened and has its nonce, or -1.
+
+    Doors are tried for some seconds at most, after ``/proc``.
+    """
+    until = time.monotonic() + _FIND_S - ANSWER_S
+    for index, beacon in enumerate(beacons):
+        if _read(beacon) == beacon.nonce.encode():
+            return index
+    for index, beacon in enumerate(beacons):
+        if beacon.door and time.monotonic() < until and _read(beacon, by_door=True) == beacon.nonce.encode():
+            return index
+    return -1
 
 
-def _read(beacon: Beacon) -> bytes:
+def _read(beacon: Beacon, *, by_door: bool = False) -> bytes:
     """The nonce read; empty if unreadable, or no plain file (opening might block)."""
     try:
-        fd = open_plain(beacon.pid, beacon.fd)
+        fd = fetch(beacon.door, beacon.fd) if by_door else open_plain(beacon.pid, beacon.fd)
         try:
             return os.pread(fd, _NONCE_NBYTES, 0)
         finally:

@@ -4,61 +4,78 @@ Theory of operation
 ===================
 
 A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living process.
-:func:`hold` opens that very file with a file description of its own and takes the locks
-that mark it as held (:mod:`replicas.linux.locks`). From then on the owner does not
-refill the memory, and it is not freed when the owner ends.
+:func:`hold` opens that very file with a file description of its own, through ``/proc``
+or else through the door of the process (:mod:`replicas.memory.door`), and takes the
+locks that mark it as held (:mod:`replicas.linux.locks`). From then on the owner does
+not refill the memory, and it is not freed when the owner ends.
 
 :class:`MemoryHolder` lets the newest committed version of a channel outlive its source:
 members open it in the coordinator's process as they would have opened it in the source.
-Nothing is mapped or copied. Memory that cannot be held (of another host or user; of a
-GPU, which ends with its owner) is not kept.
+Nothing is mapped or copied. Memory that cannot be held (of another host, user or pid
+namespace; of a GPU, which ends with its owner) is not kept.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import operator
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from replicas.common.logs import Log
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import open_plain
+from replicas.linux.scarce import SCARCE, limit
+from replicas.memory import door
+from replicas.memory.beacon import own_door
 from replicas.messages import SlotPlace
 
-__all__ = ["Living", "MemoryHolder", "hold"]
+__all__ = ["Living", "MemoryHolder", "hold", "is_near", "is_there"]
 
 T = TypeVar("T")
-
-_SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Transient errors: they do not say whether the two processes can share memory."""
-_SCARCE_HINT = "raise the limit of open files (ulimit -n) or free memory; the version is fetched again by itself"
 
 log = Log("replicas.memory")
 
 
-def hold(place: SlotPlace, version: int) -> int:
+def is_near(place: SlotPlace) -> bool:
+    """Whether ``/proc`` shows the file at this place, so that no door is needed."""
+    if place.door and place.pid == os.getpid() and place.door != own_door():
+        return False  # of another container, where it has the same pid
+    with contextlib.suppress(OSError):  # the process has ended, or its /proc cannot be read
+        return Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode
+    return False
+
+
+def is_there(place: SlotPlace) -> bool:
+    """Like :func:`is_near`; of memory that came through a door: the process lives."""
+    return is_near(place) or (place.door not in ("", own_door()) and door.is_open(place.door))
+
+
+def hold(place: SlotPlace, version: int, *, wait: bool = True) -> int:
     """Open and lock memory of another process on this host; a read-only descriptor.
 
     Closing the descriptor ends the locks. The caller must have proven that the pid is
     the process, owner or holder, that named the place.
 
+    :param wait: knock at its door, if ``/proc`` does not show it, for up to
+        :data:`~replicas.memory.door.ANSWER_S`.
     :raises Gone: the process has ended, or the memory is gone or reused.
     :raises NoCapacity: this process has no descriptor or memory left at the moment.
     :raises WorldError: this process can never open it, though it may exist.
     """
     what = f"version {version} in the memory of process {place.pid}"
     try:
-        fd = open_plain(place.pid, place.fd, inode=place.inode, nbytes=place.nbytes)
+        fd = _open(place, wait=wait)
     except (FileNotFoundError, ProcessLookupError):
         raise Gone(f"{what} is gone", version=version) from None
     except OSError as error:
-        if error.errno in _SCARCE:
-            raise NoCapacity(f"{what} cannot be mapped: {error}", version=version, hint=_SCARCE_HINT) from error
+        if error.errno in SCARCE:
+            raise _too_little(f"{what} cannot be mapped", error, version) from error
         hint = 'run its processes as one user, or set transport = "group" on the channel'
         raise WorldError(f"{what} cannot be mapped: {error}", version=version, hint=hint) from error
     try:
@@ -69,13 +86,32 @@ def hold(place: SlotPlace, version: int) -> int:
         locks.mark(fd, place.serial)
     except OSError as error:
         os.close(fd)
-        if error.errno in _SCARCE:
-            raise NoCapacity(f"{what} cannot be locked: {error}", version=version, hint=_SCARCE_HINT) from error
+        if error.errno in SCARCE:
+            raise _too_little(f"{what} cannot be locked", error, version) from error
         raise WorldError(f"{what} cannot be mapped: locks do not work on it: {error}", version=version) from error
     except Gone:
         os.close(fd)
         raise
     return fd
+
+
+def _too_little(what: str, error: OSError, version: int) -> NoCapacity:
+    why, remedy = limit(error)
+    return NoCapacity(f"{what}: {why}", version=version, hint=f"{remedy}; the version is fetched again by itself")
+
+
+def _open(place: SlotPlace, *, wait: bool) -> int:
+    try:
+        return open_plain(place.pid, place.fd, inode=place.inode, nbytes=place.nbytes)
+    except OSError as error:
+        if not place.door or not wait or error.errno in SCARCE:
+            raise
+        try:
+            return door.fetch(place.door, place.fd, inode=place.inode, nbytes=place.nbytes)
+        except (ConnectionError, FileNotFoundError, TimeoutError):  # over, or frozen
+            raise error from None
+        except PermissionError as refused:
+            raise (error if isinstance(error, PermissionError) else refused) from None
 
 
 class Living(Generic[T]):
@@ -132,12 +168,12 @@ class MemoryHolder:
         if place.device:
             return None
         try:
-            fd = hold(place, version)
+            fd = hold(place, version, wait=False)  # on the loop of the coordinator
         except ReplicasError as error:
             log.info("version %d is not kept: %s", version, error)
             return None
         self._held[key] = (fd, place.serial)
-        return SlotPlace(os.getpid(), fd, place.inode, place.nbytes, place.serial, place.part)
+        return SlotPlace(os.getpid(), fd, place.inode, place.nbytes, place.serial, place.part, door=own_door())
 
     def let_go(self, key: object) -> None:
         """Stop holding it; does nothing if it is not held."""

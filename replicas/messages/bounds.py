@@ -6,6 +6,8 @@ Limits are checked in the call (:mod:`replicas.messages.arguments`), so the coor
 
 from __future__ import annotations
 
+import sys
+
 from replicas.common.foreign import lines, one_line
 
 __all__ = [
@@ -122,10 +124,26 @@ def text_of(value: object, most: int = TEXT_LENGTH) -> str:
     return lines(text)
 
 
+def _is_tensor(value: object, depth: int = 3) -> bool:
+    """Whether it is a tensor of torch's, or holds one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not depth:
+        return False
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_is_tensor(one, depth - 1) for one in value)
+    if isinstance(value, dict):
+        return any(_is_tensor(one, depth - 1) for one in value.values())
+    return isinstance(value, torch.Tensor)
+
+
 def shown(value: object, most: int = 80) -> str:
-    """Return a short ``repr(value)`` for an error message."""
+    """Return a short ``repr(value)`` for an error message.
+
+    Tensors are named by their type only: to print the elements of one whose memory was
+    freed would end the process.
+    """
     try:
-        text = repr(value)
+        text = f"<{type(value).__name__}>" if _is_tensor(value) else repr(value)
     except Exception:  # noqa: BLE001  # a foreign __repr__
         text = f"<{type(value).__name__}>"
     return one_line(text_of(text, most))

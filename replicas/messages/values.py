@@ -102,13 +102,15 @@ class Beacon(msgspec.Struct, frozen=True):
     """A small memory by which other processes find out whether they are on this host.
 
     They open ``/proc/PID/fd/FD`` and read the nonce. ``uid``: effective user of the
-    process; another user may not open its memory.
+    process; another user may not open its memory. ``door``: the socket, with its
+    secret, at which processes of other pid namespaces get it; empty: none.
     """
 
     pid: int
     fd: int
     nonce: str
     uid: int
+    door: str = ""
 
 
 class SlotPlace(msgspec.Struct, frozen=True):
@@ -118,7 +120,7 @@ class SlotPlace(msgspec.Struct, frozen=True):
     the memory has been filled, so that another version is not taken for this one.
     ``part``: number of the part in it, of a version that has several. ``device``: UUID
     of the GPU that has the bytes; the file then is a page that tells how to open them.
-    Empty: the file has the bytes.
+    Empty: the file has the bytes. ``door``: of the process, as in its beacon.
     """
 
     pid: int
@@ -128,6 +130,7 @@ class SlotPlace(msgspec.Struct, frozen=True):
     serial: int
     part: int = 0
     device: str = ""
+    door: str = ""
 
 
 class HeldVersion(msgspec.Struct, frozen=True):

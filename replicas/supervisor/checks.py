@@ -12,7 +12,6 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Collection, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -22,6 +21,7 @@ from replicas.config.structs import Config, LogsConfig
 from replicas.config.values import size_text
 from replicas.linux import cgroups
 from replicas.linux.files import kernel_lines
+from replicas.linux.needs import CALLS, missing
 from replicas.linux.processes import descendants
 from replicas.linux.smi import gpu_processes
 from replicas.supervisor.cleanup import leftovers
@@ -140,16 +140,14 @@ def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
     many = demand.processes
     yield _limit("open files", resource.RLIMIT_NOFILE, _FILES_BASE + _FILES_EACH * many, "-n")
     yield _limit("processes", resource.RLIMIT_NPROC, _PROCESSES_EACH * many, "-u")
-    for name, test, remedy in (
-        ("pidfd_open", partial(os.pidfd_open, os.getpid()), "a kernel from 5.3 on, or a container that allows it"),
-        ("memfd_create", partial(os.memfd_create, "replicas-doctor"), "a container that allows it"),
-    ):
-        try:
-            os.close(test())
-        except OSError as error:
-            yield Finding("limits", "problem", f"{name} is refused: {error.strerror}", remedy)
-        else:
-            yield Finding("limits", "ok", f"{name} works")
+    if (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
+        text = f"files of {size_text(most)} allowed, and memory for weights counts as a file"
+        yield Finding("limits", "note", text, "ulimit -f unlimited")
+    lacks = list(missing())
+    for one in lacks:
+        yield Finding("limits", "problem", one.what, one.remedy)
+    if not lacks:
+        yield Finding("limits", "ok", f"{', '.join(CALLS)} work")
     try:
         yield Finding("limits", "ok", f"control groups can be made in {cgroups.find_own()}")
     except OSError as error:

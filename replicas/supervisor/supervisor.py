@@ -43,7 +43,7 @@ from replicas.coordinator import Event as ChannelEvent
 from replicas.core.effects import MemberLost, ReplicaIdle
 from replicas.core.lives.leases import lost_after_s
 from replicas.core.lives.ordering import start_levels
-from replicas.linux import inherited
+from replicas.linux import inherited, needs
 from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
@@ -134,13 +134,13 @@ class Supervisor:
         Default: the logger ``replicas.supervisor``.
     :raises replicas.errors.BadConfig: with every problem of the config.
     :raises replicas.errors.UsageError: ``/proc`` is not the one of this process's pid
-        namespace.
+        namespace, or the kernel denies a call that is needed.
     """
 
     def __init__(
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
-        inherited.check_proc()
+        needs.check()
         self.config: Config = config_file.read(config)
         """The config in use."""
         start_levels(self.config.groups)
@@ -559,7 +559,7 @@ class Supervisor:
         return await self._nodes.examine(None if node is None else arguments.text("doctor: node", node))
 
     async def tokens(
-        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False
+        self, role: Role | None = None, *, rotate: bool = False, revoke_old: bool = False, force: bool = False
     ) -> dict[str, dict[str, Any]]:
         """The run's present join tokens, by role; make a new one, or end the old.
 
@@ -569,18 +569,24 @@ class Supervisor:
             members read the new one from their file as they reconnect.
         :param revoke_old: only the present one stays valid. Connections that showed the
             other end.
+        :param force: also while nodes are away, which could not come back then: their
+            replicas would end with their lease.
         :return: ``{"member": {"token": "...", "old_is_valid": False}, ...}``.
         :raises replicas.errors.UsageError: no such role; or the config names a file for
-            it, which has no new token.
+            it, which has no new token; or a node that is away may have no other token
+            than the one that would end.
         :raises replicas.errors.WorldError: the state folder cannot be written; the
             tokens of that role are as they were.
         """
         chosen = (arguments.one_of("tokens: role", role, ROLES),) if role is not None else ROLES
         found, state = self.coordinator.tokens, self.state
+        ends = [one for one in chosen if (found.both_valid(one) and (rotate or revoke_old)) or (rotate and revoke_old)]
+        if ends and not arguments.flag("tokens: force", force):
+            self._nodes.refuse_while_away()
         for one in chosen if arguments.flag("tokens: rotate", rotate) else ():
             state.change_tokens(found, one, partial(state.tokens.rotate, role=one))
             self.emit(TokenChanged(role=one, change="rotated"))
-        self._nodes.cluster.tell_tokens(found.text("member"), found.text("operator"))
+        self._nodes.cluster.tell_tokens()
         if rotate or revoke_old:
             self.on_tokens()
         for one in chosen if arguments.flag("tokens: revoke_old", revoke_old) else ():
@@ -666,10 +672,14 @@ class Supervisor:
 
     def metrics_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
+        return self.metrics.render()[0]
+
+    def scrape(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in a format that ``accept`` asks for, and its Content-Type."""
         self._scrapes.append(time.monotonic())
         if self._ended is not None:
             self._seen_off.set()
-        return self.metrics.render()
+        return self.metrics.render(accept)
 
     def live(self) -> bool:
         """Whether the store is up, and the event loop lags by less than 10 s."""
@@ -693,7 +703,9 @@ class Supervisor:
         self._report(text)
 
     def told(self, transition: Transition, resume_in_s: float) -> None:
-        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs):
+        replica = self.fleet.replica(transition.group, transition.replica) if self._fleet is not None else None
+        here = replica is None or replica.here
+        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs if here else None):
             self._report(text)
 
     def emit(self, event: Event) -> None:

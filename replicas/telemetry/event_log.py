@@ -36,7 +36,7 @@ from replicas.linux import private
 from replicas.telemetry.events import Event, EventsLost, Record, decode, encode
 from replicas.telemetry.tally import Tally
 
-__all__ = ["MAX_NBYTES", "EventLog", "read"]
+__all__ = ["MAX_NBYTES", "EventLog", "read", "tail"]
 
 log = Log("replicas.telemetry.events")
 
@@ -239,6 +239,11 @@ def read(path: Path, after: int = 0) -> Iterator[Record]:
     while records := _chunk(path, after):
         yield from records
         after = records[-1].seq
+
+
+def tail(path: Path, count: int = 200) -> Iterator[Record]:
+    """About the last ``count`` records; as :func:`read`."""
+    return read(path, max(0, _last_seq(path) - count))
 
 
 def _opened(path: Path) -> BinaryIO:

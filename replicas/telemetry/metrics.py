@@ -24,8 +24,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -212,9 +213,17 @@ class Metrics(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format, version 0.0.4."""
-        return generate_latest(self._registry)
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics, and their Content-Type.
+
+        :param accept: the Accept header of a scrape, which may ask for OpenMetrics.
+            Default: Prometheus' text format, version 0.0.4.
+        """
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version that is no number
+            encode, content_type = choose_encoder("")
+        return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
         status, tally = self._status(), self._tally()

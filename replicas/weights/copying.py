@@ -3,8 +3,10 @@ r"""Copies tensors into one run of bytes and computes the digest of that run.
 Theory of operation
 ===================
 
-A copy is cut into :class:`Step`\ s of about :data:`STEP_NBYTES`; each fills one run of
-bytes. A :class:`~replicas.weights.copy_pool.CopyPool` executes them. Any helper may
+A copy is cut into steps of about 4 MiB for each thread; each fills one run of bytes.
+Bytes are copied with the GIL held, by threads in C
+(:mod:`replicas.weights.host_copies`); what torch has to copy, by a
+:class:`~replicas.weights.copy_pool.CopyPool`. Any helper of that pool may
 hash any digest block whose bytes are all filled, in any order. The caller's thread
 hashes only a few MiB, which need no helper: it goes on when the last byte is copied,
 and the digest follows.
@@ -28,10 +30,12 @@ run. A sender that streams them meanwhile learns the length of the prefix withou
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 import xxhash
 
@@ -40,12 +44,11 @@ from replicas.weights import streaming
 from replicas.weights.copy_pool import ALONE_NBYTES, CopyPool, cores, helpers_for
 from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.digest import BLOCK_NBYTES, combined
-from replicas.weights.tensors import written_as_bits
+from replicas.weights.host_copies import STEP_NBYTES, Cut, HostCopies, Kinds, cuts_of, unusable
+from replicas.weights.tensors import why_unusable, written_as_bits
 
-__all__ = ["STEP_NBYTES", "Copier", "Prefix", "Progress", "Runs", "Step", "copy_elements", "copy_pairs"]
+__all__ = ["Copier", "Prefix", "Progress", "Step", "copy_elements", "copy_host", "copy_pairs", "run_host"]
 
-STEP_NBYTES = 4 << 20
-"""Bytes per step, about: 1 MiB made two threads a fifth slower, 16 MiB no faster."""
 PROGRESS_NBYTES = 8 << 20
 """Bytes between two calls of ``progress``: as much as a sender sends at once."""
 
@@ -65,24 +68,6 @@ class Step:
     destinations: list[torch.Tensor]
     sources: list[torch.Tensor]
 
-    def run(self, *, past_caches: bool = False) -> None:
-        """Copy on the CPU, with casts; ``past_caches``: :func:`streaming.pays`."""
-        streaming.copy_all(self.destinations, self.sources, past_caches=past_caches)
-
-
-@dataclass(frozen=True, eq=False)
-class Runs:
-    """Copies runs of host memory that fill just the bytes ``start`` to ``end``."""
-
-    start: int
-    end: int
-    to: streaming.Addresses
-    sources: streaming.Addresses
-    sizes: streaming.Addresses
-
-    def run(self, *, past_caches: bool = False) -> None:
-        streaming.copy_runs(self.to, self.sources, self.sizes, past_caches=past_caches)
-
 
 def _wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
     for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
@@ -94,37 +79,31 @@ def copy_pairs(
     *,
     sharing: int = 1,
     on_device: Callable[[], object] = lambda: None,
+    name: Callable[[int], str] = str,
 ) -> None:
     """Copy the second tensor of each pair to the first, of the same shape, with casts.
 
     Several threads copy tensors on the CPU; this thread alone, on its current streams,
     those on a device. Before that ``on_device`` is called, to pin host memory.
+
+    :param name: of the pair with a number, for errors.
+    :raises ManifestMismatch: the first of a pair has lost its memory.
     """
     device = accelerator()
     enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
-    batches: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    here: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     elsewhere: list[torch.Tensor] = []
-    nbytes = room = 0
-    with torch.no_grad():
-        for destination, source in pairs:
-            if not destination.numel():
-                continue
-            if device is not None and (device.owns(destination) or device.owns(source)):
-                enqueued.append((destination, source))
-                continue
-            if not (destination.is_cpu and source.is_cpu):
-                with streaming.writing((destination,)):
-                    destination.copy_(source, non_blocking=True)
-                elsewhere += (destination, source)
-                continue
-            nbytes += destination.nbytes
-            for part, taken in _parts(destination, source):
-                if part.nbytes > room:
-                    batches.append(([], []))
-                    room = STEP_NBYTES
-                room -= part.nbytes
-                batches[-1][0].append(part)
-                batches[-1][1].append(taken)
+    for number, (destination, source) in enumerate(pairs):
+        if not destination.numel():
+            continue
+        if device is not None and (device.owns(destination) or device.owns(source)):
+            enqueued.append((destination, source))
+        elif destination.is_cpu and source.is_cpu:
+            here[number] = destination, source
+        else:
+            with streaming.writing((destination,)):
+                destination.copy_(source, non_blocking=True)
+            elsewhere += (destination, source)
     used: set[str] = set()
     if device is not None and enqueued:
         on_device()
@@ -132,48 +111,119 @@ def copy_pairs(
         with streaming.writing(destinations):
             device.copy(destinations, sources)
         used = {uuid for tensor in (*destinations, *sources) if (uuid := device.uuid_of(tensor))}
-    owner = _Caller()
-    pool = CopyPool(helpers_for(nbytes, sharing), owner=owner)
     try:
-        inference = any(any(map(torch.Tensor.is_inference, destinations)) for destinations, _ in batches)
-        copy = functools.partial(streaming.copy_all, past_caches=streaming.pays(nbytes), inference=inference)
-        pool.run([functools.partial(copy, *batch) for batch in batches])
+        numbers = list(here)
+        copy_host([(to, source) for to, source in here.values()], sharing, lambda index: name(numbers[index]))
     finally:
-        pool.close()
         if device is not None:
             for uuid in used:
                 device.synchronize(uuid)
     _wait_for_devices(elsewhere)
 
 
+def copy_host(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    sharing: int = 1,
+    name: Callable[[int], str] = str,
+    *,
+    load: bool = True,
+) -> None:
+    """Copy pairs of a destination and a source that are not empty, all on the CPU.
+
+    :param load: the destinations are the user's; False: the sources are.
+    """
+    if not pairs:
+        return
+    tensors, ours = [pair[not load] for pair in pairs], [pair[load] for pair in pairs]
+    kinds = Kinds([one.shape for one in tensors], [one.dtype for one in tensors], [one.dtype for one in ours])
+    kinds.kept &= np.array(
+        [one.is_contiguous() and not (one.is_neg() or one.is_conj()) for one in ours], dtype=np.bool_
+    )
+    found = kinds.look(tensors)
+    if found is None:
+        index = next((index for index, one in enumerate(tensors) if why_unusable(one)), 0)
+        raise unusable(name(index), tensors[index])
+    addresses = np.array([one.data_ptr() for one in ours], dtype=np.uintp)
+    ends = np.cumsum(kinds.sizes)
+    starts = (ends - kinds.sizes).tolist()
+    copies = HostCopies(found, kinds, addresses, starts, lambda: ours, load=load, name=name)
+    run_host(copies, partial(cuts_of, starts, ends.tolist(), kinds.shapes), sum(kinds.sizes.tolist()), sharing)
+
+
+def run_host(copies: HostCopies, cuts: Callable[[int], list[Cut]], nbytes: int, sharing: int = 1) -> None:
+    """Copy all cuts of these bytes, by as many threads as help.
+
+    :param cuts: gives the cuts of about so many bytes each.
+    """
+    helpers, past_caches = helpers_for(nbytes, sharing), streaming.pays(nbytes)
+    if copies.runs:
+        copies.run(cuts(STEP_NBYTES * (helpers + 1)), threads=helpers + 1, past_caches=past_caches)
+        return
+    owner = _Caller()
+    pool = CopyPool(helpers, owner=owner)
+    try:
+        pool.run(copies.tasks(cuts(STEP_NBYTES), past_caches=past_caches))
+    finally:
+        pool.close()
+
+
 class _Caller:
     """The pool's owner: it is gone once the call has ended, however it ended."""
 
 
-def copy_elements(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values of any dtype, device and strides, with casts, until filled."""
+def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool = False, name: str = "0") -> None:
+    """Copy values of any dtype, device and strides, with casts, until filled.
+
+    :param load: the destination is the user's; False: the source is.
+    :raises ManifestMismatch: the user's tensor has lost its memory.
+    """
     device = accelerator()
+    tensor = destination if load else source
+    if destination.shape != source.shape:
+        raise unusable(name, tensor, f"has shape {list(tensor.shape)}")
+    if not destination.numel():
+        return
+    uuid = "" if device is None else device.uuid_of(source) or device.uuid_of(destination)
+    if not uuid and destination.is_cpu and source.is_cpu:
+        if not _copy_quickly(destination, source, load=load):
+            copy_host([(destination, source)], name=lambda index: name, load=load)
+        return
+    if why_unusable(tensor):
+        raise unusable(name, tensor)
     with torch.no_grad():
         if destination.dtype == source.dtype:
             destination, source = written_as_bits(destination, source)
-        if device is not None and (uuid := device.uuid_of(source) or device.uuid_of(destination)):
+        if device is not None and uuid:
             device.copy([destination], [source])
             device.synchronize(uuid)
         else:
             destination.copy_(source)
 
 
-def _parts(destination: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Split a large pair into rows of its first axis with more than one index."""
-    axis = next((axis for axis, extent in enumerate(destination.shape) if extent > 1), None)
-    if destination.nbytes <= STEP_NBYTES or axis is None:
-        yield destination, source
-        return
-    extent = destination.shape[axis]
-    rows = max(1, STEP_NBYTES * extent // destination.nbytes)
-    for row in range(0, extent, rows):
-        count = min(rows, extent - row)
-        yield destination.narrow(axis, row, count), source.narrow(axis, row, count)
+def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool) -> bool:
+    """Copy a small run of bytes, if it is one."""
+    nbytes = destination.nbytes
+    tensor = destination if load else source
+    if not (
+        streaming.available
+        and nbytes <= STEP_NBYTES
+        and destination.dtype == source.dtype
+        and destination.is_contiguous()
+        and source.is_contiguous()
+        and not (source.is_neg() or source.is_conj() or destination.is_neg() or destination.is_conj())
+        and not (load and destination.is_inference())
+    ):
+        return False
+    needed = tensor.storage_offset() * tensor.itemsize + nbytes
+    table = np.array([destination.data_ptr(), source.data_ptr(), nbytes, needed], dtype=np.uintp)
+    to, sources, sizes, most = table[0:1], table[1:2], table[2:3], table[3:4]
+    try:
+        streaming.copy_runs(streaming.still_there([tensor], to if load else sources, most), to, sources, sizes)
+    except streaming.Moved:
+        return False
+    if load:
+        torch.autograd.graph.increment_version([destination])
+    return True
 
 
 class Prefix:
@@ -236,6 +286,7 @@ class Copier:
         """Dropped after its last use: the cycle of pool and copier would keep it."""
         self._past_caches = streaming.pays(nbytes)
         self._beside = helpers > 1 if beside is None else beside
+        self._threads = max(1, helpers + 1 - self._beside)
         self._unfilled = [min(BLOCK_NBYTES, nbytes - start) for start in range(0, nbytes, BLOCK_NBYTES)]
         self._blocks = [b""] * len(self._unfilled)
         self._ready: list[int] = []
@@ -263,21 +314,25 @@ class Copier:
             self.digest.cancel()
             self._bytes = None
 
-    def run(self, steps: Iterable[Step | Runs]) -> None:
-        """Copy all steps, begun in this order; return when done. CPU tensors only."""
-        self._pool.run([functools.partial(self._copy, step) for step in steps])
+    def run_host(self, copies: HostCopies, cuts: Callable[[int], list[Cut]]) -> None:
+        """Copy all cuts, begun in this order; return when done."""
+        done, past_caches = self.filled, self._past_caches
+        if copies.runs:
+            copies.run(cuts(STEP_NBYTES * self._threads), self._threads, past_caches=past_caches, done=done)
+        else:
+            self._pool.run(copies.tasks(cuts(STEP_NBYTES), past_caches=past_caches, done=done))
 
     def run_here(self, steps: Iterable[Step]) -> None:
-        """Like :meth:`run`, on this thread alone and in order: for device tensors."""
+        """Copy all steps on this thread alone and in order: for device tensors."""
         for step in steps:
             with torch.no_grad():
                 torch._foreach_copy_(step.destinations, step.sources, True)
             _wait_for_devices(step.sources)
             self.filled(step.start, step.end)
 
-    def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
+    def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:
         """Copy one tensor on this thread, filling the bytes ``start`` to ``end``."""
-        destination.copy_(source)
+        copy_elements(destination, source, name=name)
         self.filled(start, end)
 
     def written(self) -> None:
@@ -316,10 +371,6 @@ class Copier:
             self._prefix.finish()
         self._finished = True
         self._pool.changed.notify_all()
-
-    def _copy(self, step: Step | Runs) -> None:
-        step.run(past_caches=self._past_caches)
-        self.filled(step.start, step.end)
 
     def _chore(self) -> Callable[[], None] | None:
         """The next block to hash, or None; called with the lock held."""

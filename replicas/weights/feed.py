@@ -10,8 +10,9 @@ an exception of the user's code nothing is left to walk; after an error of the l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -20,11 +21,15 @@ from replicas.core.versions.manifest import PartManifest, TensorSpec
 from replicas.errors import ManifestMismatch, ReplicasError, UsageError
 from replicas.messages import arguments
 from replicas.messages.bounds import plain, shown, text_of
+from replicas.weights.host_copies import Found, unusable
 from replicas.weights.layout import Entry, layout
-from replicas.weights.streaming import Addresses
-from replicas.weights.tensors import Box, dtype_name, is_castable, is_dtensor, local_box
+from replicas.weights.passes import with_passes
+from replicas.weights.tensors import PLAIN, Box, alias_of, dtype_name, is_castable, is_dtensor, local_box, why_unusable
 
-__all__ = ["Feed", "Mode", "Shard", "Sources", "Ties", "known_values"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Feed", "Mode", "Shard", "Ties", "known_values"]
 
 Mode = Literal["image", "parts"]
 
@@ -60,18 +65,6 @@ class Shard:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Sources:
-    """The tensors to copy at once, in the order of their bytes.
-
-    :ivar addresses: the start of each tensor's bytes, when all are contiguous and need
-        no cast; None: some must be gathered or cast.
-    """
-
-    tensors: list[torch.Tensor]
-    addresses: Addresses | None
-
-
 class Ties:
     """Finds tensors that share one storage.
 
@@ -85,11 +78,15 @@ class Ties:
         """The first name of this same tensor, if it came before; equal on all ranks."""
         if not isinstance(value, torch.Tensor) or is_lazy(value):
             return None
-        if is_dtensor(value):
-            key = (tuple(value.shape), str(value.placements), self._key(value.to_local()))
-        elif value.numel() and value.layout is torch.strided and not value.is_meta:
-            key = ((), "", self._key(value))
-        else:
+        key: object = None
+        with suppress(Exception):  # a tensor's own code may raise: it is looked at again, and named
+            if is_dtensor(value):
+                key = (tuple(value.shape), str(value.placements), self._key(value.to_local()))
+            elif type(value) not in PLAIN:
+                key = ((), "", self._key(taken)) if (taken := alias_of(value)).numel() else None
+            elif value.numel() and value.layout is torch.strided and not value.is_meta:
+                key = ((), "", self._key(value))
+        if key is None:
             return None
         first = self._first.setdefault(key, name)
         return first if first != name else None
@@ -106,9 +103,9 @@ class Ties:
 class Feed:
     """Walks a set of weights once, in order.
 
-    :param weights: a module, a mapping, an iterable of pairs, or an object with
-        ``metadata()`` and iteration; values are Tensor, DTensor, :class:`Shard`, or
-        None (skipped).
+    :param weights: a module, a mapping, an iterable of pairs, an object with
+        ``metadata()`` and iteration, or vLLM's ``WeightSource``; values are Tensor,
+        DTensor, :class:`Shard`, or None (skipped).
     :param mode: ``"image"``: DTensors are gathered, Shards refused. ``"parts"``: the
         rank's own pieces, no communication.
     :ivar finished: there is nothing left to drain.
@@ -124,8 +121,8 @@ class Feed:
         self.finished = False
         self.user_failed = False
         self.device = "cpu"
-        self.sources: Sources | None = None
-        self.weights = weights
+        self.sources: Found | None = None
+        self.weights = with_passes(weights, mode, Shard)
         self._known: dict[str, object] | None = None
         self._source: Iterator[Any] | None = None
         self._ties: Ties | None = None
@@ -150,7 +147,11 @@ class Feed:
         if entries is not None:
             return layout(entries, self.mode)
         specs = self._declared() if self.mode == "image" else None
-        return None if specs is None else PartManifest(specs)
+        if specs is None:
+            return None
+        manifest = PartManifest(specs)
+        manifest.validate()
+        return manifest
 
     def _declared(self) -> tuple[TensorSpec, ...] | None:
         """What ``metadata()`` says that the object's iteration will give; else None.
@@ -179,7 +180,7 @@ class Feed:
                 | (str(name), (torch.dtype() as dtype, shape))
                 | (str(name), object(dtype=torch.dtype() as dtype, shape=shape))
             ):
-                return TensorSpec(plain(name), self._published(dtype), tuple(int(extent) for extent in shape))
+                return TensorSpec(plain(name), self._published(dtype), _extents(name, shape))
             case _:
                 text = f"metadata() gave {shown(row)}"
                 hint = "give a mapping of names to (dtype, shape), or rows with name, dtype and shape"
@@ -196,7 +197,8 @@ class Feed:
         if known is None:
             return None
         ties = Ties()
-        return [self._entry(name, value, ties, gather=False) for name, value in known.items() if value is not None]
+        with torch.no_grad():
+            return [self._entry(name, value, ties, gather=False) for name, value in known.items() if value is not None]
 
     def take_known(self) -> None:
         """End the walk: all known values were copied at once."""
@@ -215,7 +217,8 @@ class Feed:
             while (step := self._step()) is not None:
                 name, value = step
                 if self.mode == "image" and is_dtensor(value) and not (self._ties and self._ties.alias(name, value)):
-                    self._gather(value)
+                    with suppress(ManifestMismatch):
+                        self._gather(name, value)
         except UsageError:
             if self.user_failed:
                 raise
@@ -256,14 +259,17 @@ class Feed:
     def _end(self, *, failed: bool) -> None:
         self.finished, self.user_failed = True, failed
 
-    def _gather(self, value: Any) -> torch.Tensor:
+    def _gather(self, name: str, value: DTensor) -> torch.Tensor:
         """Gather by a collective of the user's group: it fails as the user's code."""
+        why, value = _standing_in(value)
         try:
             with torch.no_grad():
-                gathered: torch.Tensor = value.detach().full_tensor()
+                gathered: torch.Tensor = value.detach().full_tensor()  # type: ignore[attr-defined]  # torch's stub: detach gives a Tensor
         except BaseException:
             self._end(failed=True)
             raise
+        if why:
+            raise unusable(name, value, why)
         return gathered
 
     def _entry(self, name: Any, value: Any, ties: Ties | None, *, gather: bool) -> Entry:
@@ -272,14 +278,15 @@ class Feed:
             alias = ties.alias(name, value) if ties is not None else None
             gathered = None
             if gather and alias is None and self.mode == "image" and is_dtensor(value):
-                gathered = self._gather(value)
+                gathered = self._gather(name, value)
             return self._described(name, value, alias, gathered)
         except (torch.OutOfMemoryError, torch.AcceleratorError, ReplicasError):
             raise
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # torch's errors for odd tensors
+        except Exception as error:  # torch's errors for odd tensors, and those of a tensor's own code
             if self.user_failed:
                 raise
-            text = f"tensor {name!r} cannot be published: {type(error).__name__}: {text_of(error)}"
+            kind = type(value).__name__
+            text = f"tensor {name!r}, a {kind}, cannot be published: {type(error).__name__}: {text_of(error)}"
             raise ManifestMismatch(text, hint="publish dense tensors that have values") from error
 
     def _described(self, name: Any, value: Any, alias: str | None, gathered: torch.Tensor | None) -> Entry:
@@ -289,29 +296,59 @@ class Feed:
             raise ManifestMismatch(text, hint="give pairs of a name and a tensor, Shard or None")
         name = plain(name)
         tensor = value.tensor if isinstance(value, Shard) else value
-        if tensor.device.type != "cpu":
-            self.device = tensor.device.type
         if isinstance(value, Shard) and self.mode == "image":
             text = f"tensor {name!r} is a Shard, but only the leader of this source carries bytes"
             raise ManifestMismatch(text, hint='set ranks = "all" for the source, or publish whole tensors')
-        shape, dtype = tuple(value.shape), self._published(tensor.dtype)
+        if type(tensor) not in PLAIN and not is_dtensor(value):  # its own code does not run
+            if why := why_unusable(tensor):
+                raise unusable(name, tensor, why)
+            tensor = alias_of(tensor)
+        if tensor.device.type != "cpu":
+            self.device = tensor.device.type
+        whole = value if isinstance(value, Shard) else tensor
+        shape, dtype = tuple(whole.shape), self._published(tensor.dtype)
         if alias is not None:
             return Entry(name, None, dtype, shape, None, alias)
         box: Box | None = ((0,) * len(shape), shape) if all(shape) else None
+        if is_dtensor(value) and self.mode == "image":
+            return Entry(name, gathered, dtype, shape, box)
         if is_dtensor(value):
-            if self.mode == "image":
-                return Entry(name, gathered, dtype, shape, box)
             box = local_box(value, name)
-            return Entry(name, value.to_local().detach() if box else None, dtype, shape, box)
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            kind = "is on the meta device" if tensor.is_meta else f"has layout {tensor.layout}"
-            raise ManifestMismatch(f"tensor {name!r} {kind}", hint="publish dense tensors that have values")
-        if isinstance(value, Shard):
+            if box is None:
+                return Entry(name, None, dtype, shape, box)
+            tensor = value.to_local()
+        elif isinstance(value, Shard):
             box = (value.offsets, tuple(tensor.shape)) if tensor.numel() else None
-        return Entry(name, tensor.detach(), dtype, shape, box)
+        taken = alias_of(tensor)
+        if why := why_unusable(taken):
+            raise unusable(name, tensor, why)
+        return Entry(name, taken, dtype, shape, box)
 
     def _published(self, dtype: torch.dtype) -> str:
         return dtype_name(self.dtype if self.dtype is not None and is_castable(dtype) else dtype)
+
+
+def _extents(name: str, shape: object) -> tuple[int, ...]:
+    try:
+        return arguments.integers(f"metadata(): the shape of {name!r}", shape)
+    except UsageError as error:
+        raise ManifestMismatch(error.message, hint="") from error
+
+
+def _standing_in(value: DTensor) -> tuple[str, DTensor]:
+    """A DTensor that can be gathered, and why it is not the one given.
+
+    A local tensor without memory would end the process in torch's collective, in which
+    the peers are: zeros stand in for it.
+    """
+    from torch.distributed.tensor import DTensor
+
+    local = value.to_local()
+    if not (why := why_unusable(local)):
+        return "", value
+    zeros = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
+    mesh, placements = value.device_mesh, value.placements
+    return why, DTensor.from_local(zeros, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
 def known_values(weights: object) -> dict[str, object] | None:

@@ -14,11 +14,12 @@ import torch
 
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec, item_nbytes, packed_offsets
 from replicas.errors import ManifestMismatch
-from replicas.weights.copying import STEP_NBYTES, Runs, Step
+from replicas.weights.copying import Step
+from replicas.weights.host_copies import STEP_NBYTES, Cut, Kinds, cuts_of
 from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import Box, bits, is_copied, torch_dtype
 
-__all__ = ["Cut", "Entry", "Places", "Writer", "layout"]
+__all__ = ["Entry", "Places", "Writer", "layout"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,34 +77,12 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
     return part
 
 
-@dataclass(frozen=True)
-class Cut:
-    """What one step copies: bytes ``start`` to ``end``, pieces ``first`` to ``last``.
-
-    :param axis: -1: whole pieces; else ``rows`` indices of this axis of piece
-        ``first``, from ``row`` on.
-    """
-
-    start: int
-    end: int
-    first: int
-    last: int
-    axis: int = -1
-    row: int = 0
-    rows: int = 0
-
-    def of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors, or rows of one, that it takes of a list with one per piece."""
-        if self.axis < 0:
-            return tensors[self.first : self.last]
-        return [tensors[self.first].narrow(self.axis, self.row, self.rows)]
-
-
 class Places:
     """The byte ranges of a manifest's pieces, in their order, without empty pieces.
 
     :ivar order: each piece's index among the tensors of an image, or the pieces of a
         part.
+    :ivar starts: the first byte of each piece.
     """
 
     def __init__(self, manifest: PartManifest) -> None:
@@ -117,10 +96,13 @@ class Places:
         order = [number for number, (_, _, shape) in enumerate(given) if all(shape)]
         order.sort(key=lambda number: given[number][0])
         self.order = order
-        self._starts = [given[number][0] for number in order]
-        self._dtypes = [given[number][1] for number in order]
-        self._shapes = [given[number][2] for number in order]
-        self._counts = [prod(shape) for shape in self._shapes]
+        self.starts = [given[number][0] for number in order]
+        names = [given[number][1] for number in order]
+        self._items = [item_nbytes(name) for name in names]
+        self.dtypes = [torch_dtype(name) for name in names]
+        self.shapes = [given[number][2] for number in order]
+        self._counts = [prod(shape) for shape in self.shapes]
+        self._names = [spec.name for spec in specs]
         self._cuts: dict[int, list[Cut]] = {}
 
     @cached_property
@@ -131,26 +113,14 @@ class Places:
     @cached_property
     def odd(self) -> tuple[int, ...]:
         """Pieces whose dtype not every torch can copy: copied as integers."""
-        return tuple(index for index, dtype in enumerate(self._dtypes) if not is_copied(torch_dtype(dtype)))
+        return tuple(index for index, dtype in enumerate(self.dtypes) if not is_copied(dtype))
 
     def cuts(self, nbytes: int = STEP_NBYTES) -> list[Cut]:
         """Cuts of about ``nbytes``, which together are everything; cached."""
         if (found := self._cuts.get(nbytes)) is not None:
             return found
-        cuts: list[Cut] = []
-        first = start = behind = 0
-        for index in range(len(self._shapes)):
-            begin, end = self.extent(index)
-            if index > first and end - start > nbytes:
-                cuts.append(Cut(start, behind, first, index))
-                first, start = index, begin
-            if end - begin > nbytes:
-                cuts.extend(_rows(index, begin, end - begin, self._shapes[index], nbytes))
-                first, start = index + 1, end
-            behind = end
-        if first < len(self._shapes):
-            cuts.append(Cut(start, behind, first, len(self._shapes)))
-        self._cuts[nbytes] = cuts
+        ends = [start + size for start, size in zip(self.starts, self.kinds.sizes.tolist(), strict=True)]
+        cuts = self._cuts[nbytes] = cuts_of(self.starts, ends, self.shapes, nbytes)
         return cuts
 
     def steps(self, destinations: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> Iterator[Step]:
@@ -159,28 +129,22 @@ class Places:
             yield Step(cut.start, cut.end, cut.of(destinations), cut.of(sources))
 
     @cached_property
-    def _extents(self) -> tuple[Addresses, Addresses]:
-        """First byte of each piece, and their sizes."""
-        items = np.array([item_nbytes(dtype) for dtype in self._dtypes], dtype=np.uintp)
-        return np.array(self._starts, dtype=np.uintp), items * np.array(self._counts, dtype=np.uintp)
+    def kinds(self) -> Kinds:
+        """Of tensors that have the shapes and dtypes of the pieces."""
+        return Kinds(self.shapes, self.dtypes, self.dtypes)
 
-    def runs(self, data: torch.Tensor, sources: Addresses) -> Iterator[Runs]:
-        """Steps that copy all to ``data``, from the addresses of contiguous pieces."""
-        starts, sizes = self._extents
-        to = starts + np.uintp(data.data_ptr())
-        for cut in self.cuts():
-            if cut.axis < 0:
-                whole = slice(cut.first, cut.last)
-                yield Runs(cut.start, cut.end, to[whole], sources[whole], sizes[whole])
-                continue
-            one, skipped = slice(cut.first, cut.first + 1), np.uintp(cut.start - self._starts[cut.first])
-            size = np.array([cut.end - cut.start], dtype=np.uintp)
-            yield Runs(cut.start, cut.end, to[one] + skipped, sources[one] + skipped, size)
+    def addresses(self, data: torch.Tensor) -> Addresses:
+        """Of each piece in ``data``."""
+        return np.array(self.starts, dtype=np.uintp) + np.uintp(data.data_ptr())
+
+    def name(self, index: int) -> str:
+        """Of the tensor of piece ``index``."""
+        return self._names[self._keys[self.order[index]][0]]
 
     def extent(self, index: int) -> tuple[int, int]:
         """First byte of piece ``index``, and the byte behind its last."""
-        start = self._starts[index]
-        return start, start + self._counts[index] * item_nbytes(self._dtypes[index])
+        start = self.starts[index]
+        return start, start + self._counts[index] * self._items[index]
 
     @torch.inference_mode(False)  # any thread may write to the views, whatever mode this one is in
     def views(self, data: torch.Tensor, *, as_bits: bool = True) -> list[torch.Tensor]:
@@ -190,27 +154,16 @@ class Places:
         :param as_bits: give :attr:`odd` pieces as integers.
         """
         found: list[torch.Tensor] = []
-        for dtype, indices in groupby(range(len(self._dtypes)), key=self._dtypes.__getitem__):
+        for dtype, indices in groupby(range(len(self.dtypes)), key=self.dtypes.__getitem__):
             run = list(indices)
             first, last = run[0], run[-1]
-            end = self._starts[last] + self._counts[last] * item_nbytes(dtype)
-            flat = data[self._starts[first] : end].view(torch_dtype(dtype))
+            end = self.starts[last] + self._counts[last] * self._items[last]
+            flat = data[self.starts[first] : end].view(dtype)
             parts = flat.split_with_sizes(self._counts[first : last + 1])
-            found += [part.view(shape) for part, shape in zip(parts, self._shapes[first : last + 1], strict=True)]
+            found += [part.view(shape) for part, shape in zip(parts, self.shapes[first : last + 1], strict=True)]
         for index in self.odd if as_bits else ():
             found[index] = bits(found[index])
         return found
-
-
-def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
-    """Cut one piece into runs of bytes along its first axis longer than 1."""
-    axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
-    row_nbytes = nbytes // shape[axis]
-    rows = max(1, step_nbytes // row_nbytes)
-    for row in range(0, shape[axis], rows):
-        count = min(rows, shape[axis] - row)
-        yield Cut(start, start + count * row_nbytes, index, index + 1, axis, row, count)
-        start += count * row_nbytes
 
 
 class Writer:
@@ -226,8 +179,8 @@ class Writer:
         self._odd = set(places.odd)
         self._unseen = set(self._specs)
 
-    def write(self, entry: Entry, put: Callable[[torch.Tensor, torch.Tensor, int, int], None]) -> None:
-        """Copy one entry by ``put(destination, source, start, end)``."""
+    def write(self, entry: Entry, put: Callable[[torch.Tensor, torch.Tensor, int, int, str], None]) -> None:
+        """Copy one entry by ``put(destination, source, start, end, name)``."""
         if entry.alias_of is not None:
             if self._aliases.get(entry.name) != entry.alias_of:
                 raise ManifestMismatch(f"tensor {entry.name!r} is tied to {entry.alias_of!r}, which it was not before")
@@ -248,7 +201,7 @@ class Writer:
             what = "came twice" if known else f"has another part than before: {entry.box[1]} at {entry.box[0]}"
             raise ManifestMismatch(f"tensor {entry.name!r} {what}")
         source = bits(entry.tensor) if index in self._odd else entry.tensor
-        put(self._destinations[index], source, *self._places.extent(index))
+        put(self._destinations[index], source, *self._places.extent(index), entry.name)
 
     def finish(self) -> None:
         """Raise ManifestMismatch, naming the first tensor that did not come."""

@@ -36,45 +36,34 @@ kind; the set is then planned anew, with all checks. Ties are compared by addres
 tensors must share one address again, and all others must have different ones. No tensor
 is kept.
 
-When each tensor is contiguous in host memory, with just the bytes to publish, they are
-copied by their addresses, without a view of either side
-(:attr:`~replicas.weights.feed.Sources.addresses`).
+Between the plan and the copy the caller waits for a slot. What was found of the tensors
+is checked again as they are copied (:mod:`replicas.weights.host_copies`).
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from replicas.core.versions.manifest import PartManifest
-from replicas.weights import streaming
 from replicas.weights.copy_pool import cores
 from replicas.weights.copying import Copier, Progress, copy_elements
 from replicas.weights.devices.accelerator import Accelerator, accelerator
 from replicas.weights.devices.device_copies import Begun, CopyOptions, DeviceCopies
-from replicas.weights.feed import Feed, Shard, Sources
+from replicas.weights.feed import Feed, Shard
+from replicas.weights.host_copies import Found, HostCopies, Kinds, unusable
 from replicas.weights.layout import Entry, Places, Writer, layout
 from replicas.weights.memory.arena import Slot
 from replicas.weights.streaming import Addresses
-from replicas.weights.tensors import bits, is_dtensor, torch_dtype
+from replicas.weights.tensors import PLAIN, bits, is_dtensor, torch_dtype, why_unusable
 
-__all__ = ["LOOK", "Packer", "Packing", "Staged", "packing_of", "stage"]
-
-LOOK = 2048
-"""How many tensors are compared together: so many fit the CPU caches."""
-
-_SAME, _IS, _SHAPE, _DTYPE = operator.eq, operator.is_, operator.attrgetter("shape"), operator.attrgetter("dtype")
-_ON_CPU = operator.attrgetter("is_cpu")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+__all__ = ["Packer", "Packing", "Staged", "packing_of", "stage"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,27 +120,28 @@ def _device_for(sources: list[torch.Tensor], options: CopyOptions) -> Accelerato
     return device if device is not None and (options.device or any(map(device.owns, sources))) else None
 
 
-def _copy_runs(places: Places, sources: Addresses, data: torch.Tensor, copies: Copies) -> None:
-    """Copy bytes of host memory by their addresses, in the order of the places."""
+def _copy_on_host(host: HostCopies, places: Places, copies: Copies) -> None:
     assert isinstance(copies, Copier)
-    copies.run(places.runs(data, sources))
+    copies.run_host(host, places.cuts)
 
 
-def _copy(places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor], copies: Copies) -> None:
-    """Copy tensors that all exist; both lists are in the order of their bytes."""
+def _copy(
+    places: Places, kinds: Kinds, destinations: list[torch.Tensor], sources: list[torch.Tensor], copies: Copies
+) -> None:
+    """Copy tensors of which some are on a device; both lists are in the bytes' order.
+
+    The sources are aliases: they keep their storages.
+    """
+    for index, source in enumerate(sources):
+        if why := why_unusable(source) or kinds.differs(index, source):
+            raise unusable(places.name(index), source, why)
+    for index in places.odd:
+        sources[index] = bits(sources[index])
     steps = places.steps(destinations, sources, copies.step_nbytes)
-    if isinstance(copies, DeviceCopies) or all(map(_ON_CPU, sources)):
+    if isinstance(copies, DeviceCopies):
         copies.run(steps)
     else:
         copies.run_here(steps)
-
-
-class _Seen(NamedTuple):
-    addresses: Addresses
-    elsewhere: torch.Tensor | None
-    """One that is not on the CPU."""
-    runs: bool
-    """Each tensor is one run of just the bytes to copy."""
 
 
 class Planned:
@@ -176,20 +166,31 @@ class Planned:
         given = own if manifest.pieces is None else full
         self._picks = [given[number] for number in self.places.order]
         self._picks_all = self._picks == list(range(len(values)))
-        self._special = [(number, _form(value)) for number, value in enumerate(values) if type(value) not in _PLAIN]
+        self._special = [(number, _form(value)) for number, value in enumerate(values) if type(value) not in PLAIN]
         tensors = None if self._gathers else self._tensors(values)
-        self._shapes = [tensor.shape for tensor in tensors or ()]
-        self._dtypes = [tensor.dtype for tensor in tensors or ()]
-        kinds = {(dtype, entry.dtype) for dtype, entry in zip(self._dtypes, entries, strict=tensors is not None)}
-        self._casts = any(dtype != torch_dtype(published) for dtype, published in kinds)
-        self._complex = any(dtype.is_complex for dtype, _ in kinds)
+        published = [torch_dtype(entry.dtype) for entry in entries]
+        shown = tensors or ()
+        self._kinds = Kinds([one.shape for one in shown], [one.dtype for one in shown], published[: len(shown)])
+        own_tensors = (
+            []
+            if self._gathers
+            else [tensor for number in self._picks if (tensor := entries[number].tensor) is not None]
+        )
+        self.kinds = Kinds(
+            [one.shape for one in own_tensors],
+            [one.dtype for one in own_tensors],
+            [published[number] for number in self._picks[: len(own_tensors)]],
+        )
         self._usable = tensors is not None and self._look(tensors) is not None
 
-    def first_sources(self, entries: Sequence[Entry]) -> Sources | None:
+    def first_sources(self, entries: Sequence[Entry]) -> Found | None:
         """The tensors of the planned ``entries``; None when some must be gathered."""
-        return None if self._gathers else Sources(self._ordered([entry.tensor for entry in entries]), None)
+        if self._gathers:
+            return None
+        tensors = [entries[number].tensor for number in self._picks]
+        return self.kinds.look([one for one in tensors if one is not None])
 
-    def sources(self, feed: Feed) -> Sources | None:
+    def sources(self, feed: Feed) -> Found | None:
         """The tensors to copy, in the order of the bytes; None for another layout."""
         known = feed.known()
         if known is None or not self._usable or self._how != (feed.dtype, feed.mode):
@@ -200,16 +201,12 @@ class Planned:
         if any(_form(values[number]) != form for number, form in self._special):
             return None
         tensors = self._tensors(values)
-        seen = None if tensors is None else self._look(tensors)
-        if tensors is None or seen is None:
+        found = None if tensors is None else self._look(tensors)
+        if found is None:
             return None
-        if seen.elsewhere is not None:
-            feed.device = seen.elsewhere.device.type
-        if seen.runs:
-            if self._picks_all:
-                return Sources(list(tensors), seen.addresses)
-            return Sources([tensors[number] for number in self._picks], seen.addresses[self._picks])
-        return Sources(self._ordered(tensors), None)
+        if found.elsewhere is not None:
+            feed.device = found.elsewhere.device.type
+        return found if self._picks_all else found.of(self._picks)
 
     def _tensors(self, values: Sequence[object]) -> list[torch.Tensor] | None:
         """The local tensor of each value; None when a value is of an unknown kind."""
@@ -224,40 +221,10 @@ class Planned:
                 found.append(tensor)
         return found
 
-    def _look(self, tensors: Sequence[torch.Tensor]) -> _Seen | None:
-        """Inspect what may differ from the last set; None if shapes, dtypes or ties do.
-
-        It takes :data:`LOOK` tensors at a time: the first check brings them into the
-        caches for the next ones.
-        """
-        addresses = np.empty(len(tensors), dtype=np.uintp)
-        elsewhere: torch.Tensor | None = None
-        runs = streaming.available and not self._casts
-        for first in range(0, len(tensors), LOOK):
-            few = slice(first, first + LOOK)
-            some = tensors[few]
-            if not all(map(_SAME, map(_SHAPE, some), self._shapes[few])):
-                return None
-            if not all(map(_IS, map(_DTYPE, some), self._dtypes[few])):
-                return None
-            try:
-                addresses[few] = np.fromiter(map(torch.Tensor.data_ptr, some), dtype=np.uintp, count=len(some))
-            except RuntimeError:  # it has no storage: it is sparse
-                return None
-            if elsewhere is None:
-                elsewhere = next(itertools.filterfalse(_ON_CPU, some), None)
-            runs = (
-                runs
-                and elsewhere is None
-                and all(map(torch.Tensor.is_contiguous, some))
-                and not any(map(torch.Tensor.is_neg, some))
-                and not (self._complex and any(map(torch.Tensor.is_conj, some)))
-            )
-        if any(tensors[int(number)].numel() for number in np.flatnonzero(addresses == 0)):
-            return None  # on the meta device
-        if not self._tied_alike(tensors, addresses):
-            return None
-        return _Seen(addresses, elsewhere, runs)
+    def _look(self, tensors: Sequence[torch.Tensor]) -> Found | None:
+        """Look at the tensors; None if shapes, dtypes or ties differ from before."""
+        found = self._kinds.look(tensors)
+        return found if found is not None and self._tied_alike(tensors, found.addresses) else None
 
     def _tied_alike(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> bool:
         full = np.sort(addresses[self._full])
@@ -267,14 +234,6 @@ class Planned:
             addresses[tie] == addresses[first] != 0 and _strides(tensors[tie]) == _strides(tensors[first])
             for tie, first in self._ties
         )
-
-    def _ordered(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        found = [tensors[number] for number in self._picks]
-        for index in self.places.odd:
-            tensor = found[index]
-            assert tensor is not None
-            found[index] = bits(tensor.detach())
-        return found  # type: ignore[return-value]  # aliases and empty entries, which have none, were not picked
 
 
 def _form(value: object) -> object:
@@ -291,7 +250,7 @@ def _memory(value: object) -> torch.Tensor | None:
         value = value.tensor
     elif is_dtensor(value):
         value = value.to_local()
-    return value if type(value) in _PLAIN else None  # type: ignore[return-value]  # _PLAIN holds tensors only
+    return value if type(value) in PLAIN else None  # type: ignore[return-value]  # PLAIN holds tensors only
 
 
 def _strides(tensor: torch.Tensor) -> object:
@@ -352,11 +311,16 @@ class Packer:
         try:
             if not known or sources is None or self._planned is None:
                 return self._walk(feed, manifest, slot, options, progress)
-            places, device = self._planned.places, _device_for(sources.tensors, options)
-            if sources.addresses is not None and device is None:
-                fill = partial(_copy_runs, places, sources.addresses, slot.data)
+            planned, places, device = self._planned, self._planned.places, _device_for(sources.tensors, options)
+            views = partial(self._destinations, manifest, places, slot)
+            if device is None and sources.elsewhere is None:
+                ours = places.addresses(slot.data)
+                host = HostCopies(sources, planned.kinds, ours, places.starts, views, load=False, name=places.name)
+                fill: Callable[[Copies], object] = partial(_copy_on_host, host, places)
             else:
-                fill = partial(_copy, places, self._destinations(manifest, places, slot), sources.tensors)
+                with torch.no_grad():
+                    aliases = list(map(torch.Tensor.detach, sources.tensors))
+                fill = partial(_copy, places, planned.kinds, views(), aliases)
             packing = _filled(fill, slot.data, options, progress, device=device)
             feed.take_known()
         except BaseException:
@@ -407,10 +371,16 @@ class Staged:
         full = self.manifest.pieces is not None
         tensors = [one.tensor for one in self.entries if one.alias_of is None and (one.box is not None or not full)]
         sources = [tensor for tensor in (tensors[number] for number in places.order) if tensor is not None]
-        for index in places.odd:
-            sources[index] = bits(sources[index])
-        fill = partial(_copy, places, places.views(data), sources)
-        return _filled(fill, data, options, device=_device_for(sources, options))
+        if (device := _device_for(sources, options)) is None:
+            found = places.kinds.look(sources)
+            assert found is not None  # private copies
+            host = HostCopies(
+                *(found, places.kinds, places.addresses(data), places.starts, lambda: places.views(data)),
+                load=False,
+                name=places.name,
+            )
+            return _filled(partial(_copy_on_host, host, places), data, options, device=None)
+        return _filled(partial(_copy, places, places.kinds, places.views(data), sources), data, options, device=device)
 
 
 def stage(feed: Feed) -> Staged:
@@ -423,8 +393,8 @@ def stage(feed: Feed) -> Staged:
         for entry in feed:
             copy = None
             if entry.tensor is not None and entry.box is not None:
-                copy = torch.empty(entry.box[1], dtype=torch_dtype(entry.dtype))
-                copy_elements(copy, entry.tensor)
+                copy = torch.empty(entry.box[1], dtype=torch_dtype(entry.dtype), device="cpu")
+                copy_elements(copy, entry.tensor, name=entry.name)
             entries.append(Entry(entry.name, copy, entry.dtype, entry.shape, entry.box, entry.alias_of))
         manifest = layout(entries, feed.mode)
     except BaseException:

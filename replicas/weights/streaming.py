@@ -10,20 +10,31 @@ package is installed (``hatch_build.py``), copies them with non-temporal stores:
 cores, 269 MB took 13 ms instead of 18; on one thread, 18 ms instead of 28.
 
 torch also takes a microsecond for each tensor, however small. Where both sides are runs
-of the same bytes, one call copies all of them (:func:`copy_runs`): 100,000 tensors of
-256 bytes take 4 ms instead of 90.
+of the same bytes, one call copies all of them: 100,000 tensors of 256 bytes take 4 ms
+instead of 90.
+
+**Memory of the user's.** Another thread may give a parameter other memory at any moment
+(``p.data = ...``), or free it (``untyped_storage().resize_(0)``). Both are Python code,
+which needs the GIL. So :func:`copy_runs` takes no address on trust: it holds the GIL,
+asks each tensor where its memory is now, and keeps the GIL until the last byte is
+copied, by threads of its own. Its callers copy a few MiB at a time. What torch has to
+copy (casts, strides) goes through private memory (:class:`Private`). Two things are not
+kept off: what frees memory without the GIL (``tensor.resize_`` to a larger size,
+code in C++), and what happens to memory of a device before its copy is enqueued.
 
 torch copies, with the same result, where the C code was not compiled (no C compiler at
-hand), where tensors are not of the simplest kind (other dtypes, strides, lazy
-conjugation, subclasses), and for small pieces, in one call.
+hand). Then nothing keeps another thread from freeing memory that is being copied.
 """
 
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +42,36 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["PIECE_NBYTES", "Addresses", "available", "copy_all", "copy_runs", "pays", "writing"]
+from replicas.weights.tensors import span_nbytes
+
+__all__ = ["Addresses", "Moved", "Private", "available", "copy_runs", "pays", "still_there", "writing"]
 
 Addresses = npt.NDArray[np.uintp]
 """Addresses, or numbers of bytes, as an array."""
 
-PIECE_NBYTES = 64 << 10
-"""Smaller pieces gain nothing: torch copies them."""
-MOST_PIECES = 128
-"""With more pieces in one call most are small: torch copies all, unchecked."""
+Check = Callable[[], bool]
+"""Runs no Python code: then no other thread runs between it and the copy."""
 _CACHE_NBYTES = 32 << 20
 """Assumed on a machine that does not report its cache size."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ALIGNED = 64
+_POINTER, _STORAGE, _ROOM = torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 
 
-def _load() -> tuple[Any, Any]:
+class Moved(Exception):
+    """The memory of a tensor is not where it was found; nothing was copied."""
+
+
+def _load() -> Any:
     try:
-        library = ctypes.CDLL(str(Path(__file__).with_name("_streaming.so")))
-        functions = library.replicas_stream, library.replicas_copy
+        function = ctypes.PyDLL(str(Path(__file__).with_name("_streaming.so"))).replicas_checked_copy
     except (OSError, AttributeError):  # not compiled, or for another kind of machine
-        return None, None
-    for function in functions:
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-        function.restype = None
-    return functions
+        return None
+    function.argtypes = [ctypes.py_object, *[ctypes.c_void_p] * 3, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+    return function
 
 
-_stream, _copy = _load()
-available = _stream is not None
+_copy = _load()
+available = _copy is not None
 """Whether the C code was compiled."""
 
 
@@ -83,52 +96,101 @@ def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def copy_runs(to: Addresses, sources: Addresses, sizes: Addresses, *, past_caches: bool = False) -> None:
-    """Copy runs of bytes that do not overlap, without the GIL; needs :data:`available`.
+def still_there(tensors: Sequence[torch.Tensor], addresses: Addresses, needed: Addresses) -> Check:
+    """Whether each tensor has its memory at this address, and all of it.
 
-    :param past_caches: the result of :func:`pays` for the whole copy.
+    :param needed: bytes from the start of its storage to the end of its elements.
     """
-    (_stream if past_caches else _copy)(to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes))
+    there = map(operator.eq, map(_POINTER, tensors), addresses.tolist())
+    enough = map(operator.le, needed.tolist(), map(_ROOM, map(_STORAGE, tensors)))
+    return partial(all, chain(there, enough))
 
 
-def copy_all(
-    destinations: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    *,
-    past_caches: bool = False,
-    inference: bool = False,
+def copy_runs(
+    check: Check, to: Addresses, sources: Addresses, sizes: Addresses, *, threads: int = 1, past_caches: bool = False
 ) -> None:
-    """Copy each source to the destination of the same shape, on the CPU, with casts.
+    """Copy runs of bytes that do not overlap, with the GIL held.
+
+    It needs :data:`available`.
 
     :param past_caches: the result of :func:`pays` for the whole copy.
-    :param inference: some destinations were made in inference mode.
+    :raises Moved: ``check`` is not true.
     """
-    if past_caches and _stream is not None and len(destinations) <= MOST_PIECES:
-        pairs = list(zip(destinations, sources, strict=True))
-        large = [_simple(*pair) for pair in pairs]
-        _copy_large([pair for pair, simple in zip(pairs, large, strict=True) if simple])
-        rest = [pair for pair, simple in zip(pairs, large, strict=True) if not simple]
-        destinations, sources = [to for to, _ in rest], [source for _, source in rest]
-    if destinations:
-        with torch.inference_mode() if inference else torch.no_grad():
-            torch._foreach_copy_(list(destinations), list(sources))
+    if not _copy(check, to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), threads, int(past_caches)):
+        raise Moved
 
 
-def _simple(to: torch.Tensor, source: torch.Tensor) -> bool:
-    return (
-        to.nbytes >= PIECE_NBYTES
-        and to.dtype == source.dtype
-        and type(to) in _PLAIN
-        and type(source) in _PLAIN
-        and to.is_contiguous()
-        and source.is_contiguous()
-        and not (to.is_conj() or source.is_conj() or to.is_neg() or source.is_neg())
-    )
+class Private:
+    """Private memory with the elements of tensors; without C code they themselves.
+
+    :param tensors: aliases that nobody else has, on the CPU.
+    :ivar views: a tensor in place of each, to be read, or written, instead.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.views = list(tensors)
+        self._tensors = list(tensors) if available else []
+        if not self._tensors:
+            return
+        runs = list(map(_Runs, tensors))
+        counts = [len(one.offsets) for one in runs]
+        nbytes = [-(-one.nbytes * len(one.offsets) // _ALIGNED) * _ALIGNED for one in runs]
+        starts = [0, *accumulate(nbytes)]
+        memory = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
+        self._sizes = np.repeat(np.array([one.nbytes for one in runs], dtype=np.uintp), counts)
+        self._counts = np.array(counts, dtype=np.intp)
+        self._offsets = np.concatenate([one.offsets for one in runs])
+        within = [
+            np.arange(count, dtype=np.uintp) * np.uintp(one.nbytes) for count, one in zip(counts, runs, strict=True)
+        ]
+        self._places = np.concatenate(within) + np.repeat(np.array(starts[:-1], dtype=np.uintp), counts)
+        self._places += np.uintp(memory.data_ptr())
+        for number, (tensor, one, start) in enumerate(zip(tensors, runs, starts, strict=False)):
+            flat = memory[start : start + one.nbytes * counts[number]].view(tensor.dtype)
+            view = flat.as_strided(tensor.shape, one.strides)
+            view = torch._neg_view(view) if tensor.is_neg() else view
+            self.views[number] = view.conj() if tensor.is_conj() else view
+
+    def take(self) -> None:
+        """Fill the private memory from the tensors; raises :class:`Moved`."""
+        if self._tensors:
+            check, theirs = self._found()
+            copy_runs(check, self._places, theirs, self._sizes)
+
+    def give(self) -> None:
+        """Write the private memory to the tensors; raises :class:`Moved`."""
+        if self._tensors:
+            check, theirs = self._found()
+            copy_runs(check, theirs, self._places, self._sizes)
+
+    def _found(self) -> tuple[Check, Addresses]:
+        addresses = np.fromiter(map(_POINTER, self._tensors), dtype=np.uintp, count=len(self._tensors))
+        needed = [one.storage_offset() * one.itemsize + span_nbytes(one) for one in self._tensors]
+        check = still_there(self._tensors, addresses, np.array(needed, dtype=np.uintp))
+        return check, np.repeat(addresses, self._counts) + self._offsets
 
 
-def _copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if not pairs:
-        return
-    table = np.array([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs], dtype=np.uintp)
-    copy_runs(*np.ascontiguousarray(table.T), past_caches=True)
-    torch.autograd.graph.increment_version([to for to, _ in pairs])  # as every write of torch's own does
+class _Runs:
+    """The elements of a tensor as runs of bytes, of ``nbytes`` each.
+
+    :ivar offsets: of each run, from the first element.
+    :ivar strides: of the tensor, once the runs lie one behind the other.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        axes = sorted(
+            (stride, axis) for axis, stride in enumerate(tensor.stride()) if stride and tensor.shape[axis] > 1
+        )
+        self.strides = [0] * tensor.ndim
+        offsets, count, behind = np.zeros(1, dtype=np.uintp), 1, 1
+        for stride, axis in axes:
+            self.strides[axis], extent = count, tensor.shape[axis]
+            if stride == behind:
+                behind = stride * extent
+            else:
+                behind = 0  # a gap, or an overlap
+                steps = np.arange(extent, dtype=np.uintp) * np.uintp(stride * tensor.itemsize)
+                offsets = (steps[:, None] + offsets).ravel()
+            count *= extent
+        self.offsets = offsets
+        self.nbytes = count * tensor.itemsize // len(offsets) if tensor.numel() else 0

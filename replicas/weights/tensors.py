@@ -15,16 +15,20 @@ from math import prod
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from replicas.core.versions.manifest import Manifest, Piece, item_nbytes
-from replicas.errors import ManifestMismatch
+from replicas.errors import ManifestMismatch, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "PLAIN",
     "Box",
+    "alias_of",
     "bits",
+    "check_modes",
     "dtype_name",
     "is_castable",
     "is_copied",
@@ -32,17 +36,22 @@ __all__ = [
     "local_box",
     "overlaps_itself",
     "piece_view",
+    "span_nbytes",
     "torch_dtype",
     "typed",
+    "why_unusable",
     "written_as_bits",
 ]
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that have no code of their own."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COPIED = {
     *_CASTABLE,
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
 }
+_IS_META, _LAYOUT, _IS_NESTED = (vars(torch._C.TensorBase)[name].__get__ for name in ("is_meta", "layout", "is_nested"))
 
 
 @cache
@@ -98,6 +107,72 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
                 return True
             reach += stride * (extent - 1)
     return False
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor over the same memory, which nobody else can give another one."""
+    if type(tensor) in PLAIN:
+        return tensor.detach()
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        found = tensor.detach()
+        return found if type(found) is torch.Tensor else found.as_subclass(torch.Tensor)
+
+
+def _is_sound(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is certainly usable: quick, for the most usual kind."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_nested:
+        return False
+    nbytes = tensor.nbytes
+    there = tensor.data_ptr() != 0 if nbytes else not tensor.is_meta
+    return there and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + nbytes
+
+
+def check_modes(what: str) -> None:
+    """Raise UsageError if torch makes no real tensors on this thread at present."""
+    probe = torch.empty(1, device="cpu")
+    if type(probe) is not torch.Tensor or why_unusable(probe):
+        text = f"{what}: torch makes a {type(probe).__name__} of everything on this thread at present"
+        raise UsageError(text, hint="leave the FakeTensorMode, or whatever mode it is, first")
+
+
+def why_unusable(tensor: torch.Tensor) -> str:
+    """What keeps the elements of a tensor from being read or written in memory, or "".
+
+    The tensor's own code (``__torch_function__``) does not run. A DTensor has none:
+    look at its local tensor.
+    """
+    if type(tensor) in PLAIN and _is_sound(tensor):
+        return ""
+    with torch._C.DisableTorchFunctionSubclass():
+        if is_lazy(tensor):
+            return "is not initialized"
+        if _IS_META(tensor):
+            return "is on the meta device"
+        if (layout := _LAYOUT(tensor)) is not torch.strided or _IS_NESTED(tensor):
+            return "is nested" if layout is torch.strided else f"has layout {layout}"
+        if not torch._C._has_storage(tensor):
+            return f"is a {type(tensor).__name__} without memory of its own"
+        if not tensor.numel():
+            return ""
+        storage = torch.Tensor.untyped_storage(tensor)
+        room = storage.nbytes()
+        needed = tensor.storage_offset() * tensor.itemsize + span_nbytes(tensor)
+        if room < needed:
+            what = "was freed" if not room else f"has {room} bytes of the {needed} that it needs"
+            return f"has no memory: its storage {what}"
+        # a wrapper of other tensors, fake, functional
+        if storage.device.type != tensor.device.type or not torch.Tensor.data_ptr(tensor):
+            kind = "functional tensor" if torch._is_functional_tensor(tensor) else type(tensor).__name__
+            return f"is a {kind} without memory of its own"
+        return ""
+
+
+def span_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of memory from its first element to the end of its last one."""
+    if not tensor.numel():
+        return 0
+    reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(reach + 1) * tensor.itemsize
 
 
 def typed(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

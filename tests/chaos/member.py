@@ -31,6 +31,7 @@ OUT = Path(os.environ.get("CHAOS_OUT", "."))
 
 RANK = int(os.environ.get("RANK", "0"))
 NODE = os.environ.get("CHAOS_NODE", "")
+SPACE = Path("/proc/self/ns/pid").stat().st_ino
 NAME = f"{os.environ.get('REPLICAS_GROUP', 'none')}-{os.environ.get('REPLICA_ID', '0')}"
 
 REJOINS = "CHAOS_REJOINS" in os.environ
@@ -90,7 +91,7 @@ class Log:
 
     def __init__(self, suffix: str = "") -> None:
         self._file = (OUT / f"{NAME}.{RANK}{suffix}.jsonl").open("a", buffering=1)
-        pid = f"{NODE}.{os.getpid()}" if NODE else os.getpid()
+        pid = f"{NODE}.{SPACE}.{os.getpid()}" if NODE else os.getpid()
         self._head = {"pid": pid, "generation": int(os.environ.get("REPLICAS_GENERATION", "1"))}
 
     def tell(self, **what: Any) -> None:

@@ -80,15 +80,16 @@ class Host:
         )
         assert holder.stdout is not None
         holder.stdout.readline()
-        (inside,) = [pid for pid in below(holder.pid) if name_of(pid) == "sh"]
+        inside = next(pid for pid in below(holder.pid) if name_of(pid) == "sh")  # it may be starting its cat
         space = Machine(inside, self.machine.address, is_host=True)
         self._spaces.append((holder, space))
+        boot_id = self._boot_id
         if machine:
             boot_id = self._boot_id.with_name(f"boot-{self.name}-{inside}")
             boot_id.write_text(f"{uuid.uuid4()}\n")
-            bind = ("mount", "--bind", str(boot_id), "/proc/sys/kernel/random/boot_id")
-            subprocess.run(space.command(*bind), check=True, capture_output=True, timeout=20)
             self._names[inside] = f"machine-{inside}"
+        bind = ("mount", "--bind", str(boot_id), "/proc/sys/kernel/random/boot_id")
+        subprocess.run(space.command(*bind), check=True, capture_output=True, timeout=20)
 
     def leave_spaces(self) -> None:
         """End all that runs in other pid namespaces than the host's own."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
-import urllib.error
 
 import pytest
 
-from tests.engines.world import CAPITAL, World, ask
+from tests.engines.world import World
 from tests.support.runs import eventually
 
 KILLED_S = 1.0
@@ -48,26 +47,24 @@ def test_a_frozen_process_is_given_up_and_the_server_is_restarted(served: World,
 
 
 @pytest.mark.parametrize("misfit", [{"layers": 20}, {"rows": 1000}], ids=["no weights for some layers", "other shapes"])
-def test_a_version_that_does_not_fit_is_never_answered_with(served: World, misfit: dict[str, int]) -> None:
-    world, before = served, served.processes()
-    url = world.url
+def test_a_version_that_does_not_fit_is_refused_and_costs_the_server_nothing(
+    served: World, misfit: dict[str, int]
+) -> None:
+    world, before, good = served, served.processes(), served.committed
     world.publish(**misfit)
-    closed = eventually(lambda: _refused(url), "the gate of the half-loaded server is shut", timeout_s=60)
-    assert closed in (503, "gone")
-    world.publish(scale=1.0)
-    world.wait_until_restarted(before)
+
+    def refusing() -> bool:
+        (replica,) = world.run.status().groups[1].replicas
+        return replica.state == "ready" and "was not loaded" in replica.reason
+
+    eventually(refusing, "the reason in the status", timeout_s=120)
+    assert world.loaded() == good
     assert "Paris" in world.answer()
-
-
-def _refused(url: str) -> int | str:
-    """How a server refuses to answer; 0: it answers."""
-    try:
-        ask(f"{url}/v1/completions", CAPITAL)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return "gone"
-    return 0
+    told = world.publish(scale=0.0)["not_loaded"]
+    assert "it " in told["server/0"]
+    world.wait_until_served(world.committed)
+    assert "Paris" not in world.answer()
+    assert world.processes() == before
 
 
 def test_a_publisher_that_dies_in_mid_update_changes_no_answer(served: World) -> None:

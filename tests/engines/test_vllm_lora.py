@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.world import CAPITAL, World, ask, running_world
+from tests.engines.world import CAPITAL, START_S, World, ask, running_world
 from tests.support.runs import eventually
 
 
@@ -22,7 +22,7 @@ def test_adapters_are_named_by_version_and_the_newest_one_answers(world: World) 
         ask(f"{world.url}/v1/completions", CAPITAL)
     assert refused.value.code == 503  # no adapter yet
     loud, still = (world.publish(adapter=scale)["version"] for scale in (1.0, 0.0))
-    eventually(lambda: world.adapters() == [f"math@{still}"], "the newest adapter alone is served", timeout_s=120)
+    eventually(lambda: world.adapters() == [f"math@{still}"], "the newest adapter alone is served", timeout_s=START_S)
     found = world.complete(model="math")
     assert found["model"] == f"math@{still}"
     assert "Paris" in found["choices"][0]["text"]  # an adapter of zeros

@@ -89,6 +89,7 @@ def told(receipt: replicas.Receipt, began: float, held: float) -> dict[str, Any]
         "held_s": held,
         "committed_s": time.monotonic() - began,
         "lost": list(receipt.lost),
+        "not_loaded": receipt.not_loaded,
         "members": [member.name for member in receipt.members],
     }
 

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import replicas
 from replicas import errors
+from replicas.weights.packing import Packer, Packing
 from tests.gpu import card
 from tests.support.channels import ChannelWorld, channel_world
 from tests.support.ranks import ROOT, RankProcess
@@ -219,6 +221,46 @@ class _Rank:
         receipt = self._pending.wait(WAIT_S)
         card.card().synchronize()
         return {"values": sorted(set(_extremes(self._tensor))), "members": [one.name for one in receipt.members]}
+
+    def spoil(self, which: str, how: str) -> bool:
+        """Free the memory of a tensor, give it other memory, or put one in its place
+        that has none of its own; "mend" makes it anew."""
+        tensor = self._weights[which]
+        if not how:
+            pass
+        elif how == "free":
+            tensor.untyped_storage().resize_(0)
+        elif how == "swap":
+            tensor.data = torch.full_like(tensor, 7.0)
+        elif how == "half":
+            tensor.data = tensor.to(torch.float16)
+        elif how == "fake":
+            with FakeTensorMode():
+                self._weights[which] = torch.zeros(tensor.shape, device=card.DEVICE)
+        else:
+            self._weights[which] = torch.zeros(tensor.shape, device=card.DEVICE if which == "w" else "cpu")
+        return True
+
+    def publish_spoiled(self, which: str, how: str) -> bool:
+        """Publish; the memory changes when there is a slot, before the copy begins."""
+        pack = Packer.pack
+
+        def late(packer: Packer, *arguments: Any, **named: Any) -> Packing:
+            self.spoil(which, how)
+            return pack(packer, *arguments, **named)
+
+        Packer.pack = late  # type: ignore[method-assign,assignment]  # for this call
+        try:
+            self._channel.publish(self._weights).wait(WAIT_S)
+        finally:
+            Packer.pack = pack  # type: ignore[method-assign]
+        return True
+
+    def reduce_freed(self) -> bool:
+        tensor = torch.ones(5, device=card.DEVICE)
+        tensor.untyped_storage().resize_(0)
+        self._channel.all_reduce(tensor)
+        return True
 
     def sidecars(self) -> list[int]:
         """Their pids."""

@@ -211,3 +211,52 @@ async def test_orders_that_the_disk_does_not_take_are_refused_and_change_nothing
         assert not supervisor.detached
         assert [node.state for node in supervisor.status().nodes] == ["up"]
         await supervisor.drain()
+
+
+def lose(state: Path, old: bytes) -> None:
+    state.unlink()
+
+
+def change_schema(state: Path, old: bytes) -> None:
+    state.write_bytes(state.read_bytes().replace(b'"schema":1', b'"schema":99'))
+
+
+def put_old(state: Path, old: bytes) -> None:
+    state.write_bytes(old)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("spoil", [lose, change_schema, put_old])
+async def test_what_no_state_names_ends_before_anything_starts(
+    spoil: Callable[[Path, bytes], None], tmp_path: Path
+) -> None:
+    """The agent of this machine lives, and says what it runs: that ends first, and no
+    number of a generation is used twice."""
+    given = config(tmp_path, a={})
+    given["run"]["adopt"] = "60s"
+    state = tmp_path / "state" / "state.json"
+    async with Supervisor(given) as first:
+        await first.wait_ready(timeout=60)
+        old = state.read_bytes()
+        await first.restart("a/0")
+        await first.wait_ready(timeout=60)
+        (before,) = first.status().groups[0].replicas
+        assert before.generation == 2
+        await first.detach()
+        await first.run_until_done()
+    spoil(state, old)
+    assert before.pid is not None
+    assert alive(before.pid)
+    async with Supervisor(given) as second:
+        await second.wait_ready(timeout=60)
+        (after,) = second.status().groups[0].replicas
+        assert after.generation > before.generation
+        assert not alive(before.pid)
+        told = [json.loads(line)["event"] for line in (tmp_path / "state" / "events.jsonl").read_text().splitlines()]
+        assert [event["seconds"] for event in told if event["type"] == "LeasesAwaited"] == [68.0]
+        numbers = [event["generation"] for event in told if event.get("event") in ("start", "backoff_elapsed")]
+        assert len(numbers) == len({*numbers})
+        await second.drain()
+    assert after.pid is not None
+    assert not alive(after.pid)
+    assert not (tmp_path / "state" / "leases").exists()

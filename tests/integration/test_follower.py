@@ -34,7 +34,7 @@ from tests.support.runs import eventually
 pytestmark = pytest.mark.anyio
 
 LOAD = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
-RESUME = ["/reset_prefix_cache", "/resume"]
+RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/resume"]
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
@@ -80,8 +80,9 @@ async def test_each_version_is_loaded_by_every_worker_and_tagged(workers: int) -
                 await trainer.loaded(number, deadline=10)  # workers and follower have reported it
                 for worker in engine.workers:
                     assert all(tensor.eq(number).all() for tensor in worker.model.values())
-            control = [path for path in engine.calls if path not in ("/health", "/get_world_size")]
+            control = [path for path in engine.calls if path not in ("/health", "/is_paused")]
             assert control[-len(LOAD + RESUME) :] == LOAD + RESUME
+            assert "reset_external=true" in engine.queries["/reset_prefix_cache"]
 
 
 async def test_an_update_that_dies_half_way_is_loaded_again_as_a_whole() -> None:
@@ -109,6 +110,55 @@ async def test_a_version_that_never_loads_leaves_the_server_paused_and_ends_the_
                 await task
             assert engine.paused
             assert engine.version == "1"
+
+
+async def test_a_version_that_does_not_fit_is_refused_and_the_server_goes_on_with_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine(workers=2) as engine, following(world, engine) as task:
+            await publish(trainer, 1)
+            await served(engine, 1)
+            pauses = engine.calls.count("/pause")
+            bad = {**weights(2), "misfit": torch.ones(2)}
+            await (await asyncio.to_thread(partial(trainer.publish, bad, new_manifest=True)))
+            with pytest.raises(errors.SyncError, match=r"refused by rollout/0: .*no parameter is called misfit"):
+                await trainer.loaded(2, deadline=20)
+            assert not engine.paused
+            assert engine.calls.count("/pause") == pauses
+            assert all(tensor.eq(1).all() for worker in engine.workers for tensor in worker.model.values())
+            receipt = await (await asyncio.to_thread(partial(trainer.publish, weights(3), new_manifest=True)))
+            assert "no parameter is called misfit" in receipt.not_loaded["rollout/0"]
+            await served(engine, 3)
+            assert not task.done()
+        assert "version 2 is refused, the server goes on without it" in caplog.text
+
+
+async def test_versions_that_come_faster_than_loads_leave_the_server_time_to_compute() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, min_serving=0.9):
+            engine.pause_s = 0.5
+            for number in (1, 2):
+                await publish(trainer, number)
+                await served(engine, number)
+                resumed = time.monotonic()
+                if number == 1:
+                    first = resumed
+        assert resumed - first > 9 * 0.5
+
+
+@pytest.mark.parametrize(("release", "accepted"), [("0.28.3", False), ("0.29.0", True), ("dev", True), ("0.0.0", True)])
+async def test_a_release_of_other_routes_is_refused(release: str, accepted: bool) -> None:
+    async with channel_world(POLICY) as world, FakeEngine() as engine:
+        engine.release = release
+        async with following(world, engine) as task:
+            if accepted:
+                await wait_until(lambda: "/init_weight_transfer_engine" in engine.calls, "the follower begins")
+            else:
+                with pytest.raises(errors.UsageError, match=r"is vLLM 0\.28\.3"):
+                    await task
 
 
 async def test_requests_that_were_kept_do_not_keep_the_old_versions_prefixes() -> None:
@@ -267,6 +317,27 @@ async def test_each_version_of_an_adapter_is_loaded_under_a_name_of_its_own() ->
             await wait_until(lambda: not folders[0].exists(), "older ones are gone")
         assert "/pause" not in engine.calls
     assert not folders[2].exists()
+
+
+async def test_an_adapter_that_the_server_does_not_take_is_refused_and_the_one_before_stays() -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+
+        async def publish_adapter() -> replicas.Receipt:
+            return await (await asyncio.to_thread(partial(trainer.publish, Adapter(weights(1)), adapter="math")))
+
+        async with FakeEngine() as engine, following(world, engine, lora=True) as task:
+            await publish_adapter()
+            await wait_until(partial(serves_alone, engine, "math@1"), "the first adapter is served")
+            engine.bad_adapter = True
+            await publish_adapter()
+            with pytest.raises(errors.SyncError, match="max_lora_rank 16"):
+                await trainer.loaded(2, deadline=20)
+            engine.bad_adapter = False
+            receipt = await publish_adapter()
+            assert "max_lora_rank 16" in receipt.not_loaded["rollout/0"]
+            await wait_until(partial(serves_alone, engine, "math@3"), "the next adapter is served")
+            assert not task.done()
 
 
 async def test_an_adapter_whose_configuration_is_not_known_is_refused() -> None:

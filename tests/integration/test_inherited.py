@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from replicas import errors
+from replicas.control.exit_codes import USAGE
 from replicas.linux import inherited
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
@@ -77,6 +78,23 @@ def test_a_mount_point_whose_name_is_no_text(tmp_path: Path) -> None:
         run.signal(signal.SIGTERM)
         assert run.wait() == 0
         run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "pidfd_open", "pidfd_send_signal"])
+def test_a_supervisor_names_a_call_of_the_kernel_that_is_denied(tmp_path: Path, call: str) -> None:
+    command = (sys.executable, "-m", "tests.support.seccomp", call, *DAEMON)
+    with running(tmp_path, group("a", SLEEPS), command=command) as run:
+        assert run.wait() == USAGE
+        assert f"{call} is refused: Operation not permitted" in run.lines[0]
+        assert "SystemCallFilter" in run.lines[0]
+
+
+@needs_root
+def test_a_hidden_boot_id_is_named(tmp_path: Path) -> None:
+    command = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc/sys && exec "$@"', "sh", *DAEMON)
+    with running(tmp_path, group("a", SLEEPS), command=command) as run:
+        assert run.wait() == USAGE
+        assert "boot_id (/proc/sys is hidden: in a unit of systemd set ProcSubset=all" in run.lines[0]
 
 
 def test_closed_standard_streams(tmp_path: Path) -> None:

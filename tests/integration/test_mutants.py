@@ -87,5 +87,5 @@ async def test_a_run_that_is_given_one_goes_on_as_it_was(tmp_path: Path, monkeyp
             if record.seq == supervisor.last_event:
                 break
         assert told == COUNT
-        assert b"config_last_reload_successful 0.0" in supervisor.metrics_text()
+        assert b'config_last_reload_successful{run="mutants"} 0.0' in supervisor.metrics_text()
         await supervisor.drain(hurry=True)

@@ -97,7 +97,7 @@ async def test_orders_that_are_too_long_leave_no_shim_behind(tmp_path: Path) -> 
             return made[0]
 
     with pytest.raises(
-        OSError, match=r"its orders of 3906 KiB are too long for a message; the environment must be smaller"
+        OSError, match=r"its orders of 19531 KiB are too long for a message; the environment must be smaller"
     ):
-        Kept(spec(tmp_path, {"A": "x" * 4_000_000}), lambda: None)
+        Kept(spec(tmp_path, {"A": "x" * 20_000_000}), lambda: None)
     assert made[0].returncode == -signal.SIGKILL

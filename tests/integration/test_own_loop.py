@@ -4,6 +4,7 @@ could answer them."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -24,11 +25,12 @@ AT_ONCE_S = 5.0
 """Without the check each took its deadline, or 30 s."""
 
 
-def refused(call: Callable[[], object]) -> None:
+def refused(call: Callable[[], object], *, awaitable: bool = False) -> None:
     began = time.monotonic()
-    with pytest.raises(errors.UsageError, match=r"would block the event loop on which the coordinator runs.*to_thread"):
+    with pytest.raises(errors.UsageError, match=r"would block the event loop on which the coordinator runs") as found:
         call()
     assert time.monotonic() - began < AT_ONCE_S
+    assert found.value.hint.startswith("await it, or call it" if awaitable else "call it in a worker thread: `await ")
 
 
 async def test_each_is_refused_at_once_and_the_channel_goes_on() -> None:
@@ -46,8 +48,8 @@ async def test_each_is_refused_at_once_and_the_channel_goes_on() -> None:
         refused(lambda: trainer.publish(walk()))
         assert walked == ["a", "b"], "its gathers have other ranks in them"
         receiving = rollout.receive()
-        refused(receiving.wait)
-        refused(lambda: receiving.wait(1))
+        refused(receiving.wait, awaitable=True)
+        refused(lambda: receiving.wait(1), awaitable=True)
         with pytest.raises(TimeoutError):
             receiving.wait(0)  # that only looks
         refused(trainer.close)
@@ -95,6 +97,56 @@ def test_a_program_that_blocks_has_the_coordinator_in_a_thread() -> None:
     assert threading.active_count() <= threads + 1  # the session thread of this process stays
     with pytest.raises(errors.Disconnected):
         replicas.join("policy", **where, group="trainer", timeout=0.2)
+
+
+def test_a_coordinator_in_a_thread_lives_until_it_is_closed() -> None:
+    """Also after a bare ``__enter__`` whose object nobody keeps."""
+    channels = {"policy": {"sources": ["trainer"]}}
+    started, entered = replicas.Coordinator(channels), replicas.Coordinator(channels)
+    assert started.start() is started
+    entered.in_thread().__enter__()
+    gc.collect()
+    for one in (started, entered):
+        where: dict[str, Any] = {"endpoint": one.endpoint, "token": one.token}
+        with replicas.join("policy", **where, group="trainer") as trainer:
+            assert trainer.publish(walked_weights()).wait(timeout=60).version == 1
+    with pytest.raises(errors.UsageError, match="started in a thread before"):
+        started.start()
+    for one in (started, entered, started):
+        one.close()
+    assert not [one for one in threading.enumerate() if one.name == "replicas-coordinator"]
+    replicas.Coordinator(channels).close()
+
+
+def test_what_callbacks_of_the_program_raise_ends_no_coordinator() -> None:
+    called = threading.Event()
+
+    def fail(event: object) -> None:
+        called.set()
+        raise SystemExit("of the program")
+
+    coordinator = replicas.Coordinator({"policy": {"sources": ["trainer"]}})
+    coordinator.subscribe(fail)
+    with coordinator.in_thread():
+        where: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
+        with replicas.join("policy", **where, group="trainer") as trainer:
+            assert trainer.publish(walked_weights()).wait(timeout=60).version == 1
+    assert called.is_set()
+
+
+def test_the_end_of_its_event_loop_is_told() -> None:
+    coordinator = replicas.Coordinator({"policy": {"sources": ["trainer"]}}).start()
+
+    def leave() -> None:
+        raise SystemExit("of the program")
+
+    thread = coordinator._thread
+    assert thread is not None
+    assert thread._loop is not None
+    thread._loop.call_soon_threadsafe(leave)
+    assert thread._over.wait(60)
+    with pytest.raises(errors.InternalError, match="event loop has ended: SystemExit: of the program"):
+        coordinator.close()
 
 
 def test_an_error_of_its_start_reaches_the_thread_that_waits() -> None:

@@ -78,7 +78,7 @@ def test_metrics_pass_promtool() -> None:
     for now, event in enumerate((ReplicaEvent.START, ReplicaEvent.READY)):
         tally.count(life.apply(event, now=float(now)))
     tally.count(SyncEnded("policy", SyncRecord(version=1, outcome="committed", seconds=0.2, nbytes=1)))
-    assert promtool("check", "metrics", stdin=metrics.render()) == (0, "")
+    assert promtool("check", "metrics", stdin=metrics.render()[0]) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_a_run_that_goes_on_has_the_same_key_and_tokens(tmp_path: Path) -> None:
             assert others.publish(trainer, 2.0) == "1"
             assert others.says(server) == "1 2.0"
             assert (token_of(after), token_of(after, "operator")) == before
+            after.wait_line("control at")  # a start that is given up would be gone on with
             stop(after)
         with running(tmp_path, EXTERNAL, head=TLS.format(port=0)) as anew:
             anew.wait_line("control at")

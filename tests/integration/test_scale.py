@@ -217,7 +217,9 @@ async def test_scaling_while_a_trainer_publishes(tmp_path: Path) -> None:
                 await supervisor.scale("rollout", 3)
                 await supervisor.wait_ready("rollout", timeout=60)
                 await publisher.more()
-                assert 'weight_version{channel="policy",group="rollout",replica="2"}' in text_of(supervisor)
+                assert 'weight_version{channel="policy",group="rollout",replica="2",run="scaled"}' in text_of(
+                    supervisor
+                )
                 pids = [one.pid for one in supervisor.status().groups[0].replicas]
                 await supervisor.scale("rollout", 1)
                 await publisher.more()
@@ -225,7 +227,7 @@ async def test_scaling_while_a_trainer_publishes(tmp_path: Path) -> None:
                 metrics = text_of(supervisor)
                 assert 'replica="1"' not in metrics
                 assert 'replica="2"' not in metrics
-                assert 'replicas_group_replicas{group="rollout",state="ready"} 1.0' in metrics
+                assert 'replicas_group_replicas{group="rollout",run="scaled",state="ready"} 1.0' in metrics
                 assert [one.pid for one in supervisor.status().groups[0].replicas] == pids[:1]
         finally:
             await world.aclose()

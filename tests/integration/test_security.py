@@ -15,6 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 from websockets.exceptions import ConnectionClosed
 
 from replicas import messages as wire
@@ -140,8 +143,9 @@ async def test_a_request_that_comes_byte_by_byte_is_closed(
         (b"NO SUCH THING\r\n\r\n", b"400", "malformed"),
         (b"GET /nothing HTTP/1.1\r\nHost: x.example.com\r\n\r\n", b"403", "host"),
         (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nOrigin: http://x.example\r\n\r\n", b"403", "host"),
+        (b"GET http://x.example/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n", b"403", "host"),
     ],
-    ids=["huge", "TLS", "no HTTP", "a name of others", "a page of others"],
+    ids=["huge", "TLS", "no HTTP", "a name of others", "a page of others", "a target of others"],
 )
 async def test_what_is_turned_away_is_told_so(
     coordinator: Coordinator, bystander: Client, request_: bytes, status: bytes, reason: str
@@ -152,6 +156,21 @@ async def test_what_is_turned_away_is_told_so(
     writer.close()
     assert count(coordinator, reason) == 1
     await is_well(bystander)
+
+
+async def test_a_target_with_a_host_is_its_path() -> None:
+    """As proxies get it, and `curl -x` sends it."""
+
+    async def page(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(f"{request.url.path} of {request.headers['host']}")
+
+    async with Coordinator({}, routes=[Route("/a b", page)]) as made:
+        reader, writer = await connect(made)
+        writer.write(b"GET HTTP://localhost:1/a%20b?x=1 HTTP/1.1\r\nHost: x.example\r\n\r\n")
+        answer = await ended(reader)
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.endswith(b"\r\n\r\n/a b of localhost:1")
 
 
 async def test_a_page_of_others_opens_no_websocket(coordinator: Coordinator) -> None:

@@ -30,7 +30,7 @@ from tests.support.runs import MARK, Run, eventually
 from tests.support.users import ATTACKER, VICTIM, as_user, folder_of, needs_users, python_environment
 
 LOOPBACK = "0100007F"
-FORKSERVER = re.compile(r"replicas-[0-9a-f]{32}")
+ABSTRACT = re.compile(r"replicas-[0-9a-f]{32}|replicas-door-[0-9a-f]{16}")
 
 LISTENERS: dict[tuple[str, str], str] = {
     ("supervisor", "tcp"): "pages that tell no secret for everybody, all else for the token",
@@ -41,6 +41,8 @@ LISTENERS: dict[tuple[str, str], str] = {
     ("launcher", "tcp"): "open: torch's store of the user's own job (MASTER_PORT)",
     ("sidecar", "tcp"): "open: Gloo, which knows no users",
     ("rank", "tcp"): "open: the user's own process groups",
+    ("rank", "abstract"): "the same user who knows the secret: both ends prove it, and peer credentials",
+    ("supervisor", "abstract"): "the same",
 }
 """Who can do what, by who listens and how."""
 
@@ -206,7 +208,7 @@ def test_every_listener_has_its_entry(scene: Scene) -> None:
         if one.family == "tcp":
             assert one.address == LOOPBACK, one
         elif one.family == "abstract":
-            assert FORKSERVER.fullmatch(one.name), one
+            assert ABSTRACT.fullmatch(one.name), one
         else:
             assert one.name == str(scene.run.state_dir / "control.sock")
 

@@ -66,6 +66,28 @@ async def test_a_sync_is_a_publish_whose_figures_are_logged(wait: Wait) -> None:
         await asyncio.to_thread(transfer.destroy)
 
 
+@pytest.mark.parametrize("is_wrapped", [True, False])
+async def test_figures_survive_a_wrapped_iterator_or_their_loss_is_said(
+    is_wrapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with channel_world(POLICY) as world:
+        transfer, trainer = transfer_to(world, "committed"), Trainer(3.0)
+
+        def wrapped(inner: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from inner
+
+        def sync() -> None:
+            weights = trainer._streaming_iter()
+            transfer.send_weights(wrapped(weights) if is_wrapped else iter(list(weights)))
+            transfer.resume()
+
+        for _ in range(2):
+            await asyncio.to_thread(sync)
+        assert ("replicas/version" in trainer._metrics["train"]) == is_wrapped
+        assert caplog.text.count("no trainer of TRL's is behind these weights") == (not is_wrapped)
+        await asyncio.to_thread(transfer.destroy)
+
+
 async def test_training_goes_on_after_a_sync_that_failed(caplog: pytest.LogCaptureFixture) -> None:
     async with channel_world({**POLICY, "on_lost": "raise", "min_targets": 1}) as world:
         transfer, trainer = transfer_to(world, "committed"), Trainer(1.0)

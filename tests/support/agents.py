@@ -96,7 +96,7 @@ class FakeAgent:
         self.incarnation = f"{name}.{self.scope}.1"
         self.shims: dict[str, _Shim] = {}
         self.cut = self.dead = self.frozen = False
-        self.over = self.refused = ""
+        self.over = self.refused = self.token = ""
         self.asked: list[wire.Examine] = []
         self._held: list[Callable[[], None]] = []
         self._tenancy = Tenancy()
@@ -164,6 +164,8 @@ class FakeAgent:
                 self._tenancy.granted(lease_s, self._asked_at)
             case wire.Refused(message=message):
                 self.refused = message
+            case wire.NewToken(operator=operator):
+                self.token = operator
             case wire.Heard(number):
                 self._tenancy.heard(number)
             case wire.Start():
@@ -246,6 +248,7 @@ class Field(Yard):
         self.own_scope = "local"
         self.leases: tuple[Lease, ...] = ()
         self.disk_problem = ""
+        self.operator_token = "first"
         self.cluster = self._cluster()
         self.agents: dict[str, FakeAgent] = {}
         self.overlaps: list[str] = []
@@ -322,6 +325,9 @@ class Field(Yard):
 
     def limits(self, group: str) -> tuple[int | None, int | None]:
         return None, None
+
+    def new_token(self) -> wire.NewToken:
+        return wire.NewToken("member", self.operator_token)
 
     def is_own(self, hello: wire.Hello) -> bool:
         return hello.scope == self.own_scope

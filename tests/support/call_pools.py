@@ -9,18 +9,21 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import replicas
 from replicas import errors
 from replicas.control.log_files import Selection
 from replicas.coordinator import GroupShape
 
-__all__ = ["JUNK", "POOLS", "SLOW", "Drawn", "unknown"]
+__all__ = ["JUNK", "MOVING", "POOLS", "SLOW", "Drawn", "stir", "unknown"]
 
 
 class Raising:
@@ -43,6 +46,61 @@ class Silent(Drawn):
 
 class Odd(torch.Tensor):
     """A subclass with nothing of its own."""
+
+
+class Wrapper(torch.Tensor):
+    """A subclass without memory, of which everything raises."""
+
+    @staticmethod
+    def __new__(cls) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (2,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's own signature misses func
+        raise ZeroDivisionError("mine")
+
+
+class Deaf(torch.Tensor):
+    """A subclass with memory, and code of its own that raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ZeroDivisionError("mine")
+
+
+def resized(nbytes: int) -> torch.Tensor:
+    """A tensor whose storage has another size now: 0 if it was freed."""
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return torch.ones(2)
+
+
+MOVING = [torch.ones(2), torch.ones(3), torch.nn.Parameter(torch.ones(2)), torch.ones(1 << 18)]
+"""Another thread frees, resizes and replaces their memory all the time
+(:func:`stir`)."""
+
+
+def stir(choose: random.Random, over: threading.Event) -> None:
+    """Free, shrink, enlarge and replace the memory of tensors that are drawn, as
+    offloading, sleep modes and EMA swaps do, in a thread."""
+    shapes = [one.shape for one in MOVING]
+    while not over.wait(choose.uniform(0, 0.002)):
+        number = choose.randrange(len(MOVING))
+        one, storage = MOVING[number], MOVING[number].untyped_storage()
+        match choose.randrange(5):
+            case 0:
+                storage.resize_(0)
+            case 1:
+                storage.resize_(choose.choice((4, 4096, 1 << 21)))
+            case 2:
+                one.data = one.data.half() if one.dtype is torch.float32 and storage.nbytes() >= one.nbytes else one
+            case _:
+                one.data = torch.ones(shapes[number])
 
 
 def walk(*steps: object) -> Iterator[object]:
@@ -85,6 +143,10 @@ TENSORS: list[Any] = [
     ),
     *(torch.nn.Parameter(torch.ones(2)), torch.ones(2).as_subclass(Odd), torch.nn.UninitializedParameter()),
     torch.nested.nested_tensor([ONE, torch.ones(2)], layout=torch.jagged),
+    *(resized(0), resized(4), fake(), Wrapper(), torch.ones(2).as_subclass(Deaf)),
+    torch._to_functional_tensor(torch.ones(2)),
+    torch.zeros(2, dtype=torch.cfloat).conj(),
+    *MOVING,
 ]
 LISTS = [
     *([one] for one in TENSORS),
@@ -113,6 +175,8 @@ WEIGHTS: list[Callable[[], Any]] = [
     lambda: walk(1, ("w",), None),
     lambda: walk(("w", None), (None, torch.ones(2))),
     lambda: walk(),
+    lambda: {f"t{number}": one for number, one in enumerate(MOVING)},
+    lambda: dict(zip(("v", "w"), [torch.zeros(3)[:2], *MOVING], strict=False)),
     lambda: [("w", replicas.Shard(torch.ones(2), (0,), (4,)))],
     *(lambda one=one: {"w": one, "v": torch.ones(2)} for one in TENSORS),
     *(lambda one=one: walk(("v", torch.ones(2)), ("w", one)) for one in TENSORS),
@@ -191,6 +255,7 @@ POOLS: dict[str, dict[str, Pool]] = {
         "adapter": ["a"],
         "deadline": [0.2],
         "hold": [False],
+        "check_finite": [True],
     },
     "Channel.fence": {"stream": []},
     "Channel.reserve": {"weights": [*WEIGHTS, *TENSORS], "dtype": [torch.bfloat16, float], "slots": [1, 2, 99]},
@@ -270,7 +335,7 @@ POOLS: dict[str, dict[str, Pool]] = {
     "Supervisor.reset_failed": {"target": ["idle", "idle/0"]},
     "Supervisor.stacks": {"target": ["idle/7"]},
     "Supervisor.doctor": {"node": ["nowhere", "x" * 5000]},
-    "Supervisor.tokens": {"role": ["member", "nobody"], "rotate": [True], "revoke_old": [True]},
+    "Supervisor.tokens": {"role": ["member", "nobody"], "rotate": [True], "revoke_old": [True], "force": [True]},
     "Supervisor.wait_ready": {"group": ["idle"], "timeout": [0.01]},
     "Supervisor.reload": {"config": [*CHANNELS, "no such file", "a\0b", {"schema_version": 1}]},
     "Supervisor.events": {"after": [0]},
@@ -297,6 +362,7 @@ NOT_CALLED = {
                 "metrics_text",
                 "save",
                 "say",
+                "scrape",
                 "spawn",
                 "status",
                 "told",
@@ -305,7 +371,7 @@ NOT_CALLED = {
         "takes nothing, or is for the supervisor's own parts",
     ),
     **dict.fromkeys(("Supervisor.detach", "Supervisor.preempt", "Supervisor.run_until_done"), "ends the run"),
-    "Coordinator.in_thread": "takes nothing",
+    **dict.fromkeys((f"Coordinator.{name}" for name in ("in_thread", "start", "close")), "takes nothing"),
     **dict.fromkeys(
         (
             f"Coordinator.{name}"

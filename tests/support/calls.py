@@ -38,7 +38,8 @@ from replicas.linux.processes import die_with_parent
 from replicas.messages.bounds import shown
 from replicas.supervisor import Supervisor
 from replicas.weights.memory.writable import WritableSlot
-from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn
+from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn, stir
+from tests.support.log_handlers import rogue_handlers
 
 __all__ = ["limit_s"]
 
@@ -66,6 +67,7 @@ BASE: dict[str, dict[str, Any]] = {
     "Coordinator": {"channels": CHANNELS},
     "Supervisor": {"config": {}},
     "Supervisor.scale": {"group": "idle", "replicas": 1},
+    "Supervisor.drain_node": {"node": "nowhere"},
     "Supervisor.restart": {"target": "nobody"},
     "Supervisor.drain": {"target": "nobody"},
     "Supervisor.reload": {"config": {}},
@@ -73,6 +75,7 @@ BASE: dict[str, dict[str, Any]] = {
     "Supervisor.stacks": {"target": "nobody"},
     "Supervisor.reset_failed": {"target": "nobody"},
     "Supervisor.doctor": {"node": "nowhere"},
+    "Supervisor.drain_node": {"node": "nowhere"},
     "Update.load_into": {"model": {"w": torch.zeros(2)}},
     "Update.failed": {"error": "it does not load"},
     "Update.refuse": {"error": "it does not load"},
@@ -322,15 +325,21 @@ def _is_large(value: Any) -> bool:
 def main(count: str, number: str = "", every: str = "1") -> None:
     """``every``: after so many calls the next version must be committed."""
     die_with_parent(os.getppid(), signal.SIGKILL)
+    faulthandler.enable()
     faulthandler.dump_traceback_later(limit_s(int(count)), exit=True)
-    logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     choose = random.Random(int(number) if number else 0)
     world, began = World(choose), time.monotonic()
     world.start()
+    over = threading.Event()
+    stirrer = threading.Thread(target=stir, args=(random.Random(choose.random()), over), daemon=True)
+    stirrer.start()
     names = sorted(POOLS)
     weights = [0.1 if name.startswith(SLOW) else 1.0 for name in names]
     done = 0
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    handlers = contextlib.ExitStack()
+    handlers.enter_context(rogue_handlers(int(number) if number else 0))
     try:
         for done in range(int(count)):
             if done % REJOIN_AFTER == 0:
@@ -346,7 +355,10 @@ def main(count: str, number: str = "", every: str = "1") -> None:
         raise
     finally:
         faulthandler.dump_traceback_later(60, exit=True)
+        over.set()
+        stirrer.join()
         world.close()
+        handlers.close()
     print(f"{done + 1} calls in {time.monotonic() - began:.0f} s: {dict(world.told.most_common())}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,30 @@ class _Worker:
         self.update: replicas.Update | None = None
         self.model: dict[str, torch.Tensor] = {}
 
-    def load(self, version: int, tensors: int | None) -> None:
-        """Load ``tensors`` of the version's tensors; None: all."""
+    def _open(self, version: int) -> None:
         if self.update is None:
             self.update = self.channel.receive(deadline=20).wait()
             assert self.update.version == version
             self.update.__enter__()
+
+    def check(self, version: int) -> None:
+        """Refuse a version with a tensor called ``misfit``."""
+        self._open(version)
+        assert self.update is not None
+        if any(spec.name == "misfit" for spec in self.update.manifest.tensors):
+            self.refuse("no parameter is called misfit")
+            raise RuntimeError(f"version {version} is refused: no parameter is called misfit")
+
+    def refuse(self, why: str) -> None:
+        update, self.update = self.update, None
+        if update is not None:
+            update.refuse(why)
+            update.__exit__(None, None, None)
+
+    def load(self, version: int, tensors: int | None) -> None:
+        """Load ``tensors`` of the version's tensors; None: all."""
+        self._open(version)
+        assert self.update is not None
         for number, (name, tensor) in enumerate(self.update):
             if number == tensors:
                 raise RuntimeError(f"the update dies after {tensors} tensors")
@@ -51,8 +70,11 @@ class FakeEngine(ThreadingHTTPServer):
 
     :param workers: how many ranks join.
     :ivar calls: the control requests so far, by path.
+    :ivar queries: the last query of each.
     :ivar fail_updates: how many of the next updates die after their first tensor.
     :ivar kept_requests: frozen requests hold blocks of the prefix cache.
+    :ivar pause_s: how long it takes to pause.
+    :ivar bad_adapter: it takes no adapter.
     :ivar is_dead: its engine has died: ``/health`` answers 503.
     :ivar api_key: what requests below ``/v1`` must carry; empty: nothing.
     :ivar prefix: of all its paths.
@@ -64,14 +86,18 @@ class FakeEngine(ThreadingHTTPServer):
         self.count = workers
         self.workers: list[_Worker] = []
         self.calls: list[str] = []
+        self.queries: dict[str, str] = {}
         self.fail_updates = 0
         self.paused = False
         self.active = False
         self.version = "default"
         self.kept_requests = False
         self.is_dead = False
+        self.bad_adapter = False
+        self.pause_s = 0.0
         self.api_key = ""
         self.prefix = ""
+        self.release = "0.32.0+cpu"
         self.answers = threading.Event()
         self.answers.set()
         self.engine_answers = threading.Event()  # the process behind the API process
@@ -103,13 +129,16 @@ class FakeEngine(ThreadingHTTPServer):
     def control(self, path: str, body: dict[str, Any], query: str = "") -> Any:
         """Do what the route does; raises what vLLM answers with 500."""
         self.calls.append(path)
+        self.queries[path] = query
         if path == self.freeze_at:
             self.engine_answers.clear()
         if path != "/health":
             self.engine_answers.wait()
         match path:
-            case "/health" | "/is_paused":
+            case "/health" | "/is_paused" | "/reset_encoder_cache":
                 return {}
+            case "/version":
+                return {"version": self.release}
             case "/get_world_size":
                 return {"world_size": self.count}
             case "/init_weight_transfer_engine":
@@ -117,6 +146,7 @@ class FakeEngine(ThreadingHTTPServer):
                     worker.channel.close(wait=False)
                 self.workers = [_Worker(body["init_info"], 1 + index) for index in range(self.count)]
             case "/pause":
+                time.sleep(self.pause_s)
                 self.paused = True
             case "/resume":
                 self.paused = False
@@ -125,13 +155,15 @@ class FakeEngine(ThreadingHTTPServer):
                     raise RuntimeError("a weight update is already active")
                 self.active = True
             case "/update_weights":
-                self._update(body["update_info"]["version"])
+                self._update(**body["update_info"])
             case "/finish_weight_update":
                 for worker in self.workers:
                     worker.finish()
                 self.active, self.version = False, body["weight_version"]
             case "/reset_prefix_cache":
                 return {"success": not self.kept_requests or "reset_running_requests=true" in query}
+            case "/v1/load_lora_adapter" if self.bad_adapter:
+                raise RuntimeError("LoRA rank 64 is greater than max_lora_rank 16")
             case "/v1/load_lora_adapter":
                 self.adapters[body["lora_name"]] = Path(body["lora_path"])
                 return "Success"
@@ -142,12 +174,20 @@ class FakeEngine(ThreadingHTTPServer):
                 raise RuntimeError(f"no route {path}")
         return {}
 
-    def _update(self, version: int) -> None:
+    def _update(self, version: int, timeout_s: float, check: bool = False, refuse: str = "") -> None:
         if not self.active:
             raise RuntimeError("start_weight_update must be called before update_weights")
         self.active = False  # as in vLLM: an update that fails is over
         if version == 0:
+            for worker in self.workers:
+                if refuse:
+                    worker.refuse(refuse)
             raise RuntimeError("the update that was left open is over")
+        if check:
+            for worker in self.workers:
+                worker.check(version)
+            self.active = True
+            return
         fails, self.fail_updates = self.fail_updates > 0, max(0, self.fail_updates - 1)
         for worker in self.workers:
             worker.load(version, 1 if fails else None)

@@ -44,6 +44,8 @@ import replicas
 from replicas import errors
 from replicas.channel import Channel
 from replicas.coordinator import Coordinator
+from tests.support.call_pools import MOVING, stir
+from tests.support.log_handlers import rogue_handlers
 from tests.support.runs import eventually
 
 __all__ = ["DEEDS", "Found", "Scene", "at_each_line", "at_random", "scene"]
@@ -54,8 +56,10 @@ WITHIN_S = 60.0
 FORMED_WITHIN_S = 60.0
 """Two processes have to import torch."""
 SMALL = {"a": torch.ones(4, 3), "b": torch.arange(5)}
+MOVED = {f"t{number}": one for number, one in enumerate(MOVING)}
 LARGE = {"a": torch.ones(3 << 20), "b": torch.ones(1 << 20)}
 PEERS = 2
+FAILED = errors.SyncError, errors.Busy, errors.ManifestMismatch
 
 Place = tuple[str, int]
 
@@ -147,6 +151,11 @@ class Scene:
     def publish_much(self) -> None:
         self.trainer.publish(LARGE, new_manifest=True).wait(WITHIN_S)
 
+    def publish_moving(self) -> None:
+        """Another thread frees and replaces what is published."""
+        with contextlib.suppress(errors.ManifestMismatch):
+            self.trainer.publish(MOVED, new_manifest=True).wait(WITHIN_S)
+
     def publish_steps(self) -> None:
         self.trainer.publish(iter(SMALL.items()), new_manifest=True).wait(WITHIN_S)
 
@@ -214,7 +223,11 @@ class Scene:
         while True:
             try:
                 return self.publish()
-            except (errors.SyncError, errors.Busy):  # the verdict of the publish that was interrupted, once
+            except (
+                errors.SyncError,
+                errors.Busy,
+                errors.ManifestMismatch,
+            ):  # the verdict of the publish that was interrupted, once
                 if time.monotonic() > until:
                     raise
 
@@ -276,6 +289,7 @@ class Scene:
 DEEDS = (
     "publish",
     "publish_much",
+    "publish_moving",
     "publish_steps",
     "write_in_place",
     "take_and_leave",
@@ -288,7 +302,7 @@ DEEDS = (
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """A coordinator on a thread of its own, and members."""
+    """A coordinator on a thread of its own, and members; log handlers that raise."""
     config: dict[str, Any] = {
         "policy": {"sources": ["trainer"], "targets": ["rollout"], "deadline": "10s", "slots": 3},
         "outer": {"peers": ["peer"], "deadline": "10s"},
@@ -305,9 +319,15 @@ def scene() -> Iterator[Scene]:
     thread.start()
     assert ready.wait(60)
     found = Scene(box["coordinator"])
+    over = threading.Event()
+    stirrer = threading.Thread(target=stir, args=(random.Random(0), over), daemon=True)
+    stirrer.start()
     try:
-        yield found
+        with rogue_handlers():
+            yield found
     finally:
+        over.set()
+        stirrer.join()
         found.close()
         box["loop"].call_soon_threadsafe(box["stop"].set)
         thread.join(30)
@@ -359,7 +379,10 @@ def at_each_line(world: Scene, deed: str, *, most: int | None = None, seed: int 
     passes = 0
     while passes < 2:  # the second time other things are known already
         after = world.prepare(deed)
-        with Tracer() as tracer, contextlib.suppress(errors.DeadlineExceeded):  # on a busy machine
+        with (
+            Tracer() as tracer,
+            contextlib.suppress(errors.DeadlineExceeded, errors.ManifestMismatch),
+        ):  # on a busy machine; memory that moves
             act()
             passes += 1
         after()

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,13 @@ class RankProcess:
         world_size: int = 1,
         *,
         env: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> RankProcess:
-        """It has joined when this returns. ``env``: beside what this process has."""
+        """It has joined when this returns. ``env``: beside what this process has.
+        ``within``: a command that runs it in other surroundings."""
         given = {"endpoint": endpoint, "token": token, "group": group, "replica": replica, "rank": rank}
         process = await asyncio.create_subprocess_exec(
+            *within,
             sys.executable,
             "-m",
             __name__,

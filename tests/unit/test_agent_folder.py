@@ -78,3 +78,30 @@ def test_what_does_not_die_is_no_error_of_the_user(
         folder.acquire()
     assert caplog.text.count("they are killed") == (holder == SHIM), "once a minute"
     folder.release()
+
+
+def test_an_agent_that_was_never_taken_leaves_no_folder(tmp_path: Path) -> None:
+    def refused(to: remote.Invitation, name: str, labels: Any, folder: _Folder, address: str) -> Any:
+        async def serve() -> int:
+            folder.acquire()
+            raise errors.WorldError("the supervisor refuses this node")
+
+        return serve()
+
+    with mock.patch.object(remote, "_serve", refused), pytest.raises(errors.WorldError, match="refuses"):
+        remote.serve_node(
+            remote.Invitation("token@127.0.0.1:1"), name="n", labels={}, state_dir=tmp_path / ".replicas" / "agent-n"
+        )
+    assert list((tmp_path / ".replicas").iterdir()) == []
+
+
+def test_a_folder_of_an_agent_that_ran_something_stays(tmp_path: Path) -> None:
+    folder = _Folder(tmp_path / "a")
+    folder.acquire()
+    (tmp_path / "a" / "logs" / "rollout").mkdir()
+    folder.release(failed=True)
+    assert (tmp_path / "a" / "logs" / "rollout").exists()
+    again = _Folder(tmp_path / "a")
+    again.acquire()
+    again.release(failed=True)
+    assert (tmp_path / "a" / "id").exists(), "it was there before"

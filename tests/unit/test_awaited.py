@@ -211,3 +211,27 @@ async def test_a_replica_on_a_node_that_is_away_is_not_said_to_be_ready() -> Non
         await asyncio.sleep(1)
         assert good()
         assert generations(made) == {"a/0": 1, "a/1": 1}
+
+
+@history
+async def test_a_token_does_not_end_while_a_node_may_know_no_other() -> None:
+    """One that was away when the token was replaced is told when it is back."""
+    async with field(group_of("a")) as made:
+        node = made.join("n1")
+        await asyncio.sleep(3)
+        assert made.cluster.unreached() == ()
+        node.cut = True
+        await asyncio.sleep(2.5)
+        assert made.cluster.unreached() == ("n1",), "before it is called away"
+        node.hang_up()
+        made.operator_token = "second"
+        made.cluster.tell_tokens()
+        await asyncio.sleep(2)
+        assert made.cluster.unreached() == ("n1",)
+        node.heal()
+        await asyncio.sleep(2)
+        assert made.cluster.unreached() == ()
+        assert node.token == "second"
+        node.cut = True
+        await asyncio.sleep(20)
+        assert made.cluster.unreached() == (), "nothing runs on a node that is lost"

@@ -3,6 +3,7 @@ columns."""
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -22,6 +23,7 @@ import replicas
 from replicas.cli import client, render
 from replicas.cli import find_run as find
 from replicas.cli import main as cli
+from replicas.cli.base import Screen
 from replicas.config.values import size_text
 from replicas.control.commands import Answer
 from replicas.core import effects
@@ -37,6 +39,8 @@ from replicas.status import (
     StoreStatus,
     SyncRecord,
 )
+from replicas.supervisor.state.run_state import AgentRecord, RunState, Saved
+from replicas.telemetry import events as happened
 from replicas.telemetry.event_log import EventLog
 
 CONFIG = """
@@ -301,6 +305,19 @@ def test_python_m_supervisor_is_run(folder: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "replicas: gone.toml: 1 problem\n  cannot be read: No such file or directory\n"
 
 
+@pytest.mark.parametrize("words", [["check", "grpo.toml"], ["--help"], ["--version"]])
+def test_a_full_disk_behind_stdout_is_no_bug(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert cli.main(words) == 1
+        sys.stdout.close()
+        with contextlib.suppress(OSError):  # what is left in it
+            full.close()
+    assert capsys.readouterr().err == "replicas: standard output cannot be written: No space left on device\n"
+
+
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chekc", "x.toml"]) == 2
     assert "No such command 'chekc'" in capsys.readouterr().err
@@ -310,6 +327,12 @@ def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "replicas: give CONFIG or --endpoint, not both\n"
     assert cli.main(["status", "--endpoint", "9477"]) == 2
     assert capsys.readouterr().err == 'replicas: "9477" is not HOST:PORT (for example "127.0.0.1:9477")\n'
+    for url in ("http://10.0.0.7:9477", "https://me@10.0.0.7:9477/status"):
+        assert cli.main(["status", "--endpoint", url]) == 2
+        assert capsys.readouterr().err == f'replicas: "{url}" is not HOST:PORT (write "10.0.0.7:9477")\n'
+    for odd in ("http://10.0.0.7", "10.0.0.7/status:9477"):
+        assert cli.main(["status", "--endpoint", odd]) == 2
+        assert capsys.readouterr().err == f'replicas: "{odd}" is not HOST:PORT (for example "127.0.0.1:9477")\n'
 
 
 def test_a_config_may_follow_the_target_and_numbers_may_be_negative(
@@ -422,6 +445,26 @@ def test_status_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_the_status_of_a_run_that_is_over_says_how_it_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state_dir = folder / ".replicas" / "grpo"
+    state_dir.mkdir(parents=True)
+    log = EventLog(state_dir / "events.jsonl", now=lambda: 1.8e9)
+    log.emit(happened.RunStarted(run="grpo", pid=1, version="1"))
+    log.emit(happened.RunEnded(exit_code=1, reason="group trainer failed"))
+    for count in range(3):
+        log.emit(happened.ConnectionsRefused(reason="token", count=count))
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1.8e9))
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert capsys.readouterr().err == (
+        f'replicas: run "grpo" is not running: it ended at {at} with exit code 1: group trainer failed '
+        "(start it with: replicas run CONFIG)\n"
+    )
+    log.emit(happened.RunStarted(run="grpo", pid=1, version="1"))
+    log.close()
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert "it ended" not in capsys.readouterr().err
+
+
 def test_a_run_that_starts_is_not_one_that_does_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     locks = [folder / ".replicas" / name / "lock" for name in ("grpo", "other")]
     for lock in locks:
@@ -440,6 +483,21 @@ def test_a_run_that_starts_is_not_one_that_does_not_run(folder: Path, capsys: py
     assert not find.RunAddress(folder / "grpo.toml").starting
     assert cli.main(["status", "grpo.toml"]) == 69
     assert "is not running" in capsys.readouterr().err
+
+
+def test_the_status_shows_steps_ages_open_updates_and_the_end() -> None:
+    status = a_status()
+    good, lost = status.groups[0].replicas
+    good = msgspec.structs.replace(good, reason="", open_s={"policy": 125.0, "quick": 1.0})
+    group = msgspec.structs.replace(status.groups[0], replicas=(good, lost))
+    channel = msgspec.structs.replace(status.channels[0], step=40, committed_at=time.time() - 7200.0)
+    screen = Screen(soft_wrap=True)
+    with screen.capture() as shown:
+        whole = msgspec.structs.replace(status, groups=(group,), channels=(channel,), exit_code=1)
+        screen.print(render.run_status(whole), width=200)
+    for words in ("12 (step 40)", "committed in 35 ms, 2h ago", "update of policy open for 2m 5s", "over, exit code 1"):
+        assert words in shown.get(), shown.get()
+    assert "quick" not in shown.get()
 
 
 def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -586,3 +644,32 @@ def test_a_stdout_that_knows_ascii_alone_gets_escapes(folder: Path, arguments: l
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert r"\xe9\u6f22" in done.stdout
+
+
+def test_a_folder_of_an_agent_is_no_run(tmp_path: Path) -> None:
+    for name, file in (("agent-n1", "id"), ("a", "events.jsonl")):
+        (tmp_path / ".replicas" / name).mkdir(parents=True)
+        for made in ("lock", file):
+            (tmp_path / ".replicas" / name / made).touch()
+    assert find.find_state_dir(tmp_path).name == "a"
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "words"),
+    [
+        (30.0, "has no supervisor since 12:00:00: its replicas go on until 12:02:03, or until the next one takes them"),
+        (300.0, "is not running: its supervisor left it at 12:00:00, and no other came until 12:02:03"),
+    ],
+)
+def test_a_run_that_was_detached_says_until_when_its_replicas_live(ago_s: float, words: str, tmp_path: Path) -> None:
+    at = time.mktime((2026, 1, 5, 12, 0, 0, 0, 0, -1))
+    agents = tuple(
+        AgentRecord(node=name, incarnation=name, local=name == "a", lease_s=lease_s)
+        for name, lease_s in (("a", 123.0), ("b", 120.0))
+    )
+    RunState(tmp_path / "state.json").save(Saved(run="r", at=at, agents=agents))
+    assert find._left(tmp_path, at + ago_s).startswith(words)
+    RunState(tmp_path / "state.json").save(Saved(run="r", at=at, agents=agents, draining="preempted"))
+    assert find._left(tmp_path, at + ago_s) == ""
+    with pytest.raises(Disconnected, match="is not running"):
+        find.read_endpoint(tmp_path)

@@ -11,6 +11,7 @@ from replicas.cli import base as cli_base
 from replicas.cli import main as cli
 from replicas.cli import orders as cli_wait
 from replicas.cli.find_run import RunAddress
+from replicas.control.commands import Answer
 from replicas.errors import Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
 
@@ -112,6 +113,25 @@ def test_it_waits_until_all_are_ready(monkeypatch: pytest.MonkeyPatch, capsys: p
     place = FakePlace(run_of(READY, STARTING), run_of(READY, STARTING), run_of(READY, later))
     assert wait_for(monkeypatch, place, "rollout", "--ready") == 0
     assert capsys.readouterr().out == "rollout: ready\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [((), "wanted"), (("--ready",), "wanted, and ready"), (("--ready", "--no-wait"), "")]
+)
+def test_a_scale_waits_for_new_replicas_where_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: tuple[str, ...], said: str
+) -> None:
+    class Taker:
+        def order(self, order: object, *, wait: bool) -> Answer:
+            return Answer(done=True)
+
+    monkeypatch.setattr(FakePlace, "client", lambda _: Taker())
+    place = FakePlace(run_of(READY, STARTING), run_of(READY, STARTING), run_of(READY, one("rollout/1", "ready")))
+    monkeypatch.setattr(cli_base, "place_of", lambda **_: place)
+    code = cli.main(["scale", "rollout", "2", *option])
+    out, problem = capsys.readouterr()
+    assert (code, out) == ((0, f"rollout: 2 replicas {said}\n") if said else (2, "")), problem
+    assert len(place.left) == (1 if said.endswith("ready") else 3)
 
 
 def test_it_ends_in_time_and_says_who_is_missing(

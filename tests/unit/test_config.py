@@ -166,6 +166,14 @@ def test_an_unknown_key_near_to_none_lists_the_known_ones(folder: Path) -> None:
             "groups.trainer.env.REPLICA_ID: is set for each rank by the supervisor; remove it",
         ),
         ({"env": {"A=B": "1"}}, 'groups.trainer.env."A=B": is not a usable environment variable'),
+        (
+            {"env": {"A": "é" * (64 << 10)}},
+            "groups.trainer.env.A: is longer than the 128 KiB that Linux allows; put it into a file",
+        ),
+        (
+            {"command": ["train.py", "x" * (128 << 10)]},
+            "groups.trainer.command: a word is longer than the 128 KiB that Linux allows; put it into a file",
+        ),
         ({"health": []}, "groups.trainer.health: expected a table, got a list"),
         (
             {"health": {"start_timeout": "5 minutes"}},

@@ -3,13 +3,16 @@ state of the run lies."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from replicas.cli import find_run as find
-from replicas.config.file import load
+from replicas.config.file import channels_from, load, parse, read
+from replicas.errors import BadConfig, UsageError
 
 CONFIG = (
     'schema_version = 1\n[run]\nname = "x"\n[groups.a]\nlauncher = "exec"\ncommand = ["sleep", "1"]\nreplicas = {}\n'
@@ -99,3 +102,55 @@ def test_a_mark_of_the_order_of_bytes_is_no_statement(tmp_path: Path) -> None:
     config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
     assert load(config).groups["a"].replicas == 3
     assert find.state_dir_of(config) == load(config).run.state_dir
+
+
+def test_a_folder_whose_name_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths go into messages and states, which are JSON."""
+    odd = tmp_path / os.fsdecode(b"a\xff")
+    write(odd, 1)
+    says = r"the name of .*a\\udcff.* is no UTF-8 text; rename it"
+    with pytest.raises(BadConfig, match=says):
+        load(odd / "run.toml")
+    monkeypatch.chdir(odd)
+    with pytest.raises(BadConfig, match=says):
+        parse({"schema_version": 1, "run": {"name": "x"}, "groups": {}})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(odd)
+    write(tmp_path / "b", 1)
+    config = tmp_path / "b/run.toml"
+    config.write_text(config.read_text().replace('"x"', '"x"\nstate_dir = "../link/state"'))
+    with pytest.raises(BadConfig, match=rf"run.state_dir: {says}"):
+        load(config)
+    good = load(write_again(config, 'state_dir = "../link/state"\n', ""))
+    with pytest.raises(BadConfig, match=says):
+        read(replace(good, run=replace(good.run, state_dir=odd)))
+
+
+def write_again(config: Path, old: str, new: str) -> Path:
+    config.write_text(config.read_text().replace(old, new))
+    return config
+
+
+def test_a_config_that_a_program_has_made_has_absolute_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers have another working folder."""
+    write(tmp_path / "a", 1)
+    config = load(tmp_path / "a/run.toml")
+    monkeypatch.chdir(tmp_path)
+    groups = {"a": replace(config.groups["a"], cwd=Path("a"))}
+    control = replace(config.control, socket=Path("s"))
+    found = read(replace(config, run=replace(config.run, state_dir=Path("b")), control=control, groups=groups))
+    assert (found.run.state_dir, found.control.socket) == (tmp_path / "b", tmp_path / "s")
+    assert found.groups["a"].cwd == tmp_path / "a"
+
+
+def test_commands_work_in_a_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a", 1)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert find.RunAddress(tmp_path / "a/run.toml").named_dir == tmp_path / "a/.replicas/x"
+    assert channels_from({"c": {"sources": ["a"]}}, {})["c"].sources
+    with pytest.raises(UsageError, match="the current folder has been removed"):
+        _ = find.RunAddress().named_dir
+    with pytest.raises(BadConfig, match="the current folder, to which relative folders are relative, was removed"):
+        parse({})

@@ -7,12 +7,15 @@ import json
 import httpx
 import msgspec
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 
 from replicas import errors
 from replicas.control.access import ByToken, Cached
 from replicas.control.app import control_routes
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus, StoreStatus
+from replicas.telemetry.metrics import Metrics
 from replicas.trust.tokens import Tokens
 
 pytestmark = pytest.mark.anyio
@@ -52,17 +55,17 @@ class Fake:
             channels=(ChannelStatus(name="policy", epoch=3, committed_version=7, digest="ab", members=()),),
         )
 
-    def metrics_text(self) -> bytes:
-        return b"# HELP replicas_store_up x\n"
+    def scrape(self, accept: str) -> tuple[bytes, str]:
+        return Metrics(self.status).render(accept)
 
     def live(self) -> bool:
         return self.alive
 
 
-async def ask(source: Fake, path: str, method: str = "GET") -> httpx.Response:
+async def ask(source: Fake, path: str, method: str = "GET", **headers: str) -> httpx.Response:
     transport = httpx.ASGITransport(app=Starlette(routes=control_routes(source)))
     async with httpx.AsyncClient(transport=transport, base_url="http://control", trust_env=False) as client:
-        return await client.request(method, path)
+        return await client.request(method, path, headers=headers)
 
 
 @pytest.mark.parametrize(("alive", "code"), [(True, 200), (False, 503)])
@@ -103,10 +106,25 @@ async def test_status_is_the_runs_status_as_json() -> None:
     assert msgspec.json.decode(response.content, type=RunStatus) == Fake().status()
 
 
-async def test_metrics_have_prometheus_content_type() -> None:
-    response = await ask(Fake(), "/metrics")
-    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert response.content == Fake().metrics_text()
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("*/*", "text/plain; version=0.0.4; charset=utf-8"),
+        ("application/openmetrics-text;version=new", "text/plain; version=0.0.4; charset=utf-8"),
+        (
+            "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.5",
+            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        ),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+async def test_metrics_in_the_formats_of_prometheus(accept: str, kind: str, encoding: str) -> None:
+    response = await ask(Fake(), "/metrics", accept=accept, **{"accept-encoding": encoding})
+    assert response.headers["content-type"].startswith(kind)
+    assert response.headers.get("content-encoding", "") == encoding
+    assert response.content == Fake().scrape(accept)[0], "httpx has unpacked it"
+    parse = openmetrics if "openmetrics" in kind else text_string_to_metric_families
+    assert {family.name for family in parse(response.text)} > {"replicas_store_up", "replicas_restarts"}
 
 
 @pytest.mark.parametrize("path", ["/", "/livez", "/readyz", "/metrics", "/status"])
@@ -114,7 +132,7 @@ async def test_pages_of_a_supervisor_that_starts(path: str, monkeypatch: pytest.
     def not_yet(*_: object) -> None:
         raise errors.UsageError("the supervisor is not running")
 
-    for name in ("status", "metrics_text", "live"):
+    for name in ("status", "scrape", "live"):
         monkeypatch.setattr(Fake, name, not_yet)
     response = await ask(Fake(), path)
     assert response.status_code == 503

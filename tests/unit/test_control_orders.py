@@ -91,9 +91,9 @@ class Run(Fake):
         return (Finding("disk", "note", "full", node="n1"),)
 
     async def tokens(
-        self, role: str | None = None, *, rotate: bool = False, revoke_old: bool = False
+        self, role: str | None = None, *, rotate: bool = False, revoke_old: bool = False, force: bool = False
     ) -> dict[str, dict[str, Any]]:
-        await self._take("tokens", role, rotate, revoke_old)
+        await self._take("tokens", role, rotate, revoke_old, force)
         return {"member": {"token": "other", "old_is_valid": False}}
 
     last_event = 3
@@ -146,7 +146,7 @@ def answer(response: httpx.Response) -> Answer:
         (
             "/tokens",
             {"role": "member", "rotate": True},
-            ("tokens", "member", True, False),
+            ("tokens", "member", True, False, False),
             {"member": {"token": "other", "old_is_valid": False}},
         ),
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from replicas.cli import checks as cli_checks
 from replicas.config import file as config_file
+from replicas.linux.processes import start_time
 from replicas.supervisor import checks as doctor
 
 GIB = 1 << 30
@@ -34,3 +37,14 @@ def test_all_logs_together_are_compared_with_the_disk(
     monkeypatch.setattr("shutil.disk_usage", Usage)
     notes = [one for one in doctor._disk(tmp_path, doctor.Demand.of_all(config)) if one.state == "note"]
     assert bool(notes) is not said
+
+
+def test_a_supervisor_that_starts_has_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has started already is no leftover."""
+    holders: list[int] = []
+    monkeypatch.setattr(cli_checks, "lock_holders", lambda _: holders)
+    assert cli_checks.supervisor_of(tmp_path) is None
+    (tmp_path / "lock").write_text(f"{os.getpid()} {start_time(os.getpid())} machine host")
+    assert cli_checks.supervisor_of(tmp_path) is None, "nobody holds the lock"
+    holders.append(os.getpid())
+    assert cli_checks.supervisor_of(tmp_path) == os.getpid()

@@ -25,6 +25,7 @@ from replicas.core.effects import (
     ReplicaLoaded,
     Retried,
     SidecarReplaced,
+    StepFell,
     StoreChanged,
     SyncEnded,
 )
@@ -84,6 +85,7 @@ EVERYTHING: list[Event] = [
     EpochStarted("p", 4, (RANK,)),
     SyncEnded("p", SYNC),
     SyncEnded("p", SyncRecord(version=0, outcome="busy", seconds=1.0, nbytes=0)),
+    StepFell("p", 3, 0, 812),
     CaughtUp("p", 3, (RANK,), 10),
     Retried("p", "lost"),
     LoadFailed("p", "g", 0, 3, "boom", kept=True),

@@ -40,7 +40,8 @@ def test_a_program_joins_by_its_environment(run: FakeRun, monkeypatch: pytest.Mo
 
 def test_a_step_that_is_repeated_gets_its_version_again(run: FakeRun) -> None:
     trainer, rollout = run.join("trainer"), run.join("rollout")
-    for step, bound in enumerate([1, ("step", 2), 3], start=1):
+    bounds: list[int | tuple[str, float]] = [1, ("step", 2), 3]
+    for step, bound in enumerate(bounds, start=1):
         trainer.publish(ONE, meta={"step": step}, deadline=20).wait(30)
         for _ in range(3):
             with rollout.receive(at_least=bound, deadline=20).wait(30) as update:
@@ -52,6 +53,18 @@ def test_a_step_that_is_repeated_gets_its_version_again(run: FakeRun) -> None:
     with pytest.raises(errors.DeadlineExceeded):
         rollout.receive(deadline=0.2, at_least=4).wait(30)
     assert rollout.version == 3
+
+
+def test_a_member_that_can_share_no_memory_says_so_once_and_what_allows_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("replicas.channel.hub.find", lambda beacons: -1)
+    with FakeRun() as run:
+        run.join("trainer")
+        run.join("rollout")
+    told = [text for text in caplog.messages if "cannot share memory" in text]
+    assert len(told) == 2, "one for each member"
+    assert all("--network or --pid = host or container:NAME" in text for text in told)
 
 
 def test_virtual_targets_load_each_version(run: FakeRun) -> None:

@@ -172,7 +172,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     """Every sample by name (without the prefix) and sorted labels, without the run's
     name, which all have."""
     found = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families(metrics.render()[0].decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("run") == "grpo"

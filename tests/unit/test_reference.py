@@ -35,7 +35,11 @@ def test_the_reference_is_that_of_the_code() -> None:
 
 def test_every_metric_that_is_made_is_on_the_page() -> None:
     path = Path(str(replicas.telemetry.metrics.__file__))
-    made = [call.args[0] for name in ("_gauge", "_counter", "_histogram") for call in calls(path, name)]
+    made = [
+        call.args[0]
+        for name in ("_Gauge", "_Counter", "_gauge", "_counter", "_histogram")
+        for call in calls(path, name)
+    ]
     names = {
         f"replicas_{name.value}" for name in made if isinstance(name, ast.Constant) and isinstance(name.value, str)
     }

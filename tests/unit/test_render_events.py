@@ -89,6 +89,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "version 3 committed in 500 ms, 2 KiB, 2 members",
     ),
     (effects.ReplicaLoaded("policy", "rollout", 1, 3), "rollout/1", "serves version 3 of policy"),
+    (effects.StepFell("policy", 3, 0, 812), "policy", "version 3 has step 0 after 812"),
     (effects.StoreChanged("policy", False), "policy", "store down"),
     (effects.CaughtUp("policy", 3, (MEMBER,), 10), "policy", "caught up with version 3: rollout/1/0"),
     (

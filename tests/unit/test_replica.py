@@ -250,6 +250,16 @@ async def test_two_nodes_are_introduced_and_ready_when_both_have_started(tmp_pat
 
 
 @pytest.mark.anyio
+async def test_a_ready_replica_says_why_it_did_not_load_a_newer_version(tmp_path: Path) -> None:
+    async with living(tmp_path, on_channel=True) as (replica, world):
+        world.shims[0].started()
+        world.view = Readiness(True, "policy: version 2 was not loaded: no weights for b", versions={"policy": 1})
+        replica.check(time.monotonic())
+        found = replica.status(time.monotonic())
+        assert (found.state, found.reason) == ("ready", "policy: version 2 was not loaded: no weights for b")
+
+
+@pytest.mark.anyio
 async def test_a_new_generation_starts_only_when_the_old_one_is_gone(tmp_path: Path) -> None:
     async with living(tmp_path, nnodes=2) as (replica, world):
         zero, one = world.shims

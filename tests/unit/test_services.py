@@ -33,7 +33,7 @@ def known_metrics() -> set[str]:
         groups=(GroupStatus(name="a", launcher="exec", world_size=1, replicas=()),),
         channels=(ChannelStatus(name="p", epoch=0, committed_version=0, digest="", members=()),),
     )
-    text = Metrics(lambda: status).render().decode()
+    text = Metrics(lambda: status).render()[0].decode()
     names = set(re.findall(r"^# TYPE (replicas_\w+) (?!histogram)", text, re.MULTILINE))
     histograms = re.findall(r"^# TYPE (replicas_\w+) histogram", text, re.MULTILINE)
     return names | {f"{name}_{end}" for name in histograms for end in ("bucket", "sum", "count")} | set(histograms)

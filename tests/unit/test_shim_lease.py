@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from replicas.common.patience import Silence
-from replicas.core.lives.leases import FROZEN_S, local_patience_s
+from replicas.core.lives.leases import FROZEN_S, LAST_S, local_patience_s
 from replicas.supervisor.agent.node import Node
 from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.lease import LAST_S, Lease
+from replicas.supervisor.shim.lease import Lease
 
 
 def ends_at(lease: Lease, now: float = 0.0) -> float:

@@ -339,13 +339,52 @@ def test_a_node_whose_name_is_of_loopback_needs_addresses_in_the_config(
         monkeypatch.setenv(name, value)
     here = ["slurm", str(path), "--here", "supervisor"]
     assert cli.main(here) == 2
-    assert "cannot reach this one" in capsys.readouterr().err
+    assert "no address was found at which the other nodes reach n1" in capsys.readouterr().err
     named = '[control]\nlisten = "10.1.2.3:9477"\n'
     path.write_text(f"{RUN}{named}")
     assert cli.main(here) == 2  # the store is open to this node alone
     path.write_text(f'{RUN}{named}[store]\nbind = "10.1.2.3"\n')
     assert cli.main(here) == 0
     assert capsys.readouterr().out == "at 10.1.2.3 10.1.2.3\n"
+
+
+LOOPBACK = {"n1": "127.0.1.1", socket.gethostname(): "127.0.1.1"}
+
+
+@pytest.mark.parametrize(
+    ("node_addr", "names", "expected"),
+    [
+        ("10.1.2.3", {}, "10.1.2.3"),
+        ("n1-ib", {"n1-ib": "10.1.2.4"}, "10.1.2.4"),
+        ("n1", {"n2": "10.1.2.5"}, "the end of the route to 10.1.2.5"),
+        ("", {"n2": "10.1.2.5"}, "the end of the route to 10.1.2.5"),
+    ],
+)
+def test_a_node_whose_name_is_of_loopback_is_reached_as_slurm_does_or_by_the_route(
+    node_addr: str, names: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = LOOPBACK | names
+
+    def resolved(name: str, port: None, **more: object) -> list[tuple[Any, ...]]:
+        if name not in known and not name.startswith("10."):
+            raise OSError(f"{name} is not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known.get(name, name), 0))]
+
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "NodeName=$4 Arch=x86_64 NodeAddr={node_addr} NodeHostName=$4"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if not node_addr:
+        scontrol.unlink()
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(slurm_job, "_end_of_route", lambda there: f"the end of the route to {there}")
+    task = slurm_job.Task(node="n1", index=0, nodes=2, start="5", names=("n1", "n2"))
+    assert slurm_job._own_address(task) == expected
+
+
+def test_the_end_of_a_route_is_no_loopback_address() -> None:
+    assert slurm_job._end_of_route("127.0.0.1") == ""
+    assert slurm_job._end_of_route("no address") == ""
 
 
 def test_ranks_are_not_taken_for_tasks_of_slurm() -> None:

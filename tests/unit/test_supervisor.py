@@ -118,6 +118,8 @@ def test_lines_name_the_log() -> None:
     )
     text = line(step, resume_in_s=1.5, logs=Path("/run/logs"))
     assert text == "a/1: rank 0 died; starting again in 1.5 s; logs: /run/logs/a/1/gen-2"
+    text = line(step, resume_in_s=1.5, logs=None)
+    assert text == "a/1: rank 0 died; starting again in 1.5 s; logs: replicas logs a/1 -g 2"
 
 
 def test_the_last_word_on_a_healthy_replica_is_that_it_is_ready() -> None:

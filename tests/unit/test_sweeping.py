@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from replicas.supervisor.cleanup import sweeping
+from replicas.linux import cgroups
+from replicas.supervisor.cleanup import leftovers, sweeping
 from replicas.supervisor.cleanup.sweeping import TRACKERS_MAX_S, TRACKERS_S, Grace
+from replicas.supervisor.state.run_state import Saved, ShimRecord, machine
 
 TRACKERS = {7, 8}
 
@@ -33,3 +38,20 @@ def test_trackers_alone_have_their_moment_too(grace: Grace) -> None:
     """The others may have died just before."""
     assert grace.spared([7], 100.0) == {7}
     assert grace.spared([7], 100.0 + TRACKERS_S) == frozenset()
+
+
+@pytest.mark.parametrize(("scope", "found"), [(machine(), [os.getppid()]), ("another boot/4026531836", [])])
+def test_control_groups_of_another_machine_are_left_alone(
+    scope: str, found: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the same name here is another one."""
+    monkeypatch.setattr(cgroups, "members", lambda group: [os.getpid(), *found])
+    monkeypatch.setattr(leftovers, "parents", lambda pid: [])
+    shims = (ShimRecord(nonce="x" * 32, group="a", replica=0, generation=1, cgroup=str(tmp_path)),)
+    saved = Saved(run="r", machine=scope, shims=shims)
+    assert [one.pid for one in leftovers.find(saved, "") if one.how == "cgroup"] == found
+    left: list[Path] = []
+    monkeypatch.setattr(cgroups, "members", lambda group: [])
+    monkeypatch.setattr(cgroups, "leave", lambda group, *, run: left.append(group))
+    leftovers.sweep(saved, "", 0.1)
+    assert left == ([tmp_path] if found else [])

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn, get_args
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from replicas import errors
 from replicas.channel.operations.results import OperationCall
@@ -16,6 +15,7 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.messages import OperationKind, ReduceOp
 from replicas.messages.bounds import is_name, shown
 from replicas.messages.identity import Member
+from replicas.weights.tensors import PLAIN, alias_of, check_modes, is_dtensor, why_unusable
 
 __all__ = ["Collectives", "Peer", "Tensors"]
 
@@ -98,6 +98,10 @@ class Collectives:
         self, tensors: Tensors, op: ReduceOp = "sum", *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
         """Reduce elementwise over all peers, in place, on every peer.
+
+        The sum is made in the tensors' dtype, for a mean, too: the sum of float16 above
+        65,504 is infinite, and bfloat16 rounds each partial sum. Pass float32 where
+        that matters.
 
         :param op: sum, mean (floating dtypes), min or max; default sum.
         """
@@ -223,15 +227,24 @@ def _tensors(kind: str, given: Tensors | None) -> tuple[torch.Tensor, ...]:
     tensors = (given,) if isinstance(given, torch.Tensor) else tuple(given)
     if not tensors:
         _fail(f"{kind} was given no tensor", "pass a tensor or a sequence of them")
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            _fail(f"{kind} was given a {type(tensor).__name__}", "pass a tensor or a sequence of them")
-        if hasattr(tensor, "placements"):
-            _fail(f"{kind} was given a DTensor", "pass its to_local()")
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or is_lazy(tensor):
-            _fail(f"{kind} was given a tensor that is not dense", "pass a dense, strided tensor that has values")
+    check_modes(kind)
+    tensors = tuple(_usable(kind, number, tensor) for number, tensor in enumerate(tensors))
     segments_of(tensors)
     return tensors
+
+
+def _usable(kind: str, number: int, tensor: object) -> torch.Tensor:
+    """The tensor; or an alias without code, if it has code of its own."""
+    if not isinstance(tensor, torch.Tensor):
+        _fail(f"{kind} was given a {type(tensor).__name__}", "pass a tensor or a sequence of them")
+    if is_dtensor(tensor):
+        _fail(f"{kind} was given a DTensor", "pass its to_local()")
+    if why := why_unusable(tensor):
+        _fail(f"{kind}: tensor {number} {why}", "pass dense, strided tensors that have memory")
+    taken = alias_of(tensor)
+    if taken.is_quantized:
+        _fail(f"{kind}: tensor {number} is quantized", "pass its int_repr()")
+    return tensor if type(tensor) in PLAIN else taken
 
 
 def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -22,12 +22,19 @@ import torch
 
 from replicas import errors
 from replicas.channel.hub import Hub
-from replicas.channel.operations.scratch import call_point, copy_out, gpu_of, read_segments, segments_of
+from replicas.channel.operations.scratch import (
+    call_point,
+    copy_each,
+    copy_out,
+    gpu_of,
+    read_segments,
+    segments_of,
+    usable,
+)
 from replicas.channel.pending import Pending, Receipt
 from replicas.core.versions.manifest import item_nbytes
 from replicas.messages import OperationGo, OperationKind, OperationSettled, ReceiptData, ReduceOp, Segment, WireError
 from replicas.messages.identity import Member
-from replicas.weights.copying import copy_elements
 from replicas.weights.devices.accelerator import Event, device_of
 from replicas.weights.memory.arena import Buffer
 from replicas.weights.tensors import dtype_name
@@ -191,8 +198,7 @@ class OperationCall:
         if self.gpu:
             copy_out(self.gpu, targets, results, source, (*self.called, *after))
             return
-        for target, result in zip(targets, results, strict=True):
-            copy_elements(target.detach(), result)
+        copy_each(usable(targets, results), results, load=True)
 
 
 def _place(go: OperationGo, participant: int) -> int:

@@ -21,14 +21,24 @@ import torch
 
 from replicas.common.waits import locked
 from replicas.core.versions.manifest import segment_layout
-from replicas.errors import NoCapacity
+from replicas.errors import ManifestMismatch, NoCapacity, UsageError
 from replicas.messages import Segment
 from replicas.weights.copying import copy_elements
 from replicas.weights.devices.accelerator import Accelerator, Event, accelerator, device_of
 from replicas.weights.memory.arena import Buffer
-from replicas.weights.tensors import dtype_name, torch_dtype, typed, written_as_bits
+from replicas.weights.tensors import alias_of, dtype_name, torch_dtype, typed, why_unusable, written_as_bits
 
-__all__ = ["Scratch", "call_point", "copy_out", "gpu_of", "read_segments", "segments_of", "write_segments"]
+__all__ = [
+    "Scratch",
+    "call_point",
+    "copy_each",
+    "copy_out",
+    "gpu_of",
+    "read_segments",
+    "segments_of",
+    "usable",
+    "write_segments",
+]
 
 KEPT = 6
 KEPT_ON_DEVICE = 2
@@ -114,17 +124,48 @@ def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
     return tuple(Segment(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
 
 
+def usable(tensors: Sequence[torch.Tensor], segments: Sequence[Segment | torch.Tensor]) -> list[torch.Tensor]:
+    """Aliases of the caller's tensors, which may have changed since the call.
+
+    :param segments: what they must look like.
+    :raises UsageError: one has no memory, or another shape.
+    """
+    aliases = list(map(alias_of, tensors))
+    for number, (tensor, segment) in enumerate(zip(aliases, segments, strict=True)):
+        why = why_unusable(tensor)
+        if not why and tuple(tensor.shape) != tuple(segment.shape):
+            why = f"has shape {list(tensor.shape)}, and had {list(segment.shape)} at the call"
+        if why:
+            raise UsageError(f"tensor {number} of the operation {why}", hint="keep its memory until the Pending ends")
+    return aliases
+
+
 def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequence[torch.Tensor], gpu: str = "") -> None:
-    """Copy ``tensors`` to their places; within ``gpu``, queue it on this stream."""
-    places = read_segments(buffer, segments)
+    """Copy ``tensors`` to their places; within ``gpu``, queue it on this stream.
+
+    :raises UsageError: a tensor has no memory.
+    """
+    places, tensors = read_segments(buffer, segments), usable(tensors, segments)
     if gpu:
         buffer.wait_for_write()
-        if _copy(device_of(gpu), places, tensors):
+        if _copy(device_of(gpu), places, tensors, load=False):
             device_of(gpu).synchronize(gpu)
         buffer.record_write()
         return
-    for place, tensor in zip(places, tensors, strict=True):
-        copy_elements(place, tensor.detach())
+    copy_each(places, tensors, load=False)
+
+
+def copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, load: bool) -> None:
+    """Copy each source to its destination.
+
+    :param load: the destinations are the user's; False: the sources are.
+    :raises UsageError: the memory of one has gone.
+    """
+    for number, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
+        try:
+            copy_elements(destination, source, load=load, name=str(number))
+        except ManifestMismatch as error:
+            raise UsageError(error.message, hint=error.hint) from error
 
 
 def read_segments(buffer: Buffer, segments: Sequence[Segment]) -> tuple[torch.Tensor, ...]:
@@ -161,21 +202,26 @@ def copy_out(
         for event in after:
             event.wait()
         source.wait_for_write()
-        _copy(device, targets, results)
+        _copy(device, usable(targets, results), results, load=True)
         device.synchronize(gpu)
 
 
-def _copy(device: Accelerator, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> bool:
-    """Copy or queue each pair; returns whether a queued copy involves host memory."""
+def _copy(
+    device: Accelerator, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, load: bool
+) -> bool:
+    """Copy or queue each pair; returns whether a queued copy involves host memory.
+
+    :param load: the destinations are the user's; False: the sources are.
+    """
     enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
     with_host = False
     for destination, source in zip(destinations, sources, strict=True):
         on_device = device.owns(destination), device.owns(source)
         if any(on_device):
-            enqueued.append(written_as_bits(destination.detach(), source.detach()))
+            enqueued.append(written_as_bits(destination, source))
             with_host = with_host or not all(on_device)
         else:
-            copy_elements(destination.detach(), source.detach())
+            copy_elements(destination, source, load=load)
     if enqueued:
         device.copy(*zip(*enqueued, strict=True))
     return with_host

@@ -31,6 +31,7 @@ from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.pool import PREPARED_NBYTES
 from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
+from replicas.weights.tensors import check_modes
 
 __all__ = ["CopiesUnderWay", "Filling", "PublishJob", "arena_like", "free_slot", "reserve"]
 
@@ -49,6 +50,7 @@ class PublishJob:
     channel: InitVar[str]
     session_end: InitVar[SessionEnd | None] = None
     hold: bool = True  # GPU tensors are copied on the caller's stream
+    check_finite: bool = False  # its values, before it is announced
     number: int = 0  # among the replica's publishes; 0 until it has begun
     version: int = 0  # as the coordinator numbered it; 0 until then
     late_meta: Callable[[], Mapping[str, Any]] | None = None  # makes ``meta``
@@ -203,6 +205,7 @@ class Filling:
         begun = partial(self._begun, job)
         if isinstance(feed.weights, WritableSlot):
             return self._take_written(job, feed, feed.weights, begun)
+        check_modes("publish")
         manifest = self._packer.plan(feed)
         if manifest is None and not job.new_manifest:
             manifest = self.last
@@ -371,6 +374,7 @@ def reserve(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, sl
 
 
 def _planned(hub: Hub, what: str, weights: object, dtype: torch.dtype | None, mode: Mode) -> PartManifest:
+    check_modes(what)
     manifest = Feed(weights, dtype=dtype, mode=mode).plan()
     if manifest is None:
         text = f"{what}: a {type(weights).__name__} does not tell its tensors beforehand"

@@ -47,10 +47,12 @@ that its predecessor had decided. A publish without a number simply begins again
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from replicas import errors
@@ -62,12 +64,16 @@ from replicas.core.versions.manifest import PartManifest
 from replicas.messages import Filled, Packed, PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of
 from replicas.weights.feed import Feed, Mode
+from replicas.weights.finite import not_finite
+from replicas.weights.memory.arena import Slot
 from replicas.weights.packing import Packing
 
 __all__ = ["Publisher"]
 
 LATE_S = 15.0
 """Extra time of a publish past its deadline, once a new coordinator knows of it."""
+NAMED = 3
+"""Tensors that an error names."""
 
 
 class Publisher(Part):
@@ -276,6 +282,33 @@ class Publisher(Part):
         if error is not None:
             raise error
         job.digest, job.digest_s = done.result(), digest_s
+        if job.slot is not None and job.check_finite:
+            self._hub.spawn(self._check_finite(job, job.slot), f"values of version {job.version}")
+        else:
+            self._ready(job)
+
+    async def _check_finite(self, job: PublishJob, slot: Slot) -> None:
+        """Announce the version, or fail it: some values are not finite."""
+        hub, manifest = self._hub, job.manifest
+        assert manifest is not None
+        hub.arena.pin(slot)
+        try:
+            found = await asyncio.to_thread(not_finite, slot.data, manifest)
+            failure = _not_finite(hub, job.version, found) if found else None
+        except (OSError, RuntimeError, MemoryError) as error:
+            failure = as_wire_error(error, channel=hub.name, phase="pack", version=job.version).exception()
+        finally:
+            hub.arena.unpin(slot)
+        if failure is None:
+            self._ready(job)
+        elif job.slot is slot:
+            self._let_go(job, keep=False)
+            job.packed = False
+            if job.number in self._jobs:
+                self._say_failed(job, failure)
+
+    def _ready(self, job: PublishJob) -> None:
+        """All that Packed says is known."""
         if job.slot is None:  # it has ended meanwhile
             return
         if job.slot.image is not None:
@@ -446,3 +479,11 @@ class Publisher(Part):
         text = f"version {job.version} was discarded: it was not committed, and never will be"
         error = self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
         self._settle(job, error)
+
+
+def _not_finite(hub: Hub, version: int, found: Mapping[str, int]) -> errors.ReplicasError:
+    named = ", ".join(f"{name!r} ({count:,})" for name, count in islice(found.items(), NAMED))
+    more = f" and {len(found) - NAMED} tensors more" if len(found) > NAMED else ""
+    text = f"version {version} has values that are not finite, in {named}{more}"
+    hint = "the training has diverged; publish without check_finite to send it all the same"
+    return hub.error(errors.ManifestMismatch, text, version=version, phase="pack", hint=hint)

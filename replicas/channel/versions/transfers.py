@@ -37,6 +37,7 @@ from replicas.channel.versions.on_device import copy_image, copy_part
 from replicas.common.logs import Log
 from replicas.core.versions.fetching import Cache, Fetch, pieces
 from replicas.core.versions.manifest import Manifest
+from replicas.memory.kept import is_near
 from replicas.sidecar.rank_side.client import Sidecar
 from replicas.sidecar.wire import TransferSpec
 from replicas.weights.digest import digest_of
@@ -254,9 +255,14 @@ class Transfers(Part):
         """Map the offered version; it is that version, however late the offer."""
         offer, hub, started = transfer.offer, self._hub, time.monotonic()
         manifest = await self._manifests.decoded(offer.manifest_hash)
+        place = self._place_of(offer)
+        if is_near(place):
+            buffer = Buffer.open(place, offer.version)
+        else:  # it may wait at the door of a frozen process
+            buffer = await asyncio.to_thread(Buffer.open, place, offer.version)
         if transfer.cancelled:
+            buffer.close()
             return None
-        buffer = Buffer.open(self._place_of(offer), offer.version)
         if buffer.nbytes != manifest.image_nbytes:
             buffer.close()
             text = f"version {offer.version} has {manifest.image_nbytes} bytes, its memory {buffer.nbytes}"
@@ -266,14 +272,14 @@ class Transfers(Part):
         slot = hub.arena.adopt(offer.version, manifest, buffer, offer.digest)
         slot.sharing = offer.sharing
         transfer.slot, transfer.running = slot, True
-        place, digest, mapped = slot.place, offer.digest, time.monotonic()
+        own, digest, mapped = slot.place, offer.digest, time.monotonic()
         if not digest:
             hub.arena.pin(slot)
             try:
                 digest = await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
             finally:
                 hub.arena.unpin(slot)
-        return wire.TransferDone(offer.transfer, digest, {}, mapped - started, time.monotonic() - mapped, place)
+        return wire.TransferDone(offer.transfer, digest, {}, mapped - started, time.monotonic() - mapped, own)
 
     async def _copy_image(self, transfer: _Transfer) -> wire.TransferDone | None:
         """Copy the version from a holder on the same GPU into a slot of our own."""

@@ -7,8 +7,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -19,10 +20,12 @@ from replicas.core.versions.manifest import Manifest
 from replicas.messages import Meta
 from replicas.messages.bounds import shown
 from replicas.weights.devices.accelerator import Event, device_of
-from replicas.weights.loading import load_into, views
+from replicas.weights.loading import load_image, views
 from replicas.weights.memory.arena import Buffer, Slot
 
 __all__ = ["Update", "UpdateOwner"]
+
+_T = TypeVar("_T")
 
 
 class UpdateOwner(Protocol):
@@ -111,7 +114,7 @@ class Update:
     def _show(self, *, to_copy: bool) -> str:
         if self.ended and self._path:  # it was shown
             return self._path
-        self._path = self._open_slot().buffer.show(to_copy=to_copy)
+        self._path = self._of_this(partial(self._open_slot().buffer.show, to_copy=to_copy))
         return self._path
 
     @property
@@ -174,9 +177,22 @@ class Update:
         The tensors are CPU views, private to this iteration: writing to one changes
         neither the slot nor the data of other processes. With ``staging = "device"``
         they are copies on the GPU, made one by one on the current stream.
+
+        :raises replicas.errors.NoCapacity: open files, address space or mappings are at
+            their limit, which is named; nothing was read.
         """
         buffer = self._open_slot().buffer
-        return self._copies(buffer) if buffer.device else iter(views(buffer.private(), self.manifest).items())
+        if buffer.device:
+            return self._copies(buffer)
+        return iter(views(self._of_this(buffer.private), self.manifest).items())
+
+    def _of_this(self, look: Callable[[], _T]) -> _T:
+        """Look into the memory; its errors are of this version."""
+        try:
+            return look()
+        except errors.WorldError as error:
+            error.version = self.version
+            raise
 
     def _copies(self, buffer: Buffer) -> Iterator[tuple[str, torch.Tensor]]:
         gpu = device_of(buffer.device)
@@ -202,15 +218,16 @@ class Update:
         :param model: a module, or a mapping of names to tensors.
         :raises replicas.errors.ManifestMismatch: names the misfit; ``model`` is
             unchanged.
+        :raises replicas.errors.NoCapacity: as of iterating; ``model`` is unchanged.
         :raises replicas.errors.UsageError: the update has ended.
         """
         load = Holder()
         try:
             slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
-            tensors = views(buffer.readable(), self.manifest)
+            image = self._of_this(buffer.readable)
             sharing = slot.sharing  # the ranks mostly load at the same time
-            load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
+            load_image(model, image, self.manifest, sharing=sharing, on_device=buffer.pin)
         finally:
             del load
             self._let_go()  # another thread may have ended the update meanwhile

@@ -2,11 +2,12 @@
 
 That two members are on one host is *proven*, never inferred from names or addresses.
 Each process has a *beacon*, a small memory with a nonce in it. Members with equal boot
-id, pid namespace and user *may* be on one host; a newcomer gets the beacons of a few
-such members of each known host (:class:`~replicas.messages.Locate`), tries to open
-them, and reports which one it could read. It is admitted when it has answered; a member
-that can open none of them, does not answer in time, or later fails to map a slot that
-it should, is a host of its own, and is sent all bytes. With ``transport = "group"``
+id and user (and, for GPU memory, pid namespace) *may* be on one host; a newcomer gets
+the beacons of a few such members of each known host
+(:class:`~replicas.messages.Locate`), tries to open them, and reports which one it could
+read. It is admitted when it has answered; a member that can open none of them, does not
+answer in time, or later fails to map a slot that it should, is a host of its own, and
+is sent all bytes. With ``transport = "group"``
 every member is. The coordinator has a beacon, too. With ``staging = "device"`` members
 are on one "host" when that is proven and they have the same GPU; the coordinator has
 none there.
@@ -40,7 +41,10 @@ REPRESENTATIVES = 3
 """Number of members of one host whose beacons a newcomer tries."""
 
 Place = tuple[str, int, int]
-"""Boot id, pid namespace and user: equal on one host, but no proof of it."""
+"""Boot id, pid namespace and user: alike on one host, but no proof of it.
+
+The pid namespace counts for GPU memory only: other memory passes through doors.
+"""
 
 
 @dataclass(slots=True)
@@ -128,7 +132,7 @@ class Hosts:
         if place is None:
             return [], []
         found: list[tuple[Beacon, int]] = []
-        if self._here is not None and (self._here[0], "") == place and self.own not in tried:
+        if self._here is not None and (_common(self._here[0]), "") == place and self.own not in tried:
             found.append((self._here[1], self.own))
         for host, members in self._members.items():
             some = list(itertools.islice(members.values(), REPRESENTATIVES))
@@ -141,8 +145,8 @@ class Hosts:
         hello = state.hello
         if not self._shared or hello.beacon is None or state.is_peer or (self._by_device and not hello.cuda_devices):
             return None
-        device = hello.cuda_devices[0] if self._by_device else ""
-        return (hello.process.boot_id, hello.process.pid_namespace, hello.beacon.uid), device
+        place = (hello.process.boot_id, hello.process.pid_namespace, hello.beacon.uid)
+        return (place, hello.cuda_devices[0]) if self._by_device else (_common(place), "")
 
     def _put(self, state: MemberState, host: int) -> None:
         state.host = host
@@ -175,6 +179,12 @@ class Hosts:
                 if not any(version in other.held and not self._roster.suspect(other, now) for other in others):
                     owner.lent.discard(version)
                     self._out.append(Send(owner.member, Released(version)))
+
+
+def _common(place: Place) -> Place:
+    """The place, alike for all pid namespaces."""
+    boot_id, _, uid = place
+    return boot_id, 0, uid
 
 
 class Keeping:

@@ -25,6 +25,7 @@ from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifests import Manifests
 from replicas.core.versions.publishes import Publish, Publishes
 from replicas.core.versions.rounds import Newest
+from replicas.core.versions.steps import Steps
 from replicas.messages import ReceiptData, WireError
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
@@ -51,6 +52,7 @@ class Commits:
         """Number and digest of the newest committed version."""
         self.committed: Payload | None = None
         """Its bytes, once they are known here."""
+        self.steps = Steps(config.name)
         self._decided_here = False
         """Whether the newest commit is of a publish begun under this coordinator.
 
@@ -331,12 +333,15 @@ class Commits:
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
         """Decide the version; the record is on disk before any member is told."""
+        self.steps.committed(*self.newest)  # perhaps of an earlier coordinator, and learned since
         self.latest, self.decided, self.committed = version, digest, payload
         self._decided_here = False
         self._ground.keeping.look(version)
         self._record("commit", version, digest)
         commit = self.commit_message()
         self._ground.out.extend(Send(state.member, commit) for state in self._roster)
+        if (fell := self.steps.committed(*self.newest)) is not None:
+            self._ground.out.append(fell)
 
     def _record(self, kind: Literal["commit", "abort"], version: int, digest: str = "") -> None:
         ground = self._ground

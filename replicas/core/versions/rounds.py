@@ -40,6 +40,7 @@ from typing import NamedTuple
 from replicas.core.effects import Effect, LoadFailed, ReplicaLoaded, Send
 from replicas.core.members.member_state import MemberState
 from replicas.core.membership import ROUND, RoundEvent, RoundState
+from replicas.core.versions.steps import number_in
 from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
 from replicas.messages.identity import Member
 
@@ -103,8 +104,8 @@ def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object
 
     With ``key``, the number by that name in its ``meta`` counts instead.
     """
-    found = meta.get(key) if key else version
-    return isinstance(found, (int, float)) and not isinstance(found, bool) and found >= at_least
+    found = number_in(meta, key) if key else version
+    return found is not None and found >= at_least
 
 
 class ReplicaView(NamedTuple):

@@ -15,7 +15,8 @@ it *sent* a beat that was heard, and the supervisor waits longer than that after
 What shims say and are told (specs, reports) keeps the form of
 :mod:`replicas.supervisor.shim.orders`, JSON objects with names: agent and supervisor
 may be of different releases when a supervisor is replaced. ``PROTOCOL`` is raised when
-a message changes its meaning; unknown fields are ignored.
+a message changes its meaning; unknown fields are ignored. All that an agent sends has a
+bound: its texts, its shims, and each frame.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from typing import Annotated, Any
 import msgspec
 
 from replicas.common.decoding import MALFORMED
+from replicas.messages.bounds import TEXT_LENGTH
 from replicas.supervisor.checks import Demand, Finding
 from replicas.supervisor.fleet.resources import Machine
 
 __all__ = [
     "PROTOCOL",
+    "SHIMS_MAX",
+    "STATE_NBYTES",
     "AgentMessage",
     "AskStacks",
     "Beat",
@@ -67,6 +71,14 @@ _Pid = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 _Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+_Mark = Annotated[str, msgspec.Meta(max_length=64)]
+_Word = Annotated[str, msgspec.Meta(max_length=256)]
+_Path = Annotated[str, msgspec.Meta(max_length=4096)]
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_LENGTH)]
+STATE_NBYTES = 1 << 20
+"""Largest state of one shim as it travels."""
+SHIMS_MAX = 16_384
+"""Most shims of one agent."""
 
 
 class ShimState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -81,16 +93,16 @@ class ShimState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     :ivar silent_s: for how long it has not answered.
     """
 
-    nonce: str
-    group: str
+    nonce: _Mark
+    group: _Word
     replica: _Pid
     generation: _Number
     node: _Pid
     pid: _Pid = 0
     start_time: _Number = 0
-    cgroup: str = ""
+    cgroup: _Path = ""
     main_pid: _Pid | None = None
-    rendezvous: tuple[str, _Port] | None = None
+    rendezvous: tuple[_Word, _Port] | None = None
     report: Plain | None = None
     remains: Plain | None = None
     belongings: Plain | None = None
@@ -111,58 +123,58 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     protocol: int = PROTOCOL
-    release: str
-    node: str
-    incarnation: str
+    release: _Word
+    node: _Word
+    incarnation: _Mark
     local: bool = False
     pid: _Pid
     start_time: _Number
-    scope: str
-    address: str = ""
-    labels: dict[str, str] = {}
+    scope: _Word
+    address: _Word = ""
+    labels: Annotated[dict[_Word, _Word], msgspec.Meta(max_length=256)] = {}
     machine: Machine | None = None
-    limits_refused: str = ""
-    shims: tuple[ShimState, ...] = ()
+    limits_refused: _Text = ""
+    shims: Annotated[tuple[ShimState, ...], msgspec.Meta(max_length=SHIMS_MAX)] = ()
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """Sent each second; numbers grow."""
 
-    number: int
+    number: _Number
 
 
 class StacksFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The stacks of a shim's ranks; ``text`` by ``group/replica/rank``."""
 
-    nonce: str
-    found: dict[str, str]
+    nonce: _Mark
+    found: dict[_Word, str]
 
 
 class Cleaned(msgspec.Struct, frozen=True, tag=True):
     """Nothing that was started under these marks is left on the node."""
 
-    nonces: tuple[str, ...]
+    nonces: tuple[_Mark, ...]
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The node is about to be taken away: move its replicas, then send ``Over``."""
 
-    reason: str
+    reason: _Text
 
 
 class LogReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The answer to a :class:`LogQuery`; ``error``: why there is none."""
 
-    number: int
+    number: _Number
     body: bytes = b""
-    error: str = ""
-    hint: str = ""
+    error: _Text = ""
+    hint: _Text = ""
 
 
 class Examined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The answer to an :class:`Examine`."""
 
-    number: int
+    number: _Number
     findings: tuple[Finding, ...]
 
 
@@ -304,8 +316,11 @@ def decode_order(data: bytes) -> Order:
 
 
 def decode_from_agent(data: bytes) -> AgentMessage:
-    """:raises msgspec.DecodeError: it is no message of this protocol."""
+    """:raises msgspec.DecodeError: it is no message of this protocol, or too large."""
     try:
-        return _from_agent.decode(data)
+        message = _from_agent.decode(data)
     except MALFORMED as error:
         raise msgspec.DecodeError(str(error)) from None
+    if isinstance(message, ShimState) and len(data) > STATE_NBYTES:
+        raise msgspec.DecodeError(f"the state of a shim has {len(data):,} bytes, of {STATE_NBYTES:,} allowed")
+    return message

@@ -32,10 +32,12 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from replicas import errors
 from replicas.common.logs import Log
-from replicas.linux import inherited, private
+from replicas.config.values import no_text
+from replicas.linux import inherited, needs, private
 from replicas.linux.processes import command_line, signal_each
 from replicas.linux.sockets import listener_uids, whose
 from replicas.messages import arguments
+from replicas.messages.bounds import encodable
 from replicas.supervisor.agent.agent import Agent, Link
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.local import CONNECTING
@@ -75,7 +77,8 @@ class Invitation:
             raise errors.UsageError(
                 "an invitation is TOKEN@HOST:PORT", hint="`replicas token --join` prints that of a run"
             )
-        self.token, self.endpoint = arguments.token("the invitation's token", token), endpoint
+        self.token = arguments.token("the invitation's token", token)
+        self.endpoint = arguments.endpoint("the invitation's address", endpoint)
 
     def renew(self, token: str) -> None:
         """Use another token from now on."""
@@ -114,6 +117,7 @@ class _Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = -1
+        self._made = False
 
     def acquire(self) -> str:
         """Take the folder, and end what a dead agent has left; return its identity.
@@ -124,6 +128,7 @@ class _Folder:
         :raises replicas.errors.WorldError: they have not died within 5 minutes.
         """
         try:
+            self._made = not self.path.exists()
             private.make_folder(self.path)
             self.lock = private.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
@@ -176,7 +181,10 @@ class _Folder:
             )
         return orphans
 
-    def release(self) -> None:
+    def release(self, *, failed: bool = False) -> None:
+        """Give it up; one that was made for a start that ``failed`` goes with it."""
+        if failed and self._made and not any((self.path / "logs").glob("*")):
+            private.remove_tree(self.path)
         with contextlib.suppress(OSError):  # the disk is read-only by now: the next agent writes another token
             private.remove(self.path / "token")
         if self.lock >= 0:
@@ -219,11 +227,17 @@ def serve_node(to: Invitation, *, name: str, labels: Mapping[str, str], state_di
     :return: 0: the run is over, or the node was drained; 1: its supervisor was lost.
     :raises replicas.errors.ReplicasError: it was not taken, or cannot be started.
     """
+    if not encodable(str(state_dir)):
+        raise errors.UsageError(no_text(state_dir), hint="or name another one with --state-dir")
+    needs.check()
     inherited.put_in_order()
     logging.basicConfig(format="%(asctime)s replicas: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     logging.getLogger("websockets").setLevel(logging.WARNING)
     folder = _Folder(state_dir)
+    failed = True
     try:
-        return asyncio.run(_serve(to, name, labels, folder, address))
+        code = asyncio.run(_serve(to, name, labels, folder, address))
+        failed = False
     finally:
-        folder.release()
+        folder.release(failed=failed)
+    return code

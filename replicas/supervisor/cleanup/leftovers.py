@@ -12,10 +12,10 @@ A process belongs to a run whose supervisor is dead if one of these is true:
   the state file. Folders can be copied with their ids: processes under a shim that
   still has its supervisor are left to that one.
 
-Records of pids are valid only on the machine, and in the boot and pid namespace, in
-which they were written. A process is signalled through a pidfd, and only while its
-start time is the one that was found. This process and its ancestors are never touched,
-whatever their environment says.
+Records of pids and control groups are valid only on the machine, and in the boot and
+pid namespace, in which they were written. A process is signalled through a pidfd, and
+only while its start time is the one that was found. This process and its ancestors are
+never touched, whatever their environment says.
 
 While the supervisor of the state file lives, only ``identity`` counts, for marks that
 its records do not name (``replicas doctor`` asks so).
@@ -73,9 +73,7 @@ def find(
     if saved is not None and saved.supervisor is not None and saved.of_this_machine() and saved.supervisor.alive():
         candidates = _by_environment({}, identity, but={*by_nonce, *kept})
     else:
-        candidates = itertools.chain(
-            _by_record(saved), _by_group(records), _by_environment(by_nonce, identity, but=kept)
-        )
+        candidates = itertools.chain(_by_record(saved), _by_group(saved), _by_environment(by_nonce, identity, but=kept))
     found: dict[int, LeftoverFound] = {}
     for pid, how, record in candidates:
         started = start_time(pid)
@@ -118,7 +116,7 @@ def sweep(
 
     if look():  # usually there is nothing, and one look is enough
         until_quiet(look, timeout_s)
-    for record in saved.shims if saved is not None else ():
+    for record in saved.shims if saved is not None and saved.of_this_machine() else ():
         if record.cgroup and record.nonce not in kept:
             cgroups.leave(Path(record.cgroup), run=True)
     return [
@@ -149,8 +147,8 @@ def _by_record(saved: Saved | None) -> Iterator[_Candidate]:
                 yield pid, "record", record
 
 
-def _by_group(records: tuple[ShimRecord, ...]) -> Iterator[_Candidate]:
-    for record in records:
+def _by_group(saved: Saved | None) -> Iterator[_Candidate]:
+    for record in saved.shims if saved is not None and saved.of_this_machine() else ():
         if record.cgroup:
             for pid in cgroups.members(Path(record.cgroup)):
                 yield pid, "cgroup", record

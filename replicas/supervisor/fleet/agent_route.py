@@ -13,6 +13,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from replicas.common.logs import Log
 from replicas.coordinator.connection_guard import CLOSE_TIMEOUT_S, SessionProtocol, session_of, welcome
+from replicas.coordinator.sessions import OUTBOX_NBYTES
 from replicas.supervisor.agent.messages import Hello, Refused, decode_from_agent, encode
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.trust.tokens import Tokens
@@ -26,13 +27,26 @@ _BAD_DATA = 1007
 
 
 class _Link:
-    def __init__(self, connection: SessionProtocol) -> None:
-        self._connection = connection
+    """A connection to an agent, which has the limit of a member's session: with too
+    much that it has not read, one more message ends it.
+
+    :param refused: called with the reason then.
+    """
+
+    def __init__(self, connection: SessionProtocol, refused: Callable[[str], None]) -> None:
+        self._connection, self._refused = connection, refused
         self.over = asyncio.Event()
 
     def send(self, data: bytes) -> None:
-        if not self.over.is_set():
-            self._connection.write((data,))
+        if self.over.is_set():
+            return
+        if self._connection.unread_nbytes > OUTBOX_NBYTES:
+            log.error("an agent does not read what it is sent: it is disconnected")
+            self._refused("overflow")
+            self.close()
+            self._connection.cut()
+            return
+        self._connection.write((data,))
 
     def close(self) -> None:
         self.over.set()
@@ -62,7 +76,7 @@ def agent_route(
         await websocket.accept()
         welcome(websocket.scope)
         with contextlib.suppress(WebSocketDisconnect):
-            link = _Link(session_of(websocket.scope))
+            link = _Link(session_of(websocket.scope), refused)
             if access is None:
                 await _serve(here, websocket, link, refused, local=True)
             else:
@@ -93,7 +107,12 @@ async def _serve(
         refused("out_of_order")
         return
     seen_at = "" if local or websocket.client is None else websocket.client.host
-    node = cluster.hello(hello, link, local=local, seen_at=seen_at)
+    try:
+        node = cluster.hello(hello, link, local=local, seen_at=seen_at)
+    except msgspec.DecodeError as error:
+        refused("malformed")
+        log.error("the agent of node %s is not taken: %s", hello.node, error)
+        return
     if not node:
         return
     reading = asyncio.create_task(_read(cluster, node, websocket))

@@ -13,19 +13,20 @@ Leases are granted here, too: each is on disk before its agent is welcomed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
+from replicas.common.logs import Log
 from replicas.core.lives.leases import lost_after_s
+from replicas.messages.bounds import REPLICAS_MAX
 from replicas.supervisor.agent.messages import ShimState
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.leases import Lease
 
 __all__ = ["Awaited", "words"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 _UNKNOWN = "nodes that are not known"
 
@@ -100,7 +101,8 @@ class Awaited:
     def stranger(self, state: ShimState, handle: ShimHandle) -> None:
         """Note a shim that no replica knows, and have it end."""
         key = (state.group, state.replica)
-        self._generations[key] = max(self._generations.get(key, 0), state.generation)
+        if key in self._generations or len(self._generations) < REPLICAS_MAX:
+            self._generations[key] = max(self._generations.get(key, 0), state.generation)
         self._strangers[state.nonce] = key, handle
 
     def strangers_on(self, node: str) -> bool:

@@ -120,12 +120,18 @@ def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLine
     )
 
 
-def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
-    """One line about this transition; empty: it tells nothing new."""
+def line(transition: Transition, *, resume_in_s: float, logs: Path | None) -> str:
+    """One line about this transition; empty: it tells nothing new.
+
+    :param logs: the folder of the run's logs; None: those of the replica are on another
+        machine.
+    """
     name = f"{transition.group}/{transition.replica}"
     again = f" (generation {transition.generation})" if transition.generation > 1 else ""
     reason = transition.reason
-    folder = logs / transition.group / str(transition.replica) / f"gen-{transition.generation}"
+    folder = f"replicas logs {name} -g {transition.generation}"
+    if logs is not None:
+        folder = f"{logs / transition.group / str(transition.replica)}/gen-{transition.generation}"
     match transition.event:
         case ReplicaEvent.START | ReplicaEvent.BACKOFF_ELAPSED:
             return f"{name}: starting{again}"

@@ -36,6 +36,8 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
+import msgspec
+
 from replicas.common.foreign import one_line
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
@@ -57,6 +59,7 @@ log = Log("replicas.supervisor")
 
 _SILENT_S = 3.5 * BEAT_S
 _DRAINED = "the node is drained"
+NODES_MAX = 4096
 State = Literal["up", "away", "lost"]
 Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
 
@@ -87,6 +90,10 @@ class Site(Protocol):
 
     def leaving(self, node: str, reason: str) -> None:
         """Drain a node that is about to be taken away."""
+        ...
+
+    def new_token(self) -> wire.NewToken:
+        """The present tokens of the run."""
         ...
 
     def is_own(self, hello: wire.Hello) -> bool:
@@ -275,6 +282,8 @@ class Cluster:
         if released := hello.incarnation in self._released:
             member.drain = member.drain or next(self._drains)
         member.send(self._site.welcome(local=local))
+        if not local:
+            member.send(self._site.new_token())  # it may have been away when they were replaced
         self._compare(member, hello.shims)
         self._settle(member)
         if member.cleaning:
@@ -291,6 +300,8 @@ class Cluster:
         if hello.protocol != wire.PROTOCOL:
             text = f"this agent speaks protocol {hello.protocol}, the supervisor {wire.PROTOCOL}: install one release"
             return wire.Refused(message=text)
+        if hello.node not in self._members and len(self._members) >= NODES_MAX:
+            return wire.Refused(message=f"a run has {NODES_MAX:,} nodes at most", again=True)
         if local and not self._site.is_own(hello):
             return wire.Refused(message="another agent of this machine has taken the place of this one")
         member = self._members.get(hello.node)
@@ -365,6 +376,7 @@ class Cluster:
                 self._state(member, state)
             elif handle.start is None and not handle.gone.is_set():
                 handle.end(ExitReport("node", text=f"node {member.name} has lost it"))
+                del member.handles[nonce]
             for order in handle.again(known=state is not None):
                 member.send(order)
         for state in told.values():
@@ -384,6 +396,9 @@ class Cluster:
                 self._site.nodes_changed()
 
     def _stranger(self, member: _Member, state: ShimState) -> ShimHandle:
+        if len(member.handles) >= wire.SHIMS_MAX:
+            raise msgspec.DecodeError(f"it names more than {wire.SHIMS_MAX:,} shims")
+
         def changed() -> None:
             if handle.gone.is_set() and member.state != "lost":
                 self._offer(member)
@@ -592,11 +607,21 @@ class Cluster:
         """The nodes on which something may be left."""
         return [name for name, member in self._members.items() if member.living]
 
-    def tell_tokens(self, member: str, operator: str) -> None:
-        """Give the agents of other machines other tokens."""
+    def tell_tokens(self) -> None:
+        """Give the agents of other machines the present tokens."""
         for node in self._members.values():
             if not node.local:
-                node.send(wire.NewToken(member, operator))
+                node.send(self._site.new_token())
+
+    def unreached(self) -> tuple[str, ...]:
+        """The nodes that may run on, and do not hear of another token now."""
+        now = self._loop.time()
+        silent = [
+            one.name
+            for one in self._members.values()
+            if not one.local and one.state != "lost" and (one.state == "away" or now - one.heard_at > 2 * BEAT_S)
+        ]
+        return tuple(dict.fromkeys((*silent, *(node for node in self.awaited.nodes() if node != self._local))))
 
     def over(self, reason: str = "the run is over") -> None:
         """Have all agents end what is left, and themselves."""

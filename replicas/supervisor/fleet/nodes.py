@@ -339,6 +339,16 @@ class Nodes:
         if node not in known:
             raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {', '.join(known) or 'none'}")
 
+    def refuse_while_away(self) -> None:
+        """UsageError: nodes are away that may know no token but the one that ends."""
+        away = self.cluster.unreached()
+        if away:
+            names = ", ".join(node or "one that is not known" for node in away)
+            raise errors.UsageError(
+                f"nodes that are away would not come back, and their replicas end: {names}",
+                hint="wait until they are up or lost (see: replicas status), or end the old token with --force",
+            )
+
     async def examine(self, node: str | None) -> tuple[Finding, ...]:
         """See :meth:`replicas.Supervisor.doctor`."""
         if node is not None:
@@ -392,6 +402,10 @@ class Nodes:
             token="" if local else site.coordinator.tokens.text("member"),
             state_id=site.state.identity,
         )
+
+    def new_token(self) -> wire.NewToken:
+        tokens = self._site.coordinator.tokens
+        return wire.NewToken(tokens.text("member"), tokens.text("operator"))
 
     def is_own(self, hello: wire.Hello) -> bool:
         return hello.scope == machine() and hello.pid == self.agent_pid

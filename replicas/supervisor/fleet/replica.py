@@ -116,6 +116,11 @@ class Replica:
         return self._asked.now
 
     @property
+    def here(self) -> bool:
+        """Whether its last generation runs, or ran, on the supervisor's own machine."""
+        return all(node.local for node in self._generation.nodes)
+
+    @property
     def falling(self) -> bool:
         """Whether its generation is ending, and something of it may be left."""
         return self.life.alive and (self.life.state == "draining" or self.asked != "nothing")
@@ -477,7 +482,7 @@ class Replica:
             replica=life.replica,
             state=self.state,
             generation=life.generation,
-            reason=_without_version(view) if self.state == "ready" else reason,
+            reason=_lacks(view) if self.state == "ready" else reason,
             pid=nodes[0].main_pid if nodes and life.alive else None,
             restarts=sum(life.restarts.values()),
             state_age_s=life.state_age_s(now),
@@ -494,7 +499,10 @@ class Replica:
         )
 
 
-def _without_version(view: Readiness | None) -> str:
-    """What a ready replica lacks: it may have joined before anything was committed."""
-    versions = view.versions.items() if view is not None else ()
-    return ", ".join(f"no version of {name} yet" for name, version in versions if not version)
+def _lacks(view: Readiness | None) -> str:
+    """What a ready replica lacks: it may have joined before anything was committed, or
+    have refused the newest version."""
+    if view is None:
+        return ""
+    missing = ", ".join(f"no version of {name} yet" for name, version in view.versions.items() if not version)
+    return "; ".join(filter(None, (missing, view.reason)))

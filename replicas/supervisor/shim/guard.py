@@ -124,7 +124,7 @@ def main() -> NoReturn:
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:
-        _fail(f"command not found: {name!r} (cwd {os.getcwd()})", 127)  # noqa: PTH109  # pathlib would double this short-lived process's start
+        _fail(f"command not found: {name!r} (cwd {os.fsdecode(cwd)})", 127)
     except OSError as error:
         _fail(f"cannot run {name!r}: {error.strerror}", 126)
 

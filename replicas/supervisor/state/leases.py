@@ -22,19 +22,19 @@ one is a :class:`Lease`; what is not understood counts as one of unknown length:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from replicas.common.decoding import MALFORMED
+from replicas.common.logs import Log
 from replicas.linux import private
 from replicas.supervisor.state.run_state import ProcessRecord
 
 __all__ = ["Lease", "Leases"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 _STEP = 16
 """By how much the highest number of a generation is raised at a time."""

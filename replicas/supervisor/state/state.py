@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import re
 import secrets
@@ -47,6 +46,7 @@ import msgspec
 
 import replicas
 from replicas import errors
+from replicas.common.logs import Log
 from replicas.control.exit_codes import PREEMPTED
 from replicas.linux import private
 from replicas.linux.processes import start_time
@@ -61,7 +61,7 @@ from replicas.trust.tokens import Role, Tokens
 
 __all__ = ["AlreadySupervised", "StateDir", "give_identity", "identity_of"]
 
-log = logging.getLogger("replicas.supervisor")
+log = Log("replicas.supervisor")
 
 _SETTLE_S = 8.0
 """How long processes of a dead supervisor may take to end by themselves."""

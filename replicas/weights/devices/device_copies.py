@@ -43,11 +43,12 @@ import torch
 from replicas.common.waits import Latch
 from replicas.errors import NoCapacity, ReplicasError, SyncError, WorldError
 from replicas.messages.bounds import text_of
-from replicas.weights.copying import Copier, Prefix, Progress, Step
+from replicas.weights.copying import Copier, Prefix, Progress, Step, copy_host
 from replicas.weights.devices.accelerator import Accelerator, Event
 from replicas.weights.digest import device_digest_of
+from replicas.weights.host_copies import unusable
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.streaming import copy_all
+from replicas.weights.streaming import Moved, Private
 
 __all__ = ["CopyOptions", "DeviceCopies"]
 
@@ -183,7 +184,7 @@ class DeviceCopies:
         """Give up with a text only: a traceback would keep the tensors."""
         self._batches.put(SyncError(f"given up: {why}", phase="pack", hint=""))
 
-    def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
+    def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:
         """Copy ``source`` on the current stream; it may be freed and written at once.
 
         The stream may differ from call to call, as inside an iterator: each copy waits
@@ -199,7 +200,7 @@ class DeviceCopies:
                     self._last[one] = self._accelerator.event(one)
                 self._last[one].record()
         else:
-            self._copy_from_host([destination], [source])
+            self._copy_from_host([destination], [source], name)
         self._note(start, end)
 
     def run(self, steps: Iterable[Step]) -> None:
@@ -249,15 +250,24 @@ class DeviceCopies:
             self._accelerator.keep(sources)
         self._accelerator.copy(destinations, sources)
 
-    def _copy_from_host(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def _copy_from_host(
+        self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], name: str = ""
+    ) -> None:
         """Copy, blocking; to a device on a stream that waits for no other."""
         if not self._device:
-            copy_all(destinations, sources)
+            pairs = [pair for pair in zip(destinations, sources, strict=True) if pair[1].numel()]
+            copy_host(pairs, 1, lambda index: name, load=False)
             return
         assert self._buffer is not None
-        with self._accelerator.on_side_stream(self._device):
-            self._accelerator.copy(destinations, sources)
-            self._accelerator.synchronize(self._device)
+        for first, last in _groups(sources):
+            private = Private(sources[first:last])  # another thread may free what is copied
+            try:
+                private.take()
+            except Moved:
+                raise unusable(name, sources[first]) from None
+            with self._accelerator.on_side_stream(self._device):
+                self._accelerator.copy(destinations[first:last], private.views)
+                self._accelerator.synchronize(self._device)
 
     def _use(self, uuids: set[str]) -> None:
         """Note the devices that get work, with a start event on each one's stream."""
@@ -337,6 +347,18 @@ def _pairs(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[to
     for destination, source, uuid in zip(step.destinations, step.sources, uuids, strict=True):
         if host is not bool(uuid):
             yield destination, source
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Bounds of groups of some :data:`DEVICE_NBYTES`."""
+    first = nbytes = 0
+    for number, tensor in enumerate(tensors):
+        if number > first and nbytes + tensor.nbytes > DEVICE_NBYTES:
+            yield first, number
+            first, nbytes = number, 0
+        nbytes += tensor.nbytes
+    if first < len(tensors):
+        yield first, len(tensors)
 
 
 def _typed(error: BaseException) -> BaseException:

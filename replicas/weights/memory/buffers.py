@@ -28,6 +28,7 @@ file is then a page that tells how to open them, and all about locks stays the s
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import operator
@@ -44,6 +45,8 @@ from replicas.common.waits import locked
 from replicas.errors import NoCapacity, WorldError
 from replicas.linux import locks, seals
 from replicas.linux.files import kernel_lines
+from replicas.linux.scarce import SCARCE, limit
+from replicas.memory.beacon import own_door
 from replicas.memory.kept import Living, hold
 from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import accelerator
@@ -55,6 +58,7 @@ _ALLOCATE_NBYTES = 64 << 20
 RESERVE_NBYTES = 32 << 20
 """Left free beside a large buffer, for its page tables and other processes."""
 
+_FSIZE_HINT = "this memory counts as a file: raise the limit of the size of files (ulimit -f unlimited)"
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _UNLIMITED_NBYTES = 1 << 60
 
@@ -139,7 +143,8 @@ class Buffer:
                 buffer._mapping = map_shared(buffer.fd, nbytes, check)
         except (OSError, ValueError) as error:
             buffer.close()
-            raise NoCapacity(f"{what} of {nbytes} bytes cannot be allocated: {error}") from error
+            hint = _FSIZE_HINT if isinstance(error, OSError) and error.errno == errno.EFBIG else None
+            raise NoCapacity(f"{what} of {nbytes} bytes cannot be allocated: {error}", hint=hint) from error
         except BaseException:
             buffer.close()
             raise
@@ -208,7 +213,8 @@ class Buffer:
         """The place by which others of this host can open it."""
         fd = self._open_fd
         status = os.fstat(fd)
-        return SlotPlace(os.getpid(), fd, status.st_ino, status.st_size, self.serial, device=self.device)
+        door = "" if self.device else own_door()
+        return SlotPlace(os.getpid(), fd, status.st_ino, status.st_size, self.serial, device=self.device, door=door)
 
     @property
     def path(self) -> str:
@@ -234,6 +240,7 @@ class Buffer:
 
         :param to_copy: the user keeps nothing of it beyond the version's time, so that
             it may be refilled; where another process fills it, this changes nothing.
+        :raises NoCapacity: no descriptor is left here.
         :raises WorldError: this process cannot seal the file.
         """
         path = self.path
@@ -241,6 +248,9 @@ class Buffer:
             try:
                 seals.make_final(self._open_fd)
             except OSError as error:
+                if error.errno in SCARCE:
+                    why, remedy = limit(error)
+                    raise NoCapacity(f"the file of a version cannot be opened: {why}", hint=remedy) from error
                 text = f"the file of a version cannot be made read-only, so it is not handed out: {error}"
                 hint = "use tensors() or load_into(), which need no file, or run all processes of the host as one user"
                 raise WorldError(text, hint=hint) from error
@@ -274,6 +284,8 @@ class Buffer:
         """A copy-on-write view, uint8 of shape ``[nbytes]``; on a GPU a copy.
 
         Its content stays as it is while a tensor uses it, also after :meth:`close`.
+
+        :raises NoCapacity: a limit of this process or machine allows no more mappings.
         """
         fd = self._open_fd
         return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
@@ -313,6 +325,8 @@ class Buffer:
             mapping.unpin()
         if fd < 0:
             return
+        if self._kept is not None and mapping is not None and mapping.kept is not None and seals.is_final(fd):
+            self._kept.drop(mapping.kept.inode)  # the owner closes this memory, which /proc may not show
         if self._locks_in == os.getpid():  # a forked child shares the locks, and must not release them
             locks.let_go(fd)
             if self.offered:

@@ -11,14 +11,14 @@ memory.
 
 from __future__ import annotations
 
-import logging
 import threading
 
+from replicas.common.logs import Log
 from replicas.linux.mapped import mappers, named
 
 __all__ = ["Left"]
 
-logger = logging.getLogger("replicas.weights")
+logger = Log("replicas.weights")
 
 
 class Left:

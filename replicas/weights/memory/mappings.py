@@ -21,7 +21,6 @@ versions. A file whose mapping is kept cannot end, so its inode number is not re
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -29,15 +28,16 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy
 import torch
 
 from replicas.common.waits import locked
+from replicas.errors import NoCapacity
 from replicas.linux import locks
 from replicas.linux.files import reopen
-from replicas.memory.kept import Living
+from replicas.linux.scarce import SCARCE, limit
+from replicas.memory.kept import Living, is_there
 from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import Accelerator, Registration
 
@@ -120,13 +120,23 @@ def map_private(fd: int, nbytes: int) -> torch.Tensor:
 
 
 def _mapped(fd: int, nbytes: int, mode: int, flags: int, prot: int, *, mark: bool = False) -> mmap.mmap:
-    own = reopen(fd, mode)
     try:
-        if mark:  # the mapping keeps a duplicate of `own`, and so the mark, until it is gone
-            locks.mark(own, locks.MAPPED)
-        return mmap.mmap(own, nbytes, flags=flags, prot=prot)
-    finally:
-        os.close(own)
+        own = reopen(fd, mode)
+        try:
+            if mark:  # the mapping keeps a duplicate of `own`, and so the mark, until it is gone
+                locks.mark(own, locks.MAPPED)
+            return mmap.mmap(own, nbytes, flags=flags, prot=prot)
+        finally:
+            os.close(own)
+    except OSError as error:
+        if error.errno not in SCARCE:
+            raise
+        raise _too_little(nbytes, error) from error
+
+
+def _too_little(nbytes: int, error: OSError) -> NoCapacity:
+    why, remedy = limit(error)
+    return NoCapacity(f"{nbytes} bytes of shared memory cannot be mapped: {why}", hint=remedy)
 
 
 def _bytes_of(mapping: object) -> torch.Tensor:
@@ -140,6 +150,8 @@ def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None])
         check()
         if _libc.madvise(address + start, min(_POPULATE_NBYTES, nbytes - start), advice):
             number = ctypes.get_errno()
+            if number == errno.ENOMEM:
+                raise _too_little(nbytes, OSError(number, os.strerror(number)))
             if number != errno.EINVAL:
                 raise OSError(number, os.strerror(number))
             return  # a kernel before 5.14 has no such advice; pages then come at first touch
@@ -200,9 +212,22 @@ class KeptMappings:
         dropped: list[Mapping] = []
         with self._lock:
             for inode, kept in list(self._kept.items()):
-                if inode not in wanted and (self._uses - kept.used >= KEPT_USES or not _is_there(kept.kept)):
+                if inode not in wanted and (
+                    self._uses - kept.used >= KEPT_USES or kept.kept is None or not is_there(kept.kept)
+                ):
                     dropped.append(self._kept.pop(inode))
                     kept.kept = None
+        self._let_go(dropped)
+
+    def drop(self, inode: int) -> None:
+        """Drop a mapping whose file is never filled again."""
+        with self._lock:
+            found = self._kept.pop(inode, None)
+            if found is not None:
+                found.kept = None
+        self._let_go([found] if found is not None else [])
+
+    def _let_go(self, dropped: list[Mapping]) -> None:
         if any(one.pinned for one in dropped):  # the caller must not wait
             thread = threading.Thread(target=_unpin, args=(dropped,), name="replicas unpin", daemon=True)
             thread.start()
@@ -228,10 +253,3 @@ class KeptMappings:
 def _unpin(mappings: Iterable[Mapping]) -> None:
     for mapping in mappings:
         mapping.unpin()
-
-
-def _is_there(place: SlotPlace | None) -> bool:
-    """Whether the owner still has this file under that descriptor."""
-    with contextlib.suppress(OSError):  # the process has ended, or its /proc cannot be read
-        return place is not None and Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode
-    return False

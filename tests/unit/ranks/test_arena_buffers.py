@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -141,14 +142,14 @@ def test_a_reader_passes_it_on_after_its_owner_has_closed_it() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"pid": 0}, "is gone"),
+        ({"pid": 0, "door": ""}, "is gone"),
         ({"fd": 1 << 20}, "is gone"),
         ({"inode": 1}, "is gone"),
         ({"nbytes": 65}, "is gone"),
         ({"serial": 2}, "was replaced by another version"),
     ],
 )
-def test_what_is_not_there_any_more_is_gone(change: dict[str, int], why: str) -> None:
+def test_what_is_not_there_any_more_is_gone(change: dict[str, Any], why: str) -> None:
     buffer = offered()
     with pytest.raises(Gone, match=f"version 1 in the memory of process .* {why}"):
         Buffer.open(msgspec.structs.replace(buffer.place, **change), 1)

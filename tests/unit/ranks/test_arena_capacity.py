@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def test_too_much_memory_is_a_clear_error_beforehand() -> None:
     available, _ = available_nbytes()
     with pytest.raises(NoCapacity, match=r"the buffer 'weights' needs \d+ bytes, but .* leaves \d+"):
         Buffer.allocate(available * 2, "weights")
+
+
+def test_the_limit_of_the_size_of_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(NoCapacity, match=r"File too large \(this memory counts as a file: .*ulimit -f unlimited"):
+            Buffer.allocate(2 << 20, "weights")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_the_tightest_limit_counts(tmp_path: Path) -> None:

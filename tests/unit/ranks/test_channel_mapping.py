@@ -182,7 +182,7 @@ async def test_who_can_be_read_is_on_this_host(target: World) -> None:
     own = beacon.own_beacon()
     assert own == beacon.own_beacon()
     forged = msgspec.structs.replace(own, nonce="0" * len(own.nonce))
-    nowhere = msgspec.structs.replace(own, pid=2**22 + 1)
+    nowhere = msgspec.structs.replace(own, pid=2**22 + 1, door="")
     target.tell(wire.Locate((forged, nowhere, own)))
     assert (await target.session.next(wire.Located)).found == 2
     target.tell(wire.Locate((forged, nowhere)))

@@ -99,10 +99,10 @@ async def test_results_that_cannot_be_written_fail_that_call_alone(
     world.tell(made.go(1))
     await world.session.next(wire.OperationDone)
 
-    def refuse(*args: Any) -> None:
+    def refuse(*args: Any, **named: Any) -> None:
         raise AssertionError("not into this one")
 
-    monkeypatch.setattr("replicas.channel.operations.results.copy_elements", refuse)
+    monkeypatch.setattr("replicas.channel.operations.results.copy_each", refuse)
     world.tell(made.success())
     with pytest.raises(errors.UsageError, match="cannot be written: AssertionError: not into this one"):
         await asyncio.wait_for(pending._wait_async(), 10)

@@ -24,14 +24,15 @@ from replicas.core.versions.manifest import Manifest, PartManifest, Piece, Tenso
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.weights import streaming
 from replicas.weights.copy_pool import ALONE_NBYTES, CopyPool, helpers_for, one_thread
-from replicas.weights.copying import PROGRESS_NBYTES, STEP_NBYTES, Copier, Prefix, Step, copy_pairs
+from replicas.weights.copying import PROGRESS_NBYTES, Copier, Prefix, copy_pairs
 from replicas.weights.digest import BLOCK_NBYTES, Digest, digest_of
 from replicas.weights.feed import Feed, Shard
+from replicas.weights.host_copies import LOOK, STEP_NBYTES
 from replicas.weights.layout import Places
 from replicas.weights.loading import piece_pairs, views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.writable import WritableSlot
-from replicas.weights.packing import LOOK, Packer, Packing, stage
+from replicas.weights.packing import Packer, Packing, stage
 from replicas.weights.tensors import bits
 from tests.support.packing import pack
 
@@ -129,7 +130,8 @@ def test_the_digest_is_of_what_was_copied_in_any_order(helpers: int, beside: boo
     data = torch.zeros(LARGE, dtype=torch.uint8)
     runs = [(start, min(start + STEP_NBYTES + 777, LARGE)) for start in range(0, LARGE, STEP_NBYTES + 777)]
     with Copier(data, helpers=helpers, beside=beside) as copier:
-        copier.run(Step(start, end, [data[start:end]], [source[start:end]]) for start, end in reversed(runs))
+        for start, end in reversed(runs):
+            copier.put(data[start:end], source[start:end], start, end)
         copier.finish()
     assert torch.equal(data, source)
     assert copier.digest.result(WAIT_S) == digest_of(source)
@@ -579,10 +581,8 @@ def test_what_was_told_is_there(helpers: int) -> None:
     ones = torch.ones_like(data)
     bounds = range(0, data.numel(), STEP_NBYTES)
     with Copier(data, helpers=helpers, progress=look) as copier:
-        copier.run(
-            Step(start, end, [data[start:end]], [ones[start:end]])
-            for start, end in ((start, min(start + STEP_NBYTES, data.numel())) for start in bounds)
-        )
+        for start, end in ((start, min(start + STEP_NBYTES, data.numel())) for start in bounds):
+            copier.put(data[start:end], ones[start:end], start, end)
         copier.finish()
     assert told == sorted(set(told))
     assert told[-1] == data.numel()

@@ -17,7 +17,7 @@ from replicas.channel.pending import Pending
 from replicas.channel.versions import update as update_module
 from replicas.channel.versions.receive import Bound
 from replicas.channel.versions.update import Update
-from replicas.weights.loading import load_into
+from replicas.weights.loading import load_image
 from tests.support.channels import wait_until
 from tests.support.scripted import World
 
@@ -186,14 +186,14 @@ async def test_a_load_keeps_the_memory_when_another_thread_ends_the_update(
     await target.hold(3)
     update = await (await asked(target, 3))
     copying, go_on = threading.Event(), threading.Event()
-    real: Callable[..., None] = load_into
+    real: Callable[..., None] = load_image
 
     def slow(*args: Any, **options: Any) -> None:
         copying.set()
         assert go_on.wait(30)
         real(*args, **options)
 
-    monkeypatch.setattr(update_module, "load_into", slow)
+    monkeypatch.setattr(update_module, "load_image", slow)
     model = {"w": torch.zeros(4)}
     if not by_hand:
         update.__enter__()

@@ -103,6 +103,20 @@ def test_memory_of_others_is_left_by_its_owner_too(way: str) -> None:
     owner.close()
 
 
+def test_the_mapping_of_what_is_never_filled_again_is_not_kept() -> None:
+    owner, arena = Arena(1, name="test"), Arena(1, name="test")
+    for version, shown in ((1, False), (2, True), (3, False)):
+        slot = fill(owner, version)
+        foreign = arena.adopt(version, MANIFEST, Buffer.open(slot.place, version))
+        assert numbers(foreign.data) == [float(version)] * 8
+        if shown:
+            foreign.buffer.show()
+        arena.trim()
+        assert statistics(arena).kept == (not shown)
+    owner.close()
+    arena.close()
+
+
 def test_a_reader_that_is_killed_has_still_shown_it() -> None:
     arena = Arena(1, name="test")
     slot = fill(arena, 1)

@@ -9,9 +9,10 @@ import torch
 
 from replicas.weights import streaming
 from replicas.weights.copying import copy_pairs
-from replicas.weights.streaming import PIECE_NBYTES, copy_all, pays
+from replicas.weights.streaming import pays
 
-LARGE = PIECE_NBYTES + 777
+LARGE = 9 << 20
+"""More than one thread copies it."""
 
 
 def test_it_is_compiled_where_there_is_a_compiler() -> None:
@@ -21,16 +22,21 @@ def test_it_is_compiled_where_there_is_a_compiler() -> None:
 
 
 @pytest.mark.parametrize(("to", "source"), [(0, 0), (1, 0), (0, 3), (63, 64), (17, 5)])
-def test_every_byte_arrives_at_any_alignment_and_none_beside_it(to: int, source: int) -> None:
+def test_every_byte_arrives_at_any_alignment_and_none_beside_it(
+    to: int, source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "pays", lambda nbytes: True)
     given = torch.arange(LARGE + 256, dtype=torch.int64).to(torch.uint8)
     memory = torch.full((LARGE + 256,), 255, dtype=torch.uint8)
-    copy_all([memory[to : to + LARGE]], [given[source : source + LARGE]], past_caches=True)
+    copy_pairs([(memory[to : to + LARGE], given[source : source + LARGE])])
     assert torch.equal(memory[to : to + LARGE], given[source : source + LARGE])
     assert memory[:to].eq(255).all()
     assert memory[to + LARGE :].eq(255).all()
 
 
-def test_tensors_of_every_kind_are_copied_in_one_call() -> None:
+@pytest.mark.parametrize("past_caches", [False, True])
+def test_tensors_of_every_kind_are_copied_in_one_call(past_caches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "pays", lambda nbytes: past_caches)
     torch.manual_seed(1)
     wide = torch.randn(300, 200)
     sources = [
@@ -42,21 +48,20 @@ def test_tensors_of_every_kind_are_copied_in_one_call() -> None:
             torch.ones(0),
         ),
     ]
-    for past_caches in (False, True):
-        found = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
-        found[1] = torch.zeros(200, 300, dtype=torch.float64)
-        copy_all(found, sources, past_caches=past_caches)
-        for one, source in zip(found, sources, strict=True):
-            assert torch.equal(
-                one.float() if one.element_size() == 1 else one,
-                source.to(one.dtype).float() if one.element_size() == 1 else source.to(one.dtype),
-            )
+    found = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+    found[1] = torch.zeros(200, 300, dtype=torch.float64)
+    copy_pairs(zip(found, sources, strict=True))
+    for one, source in zip(found, sources, strict=True):
+        assert torch.equal(
+            one.float() if one.element_size() == 1 else one,
+            source.to(one.dtype).float() if one.element_size() == 1 else source.to(one.dtype),
+        )
 
 
 def test_autograd_notices_the_write() -> None:
     weight = torch.nn.Parameter(torch.ones(LARGE))
     loss = (weight * weight).sum()
-    copy_all([weight.detach()], [torch.zeros(LARGE)], past_caches=True)
+    copy_pairs([(weight.detach(), torch.zeros(LARGE))])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 

@@ -1,0 +1,93 @@
+"""What does one tensor more cost, from ``publish`` to loaded?
+
+    python -m bench.bench_many [--quick] [--repetitions N]
+
+Many small tensors: 1,000 of 1 KiB, and 200,000 of 256 bytes. Trainer and rollout are in
+one process, with a coordinator on a thread. "plain" is a Python loop of ``copy_`` over
+the same tensors, beside it in each repetition; ``publish`` is the call, "to loaded" the
+time from it until the rollout has loaded and reported. The loop runs twice for "to
+loaded": publish and load each copy once. "first" is the first time, which lays out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import replicas
+from bench.support import Bar, busy_ratio, machine, run_bench, show, write
+from replicas.coordinator import Coordinator
+
+SETS = {"1,000 of 1 KiB": (1000, 256), "200,000 of 256 B": (200_000, 64)}
+WAIT_S = 120.0
+BARS = {("1,000 of 1 KiB", "to loaded"): 12.0, ("200,000 of 256 B", "load_into"): 5.0}
+
+
+def _plain(targets: dict[str, torch.Tensor], sources: dict[str, torch.Tensor]) -> None:
+    for name, source in sources.items():
+        targets[name].copy_(source)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _measure(coordinator: Any, count: int, numel: int, repetitions: int) -> dict[str, list[float]]:
+    where: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token}
+    whole = torch.randn(count, numel)
+    weights = {f"t{number}": whole[number].clone() for number in range(count)}
+    model = {name: torch.zeros_like(value) for name, value in weights.items()}
+    found: dict[str, list[float]] = {name: [] for name in ("plain", "publish", "load_into", "to loaded")}
+    with (
+        replicas.join("policy", group="trainer", replica=0, rank=0, world_size=1, **where) as trainer,
+        replicas.join("policy", group="rollout", replica=0, rank=0, world_size=1, **where) as rollout,
+    ):
+        for _ in range(repetitions + 1):
+            found["plain"].append(_timed(lambda: _plain(model, weights)))
+            waiting = rollout.receive()
+            began = time.perf_counter()
+            pending = trainer.publish(weights, new_manifest=True)
+            found["publish"].append(time.perf_counter() - began)
+            with waiting.wait(WAIT_S) as update:
+                found["load_into"].append(_timed(lambda update=update: update.load_into(model)))  # type: ignore[misc]
+            found["to loaded"].append(time.perf_counter() - began)
+            pending.wait(WAIT_S)
+            assert all(torch.equal(model[name], weights[name]) for name in list(weights)[::97])
+            for value in weights.values():
+                value[0] += 1
+    return found
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--repetitions", type=int, default=0)
+    arguments = parser.parse_args()
+    repetitions = arguments.repetitions or (3 if arguments.quick else 9)
+    busy, rows, bars, samples = await busy_ratio(), list[list[str]](), list[Bar](), dict[str, dict[str, list[float]]]()
+    channels = {"policy": {"sources": ["trainer"], "targets": ["rollout"], "deadline": "60s", "slots": 2}}
+    for name, (count, numel) in SETS.items():
+        with Coordinator(channels).in_thread() as coordinator:
+            found = samples[name] = await asyncio.to_thread(_measure, coordinator, count, numel, repetitions)
+        plain = statistics.median(found["plain"][1:])
+        for what, times in found.items():
+            median = statistics.median(times[1:])
+            ratio = median / plain
+            rows.append([name, what, *(f"{one / count * 1e6:.2f}" for one in (median, times[0])), f"{ratio:.1f}"])
+            if (most := BARS.get((name, what))) is not None:
+                bars.append(Bar(f"{name}: {what} takes at most {most:g} x plain", ratio, ratio <= most))
+    show("many tensors", ("tensors", "", "us each", "first", "x plain"), rows)
+    print(*(bar.line() for bar in bars), sep="\n")
+    write("bench_many", {"machine": machine(), "busy_before": busy, "samples": samples})
+
+
+if __name__ == "__main__":
+    run_bench(main())

@@ -1,0 +1,113 @@
+"""A coordinator on an event loop in a thread of its own, for programs that block."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, TypeVar
+
+from replicas import errors
+from replicas.common.logs import Log
+from replicas.common.waits import Latch
+
+__all__ = ["LoopThread"]
+
+T = TypeVar("T", bound=AbstractAsyncContextManager[object])
+
+log = Log("replicas.coordinator")
+
+START_TIMEOUT_S = 120.0
+"""Longest time to open the ports and start the store, which has a limit of its own."""
+CLOSE_TIMEOUT_S = 30.0
+
+
+class LoopThread(Generic[T]):
+    """Holds ``what`` open on its loop until :meth:`close`, or the end of the process.
+
+    As a ``with`` block it gives ``what``.
+
+    Nothing needs to refer to it meanwhile. If its loop ends before, it says so in the
+    log at once, and in :meth:`close`.
+    """
+
+    def __init__(self, what: T) -> None:
+        self._what = what
+        self._pid = os.getpid()
+        self._opened, self._over = Latch(), Latch()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._closing: tuple[BaseException | None] | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="replicas-coordinator", daemon=True)
+
+    def __enter__(self) -> T:
+        self.start()
+        return self._what
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(error)
+
+    def start(self) -> None:
+        """Open it; raises what opening it raises."""
+        atexit.register(self.close)
+        try:
+            self._thread.start()
+            if not self._opened.wait(START_TIMEOUT_S):
+                raise errors.WorldError(f"the coordinator has not started within {START_TIMEOUT_S:g} s")
+            if self._over.is_set and self._error is not None:
+                raise self._error
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End it, because of ``error`` if given; does nothing a second time.
+
+        :raises errors.InternalError: its loop had ended before, or does not end.
+        """
+        if self._pid != os.getpid() or self._closing is not None:
+            return
+        self._closing = (error,)
+        atexit.unregister(self.close)
+        if self._loop is not None and self._stop is not None and not self._over.is_set:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread.ident is not None and not self._over.wait(CLOSE_TIMEOUT_S) and error is None:
+            raise errors.InternalError(f"the coordinator has not ended within {CLOSE_TIMEOUT_S:g} s")
+        if self._over.is_set:
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self._error is not None and error is None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except BaseException as error:  # raised by start() or close()
+            self._error = error
+            if self._opened.is_set:
+                text = f"the coordinator's event loop has ended: {type(error).__name__}: {error}"
+                self._error = error if isinstance(error, Exception) else errors.InternalError(text)
+                log.critical("%s", text, exc_info=error)
+        finally:
+            self._over.set()
+            self._opened.set()
+
+    async def _live(self) -> None:
+        self._stop = asyncio.Event()
+        self._loop = loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_log_exception)  # asyncio's own logger has handlers of the program
+        if self._closing is not None:
+            return
+        await self._what.__aenter__()
+        self._opened.set()
+        try:
+            await self._stop.wait()
+        finally:
+            error = None if self._closing is None else self._closing[0]
+            await self._what.__aexit__(None if error is None else type(error), error, None)
+
+
+def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    log.error("%s", context.get("message"), exc_info=context.get("exception"))

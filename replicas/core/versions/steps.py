@@ -1,0 +1,46 @@
+"""Steps of the training, as publishers give them in ``meta["step"]``.
+
+They grow with the versions. A trainer that restarts without its checkpoint goes on with
+the next version and an early step: its untrained weights are committed and loaded like
+any others. That cannot be refused here, since it may be meant; it is told, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from replicas.core.effects import StepFell
+
+__all__ = ["Steps", "number_in"]
+
+
+def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None:
+    """Return the number that ``meta`` has by this name; None: it has none."""
+    found = (meta or {}).get(key)
+    return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None
+
+
+class Steps:
+    """Watches the steps of one channel's committed versions.
+
+    :ivar reached: the highest so far, or since they last passed it.
+    :ivar fell: how they fell below it; None: they have not, or have passed it again.
+    """
+
+    def __init__(self, channel: str) -> None:
+        self._channel = channel
+        self.reached: int | float | None = None
+        self.fell: StepFell | None = None
+
+    def committed(self, version: int, meta: Mapping[str, object] | None) -> StepFell | None:
+        """Return the event if the step of this version is the first below the last."""
+        step = number_in(meta, "step")
+        if step is None:
+            return None
+        if self.reached is None or step >= self.reached:
+            self.reached, self.fell = step, None
+            return None
+        if self.fell is not None:
+            return None
+        self.fell = StepFell(self._channel, version, step, self.reached)
+        return self.fell

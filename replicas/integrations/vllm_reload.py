@@ -1,0 +1,259 @@
+"""The layers of a vLLM worker's model between two versions: tried, loaded, put back.
+
+Theory of operation
+===================
+
+vLLM's layerwise reload takes the layers apart (their parameters become *meta* tensors,
+without memory), counts the elements that each layer is given, and makes a layer real
+when the count is complete. A layer that was given a part only is made real at the end:
+the rest of it is whatever the memory held before. So a version is *tried* first, when
+its manifest is another one than that of the last good load: its tensors are handed to
+vLLM's own loaders while no layer can become complete, and the regions of each parameter
+that they write are noted. It moves no bytes, and afterwards the parameters are put back
+as they were. What does not fit is known by its name before a layer is touched.
+
+A load that fails half-way is *abandoned*: parameters of unfinished layers are put back.
+The model is a mixture of two versions then, but each of its layers is whole, and the
+next load begins as the first one did.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS, to_meta_tensor
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
+
+from replicas import errors
+
+__all__ = ["Reload"]
+
+logger = logging.getLogger("vllm.replicas")
+_NEVER = -(1 << 62)
+"""A count of elements that no load completes."""
+_NAMED = 5
+_WORDS = 300
+_FITS = "publish hf(model), whose names are those of its checkpoint"
+
+
+class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class has none
+    """Notes which regions of meta parameters are written.
+
+    :param strict: nothing but floats of a usual size may be given for floats.
+    :ivar regions: of each storage, by its address.
+    """
+
+    def __init__(self, names: dict[int, str], *, strict: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own class has none
+        self._names, self._strict = names, strict
+        self.regions: dict[int, set[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default) and args[0].is_meta:
+            self._note(args[0], args[1] if func is aten.copy_.default else None)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, written: torch.Tensor, given: torch.Tensor | None) -> None:
+        storage = _storage(written)
+        if given is not None:
+            self.calls += 1
+            floats = written.is_floating_point() and given.is_floating_point()
+            packed = given.dtype.itemsize == 1 < written.dtype.itemsize
+            if self._strict and written.is_floating_point() and (not floats or packed):
+                name = self._names.get(storage, "a parameter")
+                raise _Misfit(f"{given.dtype} is given for {name}, which is {written.dtype}")
+        region = (int(written.storage_offset()), tuple(written.shape), tuple(written.stride()))
+        self.regions.setdefault(storage, set()).add(region)
+
+    def count(self, tensor: torch.Tensor) -> int:
+        """How many elements of it were written."""
+        return sum(math.prod(shape) for _, shape, _ in self.regions.get(_storage(tensor), ()))
+
+
+class _Misfit(Exception):
+    pass
+
+
+class Reload:
+    """Loads versions into one model.
+
+    :ivar complete: False: versions may lack parameters of the model.
+    """
+
+    def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
+        self._model, self._config, self._device = model, model_config, device
+        self._parameters = frozenset(name for name, _ in model.named_parameters())
+        self._kernels: list[tuple[Any, Any]] = []
+        self._fitting = ""
+        self.complete = True
+
+    def fits(self, manifest: str) -> bool:
+        """Whether a version of this manifest fits, as the last one tried did."""
+        return manifest == self._fitting
+
+    def try_out(self, manifest: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Find out whether a version fits, without a change of the model.
+
+        :raises replicas.errors.ManifestMismatch: it does not; the model is as before.
+        """
+        self.abandon()
+        initialize_layerwise_reload(self._model)
+        last = ""
+        unused: list[str] = []
+
+        def named() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal last
+            for name, tensor in weights:
+                before = given.calls
+                last = f"{name} {list(tensor.shape)}"
+                yield name, tensor
+                if given.calls == before:
+                    unused.append(name)
+
+        try:
+            given = _Given(self._hold_up(), strict=self._config.quantization is None)
+            with given, torch.no_grad():
+                loaded = self._model.load_weights(named())
+            self._check_names(loaded)
+            self._check_layers(given)
+        except errors.ReplicasError:
+            raise
+        except Exception as error:
+            what, text = type(self._model).__name__, f"{type(error).__name__} {str(error)[:_WORDS]}".strip()
+            text = str(error) if isinstance(error, _Misfit) else f"near {last}: {text}"
+            raise errors.ManifestMismatch(f"it does not fit {what} ({_FITS}); {text}", phase="load", hint="") from error
+        finally:
+            self.abandon()
+        if 2 * len(unused) < given.calls:  # else the model collects them before it loads
+            self._warn(unused)
+        self._fitting = manifest
+
+    def _hold_up(self) -> dict[int, str]:
+        """Let no layer become complete; names of all parameters, by their storage."""
+        names: dict[int, str] = {}
+        for path, layer in self._model.named_modules():
+            get_layerwise_info(layer).load_numel = _NEVER
+            for name, tensor in get_layer_tensors(layer).items():
+                if not tensor.is_meta:  # vLLM keeps some real, and loads into them at once
+                    tensor = to_meta_tensor(tensor)
+                    (layer._parameters if name in layer._parameters else layer._buffers)[name] = tensor
+                names[_storage(tensor)] = f"{path}.{name}"
+        return names
+
+    def _check_names(self, loaded: set[str] | None) -> None:
+        """Compare the parameters that are given with the model's, as vLLM's own loader
+        does."""
+        if not self.complete or loaded is None or self._config.quantization is not None:
+            return
+        if missing := sorted(self._parameters - loaded):
+            text = f"it has no weights for {len(missing)} of the model's parameters: {_some(missing)}"
+            raise errors.ManifestMismatch(
+                f"{text} ({_FITS}; --partial if the trainer leaves these out)", phase="load", hint=""
+            )
+
+    def _check_layers(self, given: _Given) -> None:
+        """Refuse layers of which a part is given, and the rest is not."""
+        torn = []
+        for path, layer in self._model.named_modules():
+            if is_deferred_attention_layer(layer):
+                continue
+            tensors = {name: one for name, one in get_layer_tensors(layer).items() if name not in SKIP_LOAD_TENSORS}
+            counts = {name: (given.count(one), get_tensor_load_numel(one)) for name, one in tensors.items()}
+            if not any(count for count, _ in counts.values()):
+                continue  # it keeps its weights
+            for name, (count, total) in counts.items():
+                optional = (
+                    name not in layer._parameters or name in SKIP_TENSORS or self._config.quantization is not None
+                )
+                if count < total and (count or not optional):
+                    torn.append(f"{path}.{name} ({count} of {total} elements)")
+        if torn:
+            text = f"it has a part only of {len(torn)} of the model's layers: {_some(torn)}"
+            raise errors.ManifestMismatch(
+                f"{text}; publish all tensors of which a layer is made", phase="load", hint=""
+            )
+
+    def _warn(self, unused: list[str]) -> None:
+        if unused:
+            logger.warning("%d tensors of the version are not the model's, and ignored: %s", len(unused), _some(unused))
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load a version that fits; :meth:`finish` follows."""
+        self.abandon()
+        if self._device.type == "cpu":
+            self._forget_kernels()
+        initialize_layerwise_reload(self._model)
+        self._check_names(self._model.load_weights(iter(weights)))
+
+    def finish(self) -> None:
+        """Put the layers together."""
+        finalize_layerwise_reload(self._model, self._config)
+        if self._device.type == "cpu":
+            self._restore_kernels()
+            self._pack_tied_layers()
+
+    def abandon(self) -> None:
+        """Put back the parameters of all layers that are not finished."""
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                info.reset()
+        if hasattr(self._model, "_original_do_torchao_reload"):
+            self._model._do_torchao_reload = self._model._original_do_torchao_reload
+        self._restore_kernels()
+
+    def _forget_kernels(self) -> None:
+        """Have layers of experts packed anew.
+
+        On a CPU vLLM packs their weights when it makes their kernel, and not when it
+        reloads them: it would compute with unpacked ones.
+        """
+        for layer in self._model.modules():
+            method: Any = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                self._kernels.append((method, method.moe_kernel))
+                method.moe_kernel = None
+
+    def _restore_kernels(self) -> None:
+        """Give layers that were not loaded their kernels back."""
+        for method, kernel in self._kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+        self._kernels.clear()
+
+    def _pack_tied_layers(self) -> None:
+        """Pack the weights of tied layers again.
+
+        On a CPU vLLM computes with a packed copy of a layer's weight, and makes a new
+        one for the layers that were given weights. An output layer that is tied to the
+        embedding was given none: it would go on with the version before. (On a GPU the
+        layers share the memory itself.)
+        """
+        layers: dict[int, list[Any]] = {}
+        for layer in self._model.modules():
+            weight = layer._parameters.get("weight")
+            if weight is not None and getattr(layer, "quant_method", None) is not None:
+                layers.setdefault(id(weight), []).append(layer)
+        for layer in (one for tied in layers.values() if len(tied) > 1 for one in tied):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}"

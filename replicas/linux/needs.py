@@ -1,0 +1,92 @@
+"""What this library needs of its process and kernel: ask for it at the start.
+
+A container or a unit of systemd may hide ``/proc/sys`` or deny calls of the kernel one
+by one; a library may have replaced threads and selectors. Each would show later, as an
+error without a name. Standard library only.
+"""
+
+from __future__ import annotations
+
+import _thread
+import errno
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType
+from typing import NamedTuple
+
+from replicas import errors
+from replicas.linux import inherited
+from replicas.linux.processes import boot_id
+
+__all__ = ["CALLS", "Missing", "check", "missing"]
+
+_DENIED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+
+
+class Missing(NamedTuple):
+    """``what`` is not given, and the options that give it."""
+
+    what: str
+    remedy: str
+
+
+def _open() -> int:
+    return os.pidfd_open(os.getpid())
+
+
+def _signal() -> int:
+    pidfd = _open()
+    try:
+        signal.pidfd_send_signal(pidfd, 0)
+    except BaseException:
+        os.close(pidfd)
+        raise
+    return pidfd
+
+
+CALLS: dict[str, Callable[[], int]] = {
+    "pidfd_open": _open,
+    "pidfd_send_signal": _signal,
+    "memfd_create": lambda: os.memfd_create("replicas-probe"),
+}
+"""Calls of the kernel, each as a function that opens a descriptor by it."""
+_SECCOMP = (
+    "the kernel is older than 5.3, or a seccomp filter denies it: with docker leave out --security-opt seccomp=..., or "
+    "allow it in that profile; in Kubernetes set securityContext.seccompProfile.type: RuntimeDefault; in a unit of "
+    "systemd set SystemCallFilter=@system-service"
+)
+_PROC = "/proc/sys is hidden: in a unit of systemd set ProcSubset=all; in a container mount the whole of /proc"
+_REPLACED = (
+    "gevent and eventlet do so: leave them out (monkey.patch_all(thread=False, select=False)), or use this library in "
+    "another process"
+)
+
+
+def missing() -> Iterator[Missing]:
+    """Ask for each thing that is needed; yield those that are not there."""
+    if not hasattr(select, "epoll") or not isinstance(_thread.start_new_thread, BuiltinFunctionType):
+        yield Missing("Python's own threads and selectors were replaced in this process", _REPLACED)
+    for name, call in CALLS.items():
+        try:
+            os.close(call())
+        except OSError as error:
+            if error.errno in _DENIED:
+                yield Missing(f"{name} is refused: {error.strerror}", _SECCOMP)
+    try:
+        boot_id()
+    except OSError as error:
+        yield Missing(f"the id of this boot cannot be read: {error.strerror}: {error.filename}", _PROC)
+
+
+def check() -> None:
+    """Check that this process has what is needed.
+
+    :raises replicas.errors.UsageError: it lacks something; the text names it, and the
+        option that gives it.
+    """
+    inherited.check_proc()
+    if found := list(missing()):
+        remedies = dict.fromkeys(one.remedy for one in found)
+        raise errors.UsageError("; ".join(one.what for one in found), hint=". ".join(remedies))

@@ -1,0 +1,52 @@
+"""Errors of the kernel that mean "too little now", and the limit behind them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+__all__ = ["SCARCE", "limit"]
+
+SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Transient errors: they do not say whether two processes can share memory."""
+
+
+def limit(error: OSError) -> tuple[str, str]:
+    """An error of :data:`SCARCE` as text, with the limit that it met; the remedy."""
+    why, remedy = _limit(error)
+    return f"{os.strerror(error.errno or 0)}: {why}", remedy
+
+
+def _limit(error: OSError) -> tuple[str, str]:
+    if error.errno == errno.EMFILE:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"this process may have {most} files open", "raise the limit of open files (ulimit -n)"
+    if error.errno == errno.ENFILE:
+        return f"this machine may have {_sysctl('fs/file-max')} files open", "raise fs.file-max"
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most != resource.RLIM_INFINITY:
+        return f"this process may have {most} bytes of address space", "raise that limit (ulimit -v)"
+    maps = _sysctl("vm/max_map_count")
+    have = _mappings()
+    if maps.isdecimal() and have + 2 >= int(maps):
+        return f"this process may have {maps} mappings, and has {have}", "raise vm.max_map_count"
+    if _sysctl("vm/overcommit_memory") == "2":
+        return "this machine promises no more memory than it has (vm.overcommit_memory = 2)", "allow more of it"
+    return "the kernel has no memory left for it", "free memory, or raise the container's limit"
+
+
+def _mappings() -> int:
+    try:
+        with Path("/proc/self/maps").open("rb") as lines:
+            return sum(1 for _ in lines)
+    except OSError:  # no descriptor is left for it
+        return 0
+
+
+def _sysctl(name: str) -> str:
+    try:
+        return Path(f"/proc/sys/{name}").read_text().strip()
+    except OSError:  # hidden in some containers
+        return "a limited number of"

@@ -1,0 +1,252 @@
+"""A door: a socket at which processes of other pid namespaces fetch descriptors.
+
+Theory of operation
+===================
+
+Mostly a process opens another one's memory as ``/proc/PID/fd/FD``, which needs one pid
+namespace and the permission to look (no ``ptrace``, ``pidfd_getfd`` or
+``process_vm_readv``). Containers of one machine have pid namespaces of their own.
+Therefore each process with a beacon has a *door* as well: an abstract Unix socket, at
+which a thread answers. A client names a descriptor, and gets a new file description of
+that file, for reading only (``SCM_RIGHTS``): with locks of its own, mapped like any
+other, at full speed. Only a memfd is given away.
+
+An abstract socket belongs to a network namespace, and leaves nothing behind when its
+process is killed. So containers share memory if they share the pid or the network
+namespace; else their versions go through the process group.
+
+**Who gets in.** Both ends check that the other is of the same user, and prove that they
+know the door's secret, which travels only in messages of the run's coordinator: root in
+one container is not root in another one, and a name may be bound by another process
+once its owner is dead. A door has at most :data:`CLIENTS` connections; one that has not
+asked within :data:`PATIENCE_S` is closed. A client waits at most :data:`ANSWER_S`, and
+never on a thread that must not block.
+
+A client keeps one connection to each door from which it has fetched something, and so
+learns that the process has ended (:func:`is_open`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+
+from replicas.linux.files import open_plain
+from replicas.linux.sockets import SocketAddress, peer_uid
+
+__all__ = ["ANSWER_S", "Door", "fetch", "is_open"]
+
+CLIENTS = 1024
+"""Connections at a time: one for each process of the host that reads this memory."""
+PATIENCE_S = 5.0
+"""How long a connection may last without a request."""
+ANSWER_S = 2.0
+"""How long a client waits: the process may be frozen."""
+
+_SCARCE_S = 0.1
+"""Pause after a client that could not be accepted: it still waits."""
+_CHALLENGE_NBYTES = 16
+_REQUEST = struct.Struct("<qqq")  # descriptor, inode and size; -1: any
+_MAC_NBYTES = 32
+_GIVEN, _NOT_THERE = b"\1", b"\0"
+_MESSAGE_NBYTES = 256
+
+
+class Door:
+    """The door of this process, until it ends."""
+
+    def __init__(self) -> None:
+        """Open it; OSError or RuntimeError: no socket or no thread can be had."""
+        self.address = SocketAddress(f"replicas-door-{secrets.token_hex(8)}", secrets.token_hex(16))
+        self._clients: dict[socket.socket, _Client] = {}
+        self._socket = self.address.listen()
+        self._socket.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        try:
+            threading.Thread(target=self._serve, name="replicas door", daemon=True).start()
+        except RuntimeError:
+            self.forget()
+            raise
+        os.register_at_fork(after_in_child=self.forget)
+
+    def forget(self) -> None:
+        """Close it; in a forked child, which would keep clients waiting."""
+        self._selector.close()
+        for one in (self._socket, *self._clients):
+            one.close()
+        self._clients.clear()
+
+    def _serve(self) -> None:
+        while True:
+            waiting = [client.until for client in self._clients.values() if not client.served]
+            limit = max(0.0, min(waiting) - time.monotonic()) if waiting else None
+            for key, _ in self._selector.select(limit):
+                assert isinstance(key.fileobj, socket.socket)
+                try:
+                    if key.fileobj is self._socket:
+                        self._admit()
+                    elif not self._answer(key.fileobj, self._clients[key.fileobj]):
+                        self._drop(key.fileobj)
+                except OSError:  # it is gone, or this process has no descriptor left
+                    if key.fileobj is not self._socket:
+                        self._drop(key.fileobj)
+                    else:
+                        time.sleep(_SCARCE_S)
+            now = time.monotonic()
+            for one in [one for one, client in self._clients.items() if not client.served and client.until < now]:
+                self._drop(one)
+
+    def _admit(self) -> None:
+        one, _ = self._socket.accept()
+        if len(self._clients) >= CLIENTS or peer_uid(one) != os.geteuid():
+            one.close()
+            return
+        one.setblocking(False)
+        client = self._clients[one] = _Client()
+        self._selector.register(one, selectors.EVENT_READ)
+        one.send(client.challenge)
+
+    def _answer(self, one: socket.socket, client: _Client) -> bool:
+        """Answer one request; False: there will be no other one."""
+        message = one.recv(_MESSAGE_NBYTES)
+        theirs, mac, request = _split(message)
+        if len(request) != _REQUEST.size or not _proves(mac, self.address, b"ask", client.challenge, theirs, request):
+            return False
+        number, inode, nbytes = (value if value >= 0 else None for value in _REQUEST.unpack(request))
+        client.served = True
+        try:
+            fd = open_plain(os.getpid(), -1 if number is None else number, inode=inode, nbytes=nbytes)
+        except FileNotFoundError:
+            one.send(_mac(self.address, b"give", theirs, client.challenge, request, _NOT_THERE) + _NOT_THERE)
+            return True
+        try:
+            fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # OSError: it is no memfd
+            reply = _mac(self.address, b"give", theirs, client.challenge, request, _GIVEN) + _GIVEN
+            socket.send_fds(one, [reply], [fd])
+        finally:
+            os.close(fd)
+        return True
+
+    def _drop(self, one: socket.socket) -> None:
+        del self._clients[one]
+        self._selector.unregister(one)
+        one.close()
+
+
+@dataclass(eq=False)
+class _Client:
+    """``served``: it has proven who it is."""
+
+    challenge: bytes = field(default_factory=lambda: secrets.token_bytes(_CHALLENGE_NBYTES))
+    until: float = field(default_factory=lambda: time.monotonic() + PATIENCE_S)
+    served: bool = False
+
+
+_open: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
+    """A descriptor for reading of the file that a process has open; it may block.
+
+    :raises FileNotFoundError: the descriptor is closed, or is now another file's.
+    :raises ConnectionError: there is no such door in this network namespace, or whoever
+        answers hangs up.
+    :raises PermissionError: whoever answers is not the process, or of another user.
+    :raises OSError: there is no answer in time, or no descriptor left here.
+    """
+    address = SocketAddress.parse(door)
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        one.settimeout(ANSWER_S)
+        one.connect("\0" + address.name)
+        if peer_uid(one) != os.geteuid():
+            raise PermissionError("the process with the memory is another user's")
+        theirs, ours, request = one.recv(_MESSAGE_NBYTES), secrets.token_bytes(16), _REQUEST.pack(fd, inode, nbytes)
+        one.send(ours + _mac(address, b"ask", theirs, ours, request) + request)
+        reply, fds, flags, _ = socket.recv_fds(one, _MESSAGE_NBYTES, 1)
+        try:
+            _check(address, reply, ours, theirs, request)
+            if flags & socket.MSG_CTRUNC or (reply.endswith(_GIVEN) and not fds):
+                raise OSError("no descriptor is left here, or the system does not let it pass")
+            if not fds:
+                raise FileNotFoundError
+            os.set_inheritable(fds[0], False)
+        except BaseException:
+            for received in fds:
+                os.close(received)
+            raise
+    except BaseException:
+        one.close()
+        raise
+    _keep(door, one.detach())
+    return fds[0]
+
+
+def is_open(door: str) -> bool:
+    """Whether the process is alive, from whose door something was fetched here."""
+    with _lock:
+        one = _open.get(door)
+        if one is None:
+            return False
+        if not _has_ended(one):
+            return True
+        os.close(_open.pop(door))
+        return False
+
+
+def _keep(door: str, one: int) -> None:
+    with _lock:
+        for known, other in list(_open.items()):
+            if known == door or _has_ended(other):
+                os.close(_open.pop(known))
+        _open[door] = one
+
+
+def _has_ended(one: int) -> bool:
+    waiting = select.poll()
+    waiting.register(one, select.POLLIN | select.POLLHUP)
+    return bool(waiting.poll(0))
+
+
+def _check(address: SocketAddress, reply: bytes, ours: bytes, theirs: bytes, request: bytes) -> None:
+    if not reply:
+        raise ConnectionResetError("the process with the memory hung up")
+    mac, status = reply[:_MAC_NBYTES], reply[_MAC_NBYTES:]
+    if not _proves(mac, address, b"give", ours, theirs, request, status):
+        raise PermissionError("the process with the memory did not prove who it is")
+
+
+def _split(message: bytes) -> tuple[bytes, bytes, bytes]:
+    end = _CHALLENGE_NBYTES + _MAC_NBYTES
+    return message[:_CHALLENGE_NBYTES], message[_CHALLENGE_NBYTES:end], message[end:]
+
+
+def _mac(address: SocketAddress, *parts: bytes) -> bytes:
+    return hmac.digest(address.secret.encode(), b"".join(parts), "sha256")
+
+
+def _proves(mac: bytes, address: SocketAddress, *parts: bytes) -> bool:
+    return hmac.compare_digest(mac, _mac(address, *parts))
+
+
+def _forget() -> None:
+    """In a forked child: the connections are the parent's."""
+    global _lock  # a thread may have had it
+    _lock = threading.Lock()
+    for one in _open.values():
+        os.close(one)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

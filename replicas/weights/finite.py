@@ -1,0 +1,39 @@
+"""Find values that are not finite (NaN, infinities) in the bytes of a version."""
+
+from __future__ import annotations
+
+import torch
+
+from replicas.core.versions.manifest import PartManifest
+from replicas.weights.layout import Places
+
+__all__ = ["not_finite"]
+
+CHUNK = 1 << 22
+"""Elements looked at together: what is made of them stays in the caches."""
+
+
+def not_finite(data: torch.Tensor, manifest: PartManifest) -> dict[str, int]:
+    """Return how many values of each tensor are not finite, by name; without zeros.
+
+    :param data: the data section of an image, or a packed part; on any device.
+    """
+    places, found = Places(manifest), dict[str, int]()
+    for number, view in zip(places.order, places.views(data, as_bits=False), strict=True):
+        index = number if manifest.pieces is None else manifest.pieces[number].tensor
+        name = manifest.tensors[index].name
+        if (view.is_floating_point() or view.is_complex()) and (count := _count(view)):
+            found[name] = found.get(name, 0) + count
+    return found
+
+
+def _count(view: torch.Tensor) -> int:
+    count = 0
+    for chunk in torch.split(view.reshape(-1), CHUNK):
+        try:
+            finite = torch.isfinite(chunk)
+        except RuntimeError:  # a dtype of few bits, which torch only casts
+            finite = torch.isfinite(chunk.to(torch.float32))
+        if not bool(finite.all()):
+            count += int((~finite).sum())
+    return count

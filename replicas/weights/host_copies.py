@@ -1,0 +1,359 @@
+"""Copies between bytes of ours and tensors of the user's, in host memory.
+
+Theory of operation
+===================
+
+Between any two lines of ours another thread may give a parameter other memory, free it
+or resize it. So what was found out about a tensor holds only as long as it has its
+memory at the same address. A look (:meth:`Kinds.look`) notes the address first, then
+shape, dtype and strides. The copy asks for the address once more, while no Python code
+can run (:mod:`replicas.weights.streaming`). If it is another one, the tensors are
+looked at anew, and copied from or to where they are now: each tensor's bytes are the
+old or the new ones.
+
+A tensor that takes several steps is first replaced by a private alias, which keeps its
+storage. When even that memory goes, the copy ends with ManifestMismatch.
+
+:class:`HostCopies` is the one description of a copy, in both directions: *cuts* of the
+pieces (some of them, or rows of one), the address of our side of each, and the tensors.
+Tensors that are one run of just the bytes to copy need no view of either side.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from replicas.errors import ManifestMismatch, ReplicasError
+from replicas.messages.bounds import text_of
+from replicas.weights import streaming
+from replicas.weights.streaming import Addresses, Moved, Private
+from replicas.weights.tensors import is_copied, why_unusable, written_as_bits
+
+__all__ = ["LOOK", "STEP_NBYTES", "Cut", "Found", "HostCopies", "Kinds", "cuts_of", "unusable"]
+
+STEP_NBYTES = 4 << 20
+"""Bytes per step and thread, about: 1 MiB made two threads a fifth slower, 16 MiB no
+faster."""
+LOOK = 2048
+"""How many tensors are looked at together: so many fit the CPU caches."""
+TIMES = 100
+"""How often memory is looked for that moves again and again."""
+
+_SHAPE, _DTYPE, _ON_CPU = map(operator.attrgetter, ("shape", "dtype", "is_cpu"))
+
+
+def unusable(name: str, tensor: torch.Tensor, why: str = "") -> ManifestMismatch:
+    """The error for a tensor whose elements cannot be read or written."""
+    text = f"tensor {name!r} {why or why_unusable(tensor) or 'changes while it is copied'}"
+    return ManifestMismatch(text, hint="give dense tensors that have memory of their own, and keep it meanwhile")
+
+
+@dataclass(eq=False)
+class Found:
+    """Plain tensors and their memory, in the order in which they are copied.
+
+    :ivar addresses: of the first element of each.
+    :ivar needed: bytes from the start of its storage to its last element.
+    :ivar runs: it is one run of just the bytes to copy, in host memory.
+    :ivar elsewhere: one that is not in host memory.
+    """
+
+    tensors: list[torch.Tensor]
+    addresses: Addresses
+    needed: Addresses
+    runs: npt.NDArray[np.bool_]
+    elsewhere: torch.Tensor | None = None
+
+    def of(self, picks: Sequence[int]) -> Found:
+        """Some of them, in this order."""
+        tensors = [self.tensors[number] for number in picks]
+        order = np.array(picks, dtype=np.intp)
+        return Found(tensors, self.addresses[order], self.needed[order], self.runs[order], self.elsewhere)
+
+    def update(self, some: slice, found: Found) -> None:
+        self.addresses[some], self.needed[some], self.runs[some] = found.addresses, found.needed, found.runs
+
+
+class Kinds:
+    """Shapes and dtypes, by which tensors are known again.
+
+    :param published: the dtypes of the bytes on the other side of a copy.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], published: Sequence[torch.dtype]
+    ) -> None:
+        self.shapes, self.dtypes = list(shapes), list(dtypes)
+        self.items = np.fromiter((dtype.itemsize for dtype in dtypes), dtype=np.uintp, count=len(self.dtypes))
+        self.sizes = np.fromiter(map(math.prod, shapes), dtype=np.uintp, count=len(self.dtypes)) * self.items
+        self.kept = np.fromiter(map(operator.is_, dtypes, published), dtype=np.bool_, count=len(self.dtypes))
+        self.complex = any(dtype.is_complex for dtype in set(dtypes))
+
+    def differs(self, index: int, tensor: torch.Tensor) -> str:
+        """How a tensor is not what it was, or ""."""
+        if tensor.shape == self.shapes[index] and tensor.dtype is self.dtypes[index]:
+            return ""
+        was = f"{self.dtypes[index]}{list(self.shapes[index])}"
+        return f"was {was}, and is {tensor.dtype}{list(tensor.shape)}"
+
+    def look(self, tensors: Sequence[torch.Tensor], first: int = 0) -> Found | None:
+        """Look at tensors of plain types, from number ``first`` on.
+
+        None: one has another shape or dtype, or no memory.
+        """
+        count = len(tensors)
+        found = Found(list(tensors), np.empty(count, np.uintp), np.empty(count, np.uintp), np.zeros(count, np.bool_))
+        for start in range(0, count, LOOK):
+            if not self._look(found, slice(start, start + LOOK), first):
+                return None
+        return found
+
+    def _look(self, found: Found, few: slice, first: int) -> bool:
+        some = found.tensors[few]
+        size = len(some)
+        these = slice(few.start + first, few.start + first + size)
+        try:
+            addresses = np.fromiter(map(torch.Tensor.data_ptr, some), np.uintp, size)
+            offsets = np.fromiter(map(torch.Tensor.storage_offset, some), np.uintp, size)
+        except RuntimeError:  # it has no storage: it is sparse, say
+            return False
+        if not all(map(operator.eq, map(_SHAPE, some), self.shapes[these])):
+            return False
+        if not all(map(operator.is_, map(_DTYPE, some), self.dtypes[these])):
+            return False
+        sizes = self.sizes[these]
+        if np.any((addresses == 0) & (sizes != 0)):
+            return False
+        found.addresses[few], found.needed[few] = addresses, offsets * self.items[these] + sizes
+        if not all(map(_ON_CPU, some)):
+            found.elsewhere = found.elsewhere or next(tensor for tensor in some if not tensor.is_cpu)
+        elif streaming.available:
+            found.runs[few] = self.kept[these]
+            found.runs[few] &= np.fromiter(map(torch.Tensor.is_contiguous, some), np.bool_, size)
+            for lazy in (torch.Tensor.is_neg, torch.Tensor.is_conj)[: 1 + self.complex]:
+                if any(map(lazy, some)):
+                    found.runs[few] &= ~np.fromiter(map(lazy, some), np.bool_, size)
+        return True
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one step copies: bytes ``start`` to ``end``, pieces ``first`` to ``last``.
+
+    :param axis: -1: whole pieces; else ``rows`` indices of this axis of piece
+        ``first``, from ``row`` on.
+    """
+
+    start: int
+    end: int
+    first: int
+    last: int
+    axis: int = -1
+    row: int = 0
+    rows: int = 0
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, or rows of one, that it takes of a list with one per piece."""
+        if self.axis < 0:
+            return list(tensors[self.first : self.last])
+        return [self.rows_of(tensors[self.first])]
+
+    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.axis < 0 else tensor.narrow(self.axis, self.row, self.rows)
+
+
+def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[int, ...]], nbytes: int) -> list[Cut]:
+    """Cuts of about ``nbytes``, and not too many pieces, which are everything."""
+    cuts: list[Cut] = []
+    first = start = behind = 0
+    for index, (begin, end) in enumerate(zip(starts, ends, strict=True)):
+        if index > first and (end - start > nbytes or index - first >= 4 * LOOK):
+            cuts.append(Cut(start, behind, first, index))
+            first, start = index, begin
+        if end - begin > nbytes:
+            cuts.extend(_rows(index, begin, end - begin, shapes[index], nbytes))
+            first, start = index + 1, end
+        behind = end
+    if first < len(starts):
+        cuts.append(Cut(start, behind, first, len(starts)))
+    return cuts
+
+
+def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
+    """Cut one piece into runs of bytes along its first axis longer than 1."""
+    axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
+    row_nbytes = nbytes // shape[axis]
+    rows = max(1, step_nbytes // row_nbytes)
+    for row in range(0, shape[axis], rows):
+        count = min(rows, shape[axis] - row)
+        yield Cut(start, start + count * row_nbytes, index, index + 1, axis, row, count)
+        start += count * row_nbytes
+
+
+def _nothing(start: int, end: int) -> None:
+    pass
+
+
+class HostCopies:
+    """Copies between pieces of ours and the user's tensors, one for each, on the CPU.
+
+    :param ours: the address of each piece.
+    :param starts: the byte at which each piece counts as starting, as in ``cuts``.
+    :param views: gives the pieces as tensors, for what is no run.
+    :param kinds: of the tensors that were found.
+    :param load: copy to the tensors; False: from them.
+    :param name: tells the name of a piece's tensor.
+    """
+
+    def __init__(
+        self,
+        found: Found,
+        kinds: Kinds,
+        ours: Addresses,
+        starts: Sequence[int],
+        views: Callable[[], Sequence[torch.Tensor]],
+        *,
+        load: bool,
+        name: Callable[[int], str],
+    ) -> None:
+        self._found, self._kinds, self._ours, self._starts = found, kinds, ours, starts
+        self._views, self._load, self._name = views, load, name
+        self.runs = bool(found.runs.all())
+        """Nothing is to be copied by torch."""
+
+    def run(
+        self, cuts: Sequence[Cut], threads: int, *, past_caches: bool, done: Callable[[int, int], object] = _nothing
+    ) -> None:
+        """Make all steps on this thread, and the threads of the C library.
+
+        :param done: called with the bytes of each step.
+        """
+        for task in self.tasks(cuts, threads=threads, past_caches=past_caches, done=done):
+            task()
+
+    def tasks(
+        self,
+        cuts: Sequence[Cut],
+        *,
+        past_caches: bool,
+        done: Callable[[int, int], object] = _nothing,
+        threads: int = 1,
+    ) -> list[Callable[[], None]]:
+        """A task for each step; it keeps tensors that take several steps."""
+        for index in {cut.first for cut in cuts if cut.axis >= 0}:
+            with torch.no_grad():
+                self._found.tensors[index] = self._found.tensors[index].detach()
+            self._look_again(slice(index, index + 1))  # it may have moved before
+
+        def task(cut: Cut) -> None:
+            self.copy(cut, threads=threads, past_caches=past_caches)
+            done(cut.start, cut.end)
+
+        return [partial(task, cut) for cut in cuts]
+
+    def copy(self, cut: Cut, *, threads: int = 1, past_caches: bool = False) -> None:
+        """Make one step.
+
+        :raises ManifestMismatch: a tensor's memory has gone, or another shape or dtype
+            has come.
+        """
+        some = slice(cut.first, cut.last)
+        for _ in range(TIMES):
+            try:
+                numbers = np.flatnonzero(self._found.runs[some])
+                if len(numbers):
+                    self._copy_runs(cut, numbers, threads, past_caches)
+                if len(numbers) < cut.last - cut.first:
+                    self._copy_others(cut, np.flatnonzero(~self._found.runs[some]))
+                if self._load:
+                    _written(self._found.tensors[some])
+                return
+            except Moved:
+                if cut.axis >= 0:
+                    raise unusable(
+                        self._name(cut.first), self._found.tensors[cut.first], "was freed or resized"
+                    ) from None
+                self._look_again(some)
+            except (ReplicasError, MemoryError):
+                raise
+            except Exception as error:  # torch's own, of memory that has gone meanwhile; or those of a mode of torch's
+                raise self._unusable(cut, f"cannot be copied: {type(error).__name__}: {text_of(error)}") from error
+        raise self._unusable(cut, "changes while it is copied")
+
+    def _unusable(self, cut: Cut, why: str) -> ManifestMismatch:
+        """The error for a tensor of the step: one without memory, else the first."""
+        tensors = self._found.tensors
+        index = next((index for index in range(cut.first, cut.last) if why_unusable(tensors[index])), cut.first)
+        return unusable(self._name(index), tensors[index], why_unusable(tensors[index]) or why)
+
+    def _copy_runs(self, cut: Cut, numbers: npt.NDArray[np.intp], threads: int, past_caches: bool) -> None:
+        found = self._found
+        if cut.axis >= 0 or len(numbers) == cut.last - cut.first:
+            those: slice | npt.NDArray[np.intp] = slice(cut.first, cut.last)
+            tensors = found.tensors[cut.first : cut.last]
+        else:
+            those = numbers + cut.first
+            tensors = [found.tensors[number] for number in those]
+        addresses, ours, sizes = found.addresses[those], self._ours[those], self._kinds.sizes[those]
+        if cut.axis >= 0:
+            skipped = np.uintp(cut.start - self._starts[cut.first])
+            addresses, ours, sizes = addresses + skipped, ours + skipped, np.array([cut.end - cut.start], np.uintp)
+        check = streaming.still_there(tensors, found.addresses[those], found.needed[those])
+        to, sources = (addresses, ours) if self._load else (ours, addresses)
+        streaming.copy_runs(check, to, sources, sizes, threads=threads, past_caches=past_caches)
+
+    def _copy_others(self, cut: Cut, numbers: npt.NDArray[np.intp]) -> None:
+        """By torch, and private memory: with casts and strides."""
+        pieces = self._views()
+        pairs = []
+        for index in (numbers + cut.first).tolist():
+            tensor, piece = cut.rows_of(self._alias(index)), cut.rows_of(pieces[index])
+            if not is_copied(tensor.dtype):  # not every torch copies it: ours may be integers already
+                piece = piece.view(tensor.dtype)
+            if self._load and tensor.dtype == piece.dtype:
+                tensor, piece = written_as_bits(tensor, piece)
+            elif not is_copied(tensor.dtype):
+                piece, tensor = written_as_bits(piece, tensor)
+            pairs.append((tensor, piece))
+        tensors, ours = [one for one, _ in pairs], [one for _, one in pairs]
+        with torch.inference_mode() if any(map(torch.Tensor.is_inference, tensors)) else torch.no_grad():
+            private = Private(tensors)
+            if self._load:
+                torch._foreach_copy_(private.views, ours)
+                private.give()
+            else:
+                private.take()
+                torch._foreach_copy_(ours, private.views)
+
+    def _alias(self, index: int) -> torch.Tensor:
+        with torch.no_grad():
+            tensor = self._found.tensors[index].detach()
+        if tensor.shape != self._kinds.shapes[index] or tensor.dtype is not self._kinds.dtypes[index]:
+            raise Moved
+        return tensor
+
+    def _look_again(self, some: slice) -> None:
+        tensors = self._found.tensors[some]
+        found = self._kinds.look(tensors, some.start)
+        if found is not None and found.elsewhere is None:
+            self._found.update(some, found)
+            return
+        for index, tensor in enumerate(tensors, some.start):
+            if why := why_unusable(tensor) or self._kinds.differs(index, tensor):
+                raise unusable(self._name(index), tensor, why)
+            if not tensor.is_cpu:
+                raise unusable(self._name(index), tensor, f"was on the cpu, and is on {tensor.device}")
+
+
+def _written(tensors: Sequence[torch.Tensor]) -> None:
+    """Tell autograd, as every write of torch's own does."""
+    inference = any(map(torch.Tensor.is_inference, tensors))
+    torch.autograd.graph.increment_version([one for one in tensors if not (inference and one.is_inference())])

@@ -1,0 +1,62 @@
+"""A source of weights in the form of vLLM 0.33: ``metadata`` as a property, and passes
+``iter_full()`` and ``iter_local()`` in place of an iteration.
+
+Its rows say which trainer ranks own a tensor and how it is laid out across them, so a
+rank's own pieces become shards without a gather.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["Passes", "with_passes"]
+
+Piece = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], object]
+
+
+class Passes:
+    """Such a source as a stream of (name, tensor), with ``metadata()``.
+
+    :param mode: ``"image"``: whole tensors. ``"parts"``: this rank's own pieces.
+    :param shard: makes one of a tensor, its offsets, and the shape of the whole.
+    """
+
+    def __init__(self, source: Any, mode: Literal["image", "parts"], shard: Piece) -> None:
+        self._source, self._mode, self._shard = source, mode, shard
+
+    def metadata(self) -> Any:
+        """Name, dtype and shape of each tensor."""
+        return self._source.metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        if self._mode == "image" or not callable(getattr(self._source, "iter_local", None)):
+            return iter(self._source.iter_full())
+        rows = {row.name: row for row in self._source.metadata}
+        return ((name, self._piece(rows[name], tensor)) for name, tensor in self._source.iter_local())
+
+    def _piece(self, row: Any, local: torch.Tensor) -> object:
+        """This rank's piece of a tensor; the whole of it, where it is not sharded."""
+        if row.placements is None:
+            return local
+        offsets, extents = [0] * len(row.shape), list(row.shape)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        place = row.owners.index(rank)
+        for axis, placement in enumerate(row.placements):
+            size = row.mesh_shape[axis]
+            coordinate = place // math.prod(row.mesh_shape[axis + 1 :]) % size
+            if (dim := getattr(placement, "dim", None)) is not None:  # as torch.chunk splits
+                chunk = -(-extents[dim] // size)
+                begin = min(coordinate * chunk, extents[dim])
+                offsets[dim] += begin
+                extents[dim] = min(chunk, extents[dim] - begin)
+        return self._shard(local, tuple(offsets), tuple(row.shape))
+
+
+def with_passes(weights: object, mode: Literal["image", "parts"], shard: Piece) -> object:
+    """A source of this form as a stream; anything else as it is."""
+    is_source = callable(getattr(weights, "iter_full", None)) and not hasattr(weights, "__iter__")
+    return Passes(weights, mode, shard) if is_source else weights

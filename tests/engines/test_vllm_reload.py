@@ -1,0 +1,71 @@
+"""What a released vLLM's worker loads: a whole version or nothing of it, by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.runs import ROOT
+
+ROUNDING = 0.05
+"""Of log-probabilities in bfloat16; those of another model differ by 1 or more."""
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+EXPERTS = "model.layers.0.mlp.experts.routed_experts.w13_weight"
+WORDS = {
+    "q_proj": f"a part only of 1 of the model's layers: {QKV} (16384 of 32768 elements)",
+    "k_proj and v_proj": QKV,
+    "an expert": EXPERTS,
+    "a part of an expert": EXPERTS,
+    "a layer": "no weights for 9 of the model's parameters: model.layers.1.",
+    "a norm": "model.layers.0.input_layernorm.weight",
+    "rows": "near model.layers.0.self_attn.q_proj.weight [32, 64]",
+    "integers": f"torch.int32 is given for {QKV}, which is torch.bfloat16",
+    "float8": f"torch.float8_e4m3fn is given for {QKV}",
+    "names of a compiled model": "publish hf(model), whose names are those of its checkpoint",
+    "another vocabulary": "near lm_head.weight [100, 64]",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests/engines/tiny_engine.py"), str(tmp_path_factory.mktemp("tiny"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(result, dict)
+    return result
+
+
+def test_a_model_of_experts_computes_with_each_version_that_is_loaded(found: dict[str, Any]) -> None:
+    assert found["another model"] > 10 * ROUNDING
+    cases = ("from disk", "loaded", "loaded again", "after one that died", "partial")
+    assert {name: found[name] for name in cases if not found[name] < ROUNDING} == {}
+
+
+@pytest.mark.parametrize(("misfit", "words"), WORDS.items())
+def test_a_version_that_does_not_fit_is_refused_by_name(found: dict[str, Any], misfit: str, words: str) -> None:
+    assert words in found["refused"][misfit]
+
+
+def test_a_refused_version_leaves_the_model_as_it_was(found: dict[str, Any]) -> None:
+    assert found["after all that"] == found["loaded again"]
+
+
+def test_a_partial_version_may_lack_whole_layers_only(found: dict[str, Any]) -> None:
+    assert QKV in found["refused of a partial version"]
+
+
+def test_keys_and_values_that_are_not_finite_are_cleared(found: dict[str, Any]) -> None:
+    assert found["memory"] == [False, True]
+
+
+def test_kv_connectors_that_cannot_be_cleared_are_known(found: dict[str, Any]) -> None:
+    assert found["connectors"] == {
+        "OffloadingConnector": [],
+        "ExampleConnector": ["ExampleConnector"],
+        "MultiConnector": ["ExampleConnector"],
+    }

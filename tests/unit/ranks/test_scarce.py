@@ -1,0 +1,79 @@
+"""Limits that an update meets while it is mapped: typed errors that name them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import replicas
+from replicas import errors
+from replicas.linux import scarce
+from replicas.testing import FakeRun
+from replicas.weights.memory import mappings
+
+LOOKS: dict[str, Callable[[replicas.Update], object]] = {
+    "iterate": dict,
+    "tensors": lambda update: update.tensors(),
+    "load_into": lambda update: update.load_into({"w": torch.zeros(3)}),
+    "path": lambda update: update.path,
+}
+
+
+@contextmanager
+def no_descriptor() -> Iterator[int]:
+    """This process has no descriptor left; the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers = [os.open(os.devnull, os.O_RDONLY)]
+    limit = fillers[0] + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for one in fillers:
+            os.close(one)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_an_update_that_cannot_be_mapped_names_the_limit(look: str) -> None:
+    with FakeRun() as run:
+        trainer, target = run.join("trainer"), run.join("rollout")
+        trainer.publish({"w": torch.ones(3)}).wait()
+        with target.receive().wait() as update:
+            with no_descriptor() as limit, pytest.raises(errors.NoCapacity) as caught:
+                LOOKS[look](update)
+            assert f"this process may have {limit} files open" in caught.value.message
+            assert "ulimit -n" in caught.value.hint
+            assert caught.value.version == 1
+            LOOKS[look](update)  # nothing is broken
+
+
+@pytest.mark.parametrize(
+    ("number", "made", "text"),
+    [
+        (errno.ENFILE, {}, "this machine may have 7 files open"),
+        (errno.ENOMEM, {"space": 5}, "this process may have 5 bytes of address space"),
+        (errno.ENOMEM, {"mappings": 6}, "this process may have 7 mappings, and has 6"),
+        (errno.ENOMEM, {"sysctl": "2", "mappings": -9}, "promises no more memory than it has"),
+        (errno.ENOMEM, {}, "the kernel has no memory left for it"),
+    ],
+)
+def test_each_limit_has_its_name(number: int, made: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = made.get("space", resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (space, space))
+    monkeypatch.setattr(scarce, "_mappings", lambda: made.get("mappings", 1))
+    monkeypatch.setattr(scarce, "_sysctl", lambda name: made.get("sysctl", "7"))
+
+    def refuse(fd: int, flags: int = 0) -> int:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(mappings, "reopen", refuse)
+    with pytest.raises(errors.NoCapacity, match=f"64 bytes of shared memory cannot be mapped: .*: .*{text}"):
+        mappings.map_private(0, 64)

@@ -1,0 +1,112 @@
+"""`python -m replicas.integrations.vllm serve`: what it makes of its options before
+vLLM starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicas import errors
+from replicas.integrations import vllm
+from replicas.integrations.follower import release_of
+from replicas.integrations.gate import GatePage
+from replicas.linux.processes import start_time
+from tests.support.runs import eventually
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--api-key", "a", "b"], "a"),
+        (["--api-key=a"], "a"),
+        (["--api_key", "a"], "a"),
+        (["--dtype", "bfloat16"], "of the environment"),
+    ],
+)
+def test_the_followers_api_key_is_the_servers(monkeypatch: pytest.MonkeyPatch, options: list[str], key: str) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of the environment")
+    assert vllm._api_key(options) == key
+
+
+@pytest.mark.parametrize("option", ["--uds", "--uds=/tmp/x", "--ssl-certfile", "--ssl_keyfile=x"])
+def test_an_address_that_nobody_finds_is_refused_with_a_remedy(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vllm.main(["serve", "model", option, "x"]) == 1
+    assert "put a proxy with TLS in front" in capsys.readouterr().err
+
+
+HOSTS = ["127.0.0.1", *(["::1"] if Path("/proc/net/if_inet6").exists() else [])]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_free_port_is_held_until_the_server_has_it(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with vllm._port(argparse.Namespace(port=0, host=host)) as port:
+        with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, port))
+        with socket.socket(family) as server:  # as vLLM binds its own
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((host, port))
+            server.listen()
+
+
+def test_shared_memory_of_killed_workers_goes_with_the_folder_in_which_they_met(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    name = f"vllm_dist_{tmp_path.name}"
+    (folder / name).touch()
+    left, others = Path(f"/dev/shm/{name}-tp:0-[0-1]-cpushm"), Path(f"/dev/shm/other-{tmp_path.name}")
+    try:
+        left.touch()
+        others.touch()
+        vllm._remove(folder)
+        assert not left.exists()
+        assert not folder.exists()
+        assert others.exists()
+    finally:
+        left.unlink(missing_ok=True)
+        others.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "release"), [("0.32.0+cpu", (0, 32)), ("0.33.1rc1", (0, 33)), ("dev", ()), ("", ())]
+)
+def test_the_release_of_vllm_is_read(version: str, release: tuple[int, ...]) -> None:
+    assert release_of(version) == release
+
+
+def test_a_release_that_is_too_old_is_refused() -> None:
+    with pytest.raises(errors.UsageError, match=r"is vLLM 0\.28\.1, which has other control routes"):
+        release_of("0.28.1")
+
+
+TREE = "import os, time\nif not os.fork():\n    print(os.getpid(), flush=True)\ntime.sleep(600)"
+
+
+def test_a_server_that_is_given_up_is_killed_with_its_frozen_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A stopped process cannot notice that its follower has gone."""
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    page = GatePage.create()
+    with pytest.raises(errors.SyncError), vllm._vllm("127.0.0.1", 1, (), page, tmp_path) as server:
+        assert server.stdout is not None
+        engine = int(server.stdout.readline())
+        server.stdout.close()
+        os.kill(engine, signal.SIGSTOP)
+        raise errors.SyncError("frozen")
+    assert server.returncode == -signal.SIGKILL
+    eventually(lambda: start_time(engine) is None, "the end of the engine")
+    page.close()
