@@ -143,6 +143,7 @@ class ChannelState:
             self.out.append(Send(member, self.commits.commit_message()))
         if why := self.roster.was_isolated(member.name):  # the new process of a quarantined peer: tried at once
             self.roster.isolate(state, why, now)
+            state.told_from = now + QUARANTINE.after(self.roster.note_isolation(member.name, now) - 2)
             self.out.append(MemberQuarantined(self.config.name, member, why))
         self._settle(now)
         return state, older

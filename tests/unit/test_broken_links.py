@@ -3,6 +3,8 @@ others go on, and are whole again."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from replicas import messages as wire
@@ -227,6 +229,29 @@ def test_a_new_process_behind_the_same_broken_link_disturbs_nobody() -> None:
     world.join("peer/1/0")
     world.advance(1.0)
     assert live(world) == ["peer/0/0", "peer/1/0", "peer/2/0"]
+
+
+def test_a_program_that_joins_again_at_each_gone_hears_it_at_growing_intervals() -> None:
+    world, sims = peers()
+    cut(world, sims[0], sims[1])
+    collective(world, sims, seconds=6.0)
+    told = []
+    began = world.now
+    while world.now < began + 60.0:
+        sims[1] = world.join("peer/1/0")
+        post = sims[1].post("all_reduce", deadline_s=300.0)
+        while post not in sims[1].ends and world.now < began + 60.0:
+            assert collective(world, [sims[0], sims[2]]) == ["ok", "ok"]
+        if post in sims[1].ends:
+            assert verdict(sims[1], post) == "Gone"
+            told.append(world.now)
+    waits = [later - earlier for earlier, later in pairwise(told)]
+    assert 4 <= len(told) <= 8, told
+    assert all(later > 1.5 * earlier for earlier, later in pairwise(waits)), waits
+    world.bad_pairs.clear()
+    world.advance(60.0)
+    assert live(world) == ["peer/0/0", "peer/1/0", "peer/2/0"]
+    assert verdict(sims[1], post) == "Gone", "it is not paired with an operation that began later"
 
 
 def test_one_that_fails_each_time_among_the_others_comes_back_later_each_time() -> None:

@@ -114,6 +114,7 @@ class MemberState:
     :ivar missed: the version without which it was left behind: it is admitted again
         when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
+    :ivar told_from: that it has missed an operation is told from this time on.
     :ivar rtt_s: recent round-trip time to it; 0: unknown.
     :ivar slow: the others went on without it, because it would have delayed them.
     :ivar served: it was caught up since it was quarantined.
@@ -137,6 +138,7 @@ class MemberState:
     note: str = ""
     missed: int = 0
     not_before: float = 0.0
+    told_from: float = 0.0
     draining: bool = False
     resumed: bool = True
     host: int = 0

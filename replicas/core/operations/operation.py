@@ -25,6 +25,7 @@ class Post:
     """One member's part.
 
     :ivar view: the live members of its domain when it came.
+    :ivar missed: the others went on without it: its verdict, once it may be told.
     """
 
     member: Member
@@ -33,6 +34,7 @@ class Post:
     deadline: float
     view: tuple[Member, ...] = ()
     started: bool = False
+    missed: errors.ReplicasError | None = None
 
     @property
     def pairwise(self) -> bool:

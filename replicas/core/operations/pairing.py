@@ -130,10 +130,12 @@ class Pairing:
         view = tuple(peer.member for peer in self.live(self.domain_of(member)))
         post = Post(member, self._meant(message, member), now, now + message.deadline_s, view)
         error = self._problem(state, post)
-        if error is not None:
+        if error is not None and not isinstance(error, errors.Gone):
             self._reply(post, error)
-        else:
-            self._streams.setdefault(member, []).append(post)
+            return
+        post.missed = error
+        self._streams.setdefault(member, []).append(post)
+        self._tell_missed(post, now)
 
     def _problem(self, state: MemberState, post: Post) -> errors.ReplicasError | None:
         message, waiting = post.message, self._streams.get(post.member, ())
@@ -193,8 +195,18 @@ class Pairing:
         self.end(post)
         self._reply(post, error)
 
+    def _tell_missed(self, post: Post, now: float) -> None:
+        """Refuse the call of a peer without which the others went on, if it is time.
+
+        A program may join again at each ``Gone``: behind the same broken link it would
+        hear the next one at once, and so without end.
+        """
+        state = self._roster.get(post.member)
+        if post.missed is not None and (state is None or now >= state.told_from):
+            self._refuse(post, post.missed)
+
     def _unstarted(self, member: Member) -> list[Post]:
-        return [post for post in self._streams.get(member, []) if not post.started]
+        return [post for post in self._streams.get(member, []) if not post.started and post.missed is None]
 
     def _head(self, member: Member) -> Post | None:
         return next(iter(self._unstarted(member)), None)
@@ -206,7 +218,7 @@ class Pairing:
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
             if not (collective_runs and self._roster.waiting(now)):  # they are admitted once no collective runs
-                yield from self._due_collective(domain)
+                yield from self._due_collective(domain, now)
 
     def _pairable(self, member: Member) -> list[Post]:
         """Return unstarted sends and receives before the first unstarted collective."""
@@ -233,7 +245,7 @@ class Pairing:
                 first = tuple(post.member for post in posts)
                 yield Operation("send", posts, give, domain, first, self._roster.config.name)
 
-    def _due_collective(self, domain: int) -> Iterator[Operation]:
+    def _due_collective(self, domain: int, now: float) -> Iterator[Operation]:
         firsts = [self._head(state.member) for state in self.live(domain)]
         heads = [post for post in firsts if post is not None and not post.pairwise]
         if len(heads) < len(firsts):
@@ -256,7 +268,8 @@ class Pairing:
             what = f"{heads[0].message.kind}, as it is {state.standing}: {state.note or 'it could not be heard'}"
             own = next((post for post in self._unstarted(state.member) if not post.pairwise), None)
             if own is not None:
-                self._refuse(own, _gone(state.member, what))
+                own.missed = _gone(state.member, what)
+                self._tell_missed(own, now)
             else:
                 self._missed[state.member] = what
         kind, root_post = heads[0].message.kind, heads[root] if root >= 0 else None
@@ -337,7 +350,9 @@ class Pairing:
     def tick(self, now: float) -> None:
         for posts in list(self._streams.values()):
             for post in [post for post in posts if not post.started and now > post.deadline]:
-                self._refuse(post, self._late(post, now))
+                self._refuse(post, post.missed or self._late(post, now))
+            for post in list(posts):
+                self._tell_missed(post, now)
 
     def held_up_by(self, running: Set[int], now: float) -> list[MemberState]:
         """Return silent members, except roots, that all others of a collective await.
