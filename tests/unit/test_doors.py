@@ -112,6 +112,17 @@ def test_whoever_took_the_name_of_a_dead_process_proves_nothing(memory: int) -> 
         kept.hold(place_of(memory, address), 1)
 
 
+def test_another_process_of_the_same_pid_does_not_speak_for_a_dead_one(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def anothers(*_: object, **__: object) -> int:
+        raise PermissionError("of another user")
+
+    monkeypatch.setattr(kept, "open_plain", anothers)
+    with pytest.raises(Gone):
+        kept.hold(place_of(memory, "replicas-door-none:secret"), 1)
+
+
 def test_a_door_that_does_not_answer_is_not_waited_for_long(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "ANSWER_S", 0.05)
     listener = SocketAddress("replicas-door-frozen").listen()
