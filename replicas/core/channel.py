@@ -64,6 +64,7 @@ LOSS_WORDS = {
     "lease": "no sign of life within its lease",
     "left": "it left",
     "fenced": "another process joined with its identity",
+    "replaced": "a newer generation of its replica joined",
     "overflow": "it did not read what was sent to it",
 }
 
@@ -128,6 +129,8 @@ class ChannelState:
         state, older = self.roster.add(hello, address, now)
         if older is not None:
             self.lose(older.member, "fenced", now)
+        for other in self.roster.outlived(hello):
+            self.lose(other.member, "replaced", now)
         member = state.member
         self.drains.joined(state)
         self.roster.insert(state)
