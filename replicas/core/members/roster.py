@@ -105,8 +105,9 @@ class Roster:
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
         self.left: dict[str, tuple[int, float]] = {}
-        self.unloaded: dict[str, str] = {}
         """Generation and time of orderly leaves, by name, until the next join."""
+        self.unloaded: dict[str, str] = {}
+        """Why replicas failed to load since the last receipt, by name."""
         self._losses: dict[str, deque[float]] = {}
         self._isolations: dict[str, deque[float]] = {}
         self._isolated: dict[str, str] = {}

@@ -107,8 +107,7 @@ class Transfer:
         self.unreached: set[Member] = set()
         """Members that no holder reaches."""
         self.moved_to: dict[str, int] = {}
-        """Bytes that were sent to each replica."""
-        """Bytes of weights that went through process groups and were right."""
+        """Bytes that reached each replica through process groups, and were right."""
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._received: set[Member] = set()
