@@ -47,6 +47,7 @@ from replicas.core.versions.manifests import Joined
 from replicas.core.versions.recovery import Recovery, Told
 from replicas.core.versions.rounds import ReplicaView, Rounds
 from replicas.messages import FromMember
+from replicas.messages.bounds import REASON_LENGTH, text_of, texts_of
 from replicas.messages.identity import Member
 
 __all__ = ["ChannelState"]
@@ -272,6 +273,7 @@ class ChannelState:
         state = self.roster.get(member)
         if state is None or state.standing == "quarantined" or not (state.is_target or state.is_peer):
             return  # a pure source receives nothing and runs no collectives
+        why = text_of(why, REASON_LENGTH)
         state.failures += 1
         count = self.roster.note_isolation(member.name, now)
         count = count if state.is_peer else max(count, state.failures)
@@ -367,7 +369,8 @@ class ChannelState:
                 self._watches[member] = watch
                 return
         self._watches.pop(member, None)
-        self.out.append(Send(member, wire.WatchEnd(watch.watch, max(watch.version, self._loaded_once), refusals)))
+        version = max(watch.version, self._loaded_once)
+        self.out.append(Send(member, wire.WatchEnd(watch.watch, version, texts_of(refusals))))
 
     # ------------------------------------------------------------ messages
 
@@ -407,7 +410,7 @@ class ChannelState:
                 self.marks.note(member.group, member.replica, version=message.version)
                 self.rounds.loaded(state, message.version)
             case wire.LoadFailed():
-                version, why = min(message.version, commits.latest), message.error.message
+                version, why = min(message.version, commits.latest), text_of(message.error.message, REASON_LENGTH)
                 if state.is_target and state.carries:
                     self.roster.unloaded.setdefault(member.replica_name, f"version {version}: {why}")
                 self.rounds.failed(state, version, why, kept=message.kept)
