@@ -73,6 +73,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     :param not_loaded: why target replicas failed to load a version since the receipt
         before, by name. (Loads follow the commit, so a receipt cannot tell of its own
         version's; :meth:`~replicas.Channel.loaded` can.)
+        Of many, here and in ``reasons``, only the first 64 have their texts.
     :param nbytes: bytes of the weights, or of this member's own tensors.
     :param seconds: from the first member's call to the verdict.
     :param phases: seconds by phase.

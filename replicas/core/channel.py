@@ -47,6 +47,7 @@ from replicas.core.versions.manifests import Joined
 from replicas.core.versions.recovery import Recovery, Told
 from replicas.core.versions.rounds import ReplicaView, Rounds
 from replicas.messages import FromMember
+from replicas.messages.bounds import REASON_LENGTH, text_of, texts_of
 from replicas.messages.identity import Member
 
 __all__ = ["ChannelState"]
@@ -64,6 +65,7 @@ LOSS_WORDS = {
     "lease": "no sign of life within its lease",
     "left": "it left",
     "fenced": "another process joined with its identity",
+    "replaced": "a newer generation of its replica joined",
     "overflow": "it did not read what was sent to it",
 }
 
@@ -128,6 +130,8 @@ class ChannelState:
         state, older = self.roster.add(hello, address, now)
         if older is not None:
             self.lose(older.member, "fenced", now)
+        for other in self.roster.outlived(hello):
+            self.lose(other.member, "replaced", now)
         member = state.member
         self.drains.joined(state)
         self.roster.insert(state)
@@ -269,6 +273,7 @@ class ChannelState:
         state = self.roster.get(member)
         if state is None or state.standing == "quarantined" or not (state.is_target or state.is_peer):
             return  # a pure source receives nothing and runs no collectives
+        why = text_of(why, REASON_LENGTH)
         state.failures += 1
         count = self.roster.note_isolation(member.name, now)
         count = count if state.is_peer else max(count, state.failures)
@@ -364,7 +369,8 @@ class ChannelState:
                 self._watches[member] = watch
                 return
         self._watches.pop(member, None)
-        self.out.append(Send(member, wire.WatchEnd(watch.watch, max(watch.version, self._loaded_once), refusals)))
+        version = max(watch.version, self._loaded_once)
+        self.out.append(Send(member, wire.WatchEnd(watch.watch, version, texts_of(refusals))))
 
     # ------------------------------------------------------------ messages
 
@@ -404,7 +410,7 @@ class ChannelState:
                 self.marks.note(member.group, member.replica, version=message.version)
                 self.rounds.loaded(state, message.version)
             case wire.LoadFailed():
-                version, why = min(message.version, commits.latest), message.error.message
+                version, why = min(message.version, commits.latest), text_of(message.error.message, REASON_LENGTH)
                 if state.is_target and state.carries:
                     self.roster.unloaded.setdefault(member.replica_name, f"version {version}: {why}")
                 self.rounds.failed(state, version, why, kept=message.kept)

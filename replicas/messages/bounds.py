@@ -7,6 +7,7 @@ Limits are checked in the call (:mod:`replicas.messages.arguments`), so the coor
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 from replicas.common.foreign import lines, one_line
 
@@ -26,6 +27,8 @@ __all__ = [
     "OPERATION_NBYTES",
     "OTHER_NBYTES",
     "RANKS_MAX",
+    "REASONS_MAX",
+    "REASON_LENGTH",
     "REPLICAS_MAX",
     "SECONDS_MAX",
     "TEXT_LENGTH",
@@ -38,6 +41,7 @@ __all__ = [
     "plain",
     "shown",
     "text_of",
+    "texts_of",
 ]
 
 VERSION_MAX = 2**53
@@ -62,6 +66,10 @@ ENV_NBYTES = 64 * 2**10
 """All of a process's NCCL variables, encoded."""
 TEXT_LENGTH = 16 * 2**10
 """Characters of an error's text; longer ones are cut."""
+REASON_LENGTH = 500
+"""Of the text for one member or replica among many."""
+REASONS_MAX = 64
+"""Such texts in one message, as a receipt, which every rank of a source gets."""
 TEXT_NBYTES = 4 * TEXT_LENGTH + 256
 """The same in UTF-8, with what says that it was cut."""
 
@@ -122,6 +130,14 @@ def text_of(value: object, most: int = TEXT_LENGTH) -> str:
     if len(text) > most:
         text = f"{text[:most]} ... and {len(text) - most:,} characters more"
     return lines(text)
+
+
+def texts_of(found: Mapping[str, str]) -> dict[str, str]:
+    """Return ``found``, texts by name, for a message: all names, the first texts."""
+    return {
+        name: text if index < REASONS_MAX else "see the status and the log of the coordinator"
+        for index, (name, text) in enumerate(found.items())
+    }
 
 
 def _is_tensor(value: object, depth: int = 3) -> bool:

@@ -14,6 +14,7 @@ from replicas.core.channel import WHOLE_VIEW
 from replicas.core.effects import LoadFailed, MemberLost, ReplicaLoaded, Retried
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
+from replicas.messages.bounds import REASON_LENGTH, REASONS_MAX, TEXT_LENGTH
 from tests.support.channel_world import SimMember, World, channel_config
 
 
@@ -671,6 +672,46 @@ def test_the_next_receipt_says_which_replicas_failed_to_load_and_why() -> None:
         receipts.append(trainer.verdicts[trainer.publishes].receipt)
     found = [receipt.not_loaded for receipt in receipts if receipt is not None]
     assert found == [{"rollout/0": "version 2: half", "rollout/1": "version 2: no weights for b"}, {}]
+
+
+def test_long_reasons_of_many_replicas_fit_into_a_receipt_and_into_the_end_of_a_watch() -> None:
+    """Every rank of the source gets them, and is lost if it leaves too much unread."""
+    world, count = World(), 100
+    trainer, *targets = [world.join("trainer/0/0"), *(world.join(f"rollout/{one}/0") for one in range(count))]
+    publish(world, trainer)
+    for member in targets:
+        member.loads = False
+        member.ask()
+    trainer.outbox.append(wire.WatchLoaded(7, 1))
+    world.run()
+    for member in targets:
+        member.keep_own("é" * TEXT_LENGTH)
+    world.run()
+    publish(world, trainer)
+    world.run()
+    (end,) = [m for m in trainer.seen if isinstance(m, wire.WatchEnd)]
+    receipt = trainer.verdicts[2].receipt
+    assert receipt is not None
+    for texts in (end.failed, receipt.not_loaded):
+        assert texts.keys() == {f"rollout/{one}" for one in range(count)}, "they are counted"
+        assert sum("éé" in text for text in texts.values()) == REASONS_MAX
+        assert sum(map(len, texts.values())) < 2 * REASONS_MAX * REASON_LENGTH
+
+
+def test_the_reason_of_a_target_that_is_left_behind_or_quarantined_is_cut() -> None:
+    world = World()
+    trainer, target, _ = (world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0"))
+    target.refuse = wire.WireError("SyncError", "é" * TEXT_LENGTH)
+    publish(world, trainer)
+    world.run()
+    receipt = trainer.verdicts[1].receipt
+    assert receipt is not None
+    assert receipt.lost == ("rollout/0/0",)
+    world.state.quarantine(target.member, "é" * TEXT_LENGTH, world.now)
+    (state,) = world.state.roster.states([target.member])
+    for text in (receipt.reasons["rollout/0/0"], state.note):
+        assert "éé" in text
+        assert len(text) < 2 * REASON_LENGTH
 
 
 def test_watching_for_loads() -> None:

@@ -31,14 +31,15 @@ class Lives(RuleBasedStateMachine):
         self.made: dict[int, list[tuple[SimMember, int]]] = {rank: [] for rank in RANKS}
         """The publishes of each rank in this life, in order."""
 
-    @initialize(numbered=st.booleans())
-    def begin(self, numbered: bool) -> None:
-        self.numbered = numbered
+    @initialize(numbered=st.booleans(), proven=st.booleans())
+    def begin(self, numbered: bool, proven: bool) -> None:
+        self.numbered, self.proof = numbered or proven, "shown" if proven else ""
 
     def _join(self, rank: int) -> None:
         generation = self.life if self.numbered else 1
         process = ProcessIdentity(1000 * self.life + rank, 1, "boot", 1)
-        sim = self.world.join(f"trainer/0/{rank}", world_size=len(RANKS), generation=generation, process=process)
+        name = f"trainer/0/{rank}"
+        sim = self.world.join(name, world_size=len(RANKS), generation=generation, process=process, proof=self.proof)
         self.here[rank] = sim
 
     def _publish(self, rank: int) -> None:
@@ -93,6 +94,12 @@ class Lives(RuleBasedStateMachine):
         """The whole replica, and with it those that were yet to come."""
         for sim in self.here.values():
             self.world.lose(sim)
+        self._next_life()
+
+    @precondition(lambda self: self.proof)
+    @rule()
+    def is_replaced(self) -> None:
+        """By the next generation; its members linger until that comes."""
         self._next_life()
 
     @rule()

@@ -7,6 +7,7 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
+from replicas.core.effects import MemberLost
 from replicas.core.members.roster import GroupShape
 from tests.support.channel_world import SimMember, World, channel_config, peer_config
 
@@ -144,3 +145,57 @@ def test_what_a_rank_has_loaded_when_it_leaves_is_for_the_others_of_its_life() -
     ranks[1].ask()
     world.run()
     assert [sim.granted for sim in ranks] == [[1], [1]]
+
+
+def proven(world: World, name: str, generation: int) -> SimMember:
+    """A rank that a supervisor has started in this generation."""
+    return world.join(name, world_size=2, generation=generation, proof="shown")
+
+
+def test_a_newer_generation_of_a_source_counts_from_one_number_while_the_older_lingers() -> None:
+    world = World(groups=TWO)
+    old = [proven(world, f"trainer/0/{rank}", 1) for rank in range(2)]
+    for sim in old:
+        publish(world, sim)
+    leader = proven(world, "trainer/0/0", 2)
+    verdicts = [publish(world, leader) for _ in range(2)]
+    late = proven(world, "trainer/0/1", 2)
+    assert [publish(world, late) for _ in range(2)] == verdicts
+    assert [verdict.receipt.version for verdict in verdicts if verdict.receipt] == [2, 3]
+
+
+def test_a_newer_generation_of_a_peer_takes_part_with_all_its_ranks_although_the_older_lingers() -> None:
+    world = peers()
+    first = [world.join(f"peer/0/{rank}", world_size=2) for rank in range(2)]
+    for rank in range(2):
+        proven(world, f"peer/1/{rank}", 1)
+    world.run()
+    one = proven(world, "peer/1/0", 2)
+    assert [event.member.name for event in world.events if isinstance(event, MemberLost)] == ["peer/1/0", "peer/1/1"]
+    posts = [sim.post("barrier") for sim in (*first, one)]
+    world.run()
+    assert posts[2] not in one.ends, "it waits for the other rank of its generation"
+    receipt = first[0].ends[posts[0]].receipt
+    assert receipt is not None
+    assert [member.name for member in receipt.members] == ["peer/0/0", "peer/0/1"]
+
+
+def test_a_newer_generation_may_differ_in_shape_from_the_one_that_lingers() -> None:
+    world = World(groups=TWO)
+    world.join("trainer/0/1", world_size=2, proof="shown", torch_version="2.9.0")
+    sim = world.join("trainer/0/0", world_size=1, generation=2, proof="shown", torch_version="2.10.0")
+    assert [member.name for member in world.members] == [sim.member.name]
+
+
+def test_a_rank_that_others_start_again_belongs_to_the_life_that_goes_on() -> None:
+    """Also with a number of its own: the other rank does not join again."""
+    world = peers()
+    for name in ("peer/0/0", "peer/0/1", "peer/1/0", "peer/1/1"):
+        world.join(name, world_size=2)
+    world.run()
+    world.join("peer/1/0", world_size=2, generation=2)
+    posts = {sim: sim.post("barrier") for sim in world.members.values()}
+    world.run()
+    receipts = [sim.ends[post].receipt for sim, post in posts.items()]
+    assert receipts == receipts[:1] * 4
+    assert receipts[0] is not None

@@ -64,9 +64,13 @@ class Life:
 
     Ranks may join before the others, and after they have left in good order: who is a
     member at the moment tells nothing of it. Those that a supervisor has started (their
-    Hello has a proof) are one life by their generation. Others may start each life
-    with the same number: then it ends with its last member, if one was lost and has not
-    come back, or if another process comes for a rank that has joined.
+    Hello has a proof) are one life by their generation: a newer one ends it at once.
+
+    Others may start each life with the same number, and one rank again while its others
+    go on: as long as the life has a member, whoever joins belongs to it. It ends with
+    its last member, if one was lost and has not come back, or if another process comes
+    for a rank that has joined, or one with another number. So ranks that others start
+    again together must not join before the lease of the former ones has ended.
 
     :ivar ranks: the process of each rank that has joined, by its number.
     :ivar lost: ranks that were lost, and did not leave in good order.

@@ -9,7 +9,9 @@ loss makes a new epoch at once, joins wait for :meth:`Roster.admit`. One identit
 (group, replica, rank) has at most one incarnation: a later join fences the earlier.
 The ranks of a replica that belong together are one
 :class:`~replicas.core.members.member_state.Life`. Where operations are between all
-ranks of the peers, those of one life become live together.
+ranks of the peers, those of one life become live together. A generation that a
+supervisor has started ends the one before: ranks of that which are still members, as
+their machine could not tell of their end, are lost (:meth:`Roster.outlived`).
 
 An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on
 *probation* when it comes back: it is served and admitted only after a delay, twice as
@@ -103,8 +105,9 @@ class Roster:
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
         self.left: dict[str, tuple[int, float]] = {}
-        self.unloaded: dict[str, str] = {}
         """Generation and time of orderly leaves, by name, until the next join."""
+        self.unloaded: dict[str, str] = {}
+        """Why replicas failed to load since the last receipt, by name."""
         self._losses: dict[str, deque[float]] = {}
         self._isolations: dict[str, deque[float]] = {}
         self._isolated: dict[str, str] = {}
@@ -144,11 +147,14 @@ class Roster:
     def add(self, hello: Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
         """Create a new incarnation; return it and the one that it fences.
 
-        The caller must lose the fenced one first, then :meth:`insert` the new one.
+        The caller must lose the fenced one and those :meth:`outlived` first, then
+        :meth:`insert` the new one.
 
         :raises errors.ReplicasError: the Hello is not acceptable.
         """
-        check_identity(hello, self.replica(hello.group, hello.replica), self.config)
+        outlived = self.outlived(hello)
+        replica = [state for state in self.replica(hello.group, hello.replica) if state not in outlived]
+        check_identity(hello, replica, self.config)
         check_join(hello, self.others(hello), self.config)
         member = hello.member
         settings = settings_of(hello, self.config, self.heartbeat_interval_s)
@@ -168,6 +174,16 @@ class Roster:
         if len(recent) >= FLAPS:
             state.not_before = now + PROBATION.after(len(recent) - FLAPS)
         return state, older
+
+    def outlived(self, hello: Hello) -> list[MemberState]:
+        """Return the members of generations that ``hello`` proves to be over.
+
+        Without a proof it proves nothing: others number their generations as they like.
+        """
+        if not hello.proof or hello.observe:
+            return []
+        replica = self.replica(hello.group, hello.replica)
+        return [state for state in replica if state.hello.generation < hello.generation]
 
     def _check_newer(self, member: Member, hello: Hello, holder: MemberState) -> None:
         """Raise Fenced if ``hello`` is older than the present holder of its identity.
@@ -288,11 +304,11 @@ class Roster:
     def others(self, hello: Hello) -> list[Hello]:
         """Return one Hello of each kind of members, to compare with.
 
-        No incarnation of the same identity is among them.
+        No incarnation of the same identity is among them, and none that it outlives.
         """
-        name = hello.member.name
+        name, outlived = hello.member.name, self.outlived(hello)
         found = (
-            next((state.hello for state in states.values() if state.member.name != name), None)
+            next((s.hello for s in states.values() if s.member.name != name and s not in outlived), None)
             for states in self._alike.values()
         )
         return [other for other in found if other is not None]

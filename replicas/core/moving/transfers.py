@@ -53,6 +53,7 @@ from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
 from replicas.core.moving.pacing import Pacing
 from replicas.core.moving.paths import TransferPlan, Works, plan
 from replicas.messages import Backend, TransferDone, TransferGo
+from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
 
 __all__ = ["Transfer"]
@@ -107,8 +108,7 @@ class Transfer:
         self.unreached: set[Member] = set()
         """Members that no holder reaches."""
         self.moved_to: dict[str, int] = {}
-        """Bytes that were sent to each replica."""
-        """Bytes of weights that went through process groups and were right."""
+        """Bytes that reached each replica through process groups, and were right."""
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._received: set[Member] = set()
@@ -432,7 +432,7 @@ class Transfer:
 
     def _refuse(self, member: Member, error: errors.ReplicasError) -> None:
         """Go on without this member, for this reason."""
-        self.refused[member], self.why[member] = error, error.message
+        self.refused[member], self.why[member] = error, text_of(error.message, REASON_LENGTH)
         self.needers.discard(member)
 
     def _forget_held(self, member: Member) -> None:

@@ -10,6 +10,7 @@ from replicas import errors
 from replicas.core.members.roster import Roster
 from replicas.core.moving.lanes import Lane, Probe
 from replicas.messages import OperationGo, OperationPost, ReceiptData
+from replicas.messages.bounds import texts_of
 from replicas.messages.identity import Member
 
 __all__ = ["PAIRWISE", "Faults", "Operation", "Post"]
@@ -149,7 +150,7 @@ class Operation:
             nbytes=0,
             seconds=now - self.posted_at,
             phases=phases,
-            reasons=dict(self.left_out),
+            reasons=texts_of(self.left_out),
         )
 
     def error(

@@ -27,6 +27,7 @@ from replicas.core.versions.publishes import Publish, Publishes
 from replicas.core.versions.rounds import Newest
 from replicas.core.versions.steps import Steps
 from replicas.messages import ReceiptData, WireError
+from replicas.messages.bounds import texts_of
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 
@@ -321,14 +322,14 @@ class Commits:
             epoch=self._roster.epoch,
             members=tuple(sorted(members)),
             lost=tuple(lost),
-            reasons=dict(lost),
+            reasons=texts_of(lost),
             nbytes=publish.payload.nbytes if publish.payload is not None else 0,
             seconds=now - publish.began_at,
             phases=phases,
             version=publish.version,
             staging=self._ground.config.staging,
             digest=self.decided,
-            not_loaded=self._roster.take_unloaded(),
+            not_loaded=texts_of(self._roster.take_unloaded()),
         )
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
