@@ -125,7 +125,10 @@ class Leases:
 
     def count(self) -> None:
         """Have the number of starts on disk. OSError: it is not."""
-        private.overwrite(self.path, f"{self.starts:{_WIDTH}}".encode(), _AT)
+        try:
+            private.overwrite(self.path, f"{self.starts:{_WIDTH}}".encode(), _AT)
+        except FileNotFoundError:  # somebody purged old files
+            self._write(self.records)
 
     def remove(self) -> None:
         private.remove(self.path)
