@@ -731,6 +731,8 @@ class Supervisor:
         :return: False: the disk does not take it.
         :raises replicas.errors.WorldError: that, for an order.
         """
+        if self._ended is not None and not self._goes_on:
+            return True  # a state behind the last event would hide it, and the next start repeat the run
         saved = self._fleet is None or self._save(sync=order)
         if order and not saved:
             text = f"the order is refused, as the state cannot be written: {self.state.run_state.problem}"
