@@ -234,4 +234,16 @@ def test_a_run_that_ends_without_a_node_leaves_the_lease_of_that(tmp_path: Path)
     second = supervised(tmp_path)
     assert second.heritage.unseen == (left,)
     assert second.leases.floor == 19
+    assert not second.resumed, "its versions begin anew, and so do the counters"
     second.release(ended=True, left=())
+
+
+def test_a_run_whose_state_is_lost_goes_on_after_starts_that_fail(tmp_path: Path) -> None:
+    killed = supervised(tmp_path)
+    killed.leases.write((FAR,))
+    killed.decisions_file.touch()
+    os.close(killed.lock)
+    for _ in range(3):
+        failed = supervised(tmp_path)
+        assert failed.resumed
+        failed.release()

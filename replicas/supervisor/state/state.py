@@ -128,6 +128,7 @@ class StateDir:
         self.leftovers: list[LeftoverFound] = []
         """Processes that kept a dead supervisor's lock; :meth:`acquire` killed them."""
         self._left: Saved | None = None
+        self._cut_short = False
         self._lock: int | None = None
 
     @property
@@ -180,6 +181,8 @@ class StateDir:
             if any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since):
                 self.saved, crashed = None, False
                 private.remove(self.decisions_file)
+        # Starts that failed since have signed off, and left the decisions.
+        self._cut_short = crashed or self.decisions_file.exists()
         self.heritage = heritage(self.saved, self.leases, crashed=crashed, longest_s=self._longest_lease_s)
         if not self.heritage.sure:
             self.leases.forget_numbers()
@@ -254,8 +257,12 @@ class StateDir:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was under way; also if its state was unusable, or is lost."""
-        return self.saved is not None or self.run_state.set_aside is not None or bool(self.heritage.unseen)
+        """Whether the run was under way; also if its state was unusable, or is lost.
+
+        One that has ended in order, and left a lease, was not: its versions are gone.
+        """
+        lost = self._cut_short and bool(self.heritage.unseen)
+        return self.saved is not None or self.run_state.set_aside is not None or lost
 
     def open_events(self, max_nbytes: int) -> EventLog:
         """Open the run's events, behind a dead supervisor's; report what was found."""
