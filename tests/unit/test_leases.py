@@ -14,7 +14,15 @@ from replicas.linux.processes import boot_id
 from replicas.supervisor.fleet.nodes import Nodes, Site
 from replicas.supervisor.state.heritage import Heritage, heritage
 from replicas.supervisor.state.leases import Lease, Leases
-from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, Saved, machine, this_process
+from replicas.supervisor.state.run_state import (
+    AgentRecord,
+    ProcessRecord,
+    Saved,
+    SavedGroup,
+    SavedReplica,
+    machine,
+    this_process,
+)
 from replicas.supervisor.state.state import StateDir
 from tests.support.full_disk import file_size_limit
 
@@ -58,7 +66,7 @@ def test_the_file_keeps_numbers_and_leases(tmp_path: Path) -> None:
     leases.reserve(3)
     leases.starts = 13
     leases.count()
-    leases.forget_numbers()
+    leases.forget_numbers(leases.records)
     found = found_in(tmp_path)
     assert (found.starts, found.floor, found.records) == (13, 18, (FAR, HERE))
     assert leases.path.stat().st_mode & 0o777 == 0o600
@@ -83,6 +91,32 @@ def test_a_damaged_file_makes_everything_wait_for_the_longest_lease(content: byt
     left = taken(state(), found_in(tmp_path))
     assert [(one.node, one.lease_s) for one in left.unseen] == [("", LONGEST_S)]
     assert not left.sure
+
+
+@pytest.mark.parametrize("content", [b"", None])
+def test_a_file_that_tells_nothing_stays_until_the_wait_is_on_disk(content: bytes | None, tmp_path: Path) -> None:
+    """A supervisor that is killed in between leaves the wait to the next one."""
+    path = tmp_path / "leases"
+    first = StateDir(tmp_path, "r", longest_lease_s=LONGEST_S)
+    first.acquire()
+    used = {"a": SavedGroup(size=1, replicas={0: SavedReplica(generation=20)})}
+    first.run_state.save(state(groups=used))
+    os.close(first.lock)
+    path.unlink() if content is None else path.write_bytes(content)
+    found_in(tmp_path)
+    assert (path.read_bytes() if path.exists() else None) == content
+    for _ in range(2):
+        killed = supervised(tmp_path)
+        assert [(one.node, one.lease_s) for one in killed.heritage.unseen] == [("", LONGEST_S)]
+        assert killed.leases.floor == 36, "as many as may be reserved at a time lie behind the number in the state"
+        os.close(killed.lock)
+
+
+def test_a_damaged_file_counts_after_a_run_that_ended_in_order(tmp_path: Path) -> None:
+    """It stays only where something is left."""
+    (tmp_path / "leases").write_bytes(b"")
+    left = taken(None, found_in(tmp_path), crashed=False)
+    assert [(one.node, one.lease_s) for one in left.unseen] == [("", LONGEST_S)]
 
 
 def test_a_lease_that_the_disk_does_not_take_is_not_there(tmp_path: Path) -> None:
@@ -218,6 +252,7 @@ def test_a_killed_supervisor_leaves_its_leases_and_one_that_ends_none(tmp_path: 
     assert second.heritage.unseen == (FAR,), "its state is lost"
     assert second.leases.floor == 16
     assert second.resumed
+    assert [one.unseen for one in found_in(tmp_path).records] == [True], "whatever state is saved from now on"
     second.release(ended=True, left=())
     assert not second.leases.path.exists()
     third = supervised(tmp_path)

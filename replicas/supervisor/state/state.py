@@ -184,8 +184,12 @@ class StateDir:
         # Starts that failed since have signed off, and left the decisions.
         self._cut_short = crashed or self.decisions_file.exists()
         self.heritage = heritage(self.saved, self.leases, crashed=crashed, longest_s=self._longest_lease_s)
+        # Only now, with the wait in it, may a file replace one that tells nothing.
         if not self.heritage.sure:
-            self.leases.forget_numbers()
+            unseen = [msgspec.structs.replace(one, unseen=True) for one in self.heritage.unseen]
+            self.leases.forget_numbers(unseen, used=self.saved.generations if self.saved is not None else 0)
+        elif not self.leases.found:
+            self.leases.count()
         if self.resumed:
             with contextlib.suppress(FileNotFoundError):
                 token = private.read(self.token_file).decode(errors="replace")
@@ -329,9 +333,10 @@ class StateDir:
 
     def _leave(self, left: tuple[Lease, ...], *, ended: bool) -> None:
         try:
-            self.leases.write(left)
             if ended:
-                self.leases.forget_numbers()
+                self.leases.forget_numbers(left)
+            else:
+                self.leases.write(left)
         except OSError as error:  # more are named than may be left, and the next start waits for those
             log.warning("the leases in %s are not up to date: %s", self.leases.path, error.strerror or error)
 
