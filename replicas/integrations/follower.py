@@ -314,6 +314,7 @@ class Weights(Follower):
         usual_s = LOAD_TIMEOUT_S if mode == "wait" else self._load_timeout_s
         self._post("/pause", query={"mode": mode}, timeout_s=usual_s)
         paused, self._called_s = time.monotonic(), 0.0
+        pausing = paused if mode == "wait" else began  # that mode serves until its requests are done
         with self._health.loading():
             try:
                 self._replace(version)
@@ -327,9 +328,9 @@ class Weights(Follower):
             self._reset_caches()
             self._post("/resume")
         now = time.monotonic()
-        self._serves_until = now + (now - began) * self._following.min_serving / (1 - self._following.min_serving)
+        self._serves_until = now + (now - pausing) * self._following.min_serving / (1 - self._following.min_serving)
         if gate is not None:
-            gate.paused(now - began)
+            gate.paused(now - pausing)
         self._longest_s = max(self._longest_s, now - paused)
         self._open_gate(version)
         logger.info(
