@@ -58,8 +58,8 @@ _NEGATIVE = re.compile(r"-\d+")
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Groups and replicas of the run named so far; no completions on any error."""
     try:
-        given = (context.params.get(name) for name in ("config", "endpoint", "token_file"))
-        place = RunAddress(*given)
+        given = context.params.get
+        place = RunAddress(given("config") or given("named"), given("endpoint"), given("token_file"))
         try:
             groups = place.status(timeout_s=2.0).groups
             found = [(group.name, f"group of {len(group.replicas)}") for group in groups]

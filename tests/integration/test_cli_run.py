@@ -173,7 +173,7 @@ def test_a_run_is_started_in_the_background_and_waited_for(tmp_path: Path, repli
 HELPFUL = [
     (["scale", "c", "1"], 'no group "c" (groups: a, b)'),
     (["restart", "a/9"], 'no replica "a/9"'),
-    (["restart", "run.toml"], '"run.toml" is no group or replica (name a config with -c run.toml)'),
+    (["restart", "run.toml"], '"run.toml" is no group or replica (write CONFIG after it, or -c CONFIG)'),
     (["drain", "c"], 'no group "c"'),
     (["logs", "c"], "there is no log of c"),
     (["logs", "--since", "noon"], '"noon" is no time'),

