@@ -109,6 +109,8 @@ class Hub:
         self.member = hello.member
         self.forkserver_name = forkserver
         self._told_apart = False
+        self._locates = 0
+        """Questions for this host so far; a reply carries no number of its own."""
         self.holdings = Holdings(name, self.call, self._dropped)
         self.leases = Leases(self.after)
         self.loaded = 0
@@ -268,6 +270,7 @@ class Hub:
     def _new_coordinator(self) -> None:
         logger.warning("%s: reconnected to a restarted coordinator; reporting unfinished operations", self.name)
         self._step_sent = 0
+        self._locates += 1
         self.holdings.doubt()
         # changes since the Hello: messages since then were discarded
         held = {found.version for found in self.holdings.held()}
@@ -366,12 +369,19 @@ class Hub:
                     part.settled(message.version, False)
                 self.holdings.release(message.version)
             case wire.Locate():
-                self.spawn(self._locate(message.beacons), "host")
+                self._locates += 1
+                self.spawn(self._locate(message.beacons, self._locates), "host")
             case wire.Released():
                 self.arena.released(message.version)
 
-    async def _locate(self, beacons: tuple[wire.Beacon, ...]) -> None:
-        found = await asyncio.to_thread(find, beacons)  # doors may have to be waited for
+    async def _locate(self, beacons: tuple[wire.Beacon, ...], number: int) -> None:
+        """Answer the newest question for this host; an earlier one is over."""
+        try:
+            found = await asyncio.to_thread(find, beacons)  # doors may have to be waited for
+        except RuntimeError:  # no thread can be started
+            found = -1
+        if number != self._locates:
+            return
         self.send(wire.Located(found))
         if found < 0 and not self._told_apart:
             self._told_apart = True

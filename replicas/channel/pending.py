@@ -152,8 +152,8 @@ class Pending(Generic[T]):
 
     def done(self) -> bool:
         """True when there is an outcome: a wait would not block."""
-        if self._session_end.is_set and not self._ended.is_set:
-            self._fail(self._session_end.error)  # nobody else would end it
+        if self._session_end.is_set:
+            self._fail(self._session_end.error)  # nobody else would end it, or wake those whom an interrupt left asleep
         return self._ended.is_set
 
     def wait(self, timeout: float | None = None) -> T:
@@ -282,13 +282,16 @@ class Pending(Generic[T]):
         return self._work is not None
 
     def _end(self, value: T | None, error: BaseException | None) -> bool:
-        if not locked(self._ending, self._put, value, error):
-            return False
+        is_first = locked(self._ending, self._put, value, error)
+        if not self._ended.is_set:
+            return is_first  # it was taken back at once, and who waits goes on waiting
         try:
-            self._ended.set()
-        except BaseException:  # of an event loop of the program, which waits for it
+            self._ended.wake()  # not set(): it may be taken back at any moment
+        except BaseException as failure:  # of an event loop of the program, which waits for it; the others are awake
+            if not isinstance(failure, Exception) and threading.current_thread() is threading.main_thread():
+                raise  # perhaps an interrupt, which comes on this thread only
             logger.exception("%s: who waits for it cannot be woken", self._what)
-        return True
+        return is_first
 
     def _put(self, value: T | None, error: BaseException | None) -> bool:
         if self._ended.is_set:

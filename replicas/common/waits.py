@@ -57,6 +57,10 @@ class Latch:
         If one raises, the others are called all the same before this raises.
         """
         self.is_set = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake and call them, each once, but leave the flag as it is."""
         failure: BaseException | None = None
         while self._wakers:
             try:

@@ -53,7 +53,7 @@ class StatusSource(Protocol):
     """Data of the pages. All three methods run on the event loop and must not block."""
 
     def status(self) -> RunStatus: ...
-    def scrape(self, accept: str) -> tuple[bytes, str]: ...
+    def scrape(self, accept: str, client: str) -> tuple[bytes, str]: ...
     def live(self) -> bool: ...
 
 
@@ -102,7 +102,8 @@ def control_routes(
         return _text("\n".join(lines) + "\n", code)
 
     async def metrics(request: Request) -> Response:
-        body, content_type = source.scrape(request.headers.get("accept", ""))
+        client = request.client.host if request.client is not None else ""
+        body, content_type = source.scrape(request.headers.get("accept", ""), client)
         headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding", **NO_STORE}
         if "gzip" in request.headers.get("accept-encoding", ""):
             headers["Content-Encoding"] = "gzip"

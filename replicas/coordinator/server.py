@@ -90,7 +90,8 @@ def session_route(engine: Engine, tokens: Tokens) -> WebSocketRoute:
         await websocket.accept()
         try:
             with tokens.watched(headers, session_of(websocket.scope).cut):
-                await _serve(engine, websocket)
+                if tokens.role_of(headers) is not None:  # it may have ended while the connection was accepted
+                    await _serve(engine, websocket)
         except WebSocketDisconnect:
             return
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import threading
 from contextlib import AbstractAsyncContextManager
@@ -40,6 +41,7 @@ class LoopThread(Generic[T]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._closing: tuple[BaseException | None] | None = None
+        self._closed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="replicas-coordinator", daemon=True)
 
@@ -64,20 +66,26 @@ class LoopThread(Generic[T]):
             raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """End it, because of ``error`` if given; does nothing a second time.
+        """End it, because of ``error`` if given; does nothing once it is closed.
+
+        If an interrupt ends the wait, a second call waits again, as does the end of the
+        process.
 
         :raises errors.InternalError: its loop had ended before, or does not end.
         """
-        if self._pid != os.getpid() or self._closing is not None:
+        if self._pid != os.getpid() or self._closed:
             return
-        self._closing = (error,)
-        atexit.unregister(self.close)
-        if self._loop is not None and self._stop is not None and not self._over.is_set:
-            self._loop.call_soon_threadsafe(self._stop.set)
-        if self._thread.ident is not None and not self._over.wait(CLOSE_TIMEOUT_S) and error is None:
-            raise errors.InternalError(f"the coordinator has not ended within {CLOSE_TIMEOUT_S:g} s")
+        self._closing = self._closing or (error,)
+        if self._loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
+                self._loop.call_soon_threadsafe(self._stop.set)
+        over = self._thread.ident is None or self._over.wait(CLOSE_TIMEOUT_S)
         if self._over.is_set:
             self._thread.join(CLOSE_TIMEOUT_S)
+        self._closed = True  # not before: an interrupt may come at any line
+        atexit.unregister(self.close)
+        if not over and error is None:
+            raise errors.InternalError(f"the coordinator has not ended within {CLOSE_TIMEOUT_S:g} s")
         if self._error is not None and error is None:
             raise self._error
 

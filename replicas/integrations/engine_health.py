@@ -27,6 +27,8 @@ __all__ = ["API", "Health", "Spent", "Vigil", "processor_time", "serving_process
 EVERY_S = 1.0
 AT_WORK = 0.05
 """A process that uses this part of one processor is at work."""
+SCAN_MAX_S = 5.0
+"""A scan of ``/proc`` may take so long on a large machine; a longer one was a pause."""
 DEAD_LOOKS = 2
 API = "/health"
 """The path that the server's API process answers itself; others need the engine."""
@@ -48,7 +50,7 @@ def processor_time(api: int) -> Spent | None:
     try:
         own = stat_fields(api)
         below = [stat_fields(pid) for pid in descendants(api)]
-    except (PermissionError, ProcessLookupError):
+    except OSError:  # also when this process has no file descriptor left
         return None
     used = [sum(map(int, fields[11:15])) / _TICKS_PER_S for fields in below]  # with children that have ended
     return Spent(sum(map(int, own[11:13])) / _TICKS_PER_S, 0.0 if any(one[0] in "Tt" for one in below) else sum(used))
@@ -102,9 +104,12 @@ class Vigil:
         elif answer == "dead":
             self._refused[path] += 1
 
-    def look(self, spent: Spent | None, now: float) -> str:
-        """Why the server is to be given up; empty: it is not."""
-        if self._clock.look(now):  # this process was paused, and perhaps the server with it
+    def look(self, spent: Spent | None, now: float, scan_s: float = 0.0) -> str:
+        """Why the server is to be given up; empty: it is not.
+
+        :param scan_s: how long it took until now to learn what was spent.
+        """
+        if self._clock.look(now - min(scan_s, SCAN_MAX_S)):  # this process was paused, and perhaps the server with it
             self._begin_anew(now)
         self._clock.due = now + EVERY_S
         self._note_work(spent, now)
@@ -206,7 +211,10 @@ class Health:
 
     def _watch(self) -> None:
         while not self._over.wait(EVERY_S):
-            if reason := self._is_gone() or self._vigil.look(self._spent(), time.monotonic()):
+            began = time.monotonic()
+            spent = self._spent()
+            now = time.monotonic()
+            if reason := self._is_gone() or self._vigil.look(spent, now, now - began):
                 self.reason = reason
                 self._server.give_up(reason)
                 return

@@ -12,12 +12,16 @@ from urllib.parse import urlencode, urlsplit
 from replicas import errors
 from replicas.integrations.gate import HEADER
 
-__all__ = ["Answer", "EngineServer", "host_and_port"]
+__all__ = ["Answer", "EngineServer", "Refused", "host_and_port"]
 
 ASK_TIMEOUT_S = 5.0
 
 Answer = Literal["good", "none", "dead"]
 """``dead``: nobody listens any more, or the server says that its engine is dead."""
+
+
+class Refused(errors.SyncError):
+    """The server did not do it, and said so: its answer had another status than 200."""
 
 
 def host_and_port(url: str) -> tuple[str, int]:
@@ -41,6 +45,7 @@ class EngineServer:
     :param url: ``http://HOST:PORT``, and perhaps a prefix of all paths.
     :param secret: the gate's secret, if the server has one.
     :param api_key: the server's API key, if it has one.
+    :ivar broken: why it was given up; empty: it was not.
     """
 
     def __init__(self, url: str, secret: str = "", api_key: str = "") -> None:
@@ -52,7 +57,7 @@ class EngineServer:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._connection: http.client.HTTPConnection | None = None
         self._asking: set[http.client.HTTPConnection] = set()
-        self._broken = ""
+        self.broken = ""
 
     @property
     def local_port(self) -> int | None:
@@ -65,31 +70,32 @@ class EngineServer:
     ) -> Any:
         """One request; return the decoded answer: JSON, or text.
 
-        :raises replicas.errors.SyncError: no answer, or another status than 200. A
-            server that did not answer in time is given up.
+        :raises Refused: another status than 200.
+        :raises replicas.errors.SyncError: no answer, or one without sense. A server
+            that did not answer in time is given up.
         """
-        if self._broken:
-            raise self._failure(method, path, self._broken)
+        if self.broken:
+            raise self._failure(method, path, self.broken)
         connection = self._connection = http.client.HTTPConnection(*self._address, timeout=timeout_s)
         try:
             payload = None if body is None else json.dumps(body)
             headers = {**self._headers, **({"content-type": "application/json"} if payload else {})}
             below = f"{self._prefix}{path}"
             connection.request(method, f"{below}?{urlencode(query)}" if query else below, payload, headers)
-            if self._broken:  # it was given up while this connected
-                raise ConnectionAbortedError(self._broken)
+            if self.broken:  # it was given up while this connected
+                raise ConnectionAbortedError(self.broken)
             response = connection.getresponse()
             content = response.read()
         except TimeoutError as error:  # it hangs: one more call would do so, too
             self.give_up(f"no answer to {path} within {timeout_s:.0f} s")
-            raise self._failure(method, path, self._broken) from error
+            raise self._failure(method, path, self.broken) from error
         except (OSError, http.client.HTTPException) as error:
-            raise self._failure(method, path, self._broken or str(error) or type(error).__name__) from error
+            raise self._failure(method, path, self.broken or str(error) or type(error).__name__) from error
         finally:
             connection.close()
             self._connection = None
         if response.status != 200:
-            raise self._failure(method, path, f"{response.status} {_message(content)}")
+            raise self._failure(method, path, f"{response.status} {_message(content)}", Refused)
         if "json" not in response.getheader("content-type", ""):
             return content.decode(errors="replace")
         try:
@@ -124,11 +130,13 @@ class EngineServer:
 
     def give_up(self, reason: str) -> None:
         """Break the call under way and every later one; on any thread."""
-        self._broken = self._broken or reason
+        self.broken = self.broken or reason
         _break(self._connection)
 
-    def _failure(self, method: str, path: str, why: str) -> errors.SyncError:
-        return errors.SyncError(f"{self.url} {method} {path}: {why}", phase="load", hint="see the server's own log")
+    def _failure(
+        self, method: str, path: str, why: str, kind: type[errors.SyncError] = errors.SyncError
+    ) -> errors.SyncError:
+        return kind(f"{self.url} {method} {path}: {why}", phase="load", hint="see the server's own log")
 
 
 def _break(connection: http.client.HTTPConnection | None) -> None:

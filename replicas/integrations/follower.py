@@ -50,7 +50,7 @@ from typing import Any, Literal
 import replicas
 from replicas import errors
 from replicas.integrations.engine_health import API, Health, Spent, processor_time, serving_process
-from replicas.integrations.engine_server import EngineServer
+from replicas.integrations.engine_server import EngineServer, Refused
 from replicas.integrations.gate import GatePage
 
 __all__ = ["Following", "PauseMode", "release_of", "run"]
@@ -204,16 +204,27 @@ class Follower:
         info = {"url": following.url}
         return replicas.join(following.channel, rank=0, world_size=world_size, info=info, **following.identity)
 
+    def _raise_if_given_up(self) -> None:
+        """By the watch, or by a call that has not been answered in time."""
+        if reason := self._health.reason or self._server.broken:
+            raise _lost(reason)
+
+    def _raise_if_dying(self) -> None:
+        """:raises replicas.errors.SyncError: the server has refused because its engine
+        is dead: it may say so for a moment."""
+        while (answer := self._server.ask(API)) != "good":
+            self._raise_if_given_up()
+            if answer == "dead" or self._stop.wait(START_BEAT_S):
+                raise _lost("the server has died while it looked at a new version")
+
     def _next(self, channel: replicas.Channel) -> replicas.Update | None:
         """Wait for a version; None: it is time to stop."""
         while (rest_s := self._serves_until - time.monotonic()) > 0 and not self._stop.wait(min(rest_s, BEAT_S)):
-            if self._health.reason:
-                raise _lost(self._health.reason)
+            self._raise_if_given_up()
         served = channel.version
         pending = channel.receive(at_least=served + self._following.every if served else 1)
         while not self._stop.is_set():
-            if self._health.reason:
-                raise _lost(self._health.reason)
+            self._raise_if_given_up()
             with contextlib.suppress(TimeoutError):
                 return pending.wait(timeout=BEAT_S)
         return None
@@ -254,8 +265,7 @@ class Follower:
             name = model or self._server.call("GET", "/v1/models")["data"][0]["id"]
             self._post("/v1/completions", {"model": name, **WARM_UP}, timeout_s=LOAD_TIMEOUT_S)
         except (errors.SyncError, KeyError, IndexError, TypeError) as error:
-            if self._health.reason:
-                raise _lost(self._health.reason) from error
+            self._raise_if_given_up()
             logger.info("the server could not be warmed up (it may serve no completions): %s", error)
         else:
             logger.info("the server's first request took %.1f s", time.monotonic() - began)
@@ -273,7 +283,8 @@ class Weights(Follower):
             if following.gate is None:  # a server that is older than this follower
                 self._end_open_update()
             init_info = {"init_info": {**init, **following.identity, "replica": channel.member.replica}}
-            self._post("/init_weight_transfer_engine", init_info, timeout_s=JOIN_TIMEOUT_S)
+            with self._health.loading():  # the engine answers nothing while its workers join
+                self._post("/init_weight_transfer_engine", init_info, timeout_s=JOIN_TIMEOUT_S)
             fitting = ""
             while (update := self._next(channel)) is not None:
                 with update:
@@ -285,17 +296,17 @@ class Weights(Follower):
 
     def _misfit(self, version: int) -> str:
         """Why the version does not fit the model; empty: it does. Nothing is loaded."""
-        self._post("/start_weight_update")
-        try:
-            self._update(version, check=True)
-        except errors.SyncError as error:
-            if self._health.reason:
-                raise
-            logger.warning("version %d is refused, the server goes on without it: %s", version, error)
-            self._end_open_update(refuse="it does not fit another worker of the server")
-            return error.message
-        self._end_open_update()
-        return ""
+        with self._health.loading():
+            self._post("/start_weight_update")
+            try:
+                self._update(version, check=True)
+            except Refused as error:
+                self._raise_if_dying()
+                logger.warning("version %d is refused, the server goes on without it: %s", version, error)
+                self._end_open_update(refuse="it does not fit another worker of the server")
+                return error.message
+            self._end_open_update()
+            return ""
 
     def _load(self, version: int) -> None:
         gate, began = self._following.gate, time.monotonic()
@@ -303,6 +314,7 @@ class Weights(Follower):
         usual_s = LOAD_TIMEOUT_S if mode == "wait" else self._load_timeout_s
         self._post("/pause", query={"mode": mode}, timeout_s=usual_s)
         paused, self._called_s = time.monotonic(), 0.0
+        pausing = paused if mode == "wait" else began  # that mode serves until its requests are done
         with self._health.loading():
             try:
                 self._replace(version)
@@ -316,9 +328,9 @@ class Weights(Follower):
             self._reset_caches()
             self._post("/resume")
         now = time.monotonic()
-        self._serves_until = now + (now - began) * self._following.min_serving / (1 - self._following.min_serving)
+        self._serves_until = now + (now - pausing) * self._following.min_serving / (1 - self._following.min_serving)
         if gate is not None:
-            gate.paused(now - began)
+            gate.paused(now - pausing)
         self._longest_s = max(self._longest_s, now - paused)
         self._open_gate(version)
         logger.info(
@@ -365,9 +377,8 @@ class Adapters(Follower):
                 with update:
                     try:
                         loaded.append(self._load(update))
-                    except errors.SyncError as error:
-                        if self._health.reason:
-                            raise
+                    except Refused as error:
+                        self._raise_if_dying()
                         logger.warning("adapter version %d is refused: %s", update.version, error)
                         update.refuse(error)
                         continue
@@ -394,15 +405,14 @@ class Adapters(Follower):
     def _write(self, update: replicas.Update, name: str) -> Path:
         """The adapter as PEFT saves it.
 
-        :raises replicas.errors.SyncError: the version is no adapter.
+        :raises Refused: the version is no adapter.
         """
         from safetensors.torch import save_file
 
         config = update.meta.get("adapter_config")
         if not isinstance(config, str) or self._following.folder is None:
-            raise _lost(
-                f"version {update.version} of channel {self._following.channel!r} is no adapter: publish(..., adapter=)"
-            )
+            what = f"version {update.version} of channel {self._following.channel!r} is no adapter"
+            raise Refused(what, phase="load", hint="publish(..., adapter=)")
         folder = self._following.folder / name
         folder.mkdir()
         (folder / "adapter_config.json").write_text(config)

@@ -45,7 +45,8 @@ logger = logging.getLogger("replicas.integrations.router")
 
 POLL_S = 0.5
 TIMEOUT_S = 5.0
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 6.0
+"""Shorter than a group's default ``stop_timeout``."""
 
 
 def ready_urls(status: RunStatus, channel: str) -> frozenset[str]:

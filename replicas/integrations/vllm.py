@@ -63,7 +63,9 @@ QUIET_OPTION = "--disable-access-log-for-endpoints"
 QUIET = (0, 32)
 """The first release that is known to have it."""
 START_TIMEOUT_S = 900.0
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 6.0
+"""Shorter than a group's default ``stop_timeout``: a run whose supervisor had to kill
+processes at its end has failed."""
 SCRATCH_MAX = 107 - len("/vllm-0123456789/00000000-0000-0000-0000-000000000000")
 """Longest path of a folder in which vLLM's own sockets still have a name."""
 
@@ -377,17 +379,21 @@ def _vllm(
     try:
         yield process
     except errors.ReplicasError:  # it is gone or frozen, and would wait for its own requests at its end
-        signal_each(descendants(process.pid), signal.SIGKILL, lambda pid: is_below(pid, process.pid))
-        process.kill()
+        _kill_tree(process)
         raise
     finally:
         gate.shut()
         process.terminate()
         try:
             process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        except subprocess.TimeoutExpired:  # it waits for its requests
+            _kill_tree(process)
             process.wait()
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    signal_each(descendants(process.pid), signal.SIGKILL, lambda pid: is_below(pid, process.pid))
+    process.kill()
 
 
 if __name__ == "__main__":

@@ -165,16 +165,16 @@ def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
     :raises PermissionError: whoever answers is not the process, or of another user.
     :raises OSError: there is no answer in time, or no descriptor left here.
     """
-    address = SocketAddress.parse(door)
+    address, deadline = SocketAddress.parse(door), time.monotonic() + ANSWER_S
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        one.settimeout(ANSWER_S)
-        one.connect("\0" + address.name)
+        _within(one, deadline).connect("\0" + address.name)
         if peer_uid(one) != os.geteuid():
             raise PermissionError("the process with the memory is another user's")
-        theirs, ours, request = one.recv(_MESSAGE_NBYTES), secrets.token_bytes(16), _REQUEST.pack(fd, inode, nbytes)
-        one.send(ours + _mac(address, b"ask", theirs, ours, request) + request)
-        reply, fds, flags, _ = socket.recv_fds(one, _MESSAGE_NBYTES, 1)
+        theirs = _within(one, deadline).recv(_MESSAGE_NBYTES)
+        ours, request = secrets.token_bytes(16), _REQUEST.pack(fd, inode, nbytes)
+        _within(one, deadline).send(ours + _mac(address, b"ask", theirs, ours, request) + request)
+        reply, fds, flags, _ = socket.recv_fds(_within(one, deadline), _MESSAGE_NBYTES, 1)
         try:
             _check(address, reply, ours, theirs, request)
             if flags & socket.MSG_CTRUNC or (reply.endswith(_GIVEN) and not fds):
@@ -191,6 +191,15 @@ def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
         raise
     _keep(door, one.detach())
     return fds[0]
+
+
+def _within(one: socket.socket, deadline: float) -> socket.socket:
+    """The socket, whose next call ends by the deadline; TimeoutError: it is past."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the process with the memory does not answer in time")
+    one.settimeout(left)
+    return one
 
 
 def is_open(door: str) -> bool:

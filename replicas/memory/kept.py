@@ -108,8 +108,9 @@ def _open(place: SlotPlace, *, wait: bool) -> int:
             raise
         try:
             return door.fetch(place.door, place.fd, inode=place.inode, nbytes=place.nbytes)
-        except (ConnectionError, FileNotFoundError, TimeoutError):  # over, or frozen
-            raise error from None
+        except (ConnectionError, FileNotFoundError, TimeoutError):
+            # Over, or frozen. What /proc showed may be another process of this pid.
+            raise FileNotFoundError from None
         except PermissionError as refused:
             raise (error if isinstance(error, PermissionError) else refused) from None
 

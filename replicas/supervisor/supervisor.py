@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -80,6 +79,7 @@ from replicas.telemetry.events import (
     Transition,
 )
 from replicas.telemetry.metrics import Metrics
+from replicas.telemetry.scrapes import Scrapes
 from replicas.telemetry.tally import CounterDeltas
 from replicas.trust.tokens import ROLES, Role, Tokens
 
@@ -163,9 +163,9 @@ class Supervisor:
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
-        self._scrapes: deque[float] = deque(maxlen=2)
+        self._scrapes = Scrapes()
         self._seen_off = asyncio.Event()
-        """Set when the metrics have told how the run ended, or a hurry began."""
+        """Set when the metrics have told all how the run ended, or a hurry began."""
         self._ended: RunEnded | None = None
         self._preempted = False
         self._crashed = False
@@ -344,12 +344,10 @@ class Supervisor:
         self._events.finish()
 
     async def _last_scrape(self) -> None:
-        """Let a Prometheus that comes regularly see how the run has ended."""
-        if len(self._scrapes) < 2 or self._preempted or self._crashed:
-            return
-        interval_s = self._scrapes[1] - self._scrapes[0]
-        if time.monotonic() - self._scrapes[1] < 2 * interval_s:
-            with anyio.move_on_after(min(1.5 * interval_s, _LAST_SCRAPE_S)):
+        """Let each Prometheus that comes regularly see how the run has ended."""
+        due_s = self._scrapes.due_s(time.monotonic())
+        if due_s and not (self._preempted or self._crashed):
+            with anyio.move_on_after(min(due_s, _LAST_SCRAPE_S)):
                 await self._seen_off.wait()
 
     def _refused(self, reason: str) -> None:
@@ -675,10 +673,15 @@ class Supervisor:
         """The metrics in Prometheus' text format."""
         return self.metrics.render()[0]
 
-    def scrape(self, accept: str) -> tuple[bytes, str]:
-        """The metrics in a format that ``accept`` asks for, and its Content-Type."""
-        self._scrapes.append(time.monotonic())
-        if self._ended is not None:
+    def scrape(self, accept: str, client: str = "") -> tuple[bytes, str]:
+        """The metrics in a format that ``accept`` asks for, and its Content-Type.
+
+        :param client: the address of who asks: the end of the run waits up to 10 s
+            until each address that comes regularly has seen it.
+        """
+        now, over = time.monotonic(), self._ended is not None
+        self._scrapes.came(client, now, over=over)
+        if over and not self._scrapes.due_s(now):
             self._seen_off.set()
         return self.metrics.render(accept)
 
@@ -731,6 +734,8 @@ class Supervisor:
         :return: False: the disk does not take it.
         :raises replicas.errors.WorldError: that, for an order.
         """
+        if self._ended is not None and not self._goes_on:
+            return True  # a state behind the last event would hide it, and the next start repeat the run
         saved = self._fleet is None or self._save(sync=order)
         if order and not saved:
             text = f"the order is refused, as the state cannot be written: {self.state.run_state.problem}"

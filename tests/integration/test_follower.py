@@ -135,6 +135,64 @@ async def test_a_version_that_does_not_fit_is_refused_and_the_server_goes_on_wit
         assert "version 2 is refused, the server goes on without it" in caplog.text
 
 
+CHECKS = [(False, "/update_weights"), (True, "/v1/load_lora_adapter")]
+
+
+async def publish_as(trainer: replicas.Channel, lora: bool, value: float) -> None:
+    """Weights with a manifest of their own, or an adapter."""
+    if lora:
+        send = partial(trainer.publish, Adapter(weights(value)), adapter="m")
+    else:
+        another = {**weights(value), f"of {value}": torch.ones(2)}
+        send = partial(trainer.publish, another, new_manifest=True)
+    await (await asyncio.to_thread(send))
+
+
+async def shows(engine: FakeEngine, lora: bool) -> None:
+    """Until the first version is served."""
+    if lora:
+        await wait_until(lambda: "m@1" in engine.adapters, "the first adapter is served")
+    else:
+        await served(engine, 1)
+
+
+@pytest.mark.parametrize("last_words", [True, False])
+@pytest.mark.parametrize(("lora", "call"), CHECKS)
+async def test_a_version_is_not_refused_when_the_engine_dies_of_something_else(
+    caplog: pytest.LogCaptureFixture, lora: bool, call: str, last_words: bool
+) -> None:
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, lora=lora) as task:
+            await publish_as(trainer, lora, 1)
+            await shows(engine, lora)
+            engine.dies_at, engine.last_words = call, last_words
+            await publish_as(trainer, lora, 2)
+            with pytest.raises(errors.SyncError):
+                await asyncio.wait_for(task, 20)
+        assert "is refused" not in caplog.text
+
+
+@pytest.mark.parametrize(("lora", "call"), CHECKS)
+async def test_a_version_is_not_refused_when_a_call_is_not_answered_in_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lora: bool, call: str
+) -> None:
+    monkeypatch.setattr(engine_health, "EVERY_S", 600.0)  # so the call itself is the first to notice
+    monkeypatch.setattr(follower, "USUAL_LOAD_MIN_S", 0.5)
+    monkeypatch.setattr(follower, "USUAL_LOADS", 1)
+    monkeypatch.setattr(follower, "BACKSTOP_S", 0.0)
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine() as engine, following(world, engine, lora=lora, engine_timeout=2.0) as task:
+            await publish_as(trainer, lora, 1)
+            await shows(engine, lora)
+            engine.freeze_at = call
+            await publish_as(trainer, lora, 2)
+            with pytest.raises(errors.SyncError, match=f"no answer to {call} within"):
+                await asyncio.wait_for(task, 20)
+        assert "is refused" not in caplog.text
+
+
 async def test_versions_that_come_faster_than_loads_leave_the_server_time_to_compute() -> None:
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")

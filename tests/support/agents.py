@@ -246,6 +246,7 @@ class Field(Yard):
     def __init__(self, groups: tuple[GroupConfig, ...], lives: Mapping[str, list[Life]]) -> None:
         super().__init__(config_of(*groups), lives)
         self.own_scope = "local"
+        self.outlives_s = OUTLIVES_S
         self.leases: tuple[Lease, ...] = ()
         self.disk_problem = ""
         self.operator_token = "first"
@@ -255,7 +256,7 @@ class Field(Yard):
         self._counts: dict[str, int] = {}
 
     def _cluster(self) -> Cluster:
-        return Cluster(cast("Site", self), local="local", lease_s=LEASE_S, outlives_s=OUTLIVES_S)
+        return Cluster(cast("Site", self), local="local", lease_s=LEASE_S, outlives_s=self.outlives_s)
 
     def life_of(self, name: str) -> Life:
         plan = self.lives.get(name) or self.lives.get(name.partition("/")[0]) or [Life()]

@@ -75,6 +75,8 @@ class FakeEngine(ThreadingHTTPServer):
     :ivar kept_requests: frozen requests hold blocks of the prefix cache.
     :ivar pause_s: how long it takes to pause.
     :ivar bad_adapter: it takes no adapter.
+    :ivar dies_at: at a call of this path its engine dies.
+    :ivar last_words: it answers that call with 500; else it breaks the connection.
     :ivar is_dead: its engine has died: ``/health`` answers 503.
     :ivar api_key: what requests below ``/v1`` must carry; empty: nothing.
     :ivar prefix: of all its paths.
@@ -103,6 +105,8 @@ class FakeEngine(ThreadingHTTPServer):
         self.engine_answers = threading.Event()  # the process behind the API process
         self.engine_answers.set()
         self.freeze_at = ""
+        self.dies_at = ""
+        self.last_words = True
         self.adapters: dict[str, Path] = {}
         self._thread = threading.Thread(target=self.serve_forever)
 
@@ -130,6 +134,9 @@ class FakeEngine(ThreadingHTTPServer):
         """Do what the route does; raises what vLLM answers with 500."""
         self.calls.append(path)
         self.queries[path] = query
+        if path == self.dies_at:
+            self.is_dead = True
+            raise RuntimeError("the engine is dead") if self.last_words else ConnectionAbortedError
         if path == self.freeze_at:
             self.engine_answers.clear()
         if path != "/health":
@@ -217,6 +224,9 @@ class _Handler(BaseHTTPRequestHandler):
                 status, answer = 401, "Unauthorized"
             else:
                 status, answer = 200, self.server.control(path, body, split.query)
+        except ConnectionAbortedError:
+            self.close_connection = True
+            return
         except (RuntimeError, replicas.errors.ReplicasError) as error:
             status, answer = 500, {"error": {"message": str(error)}}
         is_text = isinstance(answer, str)

@@ -116,6 +116,20 @@ async def test_a_supervisor_in_another_namespace_waits_for_what_it_cannot_see() 
 
 
 @history
+async def test_an_agent_that_gets_no_other_lease_is_not_waited_for() -> None:
+    """Such as that of this machine, when adoption was removed from the config."""
+    async with field(group_of("a")) as made:
+        own_node(made, "here")
+        await asyncio.sleep(5)
+        made.outlives_s = 0.0
+        await made.replace_supervisor(lost=True)
+        made.resources.offer("local", Machine(cpus=1), {})
+        await asyncio.sleep(OUTLIVES_S / 2)
+        assert made.states() == {"a/0": "ready"}
+        assert [(lease.node, lease.unseen) for lease in made.leases] == [("local", False)]
+
+
+@history
 async def test_an_agent_of_another_namespace_does_not_take_the_own_node() -> None:
     async with field(group_of("a")) as made:
         old = own_node(made, "first")

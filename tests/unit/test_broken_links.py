@@ -254,6 +254,20 @@ def test_a_program_that_joins_again_at_each_gone_hears_it_at_growing_intervals()
     assert verdict(sims[1], post) == "Gone", "it is not paired with an operation that began later"
 
 
+def test_a_held_back_gone_stays_gone_when_another_peer_is_lost() -> None:
+    world, sims = peers(4, on_lost="raise")
+    cut(world, sims[0], sims[1])
+    collective(world, sims, seconds=6.0)
+    for _ in range(4):
+        sims[1] = world.join("peer/1/0")
+        post = sims[1].post("all_reduce", deadline_s=300.0)
+        collective(world, [sims[0], sims[2], sims[3]])
+    assert verdict(sims[1], post) == "", "held back"
+    world.lose(sims[3])
+    world.advance(60.0)
+    assert verdict(sims[1], post) == "Gone"
+
+
 def test_one_that_fails_each_time_among_the_others_comes_back_later_each_time() -> None:
     world, sims = peers()
     waits = []

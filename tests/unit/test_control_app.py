@@ -55,7 +55,7 @@ class Fake:
             channels=(ChannelStatus(name="policy", epoch=3, committed_version=7, digest="ab", members=()),),
         )
 
-    def scrape(self, accept: str) -> tuple[bytes, str]:
+    def scrape(self, accept: str, client: str = "") -> tuple[bytes, str]:
         return Metrics(self.status).render(accept)
 
     def live(self) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -112,11 +113,42 @@ def test_whoever_took_the_name_of_a_dead_process_proves_nothing(memory: int) -> 
         kept.hold(place_of(memory, address), 1)
 
 
+def test_another_process_of_the_same_pid_does_not_speak_for_a_dead_one(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def anothers(*_: object, **__: object) -> int:
+        raise PermissionError("of another user")
+
+    monkeypatch.setattr(kept, "open_plain", anothers)
+    with pytest.raises(Gone):
+        kept.hold(place_of(memory, "replicas-door-none:secret"), 1)
+
+
 def test_a_door_that_does_not_answer_is_not_waited_for_long(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "ANSWER_S", 0.05)
     listener = SocketAddress("replicas-door-frozen").listen()
     with pytest.raises(Gone):
         kept.hold(place_of(memory, "replicas-door-frozen:secret"), 1)
+    listener.close()
+
+
+def test_all_steps_of_a_door_together_are_waited_for_once(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    past = [0.0]
+    monkeypatch.setattr(door, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + past[0], sleep=time.sleep))
+    listener = SocketAddress("replicas-door-slow").listen()
+
+    def answer() -> None:
+        one, _ = listener.accept()
+        with one:
+            past[0] = door.ANSWER_S  # so long it took
+            one.send(bytes(16))
+            one.recv(1000)
+
+    slow = threading.Thread(target=answer)
+    slow.start()
+    with pytest.raises(TimeoutError):
+        fetch("replicas-door-slow:secret", memory)
+    slow.join(30)
     listener.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from replicas.integrations import engine_health
 from replicas.integrations.engine_health import EVERY_S, Spent, Vigil, _Call, processor_time, serving_process
 from replicas.integrations.engine_server import Answer, EngineServer
 from replicas.linux.processes import children
@@ -36,17 +38,17 @@ class Watched:
         self.is_seen = True
         self._spent = Spent(0.0, 0.0)
 
-    def run(self, seconds: float, *, pauses: bool = False) -> str:
+    def run(self, seconds: float, *, pauses: bool = False, scan_s: float = 0.0) -> str:
         """Why it is given up in this time; with ``pauses`` the watcher sleeps through
         it."""
         until = self.now + seconds
         while self.now < until:
-            passes = seconds if pauses else EVERY_S
+            passes = seconds if pauses else EVERY_S + scan_s
             self.now += passes
             self._spent = Spent(*(used + passes * part for used, part in zip(self._spent, self.works, strict=True)))
             for path, answer in self.answers.items():
                 self.vigil.heard(path, answer, self.now)
-            if reason := self.vigil.look(self._spent if self.is_seen else None, self.now):
+            if reason := self.vigil.look(self._spent if self.is_seen else None, self.now, scan_s):
                 return reason
         return ""
 
@@ -124,6 +126,30 @@ def test_a_server_is_not_given_up_for_a_pause_of_its_follower() -> None:
     assert not watched.run(3600, pauses=True)
     assert not watched.run(10)
     assert "no answer to /pause" in watched.run(5)
+
+
+def test_a_scan_of_a_large_machine_is_no_pause() -> None:
+    watched = Watched()
+    watched.run(20, scan_s=4.0)
+    watched.answers["/is_paused"] = "none"
+    assert "has not answered /is_paused" in watched.run(40, scan_s=4.0)
+
+
+def test_a_pause_within_a_scan_is_a_pause() -> None:
+    watched = Watched()
+    watched.run(20)
+    watched.answers["/is_paused"] = "none"
+    assert not watched.run(20)
+    assert not watched.run(EVERY_S, scan_s=3600.0)
+    assert not watched.run(20)
+
+
+def test_the_watch_goes_on_without_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(pid: int) -> list[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(engine_health, "stat_fields", exhausted)
+    assert processor_time(os.getpid()) is None
 
 
 BUSY = "import os\nif not os.fork():\n    while True: pass\nprint(flush=True)\nos.wait()"

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from replicas.linux.processes import boot_id
+from replicas.supervisor.fleet.nodes import Nodes, Site
 from replicas.supervisor.state.heritage import Heritage, heritage
 from replicas.supervisor.state.leases import Lease, Leases
-from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, Saved, machine, this_process
+from replicas.supervisor.state.run_state import (
+    AgentRecord,
+    ProcessRecord,
+    Saved,
+    SavedGroup,
+    SavedReplica,
+    machine,
+    this_process,
+)
 from replicas.supervisor.state.state import StateDir
 from tests.support.full_disk import file_size_limit
 
@@ -56,7 +66,7 @@ def test_the_file_keeps_numbers_and_leases(tmp_path: Path) -> None:
     leases.reserve(3)
     leases.starts = 13
     leases.count()
-    leases.forget_numbers()
+    leases.forget_numbers(leases.records)
     found = found_in(tmp_path)
     assert (found.starts, found.floor, found.records) == (13, 18, (FAR, HERE))
     assert leases.path.stat().st_mode & 0o777 == 0o600
@@ -83,6 +93,32 @@ def test_a_damaged_file_makes_everything_wait_for_the_longest_lease(content: byt
     assert not left.sure
 
 
+@pytest.mark.parametrize("content", [b"", None])
+def test_a_file_that_tells_nothing_stays_until_the_wait_is_on_disk(content: bytes | None, tmp_path: Path) -> None:
+    """A supervisor that is killed in between leaves the wait to the next one."""
+    path = tmp_path / "leases"
+    first = StateDir(tmp_path, "r", longest_lease_s=LONGEST_S)
+    first.acquire()
+    used = {"a": SavedGroup(size=1, replicas={0: SavedReplica(generation=20)})}
+    first.run_state.save(state(groups=used))
+    os.close(first.lock)
+    path.unlink() if content is None else path.write_bytes(content)
+    found_in(tmp_path)
+    assert (path.read_bytes() if path.exists() else None) == content
+    for _ in range(2):
+        killed = supervised(tmp_path)
+        assert [(one.node, one.lease_s) for one in killed.heritage.unseen] == [("", LONGEST_S)]
+        assert killed.leases.floor == 36, "as many as may be reserved at a time lie behind the number in the state"
+        os.close(killed.lock)
+
+
+def test_a_damaged_file_counts_after_a_run_that_ended_in_order(tmp_path: Path) -> None:
+    """It stays only where something is left."""
+    (tmp_path / "leases").write_bytes(b"")
+    left = taken(None, found_in(tmp_path), crashed=False)
+    assert [(one.node, one.lease_s) for one in left.unseen] == [("", LONGEST_S)]
+
+
 def test_a_lease_that_the_disk_does_not_take_is_not_there(tmp_path: Path) -> None:
     leases = leases_of(tmp_path)
     with file_size_limit(60), pytest.raises(OSError, match=r"File too large|No space"):
@@ -92,6 +128,30 @@ def test_a_lease_that_the_disk_does_not_take_is_not_there(tmp_path: Path) -> Non
         leases.starts = 4
         leases.count()  # it takes no room
     assert found_in(tmp_path).starts == 4
+
+
+def test_a_file_that_is_purged_while_the_run_lives_is_made_again(tmp_path: Path) -> None:
+    leases = leases_of(tmp_path, FAR)
+    leases.path.unlink()
+    leases.starts = 4
+    leases.count()
+    found = found_in(tmp_path)
+    assert (found.starts, found.records) == (4, (FAR,))
+
+
+def test_a_start_that_the_state_does_not_name_is_not_counted(tmp_path: Path) -> None:
+    """Else a later write of the leases would make the state on disk an old one."""
+    run, saves = supervised(tmp_path), [False, False, True]
+    nodes = Nodes(cast("Site", SimpleNamespace(state=run, save=lambda: saves.pop(0))))
+    run.run_state.save(state(starts=0))
+    with file_size_limit(10):
+        assert not run.run_state.save(state(starts=1))
+    assert [bool(nodes.save_start(1)) for _ in range(2)] == [True, True]
+    run.leases.write((FAR,))
+    assert taken(state(starts=0), found_in(tmp_path)).sure
+    assert not nodes.save_start(1)
+    assert found_in(tmp_path).starts == 1
+    run.release(ended=True, left=())
 
 
 def test_leases_are_synced_with_their_folder_before_they_are_granted(
@@ -192,6 +252,7 @@ def test_a_killed_supervisor_leaves_its_leases_and_one_that_ends_none(tmp_path: 
     assert second.heritage.unseen == (FAR,), "its state is lost"
     assert second.leases.floor == 16
     assert second.resumed
+    assert [one.unseen for one in found_in(tmp_path).records] == [True], "whatever state is saved from now on"
     second.release(ended=True, left=())
     assert not second.leases.path.exists()
     third = supervised(tmp_path)
@@ -208,4 +269,16 @@ def test_a_run_that_ends_without_a_node_leaves_the_lease_of_that(tmp_path: Path)
     second = supervised(tmp_path)
     assert second.heritage.unseen == (left,)
     assert second.leases.floor == 19
+    assert not second.resumed, "its versions begin anew, and so do the counters"
     second.release(ended=True, left=())
+
+
+def test_a_run_whose_state_is_lost_goes_on_after_starts_that_fail(tmp_path: Path) -> None:
+    killed = supervised(tmp_path)
+    killed.leases.write((FAR,))
+    killed.decisions_file.touch()
+    os.close(killed.lock)
+    for _ in range(3):
+        failed = supervised(tmp_path)
+        assert failed.resumed
+        failed.release()

@@ -108,6 +108,28 @@ def test_a_frozen_node_delays_no_other(tmp_path: Path, monkeypatch: pytest.Monke
     within(story())
 
 
+def test_following_goes_on_when_the_last_node_has_no_such_log_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent was replaced by one with an empty folder."""
+    monkeypatch.setattr(node_logs, "POLL_S", 0.01)
+
+    async def story() -> None:
+        write(tmp_path / "far", "a/0/gen-1/rank-0", "one\n")
+        nodes = Nodes({"far": tmp_path / "far"})
+        reader = reader_of(tmp_path / "here", nodes)
+        assert texts(await reader.poll()) == ["one"]
+        for one in nodes.agents["far"]._readers.values():
+            one.follower.close()
+        nodes.agents["far"] = LogReader(tmp_path / "empty")
+        assert [await reader.poll() for _ in range(3)] == [[], [], []]
+        write(tmp_path / "empty", "a/0/gen-2/rank-0", "two\n")
+        assert texts(await reader.poll()) == ["two"]
+        await reader.aclose()
+
+    within(story())
+
+
 def test_logs_that_are_nowhere_are_refused_by_this_machine(tmp_path: Path) -> None:
     async def story() -> None:
         write(tmp_path / "far", "a/0/gen-1/rank-0", "one\n")

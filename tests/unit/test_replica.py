@@ -534,7 +534,7 @@ async def test_nothing_starts_that_the_disk_has_not_noted(tmp_path: Path, monkey
         assert world.shims == []
         assert state(replica) == "starting"
         reason = replica.status(time.monotonic()).reason
-        assert reason == "waits for room on the disk of the state folder (/state: No space left on device)"
+        assert reason == "waits for the disk of the state folder (/state: No space left on device)"
         world.full = ""
         await until(lambda: bool(world.shims))
         world.shims[0].started()

@@ -48,6 +48,32 @@ def test_what_the_programs_report_raises_ends_no_run(tmp_path: Path, caplog: pyt
     assert "report() failed on a line" in caplog.text
 
 
+def test_no_state_is_saved_behind_the_last_event_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hide that the run has ended: a start after a kill would repeat it."""
+    given = {
+        "schema_version": 1,
+        "run": {"name": "r", "state_dir": str(tmp_path)},
+        "groups": {"a": {"replicas": 1, "command": ["true"], "launcher": "exec"}},
+    }
+    made, saves = Supervisor(given), list[bool]()
+
+    def save(*, sync: bool) -> bool:
+        saves.append(sync)
+        return True
+
+    monkeypatch.setattr(made, "_fleet", object())
+    monkeypatch.setattr(made, "_save", save)
+    assert made.save()
+    assert saves == [False]
+    monkeypatch.setattr(made, "_ended", RunEnded(exit_code=0))
+    assert made.save()
+    assert made.save(order=True)
+    assert saves == [False]
+    monkeypatch.setattr(made, "_preempted", True)
+    assert made.save()
+    assert saves == [False, False], "the next supervisor goes on from it"
+
+
 # ---------------------------------------------------------------- reports
 
 

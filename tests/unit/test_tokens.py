@@ -3,16 +3,23 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocketState
 
 from replicas import errors
+from replicas.coordinator import server
+from replicas.coordinator.server import session_route
 from replicas.linux import private
+from replicas.supervisor.fleet import agent_route
 from replicas.supervisor.state.token_files import TokenFiles
 from replicas.trust.tokens import JoinToken, Role, SavedTokens, Tokens
 from replicas.trust.way import way_to
@@ -247,3 +254,50 @@ def test_a_ca_that_is_none(tmp_path: Path) -> None:
     for name, why in (("none", "No such file"), ("ca", "NO_CERTIFICATE_OR_CRL_FOUND")):
         with pytest.raises(errors.UsageError, match=why):
             way_to("10.0.0.5:9477", "secret", {"REPLICAS_CA_FILE": str(tmp_path / name)})
+
+
+class WebSocketOfOldToken:
+    """While it is accepted, its token ends. Whoever reads it then serves it."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.headers = bearer(tokens.secret("operator"))
+        tokens.rotate("operator")
+        self.scope: dict[str, Any] = {}
+        self.application_state = WebSocketState.CONNECTED
+        self.read = False
+        self._tokens = tokens
+
+    async def accept(self) -> None:
+        self._tokens.revoke_old("operator")
+
+    async def receive(self) -> dict[str, Any]:
+        self.read = True
+        return {"type": "websocket.disconnect"}
+
+    async def close(self, *_: object) -> None:
+        self.application_state = WebSocketState.DISCONNECTED
+
+
+def routes(tokens: Tokens) -> dict[str, WebSocketRoute]:
+    def access(websocket: Any) -> str:
+        return "" if tokens.role_of(websocket.headers) else "it is not valid any more"
+
+    nothing = cast("Any", object())
+    return {
+        "agents": agent_route.agent_route(lambda: nothing, lambda _: None, access, lambda: tokens),
+        "members": session_route(nothing, tokens),
+    }
+
+
+@pytest.mark.parametrize("kind", ["agents", "members"])
+def test_a_token_that_ends_while_its_connection_is_accepted_ends_that(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (agent_route, server):
+        monkeypatch.setattr(module, "session_of", lambda _: SimpleNamespace(cut=lambda: None))
+        monkeypatch.setattr(module, "welcome", lambda _: None)
+    tokens = Tokens()
+    websocket = WebSocketOfOldToken(tokens)
+    asyncio.run(cast("Any", routes(tokens)[kind].endpoint)(websocket))
+    assert not websocket.read
+    assert websocket.application_state is WebSocketState.DISCONNECTED

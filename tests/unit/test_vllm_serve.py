@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from replicas import errors
-from replicas.integrations import vllm
+from replicas.config.structs import GroupConfig
+from replicas.integrations import follower, router, vllm
 from replicas.integrations.follower import release_of
 from replicas.integrations.gate import GatePage
 from replicas.linux.processes import start_time
@@ -90,16 +92,46 @@ def test_a_release_that_is_too_old_is_refused() -> None:
 TREE = "import os, time\nif not os.fork():\n    print(os.getpid(), flush=True)\ntime.sleep(600)"
 
 
+DEAF = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{TREE}"
+
+
+def starts(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Have this program started in place of vLLM."""
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return popen([sys.executable, "-c", program], stdout=subprocess.PIPE, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+
+
+def test_a_server_has_ended_before_its_supervisor_would_kill_it() -> None:
+    promised_s = {field.name: field.default for field in msgspec.structs.fields(GroupConfig)}["stop_timeout_s"]
+    for limit_s in (vllm.STOP_TIMEOUT_S, router.STOP_TIMEOUT_S):
+        assert limit_s + 4 * follower.BEAT_S <= promised_s
+
+
+def test_a_server_that_does_not_end_in_time_is_killed_with_its_frozen_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    starts(monkeypatch, DEAF)
+    monkeypatch.setattr(vllm, "STOP_TIMEOUT_S", 0.01)
+    page = GatePage.create()
+    with vllm._vllm("127.0.0.1", 1, (), page, tmp_path) as server:
+        assert server.stdout is not None
+        engine = int(server.stdout.readline())
+        server.stdout.close()
+        os.kill(engine, signal.SIGSTOP)
+    assert server.returncode == -signal.SIGKILL
+    eventually(lambda: start_time(engine) is None, "the end of the engine")
+    page.close()
+
+
 def test_a_server_that_is_given_up_is_killed_with_its_frozen_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A stopped process cannot notice that its follower has gone."""
-    popen = subprocess.Popen
-
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", start)
+    starts(monkeypatch, TREE)
     page = GatePage.create()
     with pytest.raises(errors.SyncError), vllm._vllm("127.0.0.1", 1, (), page, tmp_path) as server:
         assert server.stdout is not None

@@ -283,15 +283,15 @@ class Publisher(Part):
             raise error
         job.digest, job.digest_s = done.result(), digest_s
         if job.slot is not None and job.check_finite:
+            self._hub.arena.pin(job.slot)  # here, as it may be let go before the task begins
             self._hub.spawn(self._check_finite(job, job.slot), f"values of version {job.version}")
         else:
             self._ready(job)
 
     async def _check_finite(self, job: PublishJob, slot: Slot) -> None:
-        """Announce the version, or fail it: some values are not finite."""
+        """Announce the version, or fail it for its values; unpins the slot."""
         hub, manifest = self._hub, job.manifest
         assert manifest is not None
-        hub.arena.pin(slot)
         try:
             found = await asyncio.to_thread(not_finite, slot.data, manifest)
             failure = _not_finite(hub, job.version, found) if found else None

@@ -340,7 +340,7 @@ class Pairing:
         raising = self._roster.config.on_lost == "raise"
         for other, posts in list(self._streams.items()):
             concerned = raising and self.domain_of(other) == self.domain_of(member)
-            for post in [post for post in posts if not post.started]:
+            for post in [post for post in posts if not post.started and post.missed is None]:
                 kind = post.message.kind
                 waits = post.pairwise and post.message.root == member.name
                 if waits or (concerned and not post.pairwise):

@@ -81,7 +81,8 @@ def agent_route(
                 await _serve(here, websocket, link, refused, local=True)
             else:
                 with tokens().watched(websocket.headers, link.close):
-                    await _serve(here, websocket, link, refused, local=False)
+                    if not access(websocket):  # its token may have ended while the connection was accepted
+                        await _serve(here, websocket, link, refused, local=False)
         if websocket.application_state is not WebSocketState.DISCONNECTED:
             with contextlib.suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):

@@ -68,6 +68,12 @@ class Awaited:
         self._unseen.pop(lease.incarnation, None)
         return ""
 
+    def seen(self, incarnation: str) -> None:
+        """Note that an agent says what runs under its lease, and gets no other."""
+        if self._unseen.pop(incarnation, None) is not None:
+            self._leases[incarnation] = msgspec.structs.replace(self._leases[incarnation], unseen=False)
+            self._note()
+
     def end(self, node: str, *, but: str = "") -> None:
         """Note that nothing is left of a node, but of this incarnation of its agent."""
         over = [key for key, one in self._leases.items() if one.node == node and key not in (but, *self._unseen)]

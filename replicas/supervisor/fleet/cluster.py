@@ -316,6 +316,7 @@ class Cluster:
         """The refusal of an agent whose lease cannot be written down."""
         lease_s = self._outlives_s if local else self._lease_s
         if not lease_s:  # it ends with this supervisor, which nobody follows before
+            self.awaited.seen(hello.incarnation)
             return None
         lease = Lease(
             node=hello.node,

@@ -116,7 +116,7 @@ class Course:
         owner.life.launched(self._now())
         while self.state == "waiting":
             problem = self.generation.prepare(owner.group, owner.life.replica, owner.life.generation)
-            self.hold_ups.wait(f"waits for room on the disk of the state folder ({problem})" if problem else "")
+            self.hold_ups.wait(f"waits for the disk of the state folder ({problem})" if problem else "")
             if not problem:
                 break
             turn_over()

@@ -96,7 +96,11 @@ class NodesReader:
                 return self._wanted(found)
 
     async def _answered(self) -> list[LogLine]:
-        """The lines of the readers that have answered; those with no such log go."""
+        """The lines of the readers that have answered; those with no such log go.
+
+        Once it has begun, the last one stays: its node may have lost the log with its
+        agent, and write it again.
+        """
         found: list[LogLine] = []
         for reader, poll in [*self._polls.items()]:
             if not poll.done():
@@ -106,9 +110,10 @@ class NodesReader:
                 found += poll.result()
             except errors.UsageError as error:  # it has none of them
                 self._problem = self._problem or error
-                self._readers.remove(reader)
-                await reader.aclose()
-        if self._problem is not None and not self._readers and not self._begun:
+                if not self._begun or len(self._readers) > 1:
+                    self._readers.remove(reader)
+                    await reader.aclose()
+        if self._problem is not None and not self._readers:
             raise self._problem
         return found
 

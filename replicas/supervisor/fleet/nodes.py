@@ -283,6 +283,7 @@ class Nodes:
             state.leases.reserve(generation)
             state.leases.starts += 1
             if not self._site.save():
+                state.leases.starts -= 1  # else the next write of the leases would call the state on disk old
                 return state.run_state.problem
             state.leases.count()
         except OSError as error:

@@ -50,7 +50,7 @@ def heritage(saved: Saved | None, leases: Leases, *, crashed: bool, longest_s: f
     :param longest_s: of any lease by the config, for those that are not known; 0: there
         can be none.
     """
-    sure = _is_newest(saved, leases) if saved is not None else not (crashed or leases.records)
+    sure = _is_newest(saved, leases) if saved is not None else not (crashed or leases.records or leases.damaged)
     records: Sequence[Lease] = leases.records
     if not (leases.found or sure) and longest_s:
         records = (Lease(unseen=True),)

@@ -82,7 +82,8 @@ class Leases:
         self._generations = 0
 
     def load(self) -> None:
-        """Read what was written before, if anything; make the file."""
+        """Read what was written before, if anything. Then say what is left of that:
+        :meth:`count` or :meth:`forget_numbers`."""
         try:
             lines = private.read(self.path).splitlines()
             numbers = msgspec.json.decode(lines[0], type=_Numbers)
@@ -95,8 +96,6 @@ class Leases:
             self.found = True
             self.starts, self._generations, self.floor = numbers.starts, numbers.generations, numbers.floor
             self.records = tuple(_lease(line) for line in lines[1:])
-        if not self.found:
-            self._write(self.records)
 
     def write(self, records: Sequence[Lease]) -> None:
         """Have these leases on disk. OSError: they are not, and nothing has changed."""
@@ -111,12 +110,16 @@ class Leases:
         private.replace(self.path, head + b"".join(msgspec.json.encode(one) + b"\n" for one in new), sync=True)
         self.records, self._generations, self.floor = new, numbers, lowest
 
-    def forget_numbers(self) -> None:
+    def forget_numbers(self, records: Iterable[Lease], *, used: int = 0) -> None:
         """Use no number of a generation again that may have been used.
 
         OSError: it cannot be written.
+
+        :param records: may still run.
+        :param used: the highest number by the state, for a file that tells none.
         """
-        self._write(self.records, floor=max(self.floor, self._generations))
+        unread = used + _STEP if used and not self.found else 0
+        self._write(records, floor=max(self.floor, self._generations, unread))
 
     def reserve(self, generation: int) -> None:
         """Have it on disk that this number may be used. OSError: it is not."""
@@ -125,7 +128,10 @@ class Leases:
 
     def count(self) -> None:
         """Have the number of starts on disk. OSError: it is not."""
-        private.overwrite(self.path, f"{self.starts:{_WIDTH}}".encode(), _AT)
+        try:
+            private.overwrite(self.path, f"{self.starts:{_WIDTH}}".encode(), _AT)
+        except FileNotFoundError:  # it is new, or somebody purged old files
+            self._write(self.records)
 
     def remove(self) -> None:
         private.remove(self.path)

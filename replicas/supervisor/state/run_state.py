@@ -194,6 +194,11 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
         return self.machine == machine()
 
     @property
+    def generations(self) -> int:
+        """The highest number of a generation."""
+        return max((one.generation for group in self.groups.values() for one in group.replicas.values()), default=0)
+
+    @property
     def agent(self) -> ProcessRecord | None:
         """The agent of this machine, if it still lives."""
         records = [one.process for one in self.agents if one.local and one.scope == machine()]

@@ -128,6 +128,7 @@ class StateDir:
         self.leftovers: list[LeftoverFound] = []
         """Processes that kept a dead supervisor's lock; :meth:`acquire` killed them."""
         self._left: Saved | None = None
+        self._cut_short = False
         self._lock: int | None = None
 
     @property
@@ -180,9 +181,15 @@ class StateDir:
             if any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since):
                 self.saved, crashed = None, False
                 private.remove(self.decisions_file)
+        # Starts that failed since have signed off, and left the decisions.
+        self._cut_short = crashed or self.decisions_file.exists()
         self.heritage = heritage(self.saved, self.leases, crashed=crashed, longest_s=self._longest_lease_s)
+        # Only now, with the wait in it, may a file replace one that tells nothing.
         if not self.heritage.sure:
-            self.leases.forget_numbers()
+            unseen = [msgspec.structs.replace(one, unseen=True) for one in self.heritage.unseen]
+            self.leases.forget_numbers(unseen, used=self.saved.generations if self.saved is not None else 0)
+        elif not self.leases.found:
+            self.leases.count()
         if self.resumed:
             with contextlib.suppress(FileNotFoundError):
                 token = private.read(self.token_file).decode(errors="replace")
@@ -254,8 +261,12 @@ class StateDir:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was under way; also if its state was unusable, or is lost."""
-        return self.saved is not None or self.run_state.set_aside is not None or bool(self.heritage.unseen)
+        """Whether the run was under way; also if its state was unusable, or is lost.
+
+        One that has ended in order, and left a lease, was not: its versions are gone.
+        """
+        lost = self._cut_short and bool(self.heritage.unseen)
+        return self.saved is not None or self.run_state.set_aside is not None or lost
 
     def open_events(self, max_nbytes: int) -> EventLog:
         """Open the run's events, behind a dead supervisor's; report what was found."""
@@ -322,9 +333,10 @@ class StateDir:
 
     def _leave(self, left: tuple[Lease, ...], *, ended: bool) -> None:
         try:
-            self.leases.write(left)
             if ended:
-                self.leases.forget_numbers()
+                self.leases.forget_numbers(left)
+            else:
+                self.leases.write(left)
         except OSError as error:  # more are named than may be left, and the next start waits for those
             log.warning("the leases in %s are not up to date: %s", self.leases.path, error.strerror or error)
 

@@ -268,7 +268,10 @@ class _Lingering:
             self._left.append(leftover)
             if self._thread is None and not self._ending.is_set():
                 self._thread = threading.Thread(target=self._watch, name="replicas device memory", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # a limit of threads: the next allocation or closed buffer frees it
+                    self._thread = None
 
     def sweep(self) -> None:
         with self._sweeping:

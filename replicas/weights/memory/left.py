@@ -41,8 +41,11 @@ class Left:
             self._nbytes[inode] = nbytes
             if len(self._nbytes) < self._look_at or self._looking is not None:
                 return
-            self._looking = threading.Thread(target=self._look, name=f"{self._name} readers", daemon=True)
-        self._looking.start()
+            self._looking = looking = threading.Thread(target=self._look, name=f"{self._name} readers", daemon=True)
+        try:
+            looking.start()
+        except RuntimeError:  # a limit of threads: the next one that is left tries again
+            self._looking = None
 
     def text(self) -> str:
         """Versions that are still mapped, their size and the processes; or empty."""

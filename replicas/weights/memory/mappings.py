@@ -164,7 +164,7 @@ class KeptMappings:
 
     def __init__(self) -> None:
         self._living.add(self)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser that closes a buffer may interrupt any method
         self._kept: dict[int, Mapping] = {}
         self._uses = 0
         self._unpinning: list[threading.Thread] = []
@@ -212,10 +212,12 @@ class KeptMappings:
         dropped: list[Mapping] = []
         with self._lock:
             for inode, kept in list(self._kept.items()):
-                if inode not in wanted and (
-                    self._uses - kept.used >= KEPT_USES or kept.kept is None or not is_there(kept.kept)
-                ):
-                    dropped.append(self._kept.pop(inode))
+                if inode in wanted:
+                    continue
+                place = kept.kept
+                old = self._uses - kept.used >= KEPT_USES or place is None or not is_there(place)
+                if old and self._kept.pop(inode, None) is not None:  # else a finaliser has dropped it meanwhile
+                    dropped.append(kept)
                     kept.kept = None
         self._let_go(dropped)
 
@@ -230,7 +232,11 @@ class KeptMappings:
     def _let_go(self, dropped: list[Mapping]) -> None:
         if any(one.pinned for one in dropped):  # the caller must not wait
             thread = threading.Thread(target=_unpin, args=(dropped,), name="replicas unpin", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # a limit of threads: better slow than pinned for ever
+                _unpin(dropped)
+                return
             self._unpinning = [*(one for one in self._unpinning if one.is_alive()), thread]
 
     def close(self) -> None:
@@ -247,7 +253,7 @@ class KeptMappings:
 
     def forget(self) -> None:
         """Drop all mappings in a forked child; the pins are the parent's, and stay."""
-        self._lock, self._kept, self._unpinning, self._closed = threading.Lock(), {}, [], True
+        self._lock, self._kept, self._unpinning, self._closed = threading.RLock(), {}, [], True
 
 
 def _unpin(mappings: Iterable[Mapping]) -> None:

@@ -76,7 +76,10 @@ class Pool:
             self._nbytes, self._wanted = nbytes, count
             if self._worker is None and self._missing():
                 self._worker = threading.Thread(target=self._work, name=f"{self._name} memory", daemon=True)
-                self._worker.start()
+                try:
+                    self._worker.start()
+                except RuntimeError:  # a limit of threads: memory is allocated when it is needed
+                    self._worker = None
 
     def _missing(self) -> bool:
         return not self._closed and sum(buffer.nbytes == self._nbytes for buffer, _ in self._spare) < self._wanted
@@ -148,8 +151,9 @@ class Pool:
 
     def leave(self, buffer: Buffer) -> None:
         """Close a buffer that was shown: the kernel frees it after its last reader."""
-        self.left.add(buffer.place.inode, buffer.nbytes)
+        inode = buffer.place.inode
         buffer.close()
+        self.left.add(inode, buffer.nbytes)
 
     def beat(self, bare: int) -> None:
         """Count a version: reclaim retired buffers; close old spares, but ``bare``."""

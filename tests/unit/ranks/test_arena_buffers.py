@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -281,6 +282,55 @@ def test_a_kept_mapping_costs_nothing_the_next_time(monkeypatch: pytest.MonkeyPa
     kept.sweep([])
     assert len(kept) == 0
     assert not memory_left()
+
+
+def test_a_finaliser_may_close_a_buffer_while_mappings_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, buffer = KeptMappings(), offered()
+    buffer.show()
+    reader = Buffer.open(buffer.place, 1)
+    reader.keep_mappings_in(kept)
+    reader.readable()
+    readers = [reader]
+    del reader
+
+    def collect(place: SlotPlace) -> bool:
+        readers.clear()  # the last reference: its finaliser runs here
+        return False
+
+    monkeypatch.setattr(mappings, "is_there", collect)
+    sweep = threading.Thread(target=kept.sweep, args=([],), daemon=True)
+    sweep.start()
+    sweep.join(30)
+    assert not sweep.is_alive()
+    assert len(kept) == 0
+    buffer.close()
+    assert not memory_left()
+
+
+def test_a_pinned_mapping_is_unpinned_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    unpinned: list[int] = []
+
+    class Pin:
+        def close(self) -> None:
+            unpinned.append(1)
+
+    kept, buffer = KeptMappings(), offered()
+    reader = Buffer.open(buffer.place, 1)
+    reader.keep_mappings_in(kept)
+    reader.readable()
+    mapping = kept.find(buffer.place.inode, 64)
+    assert mapping is not None
+    mapping._pin = cast("Any", Pin())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        kept.drop(buffer.place.inode)
+    assert unpinned == [1]
+    del mapping
+    reader.close()
+    buffer.close()
 
 
 def test_mappings_that_are_not_used_for_long_are_not_kept() -> None:

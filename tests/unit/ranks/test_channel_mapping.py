@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import msgspec
@@ -187,6 +188,28 @@ async def test_who_can_be_read_is_on_this_host(target: World) -> None:
     assert (await target.session.next(wire.Located)).found == 2
     target.tell(wire.Locate((forged, nowhere)))
     assert (await target.session.next(wire.Located)).found == -1
+
+
+async def test_of_two_questions_for_the_host_the_newer_one_is_answered(
+    target: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, knocking = threading.Event(), threading.Event()
+
+    def slow(beacons: tuple[wire.Beacon, ...]) -> int:
+        if len(beacons) == 2:
+            begun.set()
+            assert knocking.wait(20)
+        return len(beacons)
+
+    monkeypatch.setattr("replicas.channel.hub.find", slow)
+    own = beacon.own_beacon()
+    target.tell(wire.Locate((own, own)))
+    assert await asyncio.to_thread(begun.wait, 20)
+    target.tell(wire.Locate((own, own, own)))
+    assert (await target.session.next(wire.Located)).found == 3
+    knocking.set()
+    target.tell(wire.Locate((own,)))
+    assert (await target.session.next(wire.Located)).found == 1, "the first question is over"
 
 
 async def test_a_descriptor_that_would_block_is_not_opened(target: World) -> None:

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from replicas import errors
-from replicas.channel.pending import Pending, Receipt
+from replicas.channel.pending import Pending, Receipt, SessionEnd
 from replicas.messages import ReceiptData
 from replicas.messages.identity import Member
 
@@ -253,3 +253,79 @@ def test_receipt_metrics_are_flat_numbers() -> None:
         "sync/seconds": 0.5,
         "sync/pack_seconds": 0.1,
     }
+
+
+class Lock:
+    """A lock after whose first release something happens."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._lock, self._then = threading.Lock(), [then]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        while self._then:
+            self._then.pop()()
+
+
+def test_what_is_taken_back_as_soon_as_it_has_ended_is_pending() -> None:
+    pending: Pending[int] = Pending("test")
+    pending._ending = Lock(pending._take_back)  # type: ignore[assignment]  # a fake
+    assert pending._resolve(1)
+    assert not pending.done()
+    thread = _resolve_when_waited(pending, lambda: pending._resolve(2))
+    assert pending.wait(30) == 2
+    thread.join()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_who_waits_wakes_when_another_thread_was_interrupted_as_it_ended_it() -> None:
+    end = SessionEnd()
+    pending: Pending[int] = Pending("test", end)
+    got: list[errors.ReplicasError] = []
+
+    def wait() -> None:
+        try:
+            pending.wait(60)
+        except errors.ReplicasError as error:
+            got.append(error)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    while not pending._ended._wakers or not end._wakers:
+        threading.Event().wait(0.001)
+    end.is_set = True  # the first step of set(), on the session thread
+    pending._ending = Lock(interrupt)  # type: ignore[assignment]  # a fake
+    with pytest.raises(KeyboardInterrupt):
+        pending.done()
+    end.set()
+    waiter.join(30)
+    assert [type(error) for error in got] == [errors.InternalError]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_interrupt_while_others_are_woken_is_raised_on_the_main_thread_only(first: bool) -> None:
+    def pending() -> tuple[Pending[int], list[int]]:
+        made, woken = Pending[int]("test"), list[int]()
+        wakers: list[Callable[[], object]] = [interrupt, lambda: woken.append(1)]
+        for waker in wakers if first else reversed(wakers):
+            made._ended.add(waker)
+        return made, woken
+
+    here, woken = pending()
+    with pytest.raises(KeyboardInterrupt):
+        here._resolve(1)
+    assert woken == [1]
+    assert here.wait(0) == 1
+    there, woken = pending()
+    ended: list[bool] = []
+    thread = threading.Thread(target=lambda: ended.append(there._resolve(1)))
+    thread.start()
+    thread.join(30)
+    assert ended == [True], "a wake-up of the program's does not end the session thread"
+    assert woken == [1]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ import replicas
 from replicas import errors
 from replicas.linux import scarce
 from replicas.testing import FakeRun
-from replicas.weights.memory import mappings
+from replicas.weights.devices.device_buffers import _Lingering
+from replicas.weights.memory import left, mappings
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.memory.pool import PREPARED_NBYTES, Pool
 
 LOOKS: dict[str, Callable[[replicas.Update], object]] = {
     "iterate": dict,
@@ -77,3 +81,58 @@ def test_each_limit_has_its_name(number: int, made: dict[str, Any], text: str, m
     monkeypatch.setattr(mappings, "reopen", refuse)
     with pytest.raises(errors.NoCapacity, match=f"64 bytes of shared memory cannot be mapped: .*: .*{text}"):
         mappings.map_private(0, 64)
+
+
+@contextmanager
+def no_thread() -> Iterator[None]:
+    """This process can start no thread."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield
+
+
+def test_without_threads_memory_is_left_and_its_readers_are_looked_up_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = threading.Event()
+    monkeypatch.setattr(left, "mappers", lambda known: [looked.set(), {}][1])
+    pool = Pool("test", 0)
+    buffers = [Buffer.allocate(64, "test") for _ in range(2)]
+    with no_thread():
+        pool.leave(buffers[0])
+    assert buffers[0].fd < 0
+    assert not looked.is_set()
+    pool.leave(buffers[1])
+    assert buffers[1].fd < 0
+    assert looked.wait(30)
+    pool.close()
+
+
+def test_without_threads_memory_is_made_when_it_is_needed() -> None:
+    pool = Pool("test", 0)
+    with no_thread():
+        pool.prepare(PREPARED_NBYTES, 1)
+        pool.take(PREPARED_NBYTES, 1).close()
+    pool.prepare(PREPARED_NBYTES, 1)  # and made ahead as soon as there is a thread
+    if (worker := pool._worker) is not None:
+        worker.join(30)
+    assert len(pool._spare) == 1
+    pool.close()
+
+
+def test_without_threads_device_memory_is_freed_later() -> None:
+    class Waiting:
+        def end(self) -> bool:
+            return ended.is_set()
+
+    lingering, ended = _Lingering(), threading.Event()
+    with no_thread():
+        lingering.add(cast("Any", Waiting()))
+    ended.set()
+    lingering.add(cast("Any", Waiting()))
+    if (thread := lingering._thread) is not None:
+        thread.join(30)
+    assert not lingering._left
+    lingering.stop()

@@ -158,7 +158,9 @@ def test_a_waiter_that_cannot_be_woken_holds_up_no_other() -> None:
 
     for waker in (fail, woken.set):
         pending._ended.add(waker)
-    assert pending._resolve(1)
+    session = threading.Thread(target=pending._resolve, args=(1,))
+    session.start()
+    session.join(30)
     assert woken.is_set()
     assert pending.wait(0) == 1
 

@@ -1,0 +1,45 @@
+"""Who scrapes the metrics regularly, and has not seen yet how the run ended.
+
+Pure: times are arguments, in seconds of any one monotonic clock.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Scrapes"]
+
+_CLIENTS = 8
+_MISSED = 2
+"""Intervals after which a client that has not come is not waited for."""
+_LATE = 1.5
+"""Intervals after which a client that comes regularly has come."""
+
+
+class Scrapes:
+    """The last scrapes of the clients that came last; a pair of servers are two."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, tuple[float, float]] = {}
+        self._told: set[str] = set()
+
+    def came(self, client: str, now: float, *, over: bool = False) -> None:
+        """Note a scrape.
+
+        :param client: its address. :param over: it shows how the run ended.
+        """
+        _, last = self._times.pop(client, (now, now))
+        self._times[client] = last, now
+        if over:
+            self._told.add(client)
+        while len(self._times) > _CLIENTS:
+            first = next(iter(self._times))
+            del self._times[first]
+            self._told.discard(first)
+
+    def due_s(self, now: float) -> float:
+        """How long to wait for those that have not seen the end; 0: there are none."""
+        waits_s = 0.0
+        for client, (before, last) in self._times.items():
+            interval_s = last - before
+            if client not in self._told and now - last < _MISSED * interval_s:
+                waits_s = max(waits_s, _LATE * interval_s)
+        return waits_s
