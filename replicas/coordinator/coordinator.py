@@ -287,7 +287,11 @@ class Coordinator:
         return self.engine.lag_s
 
     def subscribe(self, callback: Callable[[Event], None]) -> None:
-        """Call ``callback(event)`` on the loop after each change; it must not block."""
+        """Call ``callback(event)`` on the loop after each change; it must not block.
+
+        What it raises is logged, and ends nothing here. But a ``KeyboardInterrupt`` or
+        ``SystemExit`` on the program's main thread ends its event loop afterwards.
+        """
         self.engine.subscribe(callback)
 
     def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -54,6 +55,11 @@ ACK_BYTES_S = 1.0
 """Interval of the acks to a member while a long message arrives in parts."""
 SETTLE_S = 0.5
 """Time after a pause before members and deadlines are judged."""
+
+
+def _end_program(error: BaseException) -> None:
+    """Raise from the event loop, which is the program's, what is to end the program."""
+    raise error
 
 
 class NotYet(Exception):
@@ -105,6 +111,8 @@ class Engine:
         self._sessions: dict[Member, MemberSession] = {}
         self._channel_of: dict[Member, ChannelState] = {}
         self._callbacks: list[Callable[[Event], None]] = []
+        self._ends = False
+        """Whether one of them has ended the program."""
         self._outlets = {name: _Outlet() for name in channels}
         self._encoded = Encoded()
         self._silence = Silence()
@@ -127,8 +135,12 @@ class Engine:
         for callback in self._callbacks:
             try:
                 callback(event)
-            except BaseException:  # of the program: what is under way here must come to its end
+            except BaseException as error:  # of the program: what is under way here must come to its end
                 log.exception("a subscriber failed on %r", event)
+                ends = isinstance(error, (KeyboardInterrupt, SystemExit)) and not self._ends
+                if ends and threading.current_thread() is threading.main_thread():
+                    self._ends = True  # once: the program cleans up after it on this loop
+                    asyncio.get_running_loop().call_soon(_end_program, error)
 
     # ------------------------------------------------------------ sessions
 

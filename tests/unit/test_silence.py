@@ -4,13 +4,16 @@ nobody could be heard."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
+
+import pytest
 
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.sessions import MemberSession
-from replicas.core.effects import Event, MemberLost
+from replicas.core.effects import EpochStarted, Event, MemberJoined, MemberLost
 from replicas.core.members.heartbeats import DEAF_MAX_S, Silence
 from replicas.core.members.roster import GroupShape
 from replicas.messages import (
@@ -115,19 +118,22 @@ class NoStore:
     def replace(self, address: tuple[str, int]) -> None: ...
 
 
+def peers_engine(replicas: int) -> Engine:
+    return Engine(
+        {"outer": peer_config()},
+        {"peer": GroupShape(replicas=replicas, heartbeat_timeout_s=LEASE_S)},
+        run="run",
+        decisions=DecisionLog(None),
+        store=cast("Any", NoStore()),
+    )
+
+
 def scene(work: Callable[[Engine, list[FarMember]], Awaitable[None]], *, stuck: bool = False) -> list[Event]:
     """Three peers on other hosts, in virtual time. Returns what happened."""
     events: list[Event] = []
 
     async def run() -> None:
-        shape = GroupShape(replicas=3, heartbeat_timeout_s=LEASE_S)
-        engine = Engine(
-            {"outer": peer_config()},
-            {"peer": shape},
-            run="run",
-            decisions=DecisionLog(None),
-            store=cast("Any", NoStore()),
-        )
+        engine = peers_engine(3)
         engine.subscribe(events.append)
         members = [FarMember(engine, replica, stuck=stuck) for replica in range(3)]
         ticks = asyncio.create_task(engine.tick_forever())
@@ -244,3 +250,35 @@ def test_when_the_last_member_has_left_that_is_no_silence() -> None:
         assert engine._silence.heard(asyncio.get_running_loop().time()) == 0.0
 
     scene(work)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit("of the program"), ValueError("of the program")])
+def test_what_ends_the_program_is_raised_from_its_loop_when_the_work_in_progress_is_done(error: BaseException) -> None:
+    """By a coordinator on the program's main thread; another error ends nothing."""
+    assert threading.current_thread() is threading.main_thread()
+    heard: list[Any] = []
+
+    async def run() -> None:
+        engine = peers_engine(1)
+        engine.subscribe(raises)
+        engine.subscribe(heard.append)
+        FarMember(engine, 0)
+        heard.append("joined")
+        try:
+            await asyncio.sleep(0)
+            heard.append("the program goes on")
+        finally:
+            await asyncio.sleep(0)
+            heard.append("cleaned up")
+
+    def raises(event: Event) -> None:
+        raise error
+
+    if isinstance(error, Exception):
+        asyncio.run(run())
+    else:
+        with pytest.raises(type(error)):
+            asyncio.run(run())
+    assert ("the program goes on" in heard) == isinstance(error, Exception)
+    assert {type(one) for one in heard} >= {MemberJoined, EpochStarted}
+    assert {"joined", "cleaned up"} <= {one for one in heard if isinstance(one, str)}
