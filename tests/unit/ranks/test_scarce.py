@@ -97,7 +97,12 @@ def no_thread() -> Iterator[None]:
 
 def test_without_threads_memory_is_left_and_its_readers_are_looked_up_later(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = threading.Event()
-    monkeypatch.setattr(left, "mappers", lambda known: [looked.set(), {}][1])
+
+    def look(known: dict[int, int]) -> dict[str, set[int]]:
+        looked.set()
+        return {}
+
+    monkeypatch.setattr(left, "mappers", look)
     pool = Pool("test", 0)
     buffers = [Buffer.allocate(64, "test") for _ in range(2)]
     with no_thread():
