@@ -48,13 +48,16 @@ class Aside(Generic[T]):
         locked(self._starting, self._start)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is done that was put before; False: not in ``timeout_s``."""
+        """Wait until all is done that was put before.
+
+        False: not within ``timeout_s``, or no thread can be had for it.
+        """
         if self._thread is None and self._queue.empty():
             return True
         done = Latch()
         self._queue.put(done)
         locked(self._starting, self._start)
-        return done.wait(timeout_s)
+        return self._thread is not None and done.wait(timeout_s)
 
     def _start(self) -> None:
         if self._thread is None:

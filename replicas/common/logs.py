@@ -23,14 +23,14 @@ import logging
 import os
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from replicas.common.aside import Aside
 
-__all__ = ["LAST_WORDS_S", "Log", "flush"]
+__all__ = ["LAST_WORDS_S", "Log", "end_process", "flush"]
 
 LAST_WORDS_S = 2.0
-_WHEN = ("created", "msecs", "relativeCreated", "process", "processName", "thread", "threadName")
+_WHEN = ("created", "msecs", "relativeCreated", "process", "processName", "thread", "threadName", "taskName")
 
 
 class Log(logging.Logger):
@@ -41,7 +41,12 @@ class Log(logging.Logger):
         self._own = logging.getLogger(name)
 
     def isEnabledFor(self, level: int) -> bool:  # of the base class
-        return level >= self.level and logging.Logger.isEnabledFor(self._own, level)  # not a subclass's: the user's
+        own = self._own
+        # Not own.isEnabledFor(), which may be the user's and takes logging's lock:
+        # dictConfig() holds it while it constructs handlers of the user's.
+        if level < self.level or own.disabled or own.manager.disable >= level:
+            return False
+        return level >= logging.Logger.getEffectiveLevel(own)
 
     def makeRecord(  # of the base class
         self,
@@ -67,6 +72,14 @@ def flush(timeout_s: float = LAST_WORDS_S) -> bool:
     return _records.flush(timeout_s)
 
 
+def end_process(code: int) -> NoReturn:
+    """End this process at once, but for its last records."""
+    try:
+        flush()
+    finally:
+        os._exit(code)
+
+
 def _missing(count: int) -> None:
     text = "%d records before this one were dropped: a handler of this program is too slow"
     _pass_on(logging.LogRecord("replicas", logging.WARNING, __file__, 0, text, (count,), None))
@@ -87,7 +100,7 @@ def _pass_on(record: logging.LogRecord) -> None:
             record.funcName,
             sinfo=record.stack_info,
         )
-        made.__dict__.update((name, getattr(record, name)) for name in _WHEN)
+        made.__dict__.update((name, getattr(record, name)) for name in _WHEN if hasattr(record, name))
         own.handle(made)
     except BaseException:  # noqa: BLE001  # of a handler of the program's: nothing of ours may end by it
         with contextlib.suppress(BaseException):  # standard error may be the program's, too

@@ -40,6 +40,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from replicas import __version__, environ
+from replicas.common.logs import end_process
 from replicas.linux import inherited, place
 from replicas.linux.processes import die_with_parent, name_process, send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
@@ -160,7 +161,7 @@ class ForkServer:
         except BaseException as error:  # noqa: BLE001  # a child must never return into the server's loop
             print(f"sidecar {os.getpid()} failed: {error!r}", file=sys.stderr, flush=True)
         finally:
-            os._exit(code)
+            end_process(code)
 
     def _forget_everything(self, keep: set[int]) -> None:
         """Close all inherited descriptors; objects first let go of theirs."""

@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from replicas.common.logs import end_process
 from replicas.sidecar import wire
 from replicas.sidecar.traffic import Traffic
 
@@ -146,10 +147,10 @@ class Mailbox:
         """Handle incoming data; end the process when the rank or the channel ended."""
         for fd, event in events:
             if fd == self._pidfd or event & _POLL_END:
-                os._exit(0)
+                end_process(0)
         frames = self._frames.receive()
         if frames is None:
-            os._exit(0)
+            end_process(0)
         for body, fds in frames:
             request = wire.decode_request(body)
             if len(fds) != isinstance(request, wire.MapBuffer):
@@ -173,7 +174,7 @@ class Mailbox:
             print(f"sidecar {os.getpid()}: {error}", file=sys.stderr, flush=True)
         finally:
             if code:
-                os._exit(code)
+                end_process(code)
 
     def _look(self) -> None:
         poller = self._new_poller()

@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from replicas.common.logs import end_process
 from replicas.core.versions.manifest import Manifest
 from replicas.errors import InternalError, Preflight, ReplicasError, StoreTampered, WorldError, kind_of
 from replicas.linux.processes import name_process
@@ -220,4 +221,4 @@ def run(channel: socket.socket, rank_pidfd: int) -> None:
         if reply is not None:
             mailbox.reply(reply)
         if isinstance(reply, wire.Failed) and reply.over:
-            os._exit(0)
+            end_process(0)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from replicas.common import logs
+from replicas.common import aside, logs
+from replicas.common.aside import Aside
 from replicas.common.logs import Log
 from replicas.testing import FakeRun
 
@@ -213,3 +214,82 @@ def test_a_forked_child_has_its_own(installed: Install) -> None:
     for descriptor in (reader, writer):
         os.close(descriptor)
     sys.stderr.flush()
+
+
+def test_who_logs_does_not_wait_for_the_configuration_of_logging(installed: Install) -> None:
+    """dictConfig() holds the lock while it constructs the program's handlers."""
+    found: list[logging.LogRecord] = []
+    installed(found.append)
+    log = Log("replicas.test.configured")
+    teller = threading.Thread(target=log.warning, args=("here",), daemon=True)
+    with logging._lock:  # type: ignore[attr-defined]  # logging's own
+        teller.start()
+        teller.join(PATIENCE_S)
+        assert not teller.is_alive()
+    assert logs.flush(PATIENCE_S)
+    assert [record.getMessage() for record in found] == ["here"]
+
+
+def test_levels_count_as_they_do_for_the_logger(installed: Install) -> None:
+    logger, log = logging.getLogger("replicas.test.levels"), Log("replicas.test.levels")
+    assert log.isEnabledFor(logging.INFO)
+    assert not log.isEnabledFor(logging.DEBUG)
+    logger.setLevel(logging.ERROR)
+    assert not log.isEnabledFor(logging.WARNING)
+    logging.disable(logging.ERROR)
+    try:
+        assert not log.isEnabledFor(logging.ERROR)
+        assert log.isEnabledFor(logging.CRITICAL)
+    finally:
+        logging.disable(logging.NOTSET)
+    logger.disabled = True
+    assert not log.isEnabledFor(logging.CRITICAL)
+
+
+def test_without_a_thread_nobody_waits_for_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    class Unwaited:
+        def wait(self, timeout_s: float) -> bool:
+            raise AssertionError("in vain")
+
+    queue: Aside[int] = Aside("test", int, int)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(aside, "Latch", Unwaited)
+        queue.put(1)
+        assert not queue.flush(PATIENCE_S)
+
+
+def test_the_name_of_the_task_is_kept(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 adds it, where the record is made."""
+
+    class Record(logging.LogRecord):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)  # type: ignore[arg-type]  # as they come
+            self.taskName = "loader"
+
+    found: list[logging.LogRecord] = []
+    installed(found.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(logging, "LogRecord", Record)
+        Log("replicas.test").warning("here")
+    assert logs.flush(PATIENCE_S)
+    assert [vars(record).get("taskName") for record in found] == ["loader"]
+
+
+def test_a_process_that_ends_at_once_says_its_last_words(installed: Install) -> None:
+    reader, writer = os.pipe()
+    installed(lambda record: os.write(writer, record.getMessage().encode()))
+    child = os.fork()
+    if not child:
+        try:
+            Log("replicas.test").warning("last words")
+            logs.end_process(3)
+        finally:  # never on in this child
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    os.close(writer)
+    assert os.read(reader, 100) == b"last words"
+    os.close(reader)

@@ -98,7 +98,7 @@ def no_thread() -> Iterator[None]:
 def test_without_threads_memory_is_left_and_its_readers_are_looked_up_later(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = threading.Event()
 
-    def look(known: object) -> dict[int, set[int]]:
+    def look(known: dict[int, int]) -> dict[str, set[int]]:
         looked.set()
         return {}
 
