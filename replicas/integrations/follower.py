@@ -288,8 +288,8 @@ class Weights(Follower):
             fitting = ""
             while (update := self._next(channel)) is not None:
                 with update:
-                    # vLLM does not read the replies of other workers behind one's error,
-                    # and takes them for those to its next calls: with several workers
+                    # vLLM does not read the replies of other workers after an error,
+                    # and takes them for those to its next calls. With several workers
                     # the load itself finds a misfit, and the server starts anew.
                     tried = world_size > 2 or update.manifest.hash == fitting
                     if not tried and (misfit := self._misfit(update.version)):
