@@ -117,7 +117,7 @@ async def test_a_version_that_does_not_fit_is_refused_and_the_server_goes_on_wit
 ) -> None:
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
-        async with FakeEngine(workers=2) as engine, following(world, engine) as task:
+        async with FakeEngine() as engine, following(world, engine) as task:
             await publish(trainer, 1)
             await served(engine, 1)
             pauses = engine.calls.count("/pause")
@@ -133,6 +133,17 @@ async def test_a_version_that_does_not_fit_is_refused_and_the_server_goes_on_wit
             await served(engine, 3)
             assert not task.done()
         assert "version 2 is refused, the server goes on without it" in caplog.text
+
+
+async def test_with_several_workers_no_version_is_tried_as_its_end_is_an_error() -> None:
+    """An error of one worker spoils the server's later calls."""
+    async with channel_world(POLICY) as world:
+        trainer = await world.join("trainer")
+        async with FakeEngine(workers=2) as engine, following(world, engine):
+            await publish(trainer, 1)
+            await served(engine, 1)
+            assert engine.calls.index("/pause") < engine.calls.index("/start_weight_update")
+            assert engine.calls.count("/start_weight_update") == 1
 
 
 CHECKS = [(False, "/update_weights"), (True, "/v1/load_lora_adapter")]
