@@ -336,10 +336,11 @@ class Weights(Follower):
         if gate is not None:
             gate.paused(now - pausing)
         self._longest_s = max(self._longest_s, now - paused)
-        self._open_gate(version)
+        between_s = now - paused - self._called_s
+        self._open_gate(version)  # the first time it makes a call of its own
         logger.info(
             "version %d is served: paused in %.4f s, loaded in %.4f s, resumed in %.4f s, between the calls %.4f s",
-            *(version, paused - began, loaded - paused, now - loaded, now - paused - self._called_s),
+            *(version, paused - began, loaded - paused, now - loaded, between_s),
         )
 
     def _replace(self, version: int) -> None:
