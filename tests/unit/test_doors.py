@@ -116,10 +116,10 @@ def test_whoever_took_the_name_of_a_dead_process_proves_nothing(memory: int) -> 
 def test_another_process_of_the_same_pid_does_not_speak_for_a_dead_one(
     memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def anothers(*_: object, **__: object) -> int:
+    def unreadable(*_: object, **__: object) -> int:
         raise PermissionError("of another user")
 
-    monkeypatch.setattr(kept, "open_plain", anothers)
+    monkeypatch.setattr(kept, "open_plain", unreadable)
     with pytest.raises(Gone):
         kept.hold(place_of(memory, "replicas-door-none:secret"), 1)
 
