@@ -94,7 +94,9 @@ health = {{ heartbeat_timeout = "{LEASE_S:g}s", load_deadline = "{LOAD_DEADLINE_
         if self.torchrun:
             groups += f'[groups.rollout]\ncommand = ["{HERE}/server.py"]\n{double}{common}'
         groups += f'[groups.serve]\ncommand = ["{HERE}/server.py"]\nlauncher = "exec"\nreplicas = 2\n{common}'
-        targets = '["rollout", "serve"]' if self.torchrun else '["serve"]'
+        lease = f'health = {{ heartbeat_timeout = "{LEASE_S:g}s" }}'
+        groups += f'[groups.guest]\nlauncher = "external"\nmin_ready = 0\n{lease}\n'
+        targets = '["rollout", "serve", "guest"]' if self.torchrun else '["serve", "guest"]'
         peers = '["rollout", "serve"]' if self.torchrun else '["trainer", "serve"]'
         return f"""{groups}
 [channels.policy]
@@ -168,8 +170,9 @@ class World:
         return Path(f"/proc/{pid}").exists()
 
     def replicas(self) -> dict[str, ReplicaStatus]:
-        """By ``group-replica``."""
-        return {one.name.replace("/", "-"): one for group in self.run.status().groups for one in group.replicas}
+        """Those that the supervisor starts, by ``group-replica``."""
+        groups = [group for group in self.run.status().groups if group.launcher != "external"]
+        return {one.name.replace("/", "-"): one for group in groups for one in group.replicas}
 
     def anatomy(self, timeout_s: float = 20.0) -> Anatomy:
         """All processes of the run, once they are all there."""

@@ -22,7 +22,7 @@ ALLOWED = frozenset(
     {"PeersLost", "DeadlineExceeded", "OutcomeUnknown", "Busy", "Gone", "Disconnected", "NoCapacity", "SyncError"}
 )
 """Errors that a fault may cause; any other is a bug of ours."""
-GUEST = "serve-9"
+GUEST = "guest-0"
 """A target that nobody starts again; the next one may serve while this is still
 frozen."""
 
