@@ -193,6 +193,6 @@ def test_supervisor_chaos(name: str, tmp_path: Path) -> None:
             print(f"\n{chaos.report.table()}\n{chaos.slow} times something was not gone after {GONE_S:g} s", flush=True)
         picture, run, ports = world.picture(), world.run, chaos.ports
         run.signal(15)
-        assert run.wait(timeout_s=30) == 0, run.lines
+        assert run.wait(timeout_s=30) in (DONE, CUT), run.lines  # a group of the tree heeds no SIGTERM
         assert not alive(picture.everything())
         chaos.facts.nothing_left(run, ports, "the end", but=set())
