@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,7 +142,8 @@ def test_all_steps_of_a_door_together_are_waited_for_once(memory: int, monkeypat
         with one:
             past[0] = door.ANSWER_S  # so long it took
             one.send(bytes(16))
-            one.recv(1000)
+            with suppress(ConnectionResetError):  # the client hung up before it read all of the answer
+                one.recv(1000)
 
     slow = threading.Thread(target=answer)
     slow.start()
