@@ -36,8 +36,6 @@ from replicas.weights.feed import Feed
 from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.tensors import overlaps_itself
 
-__all__ = ["Channel"]
-
 logger = Log("replicas.channel")
 
 CLOSE_TIMEOUT_S = 12.0

@@ -20,8 +20,6 @@ from replicas.linux.sockets import listener_uids, whose
 from replicas.trust.tls import SecureConnection, Tls
 from replicas.trust.way import Way, way_to
 
-__all__ = ["CLOSE_TIMEOUT_S", "Connection", "dial", "in_process"]
-
 _quiet = Log("replicas.channel.websocket")
 _quiet.setLevel(logging.ERROR)
 

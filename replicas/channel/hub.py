@@ -40,10 +40,8 @@ from replicas.common.logs import Log
 from replicas.memory.beacon import find
 from replicas.messages.bounds import text_of
 from replicas.messages.identity import Member
-from replicas.sidecar.rank_side.client import SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.handle import SidecarDied, SidecarFailed
 from replicas.weights.memory.arena import Arena
-
-__all__ = ["BYE_TIMEOUT_S", "GRACE_S", "Hub", "Part", "as_wire_error"]
 
 logger = Log("replicas.channel")
 _APART = (

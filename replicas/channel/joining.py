@@ -26,8 +26,6 @@ from replicas.messages.identity import proof_of
 from replicas.sidecar.device_probe import prove_device
 from replicas.weights.devices.accelerator import accelerator
 
-__all__ = ["join"]
-
 logger = Log("replicas.channel")
 
 MIN_PROOF_S = 1.0

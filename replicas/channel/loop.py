@@ -57,9 +57,8 @@ from replicas.common.logs import Log
 from replicas.common.waits import locked
 from replicas.linux.sockets import SocketAddress
 from replicas.messages.bounds import text_of
-from replicas.sidecar.rank_side.client import Forkserver, OtherRelease, Sidecar, Unbound
-
-__all__ = ["SessionLoop", "session_loop"]
+from replicas.sidecar.rank_side.client import Forkserver, OtherRelease, Unbound
+from replicas.sidecar.rank_side.handle import Sidecar
 
 T = TypeVar("T")
 logger = Log("replicas.channel")

@@ -50,8 +50,6 @@ from replicas.messages.identity import Member
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Pending", "Receipt", "SessionEnd"]
-
 T = TypeVar("T")
 logger = Log("replicas.channel")
 

@@ -50,8 +50,6 @@ from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.messages.bounds import clean, most_nbytes, text_of
 
-__all__ = ["MALFORMED_MAX", "Session", "SessionHandler"]
-
 logger = Log("replicas.channel")
 
 REACH_S = 2.0

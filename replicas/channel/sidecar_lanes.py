@@ -18,10 +18,8 @@ from replicas import errors
 from replicas.channel.hub import Hub, Part, as_wire_error
 from replicas.common.logs import Log
 from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
-from replicas.sidecar.rank_side.client import Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import GroupSpec, Moved
-
-__all__ = ["SidecarLane", "SidecarLanes"]
 
 logger = Log("replicas.channel")
 

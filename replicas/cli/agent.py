@@ -12,8 +12,6 @@ from replicas import environ, errors
 from replicas.cli.base import command
 from replicas.config.values import Place, labels, name
 
-__all__ = ["agent"]
-
 
 def _labels(words: list[str]) -> dict[str, str]:
     place = Place(Path(), ("--label",))

@@ -24,23 +24,6 @@ from replicas.common.foreign import ascii_controls, characters, hanging, one_lin
 from replicas.control.exit_codes import BAD_CONFIG, BUG, INTERRUPTED, UNAVAILABLE, USAGE
 from replicas.errors import BadConfig, Disconnected, ReplicasError, SyncError, UsageError, WorldError
 
-__all__ = [
-    "Command",
-    "GroupArgument",
-    "Json",
-    "OptionalTarget",
-    "Screen",
-    "TargetArgument",
-    "ThisRun",
-    "app",
-    "command",
-    "complain",
-    "exit_code_of",
-    "json_text",
-    "patience",
-    "place_of",
-]
-
 app = typer.Typer(
     name="replicas",
     help="Keep one set of weights in step across many separate torchrun jobs.",

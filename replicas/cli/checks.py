@@ -24,8 +24,6 @@ from replicas.supervisor.fleet.resources import Machine, look, notes, problems
 from replicas.supervisor.state.run_state import RunState
 from replicas.trust.tokens import OPERATOR_FILE
 
-__all__ = ["examine", "supervisor_of"]
-
 
 def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
     """Run all checks, from the run to the machine. Blocks: with GPUs some seconds.

@@ -28,8 +28,6 @@ from replicas.linux.sockets import listener_uids, peer_uid, reachable, whose
 from replicas.status import RunStatus
 from replicas.trust.way import Way, way_to
 
-__all__ = ["Client"]
-
 _MAX_ANSWER_NBYTES = 64 * 2**20
 _TIMEOUT_S = 5.0
 _SILENCE_S = 20.0

@@ -7,8 +7,6 @@ import sys
 from replicas.control.exit_codes import USAGE
 from replicas.linux import LinuxOnly, require
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Run one command with this process's arguments and return its exit code."""

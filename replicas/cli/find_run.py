@@ -37,22 +37,6 @@ from replicas.telemetry import event_log
 from replicas.telemetry.events import RunEnded, RunStarted
 from replicas.trust.tokens import OPERATOR_FILE
 
-__all__ = [
-    "ENDPOINT_FILE",
-    "SILENT_S",
-    "EndpointFile",
-    "NotTrusted",
-    "RunAddress",
-    "RunEndWatcher",
-    "find_state_dir",
-    "how_it_ended",
-    "lives",
-    "read_endpoint",
-    "starting",
-    "state_dir_of",
-    "trusted",
-]
-
 ENDPOINT_FILE = "endpoint.json"
 """File in a run's state folder with the address of its supervisor."""
 STATE_FILE, EVENTS_FILE = "state.json", "events.jsonl"

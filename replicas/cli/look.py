@@ -31,8 +31,6 @@ from replicas.telemetry.events import TYPES, Record, RunEnded, RunStarted, decod
 if TYPE_CHECKING:
     from replicas.supervisor.checks import Finding
 
-__all__ = ["doctor", "draw_findings", "events", "logs", "moment", "status"]
-
 _LINE_NBYTES = 2 << 20
 _CLOCKS = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d")
 

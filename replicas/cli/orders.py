@@ -32,8 +32,6 @@ from replicas.core.lives.ordering import GOOD, enough, is_good
 from replicas.errors import DeadlineExceeded, Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 
-__all__ = ["chosen", "detach", "drain", "reload", "reset_failed", "restart", "scale", "stacks", "unready", "wait"]
-
 _LOOK_AGAIN_S = 0.2
 _SCALED_S = 600.0
 _COMING_S = 30.0

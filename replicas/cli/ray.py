@@ -12,8 +12,6 @@ from replicas.cli.base import command
 from replicas.config.file import load
 from replicas.errors import UsageError
 
-__all__ = ["ray"]
-
 
 @command()
 def ray(

@@ -17,11 +17,10 @@ from replicas.common.foreign import one_line
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.config.values import size_text
 from replicas.core import effects
+from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.ordering import enough, least_left
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaStatus, RunStatus
 from replicas.telemetry import events as happened
-
-__all__ = ["STATE_STYLES", "concerns", "duration_text", "event_line", "outlook", "plan", "routine", "run_status"]
 
 STATE_STYLES = {
     "pending": "dim",
@@ -335,7 +334,7 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
     """Subject, text and style of an event at ``at`` (seconds since 1970)."""
     who = _subject(event)
     match event:
-        case happened.Transition():
+        case Transition():
             return who, _transition(event), STATE_STYLES[event.after]
         case happened.RunStarted():
             how = ", goes on where the one before died" if event.resumed else ""
@@ -384,7 +383,7 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
     return _channel_words(who, event)
 
 
-def _transition(event: happened.Transition) -> str:
+def _transition(event: Transition) -> str:
     if event.after == "ready" and event.start_s is not None:
         recovered = "" if event.recovery_s is None else f", {duration_text(event.recovery_s)} after it was lost"
         return f"ready after {duration_text(event.start_s)} (generation {event.generation}{recovered})"

@@ -23,8 +23,6 @@ from replicas.control.exit_codes import FAILED
 from replicas.errors import UsageError, WorldError
 from replicas.linux.helpers import interpreter
 
-__all__ = ["queued", "slurm"]
-
 _SUBMIT_TIMEOUT_S = 60.0
 _QUEUE_TIMEOUT_S = 5.0
 

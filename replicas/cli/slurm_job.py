@@ -41,8 +41,6 @@ from replicas.supervisor.operator import supervise
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
 
-__all__ = ["Task", "host_names", "run_part", "without_step"]
-
 _START_S = 120.0
 """How long an agent waits for its supervisor to listen."""
 _LOOK_AGAIN_S = 0.2

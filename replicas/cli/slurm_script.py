@@ -22,8 +22,6 @@ from replicas.config.structs import Config, SlurmConfig
 from replicas.control.exit_codes import PREEMPTED
 from replicas.errors import UsageError
 
-__all__ = ["grace_s", "script", "time_text"]
-
 _MARGIN_S = 30.0
 """For the end of the agents, and for Slurm to send the signal."""
 _EARLIER_S = 60.0

@@ -15,8 +15,6 @@ from replicas.linux import private
 from replicas.trust.certificate import KEY_FILE, PortKey
 from replicas.trust.tokens import OPERATOR_FILE, ROLES, Role, Tokens
 
-__all__ = ["make", "token"]
-
 
 @command()
 def token(

@@ -14,8 +14,6 @@ from typing import Generic, TypeVar
 
 from replicas.common.waits import Latch, locked
 
-__all__ = ["Aside"]
-
 T = TypeVar("T")
 
 

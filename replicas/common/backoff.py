@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Backoff"]
-
 _DOUBLINGS_MAX = 900
 """More would overflow a float."""
 

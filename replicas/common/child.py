@@ -19,8 +19,6 @@ from typing import Literal
 from replicas.common.backoff import Backoff
 from replicas.common.table import Table
 
-__all__ = ["CHILD", "ChildLife", "ChildState"]
-
 ChildState = Literal["waiting", "starting", "up", "dying", "leaving", "over"]
 ChildEvent = Literal["start", "ready", "give_up", "ended", "too_often", "stop"]
 

@@ -8,6 +8,4 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MALFORMED"]
-
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

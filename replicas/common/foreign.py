@@ -14,18 +14,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "LINE_NCHARS",
-    "ascii_controls",
-    "characters",
-    "hanging",
-    "last_lines",
-    "lines",
-    "one_line",
-    "readable",
-    "visible",
-]
-
 LINE_NCHARS = 2000
 """Default length at which :func:`one_line` cuts."""
 _CUT = "..."

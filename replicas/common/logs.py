@@ -27,8 +27,6 @@ from typing import Any, NoReturn
 
 from replicas.common.aside import Aside
 
-__all__ = ["LAST_WORDS_S", "Log", "end_process", "flush"]
-
 LAST_WORDS_S = 2.0
 _WHEN = ("created", "msecs", "relativeCreated", "process", "processName", "thread", "threadName", "taskName")
 

@@ -12,8 +12,6 @@ import site
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-__all__ = ["findable", "rooted", "undo", "without"]
-
 _HOME = str(Path(__file__).parents[2])
 _PATH = "PYTHONPATH"
 

@@ -11,8 +11,6 @@ from weakref import WeakKeyDictionary
 
 from replicas import errors
 
-__all__ = ["begin", "end", "must_not_block"]
-
 _coordinators: WeakKeyDictionary[asyncio.AbstractEventLoop, set[int]] = WeakKeyDictionary()
 
 

@@ -11,8 +11,6 @@ in seconds. Standard library only.
 
 from __future__ import annotations
 
-__all__ = ["PAUSE_S", "Patience", "PauseClock", "Silence"]
-
 PAUSE_S = 1.0
 """A look later than this, in seconds, means a pause: a busy machine is not so late."""
 

@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 
 from replicas.errors import InternalError
 
-__all__ = ["InvalidStep", "Machine", "Table"]
-
 S = TypeVar("S", bound=str)
 E = TypeVar("E", bound=str)
 A = TypeVar("A", bound=str)

@@ -28,8 +28,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
-__all__ = ["Latch", "locked"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -10,8 +10,6 @@ import msgspec
 
 from replicas.config.structs import Config, GroupConfig
 
-__all__ = ["ConfigDiff", "diff", "digest_of_start"]
-
 _RESTARTING = ("nproc_per_node", "nnodes", "command", "launcher", "resources", "placement", "env", "cwd")
 """Fields of a group that its processes start with: a change restarts those we start."""
 _WITHOUT_EFFECT = ("name", "replicas", "env_file")

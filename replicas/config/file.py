@@ -36,8 +36,6 @@ from replicas.config.values import NAMED_MAX, Place, nearest, no_text, show
 from replicas.errors import BadConfig, UsageError
 from replicas.messages.bounds import RANKS_MAX, encodable, shown
 
-__all__ = ["channels_from", "default_state_dir", "load", "parse", "place_of", "read"]
-
 _FEWEST_SLOTS = 2
 _LONGEST_SOCKET_PATH = 107
 _LONGEST_STRING = (128 << 10) - 1

@@ -23,24 +23,6 @@ from replicas.config.values import Form, Place, form, names, show
 from replicas.messages.bounds import LEASE_MIN_S, REPLICAS_MAX
 from replicas.status import OnFailure
 
-__all__ = [
-    "ChannelConfig",
-    "ChannelRole",
-    "ClusterConfig",
-    "Config",
-    "ControlConfig",
-    "Dependency",
-    "GroupConfig",
-    "HealthConfig",
-    "LogsConfig",
-    "PlacementConfig",
-    "ResourcesConfig",
-    "RestartConfig",
-    "RunConfig",
-    "SlurmConfig",
-    "StoreConfig",
-]
-
 _Count = Annotated[int, forms.whole(1)]
 _Duration = Annotated[float, forms.duration()]
 _DurationOr0 = Annotated[float, forms.duration(zero=True)]

@@ -22,8 +22,6 @@ from msgspec import NODEFAULT, UNSET
 from replicas.config.text import Lines
 from replicas.config.values import NAMED_MAX, PROBLEMS_SHOWN, Form, Place, name, nearest, one_of, show
 
-__all__ = ["AsKey", "Builds", "Key", "each", "in_order_of", "keys_of", "read"]
-
 
 class AsKey(NamedTuple):
     """What a field's name, type and default do not say about its key.

@@ -26,8 +26,6 @@ from typing import Any
 
 from replicas.common.foreign import one_line
 
-__all__ = ["TOO_DEEP", "BadLine", "Lines", "absolute", "decode", "is_too_deep", "parse_env", "read", "state_home"]
-
 CONFIG_NBYTES = 1 << 20
 """Maximum size of a config file or an environment file."""
 DEPTH = 32

@@ -23,40 +23,6 @@ from msgspec import UNSET, UnsetType
 from replicas.common.foreign import one_line, visible
 from replicas.messages.bounds import RANKS_MAX, SECONDS_MAX, encodable, shown
 
-__all__ = [
-    "NAMED_MAX",
-    "NAME_ONE",
-    "PROBLEMS_SHOWN",
-    "SCHEMA_VERSION",
-    "UNITS_S",
-    "Form",
-    "Place",
-    "address",
-    "command",
-    "duration",
-    "environment",
-    "flag",
-    "folder",
-    "form",
-    "in_units",
-    "is_loopback",
-    "labels",
-    "listen",
-    "name",
-    "names",
-    "nearest",
-    "no_text",
-    "one_of",
-    "options",
-    "path",
-    "port",
-    "schema_version",
-    "show",
-    "size",
-    "size_text",
-    "whole",
-]
-
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 _BEYOND_S = 10**12
 UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

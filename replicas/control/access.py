@@ -29,18 +29,6 @@ from replicas.status import RunStatus
 from replicas.telemetry.events import Event, Record, ReloadRefused, ReplicaExited
 from replicas.trust.tokens import Tokens
 
-__all__ = [
-    "Access",
-    "ByToken",
-    "Cached",
-    "Lasting",
-    "everyone",
-    "hiding_store",
-    "public",
-    "public_record",
-    "without_output",
-]
-
 _SHARE = 20
 _KEPT_S = 0.5
 

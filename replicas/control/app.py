@@ -30,8 +30,6 @@ from replicas.core.lives.ordering import GOOD, enough
 from replicas.status import RunStatus
 from replicas.telemetry.events import Record, encode
 
-__all__ = ["StatusSource", "control_routes", "readiness_checks"]
-
 _PAGES = {
     "/livez": "200 while the supervisor itself works",
     "/readyz": "200 when all that should be ready is; ?verbose lists the checks",

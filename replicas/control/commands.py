@@ -12,24 +12,6 @@ from replicas import errors
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.trust.tokens import Role
 
-__all__ = [
-    "ORDERS",
-    "RUN_HEADER",
-    "Answer",
-    "Commands",
-    "Detach",
-    "DoctorOrder",
-    "Drain",
-    "Order",
-    "Problem",
-    "Reload",
-    "ResetFailed",
-    "Restart",
-    "Scale",
-    "StacksOrder",
-    "TokensOrder",
-]
-
 RUN_HEADER = "Replicas-Run"
 """Header of an order: the run's name, percent-encoded. Any other run refuses it."""
 

@@ -30,19 +30,6 @@ import msgspec
 from replicas.common.foreign import visible
 from replicas.errors import UsageError
 
-__all__ = [
-    "BATCH_NBYTES",
-    "POLL_S",
-    "FolderReader",
-    "Follower",
-    "LogLine",
-    "LogReader",
-    "Selection",
-    "offset_since",
-    "prefixed",
-    "tail_offset",
-]
-
 POLL_S = 0.2
 BATCH_NBYTES = 256 * 1024
 _READ_NBYTES = BATCH_NBYTES

@@ -37,18 +37,6 @@ from replicas.control import commands as orders
 from replicas.control.access import Access, Lasting, everyone
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem
 
-__all__ = [
-    "BEAT_S",
-    "BODY_NBYTES",
-    "NO_STORE",
-    "QUICK_S",
-    "json_bytes",
-    "json_response",
-    "order_routes",
-    "refusal",
-    "unauthorized",
-]
-
 log = Log("replicas.control")
 
 QUICK_S = 0.25

@@ -33,8 +33,6 @@ from replicas.coordinator.connection_guard import HttpProtocol
 from replicas.coordinator.server import Server
 from replicas.linux.sockets import is_own, listens, peer_uid, reachable
 
-__all__ = ["SOCKET_FILE", "ControlSocket"]
-
 SOCKET_FILE = "control.sock"
 _BACKLOG = 64
 _REFUSAL = b'{"done":false,"error":{"kind":"UsageError","message":"this socket is for its own user"}}'

@@ -19,8 +19,6 @@ from replicas import errors
 from replicas.messages import Hello
 from replicas.messages.identity import ProcessIdentity
 
-__all__ = ["LOOPBACK", "AllowedHosts", "check_reach", "source_of"]
-
 LOOPBACK = b"loopback"
 _MAPPED = bytes(10) + b"\xff\xff"
 _SITE = 8

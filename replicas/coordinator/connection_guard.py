@@ -37,18 +37,6 @@ from websockets.protocol import State
 from replicas.common.logs import Log
 from replicas.coordinator.limits import Crowd, RateLimit
 
-__all__ = [
-    "CLOSE_TIMEOUT_S",
-    "Charged",
-    "Guard",
-    "GuardConfig",
-    "HttpProtocol",
-    "SessionProtocol",
-    "is_stranger",
-    "session_of",
-    "welcome",
-]
-
 CLOSE_TIMEOUT_S = 1.0
 """Time for the peer of a closing connection to read the remaining data."""
 STALL_TIMEOUT_S = 5.0

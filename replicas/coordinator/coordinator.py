@@ -39,8 +39,6 @@ from replicas.status import ChannelStatus, MemberStatus, StoreStatus
 from replicas.trust.certificate import PortKey, make_pem
 from replicas.trust.tokens import PLAIN, JoinToken, Tokens, another_key
 
-__all__ = ["Coordinator"]
-
 INFOS_NBYTES = 16 * 2**20
 """Of the ``info`` of all members on a status page: more than its share is not shown."""
 NOTE_LENGTH = 500

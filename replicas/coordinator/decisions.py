@@ -23,8 +23,6 @@ from replicas.common.decoding import MALFORMED
 from replicas.core.effects import CommitDecision, Past
 from replicas.linux import private
 
-__all__ = ["DecisionLog"]
-
 COMPACT_NBYTES = 1 << 20
 
 

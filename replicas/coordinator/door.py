@@ -42,8 +42,6 @@ from replicas.coordinator.addresses import AllowedHosts, source_of
 from replicas.coordinator.greeting import GREET_S, HANDSHAKES_SHARE, SHAKING, TOO_LONG, Greeting, first_bytes
 from replicas.coordinator.limits import STRANGERS_SHARE, Crowd, RateLimit
 
-__all__ = ["Admit", "Door", "authorization_of", "head_of"]
-
 Admit = Callable[[socket.socket, bytes | None, Greeting | None], None]
 """Passes on a connection whose request can be read from it, with a stranger's source.
 

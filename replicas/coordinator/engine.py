@@ -44,8 +44,6 @@ from replicas.memory.beacon import own_beacon, own_process
 from replicas.memory.kept import MemoryHolder
 from replicas.messages.identity import Member
 
-__all__ = ["Engine", "NotYet"]
-
 log = Log("replicas.coordinator")
 
 TICK_S = 0.1

@@ -14,8 +14,6 @@ from typing import Literal
 
 from replicas.trust.tls import Tls
 
-__all__ = ["GREET_S", "HANDSHAKES_SHARE", "HELLO_NBYTES", "SHAKING", "TOO_LONG", "Greeting", "first_bytes"]
-
 HELLO_NBYTES = 8 * 1024
 """Of a ClientHello: those of today have up to 2 KiB."""
 HANDSHAKES_SHARE = 0.25

@@ -30,8 +30,6 @@ import msgspec
 from replicas import messages as wire
 from replicas.messages import bounds
 
-__all__ = ["REASONS", "STRANGERS_SHARE", "Crowd", "RateLimit", "hello_problem", "message_problem", "size_problem"]
-
 REASONS = (
     "token",  # a wrong token, or none
     "tls",  # TLS and plain HTTP mixed up, or a handshake that fails

@@ -20,8 +20,6 @@ import msgspec
 from replicas.core.channel import ChannelState
 from replicas.core.members.member_state import MemberState
 
-__all__ = ["Readiness", "ReadinessBook"]
-
 STRANDED_S = 5.0
 """Grace: ranks of one replica do not leave at the same moment."""
 

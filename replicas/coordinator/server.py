@@ -50,8 +50,6 @@ from replicas.messages.bounds import FRAME_NBYTES
 from replicas.trust.tls import SecureConnection
 from replicas.trust.tokens import Tokens
 
-__all__ = ["Server", "bind_listener", "session_route"]
-
 START_TIMEOUT_S = 10.0
 HELLO_TIMEOUT_S = 5.0
 REFUSED_MAX = 3

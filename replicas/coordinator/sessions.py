@@ -28,8 +28,6 @@ from replicas.linux.processes import START_TIME, stat_fields
 from replicas.messages import Ack, FromCoordinator, Refused, Welcome, encode_body, encode_frame
 from replicas.messages.identity import Member, ProcessIdentity
 
-__all__ = ["Connection", "Encoded", "MemberSession", "ProcessWatch"]
-
 UNNUMBERED = (Ack, Refused, Welcome)
 _ACK = encode_body(Ack())
 OUTBOX_NBYTES = 32 * 2**20

@@ -22,8 +22,6 @@ from replicas.common.patience import PauseClock
 from replicas.coordinator.store_process import Reply, Request
 from replicas.linux.helpers import apart, python_module
 
-__all__ = ["StoreWatcher"]
-
 log = Log("replicas.store")
 
 START_TIMEOUT_S = 60.0

@@ -42,8 +42,6 @@ from replicas.linux.processes import die_with_parent
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["Reply", "Request", "main"]
-
 SPARE_DESCRIPTORS = 16
 MEMORY_NBYTES = 128 * 2**20
 """Limit of the values in a store: cards and addresses of members, a few KB each."""

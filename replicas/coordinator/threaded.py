@@ -14,8 +14,6 @@ from replicas import errors
 from replicas.common.logs import Log
 from replicas.common.waits import Latch
 
-__all__ = ["LoopThread"]
-
 T = TypeVar("T", bound=AbstractAsyncContextManager[object])
 
 log = Log("replicas.coordinator")

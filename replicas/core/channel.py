@@ -50,8 +50,6 @@ from replicas.messages import FromMember
 from replicas.messages.bounds import REASON_LENGTH, text_of, texts_of
 from replicas.messages.identity import Member
 
-__all__ = ["ChannelState"]
-
 WHOLE_VIEW = 32
 """Up to this many members, every View names all of them."""
 VIEWS_PER_S = 5_000

@@ -10,32 +10,6 @@ from replicas.messages import FromCoordinator, SlotPlace
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 
-__all__ = [
-    "CaughtUp",
-    "CommitDecision",
-    "Effect",
-    "EpochStarted",
-    "Event",
-    "Keep",
-    "LetGo",
-    "LoadFailed",
-    "MemberJoined",
-    "MemberLost",
-    "MemberQuarantined",
-    "OperationEnded",
-    "Past",
-    "Read",
-    "ReplicaIdle",
-    "ReplicaLoaded",
-    "Retried",
-    "Send",
-    "SidecarReplaced",
-    "StepFell",
-    "StoreChanged",
-    "SweepStore",
-    "SyncEnded",
-]
-
 
 class MemberJoined(msgspec.Struct, frozen=True, tag=True):
     """A rank has joined a channel."""

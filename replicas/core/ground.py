@@ -21,8 +21,6 @@ from replicas.core.moving.lanes import Lanes
 from replicas.messages import FromCoordinator
 from replicas.messages.identity import Member
 
-__all__ = ["Ground"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ground:

@@ -38,24 +38,6 @@ from typing import Literal
 
 from replicas.common.table import Table
 
-__all__ = [
-    "LANE",
-    "MEMBER",
-    "PUBLISH",
-    "ROUND",
-    "SLOT",
-    "TRANSFER",
-    "LaneState",
-    "MemberEvent",
-    "PublishState",
-    "RoundEvent",
-    "RoundState",
-    "SlotEvent",
-    "SlotState",
-    "Standing",
-    "TransferState",
-]
-
 Standing = Literal["joining", "live", "behind", "quarantined", "observing", "gone"]
 MemberEvent = Literal["admitted", "left_behind", "isolated", "released", "lost"]
 

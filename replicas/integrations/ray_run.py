@@ -36,11 +36,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from replicas import errors
 from replicas.common.foreign import one_line
 from replicas.config.structs import Config, GroupConfig
+from replicas.core.lives.lifecycle import Transition
 from replicas.integrations.ray_agent import Agent
 from replicas.supervisor.operator import supervise
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
-from replicas.telemetry.events import Reloaded, Scaled, Transition
+from replicas.telemetry.events import Reloaded, Scaled
 
 __all__ = ["adapted", "bundle", "run", "slots"]
 

@@ -38,8 +38,6 @@ from replicas.common.foreign import visible
 from replicas.linux.files import kernel_lines
 from replicas.linux.processes import namespace, signal_each, start_time
 
-__all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "members", "own_group", "remove"]
-
 LIMITS = {"memory": "memory_nbytes", "pids": "max_processes"}
 """Controllers needed for limits, and the limit that each enforces."""
 _LEAF = "supervisor"

@@ -6,8 +6,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["kernel_lines", "open_plain", "reopen"]
-
 
 def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)

@@ -17,8 +17,6 @@ from typing import Any
 from replicas import errors
 from replicas.common import own_code
 
-__all__ = ["TORCHRUN", "apart", "interpreter", "python_module"]
-
 TORCHRUN = "PET_"
 """Prefix of variables that torchrun takes for its options."""
 

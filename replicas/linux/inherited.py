@@ -12,8 +12,6 @@ import sys
 
 from replicas import errors
 
-__all__ = ["check_proc", "open_streams", "put_in_order"]
-
 
 def put_in_order() -> None:
     """Open the standard streams and reset the signals, first in the main thread."""

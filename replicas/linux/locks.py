@@ -27,8 +27,6 @@ from pathlib import Path
 
 from replicas.linux.files import kernel_lines
 
-__all__ = ["MAPPED", "OPENED", "hold_exclusive", "hold_shared", "holders", "let_go", "mark", "marked", "unmark"]
-
 MAPPED = 0
 """Byte marked while a user's mapping may be alive; larger bytes count fills."""
 OPENED = 1 << 62

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from replicas.linux.processes import processes
 
-__all__ = ["mappers", "named"]
-
 
 def mappers(inodes: Container[int]) -> dict[int, set[int]]:
     """The memfds with these inodes that visible processes of this user map, by pid.

@@ -20,8 +20,6 @@ from replicas import errors
 from replicas.linux import inherited
 from replicas.linux.processes import boot_id
 
-__all__ = ["CALLS", "Missing", "check", "missing"]
-
 _DENIED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from replicas.linux import cgroups
 from replicas.linux.processes import MARK, bear_mark, pid_of
 
-__all__ = ["describe", "lasting", "take"]
-
 _LASTING = ("GLIBC_", "LD_", "MALLOC_", "PYTHON", "TORCH_")
 _MAX_NBYTES = 16 << 20
 

@@ -22,22 +22,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = [
-    "NotPrivate",
-    "close_to_others",
-    "create",
-    "folder",
-    "make_folder",
-    "open_file",
-    "overwrite",
-    "read",
-    "remove",
-    "remove_tree",
-    "rename",
-    "replace",
-    "write",
-]
-
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO

@@ -19,41 +19,6 @@ from pathlib import Path
 from replicas.common.foreign import one_line
 from replicas.linux.files import kernel_lines
 
-__all__ = [
-    "MARK",
-    "NO_MARK",
-    "SHIM",
-    "START_TIME",
-    "Child",
-    "bear_mark",
-    "become_subreaper",
-    "boot_id",
-    "catches",
-    "children",
-    "command_line",
-    "descendants",
-    "die_with_parent",
-    "has_zombie",
-    "is_below",
-    "is_resource_tracker",
-    "is_stopped",
-    "marked",
-    "name_process",
-    "namespace",
-    "own_children",
-    "parents",
-    "pid_of",
-    "processes",
-    "room_for_mark",
-    "send_signal",
-    "signal_each",
-    "signal_marked",
-    "signal_name",
-    "signal_own",
-    "start_time",
-    "stat_fields",
-]
-
 MARK = "REPLICAS_SHIM"
 """Environment variable with the nonce of the shim under which a process was started.
 

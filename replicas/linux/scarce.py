@@ -7,8 +7,6 @@ import os
 import resource
 from pathlib import Path
 
-__all__ = ["SCARCE", "limit"]
-
 SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Transient errors: they do not say whether two processes can share memory."""
 

@@ -15,8 +15,6 @@ import os
 
 from replicas.linux.files import reopen
 
-__all__ = ["close_to_writers", "is_closed_to_writers", "is_final", "make_final"]
-
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1; the fcntl module has no name for it
 _CLOSED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _FUTURE_WRITE
 _FINAL = _CLOSED | fcntl.F_SEAL_SEAL

@@ -12,8 +12,6 @@ import subprocess
 import sys
 import threading
 
-__all__ = ["NVML", "ask", "gpu_processes"]
-
 NVML = "libnvidia-ml.so.1"
 _KILL_S = 0.2
 _lock = threading.Lock()

@@ -19,18 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "Listener",
-    "SocketAddress",
-    "is_own",
-    "listener_uids",
-    "listeners",
-    "listens",
-    "peer_uid",
-    "reachable",
-    "whose",
-]
-
 _CREDENTIALS = struct.Struct("3i")
 _LISTENS = "0A"
 _PATH_NBYTES = 107

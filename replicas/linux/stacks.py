@@ -20,8 +20,6 @@ from typing import BinaryIO, NamedTuple
 from replicas.common.waits import locked
 from replicas.linux import private
 
-__all__ = ["SIGNUM", "Asked", "folder", "parse", "register"]
-
 SIGNUM = signal.SIGRTMIN + 13
 """Not SIGUSR1 or SIGUSR2, which programs and batch systems use."""
 

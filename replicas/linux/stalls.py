@@ -9,8 +9,6 @@ from __future__ import annotations
 from replicas.common.patience import Patience
 from replicas.linux.processes import stat_fields
 
-__all__ = ["LOOK_INTERVAL_S", "STARTING_S", "STOPPED_S", "StallWatch", "work_of"]
-
 LOOK_INTERVAL_S = 0.5
 STOPPED_S = 3.0
 """Give up a process stopped for longer; a tool may stop it briefly to look at it."""

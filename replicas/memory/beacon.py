@@ -21,8 +21,6 @@ from replicas.memory.door import ANSWER_S, Door, fetch
 from replicas.messages import Beacon
 from replicas.messages.identity import ProcessIdentity
 
-__all__ = ["find", "own_beacon", "own_door", "own_process"]
-
 _NONCE_NBYTES = 32
 _FIND_S = 4.0
 """Limit of a search: doors of frozen processes do not answer."""

@@ -43,8 +43,6 @@ from dataclasses import dataclass, field
 from replicas.linux.files import open_plain
 from replicas.linux.sockets import SocketAddress, peer_uid
 
-__all__ = ["ANSWER_S", "Door", "fetch", "is_open"]
-
 CLIENTS = 1024
 """Connections at a time: one for each process of the host that reads this memory."""
 PATIENCE_S = 5.0

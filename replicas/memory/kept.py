@@ -35,8 +35,6 @@ from replicas.memory import door
 from replicas.memory.beacon import own_door
 from replicas.messages import SlotPlace
 
-__all__ = ["Living", "MemoryHolder", "hold", "is_near", "is_there"]
-
 T = TypeVar("T")
 
 log = Log("replicas.memory")

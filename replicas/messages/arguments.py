@@ -26,22 +26,6 @@ from replicas import errors
 from replicas.messages import Meta, bounds
 from replicas.messages.bounds import encodable, is_name, plain, shown
 
-__all__ = [
-    "bound",
-    "endpoint",
-    "flag",
-    "integer",
-    "integers",
-    "meta",
-    "name",
-    "one_of",
-    "patience",
-    "seconds",
-    "text",
-    "texts",
-    "token",
-]
-
 _TOKEN_LENGTH = 4096
 Word = TypeVar("Word", bound=str)
 

@@ -11,39 +11,6 @@ from collections.abc import Mapping
 
 from replicas.common.foreign import lines, one_line
 
-__all__ = [
-    "ENV_NBYTES",
-    "FRAME_NBYTES",
-    "HELLO_NBYTES",
-    "INFO_ENTRIES",
-    "INFO_LENGTH",
-    "INFO_NBYTES",
-    "INTEGER_MAX",
-    "LEASE_MIN_S",
-    "MANIFEST_NBYTES",
-    "MANIFEST_TENSORS",
-    "META_NBYTES",
-    "NAME_LENGTH",
-    "OPERATION_NBYTES",
-    "OTHER_NBYTES",
-    "RANKS_MAX",
-    "REASONS_MAX",
-    "REASON_LENGTH",
-    "REPLICAS_MAX",
-    "SECONDS_MAX",
-    "TEXT_LENGTH",
-    "TEXT_NBYTES",
-    "VERSION_MAX",
-    "clean",
-    "encodable",
-    "is_name",
-    "most_nbytes",
-    "plain",
-    "shown",
-    "text_of",
-    "texts_of",
-]
-
 VERSION_MAX = 2**53
 """The largest number that a publisher may choose.
 

@@ -6,8 +6,6 @@ import hmac
 
 import msgspec
 
-__all__ = ["Member", "ProcessIdentity", "proof_of"]
-
 
 class Member(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """One incarnation of a rank on a channel.

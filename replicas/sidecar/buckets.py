@@ -27,8 +27,6 @@ from math import prod
 
 from replicas.core.versions.manifest import Manifest, Piece, item_nbytes
 
-__all__ = ["MAX_BUCKET_NBYTES", "Bucket", "BucketPlan", "buckets_of_part", "image_run", "make_plan"]
-
 MAX_BUCKET_NBYTES = 8 << 20
 CHAIN_BUCKET_NBYTES = 4 << 20
 MIN_BUCKET_NBYTES = 512 << 10

@@ -47,8 +47,6 @@ from replicas.sidecar.signed_store import SignedStore
 from replicas.sidecar.wire import GroupSpec
 from replicas.weights.devices.accelerator import accelerator
 
-__all__ = ["NCCL_ENVIRONMENT", "build_group", "connect_store"]
-
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 
 STORE_CONNECT = Backoff(0.5, 4.0)

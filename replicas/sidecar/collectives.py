@@ -19,8 +19,6 @@ from replicas.sidecar.groups import REDUCIBLE, CollectiveGroup, Handle
 from replicas.sidecar.wire import CollectiveSpec
 from replicas.weights.tensors import torch_dtype
 
-__all__ = ["run_collective"]
-
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 

@@ -16,11 +16,10 @@ import secrets
 import torch
 
 from replicas.errors import Preflight
-from replicas.sidecar.rank_side.client import Forkserver, Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
 from replicas.weights.devices.accelerator import device_of
 from replicas.weights.memory.buffers import Buffer
-
-__all__ = ["prove_device"]
 
 NONCE_NBYTES = 64
 _STAGING_HINT = 'set staging = "host" on the channel'

@@ -46,8 +46,6 @@ from replicas.linux.processes import die_with_parent, name_process, send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
 
-__all__ = ["ForkServer", "main"]
-
 
 class _Client:
     def __init__(self, sock: socket.socket) -> None:

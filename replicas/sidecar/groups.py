@@ -35,8 +35,6 @@ import torch.distributed as dist
 from replicas.sidecar.wire import GroupSpec
 from replicas.weights.devices.accelerator import Accelerator, Registration
 
-__all__ = ["REDUCIBLE", "CollectiveGroup", "GlooGroup", "Handle", "NcclGroup"]
-
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 REDUCIBLE = frozenset(("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"))
 """Dtypes (by torch's name) that the backends can reduce. Any dtype can be moved."""

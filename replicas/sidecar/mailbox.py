@@ -38,8 +38,6 @@ from replicas.common.logs import end_process
 from replicas.sidecar import wire
 from replicas.sidecar.traffic import Traffic
 
-__all__ = ["KEPT_TRANSFERS", "Mailbox", "PackingProgress"]
-
 KEPT_TRANSFERS = 16
 """Limit for transfers that never began here or have ended, so they do not pile up."""
 BUSY_S = 0.1

@@ -43,8 +43,6 @@ from replicas.messages import Backend
 from replicas.sidecar.signed_store import SignedStore
 from replicas.sidecar.wire import GroupSpec
 
-__all__ = ["CONNECT_S", "Unreachable", "blame", "meet"]
-
 CONNECT_S = 1.5
 """Timeout to connect to a member: a lost first packet is sent again after 1 s."""
 GREETING_S = 3.0

@@ -39,9 +39,7 @@ from replicas.sidecar.meeting import Unreachable
 from replicas.sidecar.transfer import run_transfer
 from replicas.weights.devices import cuda  # noqa: F401  # loaded once, before sidecars are forked
 from replicas.weights.devices.accelerator import Accelerator, device_of
-from replicas.weights.memory.arena import Buffer
-
-__all__ = ["SidecarProcess", "run"]
+from replicas.weights.memory.buffers import Buffer
 
 
 class SidecarProcess:

@@ -31,8 +31,6 @@ import torch.distributed as dist
 
 from replicas.errors import StoreTampered
 
-__all__ = ["SECRET_NBYTES", "SignedStore"]
-
 SECRET_NBYTES = 32
 TAG_NBYTES = 16
 LOOK_S = 0.5

@@ -34,8 +34,6 @@ from typing import NamedTuple
 
 from replicas.sidecar.wire import Moved
 
-__all__ = ["Traffic"]
-
 TRIES = 2
 """Unanswered retransmissions in a row that mark a connection as held up."""
 SHARE = 0.5

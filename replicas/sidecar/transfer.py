@@ -71,8 +71,6 @@ from replicas.weights.devices.accelerator import Accelerator
 from replicas.weights.digest import DeviceDigest, Digest
 from replicas.weights.loading import piece_pairs
 
-__all__ = ["WaitPacked", "check_routes", "run_transfer", "scatter"]
-
 WaitPacked = Callable[[int, float], None]
 """Waits until so many bytes of the image's data are packed.
 

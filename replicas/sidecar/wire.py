@@ -36,49 +36,6 @@ from replicas import __version__
 from replicas.common.decoding import MALFORMED
 from replicas.messages import Backend, OperationKind, ReduceOp, Segment
 
-__all__ = [
-    "Attach",
-    "Attached",
-    "BuildGroup",
-    "Built",
-    "Collected",
-    "CollectiveSpec",
-    "Failed",
-    "ForgetBuffer",
-    "Fork",
-    "ForkFailed",
-    "Forked",
-    "ForkserverReply",
-    "ForkserverRequest",
-    "FrameReader",
-    "GroupSpec",
-    "MapBuffer",
-    "Moved",
-    "OtherRelease",
-    "Ping",
-    "Pong",
-    "ProbeBuffer",
-    "Probed",
-    "Reply",
-    "Request",
-    "RunCollective",
-    "RunTransfer",
-    "TransferProgress",
-    "TransferResult",
-    "TransferSpec",
-    "Transferred",
-    "close_all",
-    "decode_forkserver_reply",
-    "decode_forkserver_request",
-    "decode_reply",
-    "decode_request",
-    "encode",
-    "frame_head",
-    "read_packet",
-    "write_frame",
-    "write_packet",
-]
-
 MAX_FRAME_NBYTES = 256 << 20
 MAX_PACKET_NBYTES = 4096
 _MAX_FDS = 4

@@ -29,8 +29,6 @@ from replicas.supervisor.fleet.resources import Machine, look
 from replicas.supervisor.state.run_state import RunState
 from replicas.supervisor.state.state import identity_of
 
-__all__ = ["Demand", "Finding", "examine_machine", "examine_node", "family"]
-
 _SMI_TIMEOUT_S = 5.0
 _DISK_NBYTES = 1 << 30
 _FILES_BASE, _FILES_EACH = 256, 16

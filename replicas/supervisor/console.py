@@ -19,8 +19,6 @@ from replicas.common import logs
 from replicas.common.aside import Aside
 from replicas.common.foreign import hanging, lines
 
-__all__ = ["Console"]
-
 
 class Console:
     """Line output to a descriptor, whose mode stays as it is: others share it."""

@@ -46,8 +46,6 @@ from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.surroundings import Surroundings
 from replicas.telemetry.events import Reloaded
 
-__all__ = ["Notifier", "Watcher", "status_line", "supervise"]
-
 log = Log("replicas.supervisor")
 
 _LAST_WORDS_S = 2.0

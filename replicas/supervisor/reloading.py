@@ -33,8 +33,6 @@ from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import Machine, Resources, with_sizes
 from replicas.telemetry.events import Event, Reloaded, ReloadRefused
 
-__all__ = ["Reloading"]
-
 _CHANGED = Cause("reload", "its config has changed")
 _MISPLACED = Cause("reload", "the labels of its node have changed")
 

@@ -41,6 +41,7 @@ from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.effects import MemberLost, ReplicaIdle
 from replicas.core.lives.leases import lost_after_s
+from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.ordering import start_levels
 from replicas.linux import inherited, needs
 from replicas.messages import Hello, arguments
@@ -68,22 +69,11 @@ from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_re
 from replicas.supervisor.state.run_state import machine as this_machine
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.event_log import EventLog
-from replicas.telemetry.events import (
-    ConnectionsRefused,
-    Event,
-    LeasesAwaited,
-    Record,
-    Reloaded,
-    RunEnded,
-    TokenChanged,
-    Transition,
-)
+from replicas.telemetry.events import ConnectionsRefused, Event, LeasesAwaited, Record, Reloaded, RunEnded, TokenChanged
 from replicas.telemetry.metrics import Metrics
 from replicas.telemetry.scrapes import Scrapes
 from replicas.telemetry.tally import CounterDeltas
 from replicas.trust.tokens import ROLES, Role, Tokens
-
-__all__ = ["Supervisor"]
 
 log = Log("replicas.supervisor")
 

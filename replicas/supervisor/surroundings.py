@@ -12,8 +12,6 @@ from replicas.config.structs import Config
 from replicas.config.values import is_loopback
 from replicas.supervisor.supervisor import Supervisor
 
-__all__ = ["Surroundings", "invitation", "on_cluster"]
-
 
 class Surroundings(NamedTuple):
     """How the supervisor of a run differs from one that a person has started.

@@ -36,8 +36,6 @@ from replicas.linux import private
 from replicas.telemetry.events import Event, EventsLost, Record, decode, encode
 from replicas.telemetry.tally import Tally
 
-__all__ = ["MAX_NBYTES", "EventLog", "read", "tail"]
-
 log = Log("replicas.telemetry.events")
 
 MAX_NBYTES = 64 << 20

@@ -16,39 +16,6 @@ import msgspec
 from replicas.core.effects import Event as ChannelEvent
 from replicas.core.lives.lifecycle import Transition
 
-__all__ = [
-    "ChannelEvent",
-    "ConnectionsRefused",
-    "DrainReason",
-    "Drained",
-    "Draining",
-    "Event",
-    "EventsLost",
-    "FailedReset",
-    "HeldUp",
-    "How",
-    "LeasesAwaited",
-    "LeftoverFound",
-    "LogLinesDropped",
-    "NodeChanged",
-    "RankEnd",
-    "Record",
-    "ReloadRefused",
-    "Reloaded",
-    "ReplicaExited",
-    "RestartAsked",
-    "RunEnded",
-    "RunStarted",
-    "Scaled",
-    "StacksSaved",
-    "StateSetAside",
-    "TokenChange",
-    "TokenChanged",
-    "Transition",
-    "decode",
-    "encode",
-]
-
 
 class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A supervisor has started the run.

@@ -38,8 +38,6 @@ from replicas.messages.values import OperationKind
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaState, ReplicaStatus, RunStatus
 from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Histogram, Tally
 
-__all__ = ["Metrics"]
-
 Key = tuple[str, ...]
 Series = Iterable[tuple[Key, float]]
 

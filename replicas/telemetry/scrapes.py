@@ -5,8 +5,6 @@ Pure: times are arguments, in seconds of any one monotonic clock.
 
 from __future__ import annotations
 
-__all__ = ["Scrapes"]
-
 _CLIENTS = 8
 _MISSED = 2
 """Intervals after which a client that has not come is not waited for."""

@@ -41,8 +41,6 @@ from replicas.telemetry.events import (
     RunStarted,
 )
 
-__all__ = ["START_BUCKETS", "SYNC_BUCKETS", "CounterDeltas", "Histogram", "Tally"]
-
 SYNC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 START_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 1800)
 

@@ -37,8 +37,6 @@ from replicas.status import ChannelStatus
 from replicas.testing.virtual_target import VirtualTarget
 from replicas.testing.wire import Wire
 
-__all__ = ["FakeRun"]
-
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 30.0

@@ -11,8 +11,6 @@ from replicas import errors
 from replicas.channel import Channel, Update
 from replicas.common.logs import Log
 
-__all__ = ["VirtualTarget"]
-
 logger = Log("replicas.testing")
 
 END_TIMEOUT_S = 30.0

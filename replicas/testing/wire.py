@@ -12,8 +12,6 @@ from replicas.coordinator.engine import Engine, NotYet
 from replicas.coordinator.sessions import MemberSession
 from replicas.messages.identity import Member
 
-__all__ = ["Wire"]
-
 
 class Wire:
     """One connection; on the session thread. Both ends of it are here.

@@ -22,8 +22,6 @@ from pathlib import Path
 from replicas import errors
 from replicas.linux import private
 
-__all__ = ["KEY_FILE", "PortKey", "key_hash", "make_pem"]
-
 KEY_FILE = "key.pem"
 """The port's own key and certificate, in a run's state folder."""
 _NO_END = datetime.datetime(9999, 12, 31, 23, 59, 59)

@@ -21,8 +21,6 @@ import contextlib
 import ssl
 from typing import Any, cast
 
-__all__ = ["EMPTY_NBYTES", "SecureConnection", "SecureTransport", "Tls"]
-
 EMPTY_NBYTES = 64 * 1024
 _RECORD_NBYTES = 16 * 1024
 

@@ -33,8 +33,6 @@ import msgspec
 
 from replicas import errors
 
-__all__ = ["OPERATOR_FILE", "PLAIN", "ROLES", "JoinToken", "Role", "SavedTokens", "Tokens", "another_key", "new_secret"]
-
 Role = Literal["member", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
 

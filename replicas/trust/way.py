@@ -33,8 +33,6 @@ from replicas import environ, errors
 from replicas.trust.certificate import key_hash
 from replicas.trust.tokens import PLAIN, JoinToken
 
-__all__ = ["Way", "WrongKey", "is_local", "split", "way_to"]
-
 _HINT = "take the token that `replicas token` shows on the run's machine; it names the key"
 
 

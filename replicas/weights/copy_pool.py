@@ -27,8 +27,6 @@ import torch
 
 from replicas.common.waits import Latch, locked
 
-__all__ = ["ALONE_NBYTES", "CopyPool", "cores", "helpers_for", "one_thread"]
-
 ALONE_NBYTES = 8 << 20
 """The caller's thread copies less than this alone: a helper costs what it saves."""
 MOST_HELPERS = 7

@@ -47,8 +47,6 @@ from replicas.weights.digest import BLOCK_NBYTES, combined
 from replicas.weights.host_copies import STEP_NBYTES, Cut, HostCopies, Kinds, cuts_of, unusable
 from replicas.weights.tensors import why_unusable, written_as_bits
 
-__all__ = ["Copier", "Prefix", "Progress", "Step", "copy_elements", "copy_host", "copy_pairs", "run_host"]
-
 PROGRESS_NBYTES = 8 << 20
 """Bytes between two calls of ``progress``: as much as a sender sends at once."""
 

@@ -41,8 +41,6 @@ from replicas.common.waits import locked
 from replicas.weights.copy_pool import CopyPool, helpers_for
 from replicas.weights.devices.accelerator import accelerator
 
-__all__ = ["BLOCK_NBYTES", "DeviceDigest", "Digest", "DigestKind", "combined", "device_digest_of", "digest_of"]
-
 BLOCK_NBYTES = 16 << 20
 DigestKind = Literal["host", "device"]
 DEVICE_PREFIX = "d"

@@ -29,8 +29,6 @@ from replicas.weights.tensors import PLAIN, Box, alias_of, dtype_name, is_castab
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Feed", "Mode", "Shard", "Ties", "known_values"]
-
 Mode = Literal["image", "parts"]
 
 

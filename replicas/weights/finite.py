@@ -7,8 +7,6 @@ import torch
 from replicas.core.versions.manifest import PartManifest
 from replicas.weights.layout import Places
 
-__all__ = ["not_finite"]
-
 CHUNK = 1 << 22
 """Elements looked at together: what is made of them stays in the caches."""
 

@@ -37,8 +37,6 @@ from replicas.weights import streaming
 from replicas.weights.streaming import Addresses, Moved, Private
 from replicas.weights.tensors import is_copied, why_unusable, written_as_bits
 
-__all__ = ["LOOK", "STEP_NBYTES", "Cut", "Found", "HostCopies", "Kinds", "cuts_of", "unusable"]
-
 STEP_NBYTES = 4 << 20
 """Bytes per step and thread, about: 1 MiB made two threads a fifth slower, 16 MiB no
 faster."""

@@ -19,8 +19,6 @@ from replicas.weights.host_copies import STEP_NBYTES, Cut, Kinds, cuts_of
 from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import Box, bits, is_copied, torch_dtype
 
-__all__ = ["Entry", "Places", "Writer", "layout"]
-
 
 @dataclass(frozen=True, eq=False)
 class Entry:

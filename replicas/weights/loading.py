@@ -33,8 +33,6 @@ from replicas.weights.tensors import (
     written_as_bits,
 )
 
-__all__ = ["load_image", "load_into", "named_views", "piece_pairs", "views"]
-
 
 def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.Tensor]:
     """Views as :func:`views` of the data of an image, or of a packed part.

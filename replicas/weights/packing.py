@@ -63,8 +63,6 @@ from replicas.weights.memory.arena import Slot
 from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import PLAIN, bits, is_dtensor, torch_dtype, why_unusable
 
-__all__ = ["Packer", "Packing", "Staged", "packing_of", "stage"]
-
 
 @dataclass(frozen=True, eq=False)
 class Packing:

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["Passes", "with_passes"]
-
 Piece = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], object]
 
 

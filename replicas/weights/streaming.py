@@ -44,8 +44,6 @@ import torch
 
 from replicas.weights.tensors import span_nbytes
 
-__all__ = ["Addresses", "Moved", "Private", "available", "copy_runs", "pays", "still_there", "writing"]
-
 Addresses = npt.NDArray[np.uintp]
 """Addresses, or numbers of bytes, as an array."""
 

@@ -23,26 +23,6 @@ from replicas.errors import ManifestMismatch, UsageError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "PLAIN",
-    "Box",
-    "alias_of",
-    "bits",
-    "check_modes",
-    "dtype_name",
-    "is_castable",
-    "is_copied",
-    "is_dtensor",
-    "local_box",
-    "overlaps_itself",
-    "piece_view",
-    "span_nbytes",
-    "torch_dtype",
-    "typed",
-    "why_unusable",
-    "written_as_bits",
-]
-
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that have no code of their own."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -18,7 +18,8 @@ import replicas
 from replicas import errors
 from replicas.channel import Channel, Pending, Receipt, Shard, Update
 from replicas.coordinator import GroupShape
-from replicas.weights.memory.arena import Arena, Buffer
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.buffers import Buffer
 from tests.support.channels import channel_world, fake_world, wait_until
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,8 @@ from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import Preflight
 from replicas.sidecar.device_probe import prove_device
-from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.handle import SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferSpec
 from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.digest import device_digest_of

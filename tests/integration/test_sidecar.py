@@ -20,7 +20,8 @@ import torch
 from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.messages import OperationKind, ReduceOp, Segment
-from replicas.sidecar.rank_side.client import Forkserver, Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed, Shard

@@ -24,7 +24,8 @@ from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.linux import stalls
 from replicas.linux.processes import start_time
 from replicas.sidecar.rank_side import client, handle
-from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.handle import SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferSpec
 from replicas.weights.memory.arena import Arena, Slot
 from tests.support.channels import channel_world, wait_until

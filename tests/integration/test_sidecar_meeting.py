@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.sidecar.rank_side.client import Forkserver, Sidecar, SidecarFailed
+from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.handle import Sidecar, SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec
 from replicas.weights.memory.buffers import Buffer
 from tests.support.networks import Machine, network, why_no_networks

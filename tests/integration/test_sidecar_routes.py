@@ -16,8 +16,7 @@ import torch
 
 from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
-from replicas.sidecar.rank_side.client import SidecarDied, SidecarFailed
-from replicas.sidecar.rank_side.handle import SILENCE_S
+from replicas.sidecar.rank_side.handle import SILENCE_S, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed, Shard

@@ -20,6 +20,7 @@ import anyio
 
 from replicas.config.structs import Config, Dependency, GroupConfig, RestartConfig, RunConfig
 from replicas.coordinator import Coordinator, GroupShape, Readiness
+from replicas.core.lives.lifecycle import Transition
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -27,7 +28,7 @@ from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.supervisor.state.run_state import SavedGroup
 from replicas.supervisor.state.state import StateDir
-from replicas.telemetry.events import Event, Transition
+from replicas.telemetry.events import Event
 
 __all__ = ["DIES", "DONE", "Life", "Yard", "config_of", "fleet", "group_of"]
 

@@ -22,9 +22,9 @@ from replicas.channel.versions.transfers import ManifestExchange, Transfers
 from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.messages.identity import Member, ProcessIdentity
-from replicas.sidecar.rank_side.client import SidecarDied
+from replicas.sidecar.rank_side.handle import SidecarDied
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
-from replicas.weights.memory.arena import Buffer
+from replicas.weights.memory.buffers import Buffer
 
 __all__ = ["MANIFEST", "ME", "Loop", "Session", "Sidecar", "World"]
 

@@ -12,8 +12,9 @@ import pytest
 from replicas import errors
 from replicas.config.structs import GroupConfig
 from replicas.coordinator import Readiness
+from replicas.core.lives.lifecycle import Transition
 from replicas.supervisor.state.run_state import SavedGroup, SavedReplica
-from replicas.telemetry.events import Scaled, Transition
+from replicas.telemetry.events import Scaled
 from tests.support.fleets import DONE, Yard, fleet, group_of
 from tests.support.virtual import virtually
 

@@ -10,6 +10,7 @@ import pytest
 from replicas.cli.render import concerns, event_line
 from replicas.core import effects
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
+from replicas.core.lives.lifecycle import Transition
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 from replicas.telemetry import events
@@ -17,9 +18,9 @@ from replicas.telemetry import events
 MEMBER = Member("rollout", 1, 0, "nonce")
 
 
-def transition(**fields: object) -> events.Transition:
+def transition(**fields: object) -> Transition:
     base = {"group": "a", "replica": 0, "generation": 2, "event": Step.READY, "before": "starting", "after": "ready"}
-    return events.Transition(**{**base, "reason": "", **fields})  # type: ignore[arg-type]  # fields by name
+    return Transition(**{**base, "reason": "", **fields})  # type: ignore[arg-type]  # fields by name
 
 
 TOLD: list[tuple[events.Event, str, str]] = [

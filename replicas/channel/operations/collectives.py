@@ -17,8 +17,6 @@ from replicas.messages.bounds import is_name, shown
 from replicas.messages.identity import Member
 from replicas.weights.tensors import PLAIN, alias_of, check_modes, is_dtensor, why_unusable
 
-__all__ = ["Collectives", "Peer", "Tensors"]
-
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """One dense tensor or several, of any dtypes, shapes, strides and devices."""
 Peer = Member | str

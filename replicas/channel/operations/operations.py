@@ -50,10 +50,8 @@ from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.common.logs import Log
 from replicas.core.versions.manifest import segment_layout
 from replicas.messages.bounds import text_of
-from replicas.sidecar.rank_side.client import SidecarFailed
+from replicas.sidecar.rank_side.handle import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec
-
-__all__ = ["RankOperations"]
 
 logger = Log("replicas.channel")
 

@@ -36,10 +36,8 @@ from replicas.core.versions.manifest import item_nbytes
 from replicas.messages import OperationGo, OperationKind, OperationSettled, ReceiptData, ReduceOp, Segment, WireError
 from replicas.messages.identity import Member
 from replicas.weights.devices.accelerator import Event, device_of
-from replicas.weights.memory.arena import Buffer
+from replicas.weights.memory.buffers import Buffer
 from replicas.weights.tensors import dtype_name
-
-__all__ = ["KEPT_RESULTS", "Attempt", "Job", "OperationCall", "Unknown"]
 
 KEPT_RESULTS = 4
 """Operations of unknown outcome whose outputs are kept; the oldest is dropped first."""

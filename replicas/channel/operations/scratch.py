@@ -25,20 +25,8 @@ from replicas.errors import ManifestMismatch, NoCapacity, UsageError
 from replicas.messages import Segment
 from replicas.weights.copying import copy_elements
 from replicas.weights.devices.accelerator import Accelerator, Event, accelerator, device_of
-from replicas.weights.memory.arena import Buffer
+from replicas.weights.memory.buffers import Buffer
 from replicas.weights.tensors import alias_of, dtype_name, torch_dtype, typed, why_unusable, written_as_bits
-
-__all__ = [
-    "Scratch",
-    "call_point",
-    "copy_each",
-    "copy_out",
-    "gpu_of",
-    "read_segments",
-    "segments_of",
-    "usable",
-    "write_segments",
-]
 
 KEPT = 6
 KEPT_ON_DEVICE = 2

@@ -33,8 +33,6 @@ from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
 from replicas.weights.tensors import check_modes
 
-__all__ = ["CopiesUnderWay", "Filling", "PublishJob", "arena_like", "free_slot", "reserve"]
-
 BEAT_S = 0.03
 """Seconds between two looks: a reader in another process lets go without notice."""
 

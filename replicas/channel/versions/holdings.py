@@ -44,8 +44,6 @@ from replicas.messages import Described, HeldVersion, Meta
 from replicas.weights.digest import digest_of
 from replicas.weights.memory.arena import Arena, Slot
 
-__all__ = ["Holder", "Holdings", "Leases"]
-
 LOOK_S = 1.0
 """Seconds between two looks for holders that have died."""
 

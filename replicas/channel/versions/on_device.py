@@ -27,9 +27,8 @@ from replicas.weights.copying import copy_pairs
 from replicas.weights.devices.accelerator import device_of
 from replicas.weights.digest import digest_of
 from replicas.weights.loading import piece_pairs
-from replicas.weights.memory.arena import Arena, Buffer, Slot
-
-__all__ = ["copy_image", "copy_part"]
+from replicas.weights.memory.arena import Arena, Slot
+from replicas.weights.memory.buffers import Buffer
 
 END_S = 3.0
 """How long to wait for the end of a process that has begun to end."""

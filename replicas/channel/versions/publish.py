@@ -68,8 +68,6 @@ from replicas.weights.finite import not_finite
 from replicas.weights.memory.arena import Slot
 from replicas.weights.packing import Packing
 
-__all__ = ["Publisher"]
-
 LATE_S = 15.0
 """Extra time of a publish past its deadline, once a new coordinator knows of it."""
 NAMED = 3

@@ -59,8 +59,6 @@ from replicas.messages import (
 from replicas.messages.bounds import text_of
 from replicas.weights.memory.arena import Slot
 
-__all__ = ["Bound", "Receiver", "Watches"]
-
 
 class Bound(NamedTuple):
     """Lower bound: a version number or, with ``key``, a number in its ``meta``."""

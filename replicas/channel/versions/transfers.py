@@ -38,12 +38,11 @@ from replicas.common.logs import Log
 from replicas.core.versions.fetching import Cache, Fetch, pieces
 from replicas.core.versions.manifest import Manifest
 from replicas.memory.kept import is_near
-from replicas.sidecar.rank_side.client import Sidecar
+from replicas.sidecar.rank_side.handle import Sidecar
 from replicas.sidecar.wire import TransferSpec
 from replicas.weights.digest import digest_of
-from replicas.weights.memory.arena import Buffer, Slot
-
-__all__ = ["ManifestExchange", "Transfers"]
+from replicas.weights.memory.arena import Slot
+from replicas.weights.memory.buffers import Buffer
 
 logger = Log("replicas.channel")
 

@@ -21,9 +21,8 @@ from replicas.messages import Meta
 from replicas.messages.bounds import shown
 from replicas.weights.devices.accelerator import Event, device_of
 from replicas.weights.loading import load_image, views
-from replicas.weights.memory.arena import Buffer, Slot
-
-__all__ = ["Update", "UpdateOwner"]
+from replicas.weights.memory.arena import Slot
+from replicas.weights.memory.buffers import Buffer
 
 _T = TypeVar("_T")
 

@@ -26,22 +26,6 @@ from typing import Literal
 from replicas.common.table import Table
 from replicas.core.lives.lifecycle import FREE_REASONS, RestartReason
 
-__all__ = [
-    "ASKED",
-    "ASKED_ACTIONS",
-    "GENERATION",
-    "GENERATION_ACTIONS",
-    "LEAVING",
-    "UNWANTED",
-    "Asked",
-    "AskedAction",
-    "CourseAction",
-    "CourseInput",
-    "CourseState",
-    "Request",
-    "request_of",
-]
-
 CourseState = Literal["waiting", "running", "syncing", "stopping", "ended", "sweeping", "over", "left_behind"]
 CourseInput = Literal[
     "launched", "not_launched", "drain", "sync_over", "stop", "failed", "ended", "lost", "gone", "give_up"

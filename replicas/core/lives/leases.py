@@ -19,19 +19,6 @@ supervisor that starts elsewhere they may run for :func:`outlives_s`.
 
 from __future__ import annotations
 
-__all__ = [
-    "BEAT_S",
-    "END_S",
-    "FROZEN_S",
-    "LAST_S",
-    "MARGIN_S",
-    "UNHEARD_S",
-    "Tenancy",
-    "local_patience_s",
-    "lost_after_s",
-    "outlives_s",
-]
-
 BEAT_S = 1.0
 """Interval of an agent's beats, in seconds."""
 END_S = 4.0

@@ -27,18 +27,6 @@ import msgspec
 from replicas.common.table import Table
 from replicas.status import ReplicaState
 
-__all__ = [
-    "ALIVE",
-    "FREE_REASONS",
-    "REPLICA",
-    "SETTLED",
-    "Lifecycle",
-    "ReplicaEvent",
-    "RestartReason",
-    "Transition",
-    "after_exit",
-]
-
 
 class ReplicaEvent(enum.StrEnum):
     """An event of a replica."""

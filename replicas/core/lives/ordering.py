@@ -8,19 +8,6 @@ from replicas import errors
 from replicas.config.structs import Config, GroupConfig
 from replicas.status import ReplicaState
 
-__all__ = [
-    "GOOD",
-    "enough",
-    "is_done",
-    "is_good",
-    "is_lost",
-    "is_over",
-    "least_left",
-    "start_levels",
-    "unmet",
-    "within",
-]
-
 GOOD: frozenset[ReplicaState] = frozenset({"ready", "finished"})
 OVER: frozenset[ReplicaState] = frozenset({"failed", "finished"})
 

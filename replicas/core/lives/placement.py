@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-__all__ = ["Need", "Offer", "Share", "place"]
-
 _GIB = 1 << 30
 
 

@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from replicas.common.backoff import Backoff
 from replicas.config.structs import RestartConfig
 
-__all__ = ["RestartVerdict", "Restarts", "wants_restart"]
-
 _ALL = 0
 """The key under which a restart of the whole group is counted."""
 

@@ -18,8 +18,6 @@ from replicas.core.operations.operations import Operations
 from replicas.core.versions.commits import Commits
 from replicas.core.versions.rounds import Rounds
 
-__all__ = ["Drains"]
-
 
 class Drains:
     def __init__(self, ground: Ground, commits: Commits, rounds: Rounds, operations: Operations) -> None:

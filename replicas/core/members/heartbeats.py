@@ -16,8 +16,6 @@ come back does not make them silent.
 
 from __future__ import annotations
 
-__all__ = ["Heartbeats", "Silence"]
-
 HEARTBEAT_S = 1.0
 HEARTBEAT_MAX_S = 3.0
 BEATS_PER_S = 300

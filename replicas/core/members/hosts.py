@@ -33,8 +33,6 @@ from replicas.core.members.roster import Roster
 from replicas.messages import Beacon, LaneAhead, Locate, Located, Released, SlotPlace
 from replicas.messages.identity import Member
 
-__all__ = ["Hosts", "Keeping", "Place"]
-
 LOCATE_S = 5.0
 """How long a newcomer may take to answer Locate. Only its own admission waits."""
 REPRESENTATIVES = 3

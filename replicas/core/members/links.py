@@ -26,8 +26,6 @@ from replicas.core.members.member_state import MemberState
 from replicas.core.moving.lanes import Lanes, Probe
 from replicas.messages.identity import Member
 
-__all__ = ["Links", "Pairs"]
-
 Pairs = Iterable[tuple[str, str]]
 """Pairs of addresses, in either order."""
 

@@ -10,8 +10,6 @@ from replicas.core.membership import MEMBER, MemberEvent, Standing
 from replicas.messages import ChannelSettings, Hello, SlotPlace
 from replicas.messages.identity import Member, ProcessIdentity
 
-__all__ = ["Held", "HighWaterMarks", "Life", "MemberState", "Reading"]
-
 
 class Held(dict[int, str]):
     """Digests of the versions that a member holds.

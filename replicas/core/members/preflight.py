@@ -19,17 +19,6 @@ from replicas.config.structs import ChannelConfig, ChannelRole
 from replicas.core.members.member_state import MemberState
 from replicas.messages import ChannelSettings, Hello
 
-__all__ = [
-    "MULTI_RANK_VERSION",
-    "NCCL_AGREED",
-    "carries_bytes",
-    "check_identity",
-    "check_join",
-    "kind",
-    "nccl_works",
-    "settings_of",
-]
-
 _HOW_SENT = """
 NCCL_ALGO NCCL_PROTO NCCL_NET NCCL_NET_PLUGIN NCCL_SOCKET_FAMILY NCCL_IB_DISABLE NCCL_SHM_DISABLE NCCL_P2P_DISABLE
 NCCL_P2P_LEVEL NCCL_P2P_DIRECT_DISABLE NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE NCCL_NVLS_ENABLE NCCL_MNNVL_ENABLE

@@ -51,8 +51,6 @@ from replicas.core.membership import MEMBER
 from replicas.messages import ChannelSettings, Hello
 from replicas.messages.identity import Member
 
-__all__ = ["GroupShape", "Roster"]
-
 FLAPS = 3
 FLAP_WINDOW_S = 60.0
 ISOLATION_WINDOW_S = 600.0

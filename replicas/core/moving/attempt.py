@@ -19,8 +19,6 @@ from replicas.core.versions.manifest import Manifest
 from replicas.messages import Meta, SlotPlace, TransferCancel, TransferDone, TransferGo, TransferOffer
 from replicas.messages.identity import Member
 
-__all__ = ["Attempt", "Payload"]
-
 
 @dataclass(slots=True)
 class Payload:

@@ -29,8 +29,6 @@ from replicas.core.moving.pace import Pace
 from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
 from replicas.messages.identity import Member
 
-__all__ = ["MAX_PROBES", "Lane", "LaneOwner", "Lanes", "Probe", "culprits", "form_timeout"]
-
 SECRET_NBYTES = 32
 FORM_TIMEOUT_S = 20.0
 FORM_TRIPS = 25.0

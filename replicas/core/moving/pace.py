@@ -14,8 +14,6 @@ from collections.abc import Collection, Iterable
 from replicas.messages import LaneMoved
 from replicas.messages.identity import Member
 
-__all__ = ["STILL_S", "Pace"]
-
 STILL_S = 3.0
 """Without progress for this long, a lane stands still.
 

@@ -42,8 +42,6 @@ from replicas.core.moving.attempt import Attempt, Payload
 from replicas.core.moving.lanes import Lane
 from replicas.messages.identity import Member
 
-__all__ = ["Pacing"]
-
 LONG_S = 4.0
 """With less than this left to send, no route is changed."""
 UNKNOWN_S = 6.0

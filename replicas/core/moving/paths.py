@@ -33,8 +33,6 @@ from typing import Literal
 from replicas.core.members.member_state import MemberState
 from replicas.messages.identity import Member
 
-__all__ = ["TransferPlan", "Works", "plan"]
-
 Works = Callable[[MemberState, MemberState], bool]
 """Returns whether two members may be in one lane."""
 

@@ -56,8 +56,6 @@ from replicas.messages import Backend, TransferDone, TransferGo
 from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
 
-__all__ = ["Transfer"]
-
 LONGEST_S = 3600.0
 """A catch-up may take this long, as long as bytes move."""
 MAP_TRIES = 2

@@ -13,8 +13,6 @@ from replicas.messages import OperationGo, OperationPost, ReceiptData
 from replicas.messages.bounds import texts_of
 from replicas.messages.identity import Member
 
-__all__ = ["PAIRWISE", "Faults", "Operation", "Post"]
-
 PAIRWISE = ("send", "recv")
 
 ATTEMPT_MIN_S = 0.2

@@ -59,8 +59,6 @@ from replicas.core.operations.pairing import Pairing
 from replicas.messages import Backend, OperationEnd, ReceiptData, WireError
 from replicas.messages.identity import Member
 
-__all__ = ["Operations", "Trials"]
-
 LATE_S = 1.0
 """Sidecars end a process group at its deadline; the coordinator this much later."""
 PAIR_PATIENCE_S = 2.0

@@ -46,8 +46,6 @@ from replicas.core.operations.operation import Operation, Post
 from replicas.messages import OperationPost, OperationSettled
 from replicas.messages.identity import Member
 
-__all__ = ["Pairing"]
-
 KEPT_VERDICTS = 256
 POSTS_MAX = 4096
 SEGMENTS_MAX = 500_000

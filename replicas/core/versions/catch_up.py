@@ -28,8 +28,6 @@ from replicas.core.moving.attempt import Payload
 from replicas.core.moving.transfers import Transfer
 from replicas.messages.identity import Member
 
-__all__ = ["CatchUp"]
-
 RETRY = Backoff(1.0, 30.0)
 LOOK_S = 0.2
 """Seconds between checks whether a holder now reaches the members that lack it."""

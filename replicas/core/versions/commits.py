@@ -31,8 +31,6 @@ from replicas.messages.bounds import texts_of
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 
-__all__ = ["Commits"]
-
 READING_S = 2.0
 """For this long after a publish starts moving, slow manifest readers are not judged."""
 READY_S = 3.0

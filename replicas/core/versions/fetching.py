@@ -22,8 +22,6 @@ from replicas.errors import Gone, ManifestMismatch
 from replicas.messages import ManifestAsk, ManifestPiece
 from replicas.messages.bounds import MANIFEST_NBYTES
 
-__all__ = ["CACHE_NBYTES", "PIECE_NBYTES", "WINDOW_MAX_NBYTES", "Cache", "Fetch", "pieces"]
-
 PIECE_NBYTES = 64 * 2**10
 WINDOW_MIN_NBYTES = 16 * 2**10
 WINDOW_MAX_NBYTES = 4 * 2**20

@@ -31,22 +31,6 @@ from replicas.errors import ManifestMismatch
 from replicas.messages import Segment
 from replicas.messages.bounds import MANIFEST_NBYTES, MANIFEST_TENSORS, encodable
 
-__all__ = [
-    "ALIGNMENT_NBYTES",
-    "ITEM_NBYTES",
-    "AnyManifest",
-    "Manifest",
-    "PartManifest",
-    "Piece",
-    "TensorSpec",
-    "check_cover",
-    "check_size",
-    "check_tensors",
-    "item_nbytes",
-    "packed_offsets",
-    "segment_layout",
-]
-
 ALIGNMENT_NBYTES = 4096
 """The data section of an image starts at a multiple of this."""
 SEGMENT_ALIGNMENT_NBYTES = 64

@@ -29,8 +29,6 @@ from replicas.errors import ManifestMismatch
 from replicas.messages import ManifestPiece, Meta
 from replicas.messages.identity import Member
 
-__all__ = ["Joined", "Manifests", "difference", "merge_parts", "read"]
-
 JOINED_NBYTES = 32 * 2**20
 """Limit of the cache of decoded manifests, counted by their encoded size."""
 

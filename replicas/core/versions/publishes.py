@@ -29,8 +29,6 @@ from replicas.core.moving.transfers import Transfer
 from replicas.messages import Filled, Packed, PublishBegin, ReceiptData, WireError
 from replicas.messages.identity import Member, ProcessIdentity
 
-__all__ = ["Publish", "Publishes"]
-
 KEPT_VERDICTS = 16
 OPEN_MAX = 256
 """Publishes of one replica without a verdict."""

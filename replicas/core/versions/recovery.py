@@ -49,8 +49,6 @@ from replicas.core.versions.commits import Commits
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 
-__all__ = ["RECOVERY_S", "Recovery", "Told"]
-
 RECOVERY_S = 3.0
 
 

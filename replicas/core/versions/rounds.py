@@ -44,8 +44,6 @@ from replicas.core.versions.steps import number_in
 from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
 from replicas.messages.identity import Member
 
-__all__ = ["Newest", "ReplicaView", "Round", "Rounds", "is_enough"]
-
 
 @dataclass(slots=True)
 class Round:

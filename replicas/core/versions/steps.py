@@ -11,8 +11,6 @@ from collections.abc import Mapping
 
 from replicas.core.effects import StepFell
 
-__all__ = ["Steps", "number_in"]
-
 
 def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None:
     """Return the number that ``meta`` has by this name; None: it has none."""

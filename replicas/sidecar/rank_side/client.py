@@ -49,8 +49,6 @@ from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch, work_of
 from replicas.sidecar import wire
 from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
 
-__all__ = ["Forkserver", "OtherRelease", "Sidecar", "SidecarDied", "SidecarFailed", "Unbound"]
-
 logger = Log("replicas.sidecar")
 
 FORK_TIMEOUT_S = 4.0

@@ -34,9 +34,7 @@ from replicas.linux.processes import send_signal
 from replicas.sidecar import wire
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 from replicas.weights.devices.accelerator import accelerator
-from replicas.weights.memory.arena import Buffer
-
-__all__ = ["IDLE_S", "INTERVAL_S", "KILL_GRACE_S", "SILENCE_S", "Pulse", "Sidecar", "SidecarDied", "SidecarFailed"]
+from replicas.weights.memory.buffers import Buffer
 
 KILL_GRACE_S = 1.0
 """Time past a request's own timeout after which the sidecar is killed, in seconds."""

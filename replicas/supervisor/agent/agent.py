@@ -56,8 +56,6 @@ from replicas.supervisor.fleet.resources import Machine
 from replicas.supervisor.shim.orders import Malformed
 from replicas.supervisor.state.run_state import machine as scope
 
-__all__ = ["Agent", "Link"]
-
 log = Log("replicas.agent")
 
 AGAIN = Backoff(0.05, 1.0)

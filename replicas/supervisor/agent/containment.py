@@ -16,8 +16,6 @@ from replicas.linux.cgroups import LIMITS, RunCgroups, find_own
 from replicas.supervisor.agent.node import Node
 from replicas.supervisor.shim.orders import NodeSpec
 
-__all__ = ["Containment"]
-
 log = Log("replicas.agent")
 
 

@@ -39,8 +39,6 @@ from replicas.linux.sockets import SocketAddress
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
 from replicas.supervisor.agent.node import base_environment
 
-__all__ = ["TRIES", "Forkservers", "KeptForkserver", "start_forkserver"]
-
 log = Log("replicas.agent")
 
 TRIES = 8

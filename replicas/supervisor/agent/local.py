@@ -31,8 +31,6 @@ from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.orphans import remove_socket
 from replicas.supervisor.agent.shims import Shims
 
-__all__ = ["main"]
-
 CONNECTING: dict[str, Any] = {
     "compression": None,
     "proxy": None,

@@ -17,8 +17,6 @@ from replicas import errors
 from replicas.control.log_files import Follower, LogLine, Selection
 from replicas.supervisor.agent.messages import LogQuery, LogReply
 
-__all__ = ["REPLY_NBYTES", "LogReader"]
-
 _READERS_MAX = 64
 REPLY_NBYTES = 1 << 20
 """One line may take more, and then comes alone: up to 7.6 MiB, of a frame's 8 MiB."""

@@ -30,41 +30,6 @@ from replicas.messages.bounds import TEXT_LENGTH
 from replicas.supervisor.checks import Demand, Finding
 from replicas.supervisor.fleet.resources import Machine
 
-__all__ = [
-    "PROTOCOL",
-    "SHIMS_MAX",
-    "STATE_NBYTES",
-    "AgentMessage",
-    "AskStacks",
-    "Beat",
-    "Clean",
-    "Cleaned",
-    "Examine",
-    "Examined",
-    "Forget",
-    "Heard",
-    "Hello",
-    "Kill",
-    "Leaving",
-    "LogQuery",
-    "LogReply",
-    "Meet",
-    "NewToken",
-    "Order",
-    "Over",
-    "Query",
-    "Refused",
-    "ShimLeft",
-    "ShimState",
-    "StacksFound",
-    "Start",
-    "Stop",
-    "Welcome",
-    "decode_from_agent",
-    "decode_order",
-    "encode",
-]
-
 PROTOCOL = 1
 Plain = dict[str, Any]
 _Pid = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]

@@ -29,8 +29,6 @@ from replicas.supervisor.logs.pump import is_pump
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
 
-__all__ = ["Node", "base_environment", "start_helper"]
-
 log = Log("replicas.agent")
 
 _PING_INTERVAL_S = 1.0

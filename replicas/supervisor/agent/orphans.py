@@ -20,8 +20,6 @@ from replicas.linux.sockets import is_own, listens
 from replicas.supervisor.agent.messages import ShimLeft
 from replicas.supervisor.cleanup.sweeping import Sweep
 
-__all__ = ["SHIMS_S", "clean_up", "remove_socket"]
-
 SHIMS_S = 3.5
 """How long shims may take to end after their agent (they need up to 3 s)."""
 _SWEEP_S = 5.0

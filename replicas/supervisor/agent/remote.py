@@ -47,8 +47,6 @@ from replicas.supervisor.fleet.resources import look
 from replicas.supervisor.state.state import give_identity
 from replicas.trust.way import way_to
 
-__all__ = ["Invitation", "serve_node"]
-
 log = Log("replicas.agent")
 
 _SETTLE_S = 8.0

@@ -24,8 +24,6 @@ from replicas.supervisor.agent.messages import Plain, ShimState, Start
 from replicas.supervisor.agent.node import Node, base_environment
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, OtherRelease
 
-__all__ = ["Shims"]
-
 log = Log("replicas.agent")
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from replicas.common.logs import Log
 from replicas.linux import private
 
-__all__ = ["TokenFile"]
-
 log = Log("replicas.agent")
 
 

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from replicas.linux.processes import start_time
 from replicas.linux.sockets import Listener, listeners
 
-__all__ = ["Belongings", "Stocktaking", "descriptors", "take"]
-
 _FIRST_S = 5.0
 _INTERVAL_S = 60.0
 _MAX_EACH = 512

@@ -48,8 +48,6 @@ from replicas.supervisor.cleanup.sweeping import Grace, until_quiet
 from replicas.supervisor.state.run_state import Saved, ShimRecord
 from replicas.telemetry.events import How, LeftoverFound
 
-__all__ = ["find", "is_orphan", "lock_holders", "sweep"]
-
 
 def find(
     saved: Saved | None, identity: str, *, spare: Collection[int] = (), kept: Collection[str] = ()

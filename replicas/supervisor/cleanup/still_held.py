@@ -24,8 +24,6 @@ from replicas.supervisor.cleanup.inventory import Belongings, descriptors
 from replicas.supervisor.shim.orders import Remains
 from replicas.telemetry.events import Event, HeldUp
 
-__all__ = ["CLEAR_S", "HoldUps", "StillHeld", "held", "wait_clear"]
-
 CLEAR_S = 10.0
 """How long the next generation waits for the resources of the old one."""
 _LOOK_INTERVAL_S = 0.1

@@ -30,8 +30,6 @@ from replicas.linux import cgroups
 from replicas.linux.processes import is_resource_tracker, marked, signal_each, signal_marked, start_time
 from replicas.supervisor.logs.pump import ALONE_S, is_pump
 
-__all__ = ["TRACKERS_MAX_S", "TRACKERS_S", "UNSEEN", "Grace", "Sweep", "kill_group", "until_quiet"]
-
 TRACKERS_S = 0.5
 """How long Python's resource trackers outlive the last of the other processes."""
 TRACKERS_MAX_S = 5.0

@@ -18,8 +18,6 @@ from replicas.supervisor.agent.messages import Hello, Refused, decode_from_agent
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.trust.tokens import Tokens
 
-__all__ = ["agent_route"]
-
 log = Log("replicas.supervisor")
 
 _HELLO_S = 10.0

@@ -24,8 +24,6 @@ from replicas.supervisor.agent.messages import ShimState
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.leases import Lease
 
-__all__ = ["Awaited", "words"]
-
 log = Log("replicas.supervisor")
 
 _UNKNOWN = "nodes that are not known"

@@ -20,8 +20,6 @@ from replicas.linux.processes import signal_name
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, RankExit
 from replicas.telemetry.events import Event, LogLinesDropped, RankEnd, ReplicaExited
 
-__all__ = ["STOPPED", "Cause", "FailureReports", "Health", "dropped", "exited", "line", "verdict"]
-
 STOPPED = "stopped"
 """How a generation that was asked to end has ended."""
 _MANY = 1000

@@ -53,8 +53,6 @@ from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord
 from replicas.telemetry.events import Event, NodeChanged
 
-__all__ = ["Cluster", "Link", "Site"]
-
 log = Log("replicas.supervisor")
 
 _SILENT_S = 3.5 * BEAT_S

@@ -22,8 +22,6 @@ from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.shim.generation import STUCK_S, Generation, Host, ShimStarter
 from replicas.telemetry.events import StacksSaved
 
-__all__ = ["Course", "Owner", "new_turns"]
-
 TURN_S = 2.0
 DISK_AGAIN_S = 1.0
 _TURNS_FOR_EACH_CORE = 2

@@ -25,8 +25,6 @@ from replicas.core.lives.lifecycle import ReplicaEvent
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
 
-__all__ = ["External"]
-
 _EVERY_GENERATION = sys.maxsize
 """Members of programs that others start number their generations as they like."""
 

@@ -44,7 +44,7 @@ from replicas.common.foreign import one_line
 from replicas.common.patience import PauseClock
 from replicas.config.structs import Config, GroupConfig
 from replicas.control.exit_codes import DONE, FAILED, USAGE
-from replicas.core.lives.lifecycle import SETTLED
+from replicas.core.lives.lifecycle import SETTLED, Transition
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.core.lives.ordering import is_good, least_left, start_levels, unmet, within
 from replicas.core.lives.placement import Share
@@ -59,9 +59,7 @@ from replicas.supervisor.fleet.replica import REQUESTED, Replica
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.shim.generation import Ground, ShimStarter, Starts
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
-from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled, Transition
-
-__all__ = ["Adopted", "Fleet"]
+from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled
 
 TICK_S = 0.25
 _SETTLE_S = 0.75

@@ -17,8 +17,6 @@ from replicas.status import GroupStatus, ReplicaState
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.state.run_state import SavedCause, SavedGroup, SavedReplica, Spent
 
-__all__ = ["Group"]
-
 
 class Group:
     """A group's replicas by index, and the state that outlives them.

@@ -17,8 +17,6 @@ from replicas.supervisor.agent.messages import AskStacks, Kill, Meet, Order, Shi
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, Remains, reading
 
-__all__ = ["ShimHandle"]
-
 _STACKS_S = 5.0
 
 

@@ -29,8 +29,6 @@ from replicas.linux.processes import send_signal
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.state.run_state import ProcessRecord
 
-__all__ = ["AGENT", "LocalAgent"]
-
 log = Log("replicas.supervisor")
 
 AGENT = "replicas.supervisor.agent.local"

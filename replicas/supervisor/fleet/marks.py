@@ -17,8 +17,6 @@ from replicas.messages import Hello
 from replicas.messages.identity import proof_of
 from replicas.supervisor.state.run_state import ShimRecord
 
-__all__ = ["check_mark"]
-
 
 def check_mark(hello: Hello, shims: Iterable[ShimRecord]) -> None:
     """Check that the member runs under one of these shims, of its own generation.

@@ -15,8 +15,6 @@ from replicas.supervisor.agent.messages import Examine, Examined
 from replicas.supervisor.checks import Demand, Finding
 from replicas.supervisor.fleet.cluster import Cluster
 
-__all__ = ["ANSWER_S", "examine"]
-
 ANSWER_S = 40.0
 """A driver that hangs takes 25 s of it."""
 _numbers = itertools.count(1)

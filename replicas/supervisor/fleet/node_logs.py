@@ -17,8 +17,6 @@ from replicas.control.log_files import POLL_S, FolderReader, LogLine, LogReader,
 from replicas.supervisor.agent.messages import LogQuery, LogReply
 from replicas.supervisor.fleet.cluster import Cluster
 
-__all__ = ["NodesReader"]
-
 _numbers = itertools.count(1)
 
 

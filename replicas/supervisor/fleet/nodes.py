@@ -56,8 +56,6 @@ from replicas.telemetry.events import Event
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-__all__ = ["Nodes", "Site", "lease_of", "longest_lease_of"]
-
 
 def lease_of(config: Config) -> float:
     """The lease of a node of another machine, in seconds."""

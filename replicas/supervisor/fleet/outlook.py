@@ -15,8 +15,6 @@ from replicas.core.lives.placement import Offer, Share, place
 from replicas.status import NodeStatus
 from replicas.supervisor.fleet.resources import may_grow, need_of
 
-__all__ = ["oddities", "outlook"]
-
 
 def oddities(config: Config) -> list[str]:
     """What a valid plan says that its user hardly wants, in words."""

@@ -34,8 +34,6 @@ from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.shim.generation import Host, ShimStarter
 from replicas.supervisor.state.run_state import SavedCause, ShimRecord
 
-__all__ = ["REQUESTED", "Replica"]
-
 REQUESTED = Cause("requested", "restart requested")
 _SILENT_S = 3.5
 """A rank that is silent for longer is not said to be ready: others go on without it."""

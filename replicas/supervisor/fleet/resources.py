@@ -43,23 +43,6 @@ from replicas.linux.files import kernel_lines
 from replicas.linux.helpers import interpreter
 from replicas.supervisor.state.run_state import SavedGroup
 
-__all__ = [
-    "Machine",
-    "Resources",
-    "fitting",
-    "look",
-    "machine_for",
-    "may_grow",
-    "need_of",
-    "node_name",
-    "notes",
-    "nvml_count",
-    "problems",
-    "refuse_unfit",
-    "visible_gpus",
-    "with_sizes",
-]
-
 _REMEDY = "start it as root or under systemd with Delegate=yes, or remove the limit"
 _NVML_S = 20.0
 NAME_MAX = 63

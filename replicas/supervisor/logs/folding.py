@@ -16,8 +16,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["BAR_INTERVAL_S", "Folded", "Folder"]
-
 BAR_INTERVAL_S = 10.0
 """Interval at which a growing progress bar is logged, in seconds."""
 _UP = re.compile(rb"\x1b\[\d*A")

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from replicas.linux import private
 
-__all__ = ["RotatedFile", "remove_old_generations"]
-
 _TIMES_INTERVAL_S = 1.0
 
 

@@ -56,8 +56,6 @@ from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.guard import RANK_MARK
 from replicas.supervisor.shim.orders import note
 
-__all__ = ["ALONE_S", "COMM", "Log", "LogSource", "Pump", "is_pump", "waiting_nbytes"]
-
 ALONE_S = 2.0
 """How long the pump goes on after the shim's death, in seconds."""
 COMM = "replicas-logs"

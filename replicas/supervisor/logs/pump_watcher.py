@@ -36,8 +36,6 @@ from replicas.supervisor.logs.pump import COMM, Log, LogSource, Pump, waiting_nb
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.orders import LogLoss, NodeSpec, note
 
-__all__ = ["DRAIN_S", "PumpWatcher"]
-
 DRAIN_S = 2.0
 """How long the exit report waits for the last lines, in seconds."""
 STUCK_S = 3.0

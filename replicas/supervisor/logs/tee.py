@@ -22,8 +22,6 @@ from collections import deque
 
 from replicas.common.foreign import readable
 
-__all__ = ["Tee"]
-
 _QUEUE_NBYTES = 256 << 10
 _BLOCK_NBYTES = select.PIPE_BUF
 _SLOW = "nobody reads them fast enough"

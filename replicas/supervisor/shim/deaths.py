@@ -30,8 +30,6 @@ from typing import NamedTuple
 from replicas.linux.processes import Child, has_zombie, is_below, is_stopped, signal_name, stat_fields
 from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
 
-__all__ = ["STOPPED_S", "Death", "DeathWatch", "Ends", "StoppedWatch", "exit_report"]
-
 RECENT_S = 60.0
 """How long before the main process a process may have died to be named, in seconds."""
 STOPPED_S = 5.0

@@ -31,8 +31,6 @@ from replicas.linux.processes import catches, children, is_below, signal_each, s
 from replicas.linux.stacks import Asked
 from replicas.supervisor.shim.orders import note
 
-__all__ = ["LAST_WORDS_S", "Stack", "StackDump", "Stacks", "describe", "ranks_below", "short"]
-
 ANSWER_S = 2.0
 """How long a rank may take to write its stacks, in seconds."""
 STILL_S = 0.15

@@ -25,8 +25,6 @@ from replicas.supervisor.state.run_state import ProcessRecord, ShimRecord
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.events import Event
 
-__all__ = ["STUCK_S", "Generation", "Ground", "Host", "ShimStarter", "Starts", "wants_tee"]
-
 STUCK_S = 8.0
 """Grace after a generation's stop timeout, in seconds: then shims that give no reason
 for being late are killed. At the end of the run, after the same time again, processes

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import NoReturn
 
-__all__ = ["GUARD", "RANK_MARK", "main", "pack", "unpack"]
-
 GUARD = "REPLICAS_GUARD"
 """Where a rank's guard finds its orders; it removes the variable before the exec."""
 RANK_MARK = b"\0replicas rank "

@@ -67,8 +67,6 @@ from replicas.supervisor.shim.starting import guard_command, guard_orders, where
 if _collects:
     gc.enable()
 
-__all__ = ["forbid_pickles", "local_store", "main"]
-
 _torch_run: Any = torch_run  # torch leaves parse_args untyped
 _BACKEND = "replicas"
 _MONITOR_INTERVAL_S = 0.05  # used only by torch's own agent

@@ -15,8 +15,6 @@ import math
 from replicas.common.patience import PauseClock
 from replicas.core.lives.leases import LAST_S
 
-__all__ = ["Lease"]
-
 
 class Lease:
     """When the shim ends by itself.

@@ -32,25 +32,6 @@ from typing import Any, NamedTuple
 
 from replicas import __version__
 
-__all__ = [
-    "REMAINS_INTERVAL_S",
-    "ExitReport",
-    "LogLoss",
-    "Malformed",
-    "NodeSpec",
-    "OtherRelease",
-    "RankExit",
-    "Remains",
-    "decode",
-    "encode",
-    "note",
-    "pair",
-    "reading",
-    "receive",
-    "receive_spec",
-    "send",
-]
-
 MAX_NBYTES = 1 << 20
 """A packet is not longer."""
 FILE_MAX_NBYTES = 16 << 20

@@ -21,8 +21,6 @@ from typing import Literal
 from replicas.common.table import Machine, Table
 from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S
 
-__all__ = ["ACTIONS", "PHASES", "SWEEP_GRACE_S", "Action", "Input", "Phase", "Phases"]
-
 SWEEP_GRACE_S = 1.0
 """Time from SIGTERM to SIGKILL for remains of a replica that ended by itself."""
 _INTERVAL_S = 0.05

@@ -76,8 +76,6 @@ from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains, note
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
 from replicas.supervisor.shim.starting import Starter
 
-__all__ = ["ORPHAN_GRACE_S", "RELAY_S", "Shim", "main"]
-
 ORPHAN_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""
 RELAY_S = 0.5

@@ -20,8 +20,6 @@ from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.guard import GUARD, pack
 from replicas.supervisor.shim.orders import NodeSpec
 
-__all__ = ["Starter", "guard_command", "guard_orders", "resolve_command", "where"]
-
 
 class Starter:
     """Starts a node's processes: own sessions, the node's control group, its logs.

@@ -22,8 +22,6 @@ from replicas.linux.processes import boot_id
 from replicas.supervisor.state.leases import Lease, Leases
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, Saved, ShimRecord, machine
 
-__all__ = ["Heritage", "heritage"]
-
 
 class Heritage(NamedTuple):
     """What is left of an earlier supervisor.

@@ -32,8 +32,6 @@ from replicas.common.logs import Log
 from replicas.linux import private
 from replicas.supervisor.state.run_state import ProcessRecord
 
-__all__ = ["Lease", "Leases"]
-
 log = Log("replicas.supervisor")
 
 _STEP = 16

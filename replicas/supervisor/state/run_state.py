@@ -33,22 +33,6 @@ from replicas.linux import private
 from replicas.linux.processes import boot_id, namespace, start_time
 from replicas.telemetry.tally import Tally
 
-__all__ = [
-    "SCHEMA",
-    "AgentRecord",
-    "ProcessRecord",
-    "RunState",
-    "Saved",
-    "SavedCause",
-    "SavedGroup",
-    "SavedReplica",
-    "ShimRecord",
-    "Spent",
-    "machine",
-    "process_record",
-    "this_process",
-]
-
 log = Log("replicas.supervisor")
 
 SCHEMA = 1

@@ -59,8 +59,6 @@ from replicas.telemetry.event_log import EventLog, read
 from replicas.telemetry.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
 from replicas.trust.tokens import Role, Tokens
 
-__all__ = ["AlreadySupervised", "StateDir", "give_identity", "identity_of"]
-
 log = Log("replicas.supervisor")
 
 _SETTLE_S = 8.0

@@ -27,8 +27,6 @@ from replicas.messages import arguments
 from replicas.telemetry.events import TokenChange, TokenChanged
 from replicas.trust.tokens import OPERATOR_FILE, ROLES, JoinToken, Role, SavedTokens, Tokens, another_key
 
-__all__ = ["TokenFiles", "read_given"]
-
 
 class TokenFiles:
     """The tokens of one state folder. Hold the run's lock.

@@ -38,8 +38,6 @@ from replicas import environ
 from replicas.common.waits import locked
 from replicas.errors import UsageError, WorldError
 
-__all__ = ["DEFAULT", "Accelerator", "DeviceMemory", "Event", "Registration", "accelerator", "device_of"]
-
 DEFAULT = "replicas.weights.devices.cuda:Cuda"
 _NO_GPU_HINT = 'install a build of torch with CUDA, show it the GPU (CUDA_VISIBLE_DEVICES), or set staging = "host"'
 

@@ -46,8 +46,6 @@ from replicas.weights.devices.accelerator import Accelerator, DeviceMemory, Even
 from replicas.weights.devices.cuda_copies import enqueue
 from replicas.weights.devices.cuda_driver import DriverError, first_line, typed, uncaptured
 
-__all__ = ["Block", "Cuda"]
-
 logger = Log("replicas.weights")
 
 _cuda: Any = torch.cuda  # torch leaves much of it untyped

@@ -31,8 +31,6 @@ import torch
 
 from replicas.weights.streaming import writing
 
-__all__ = ["LARGE_NBYTES", "RUN_NBYTES", "SMALL_NBYTES", "enqueue"]
-
 LARGE_NBYTES = 8 << 20
 """From this size on, a copy within the device takes longer than its launch.
 

@@ -19,23 +19,6 @@ import torch
 from replicas.common.logs import Log
 from replicas.errors import NoCapacity, WorldError
 
-__all__ = [
-    "ALREADY_REGISTERED",
-    "BROKEN_HINT",
-    "OUT_OF_MEMORY",
-    "DriverError",
-    "IpcHandle",
-    "Pointer",
-    "call",
-    "first_line",
-    "list_devices",
-    "load_library",
-    "memory_info",
-    "new_stream",
-    "typed",
-    "uncaptured",
-]
-
 logger = Log("replicas.weights")
 
 OUT_OF_MEMORY = 2

@@ -46,8 +46,6 @@ from replicas.linux.files import reopen
 from replicas.weights.devices.accelerator import DeviceMemory, Event, device_of
 from replicas.weights.memory.buffers import Buffer
 
-__all__ = ["PAGE_NBYTES", "DeviceBuffer"]
-
 PAGE_NBYTES = 4096
 """Size of the page, the buffer's only host memory."""
 

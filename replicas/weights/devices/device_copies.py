@@ -50,8 +50,6 @@ from replicas.weights.host_copies import unusable
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.streaming import Moved, Private
 
-__all__ = ["CopyOptions", "DeviceCopies"]
-
 DEVICE_NBYTES = 64 << 20
 """Bytes of copies from a device in one batch.
 

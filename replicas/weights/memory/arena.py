@@ -52,9 +52,6 @@ from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.mappings import KeptMappings
 from replicas.weights.memory.pool import Pool
 
-__all__ = ["Arena", "Buffer", "Slot"]
-
-
 _FREED: dict[SlotState, SlotEvent] = {"filling": "abandoned", "held": "released", "leaving": "let_go"}
 
 

@@ -52,8 +52,6 @@ from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.memory.mappings import KeptMappings, Mapping, map_private, map_readable, map_shared
 
-__all__ = ["AllocationStopped", "Buffer", "BufferWatcher", "available_nbytes", "check_capacity"]
-
 _ALLOCATE_NBYTES = 64 << 20
 RESERVE_NBYTES = 32 << 20
 """Left free beside a large buffer, for its page tables and other processes."""

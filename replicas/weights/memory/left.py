@@ -16,8 +16,6 @@ import threading
 from replicas.common.logs import Log
 from replicas.linux.mapped import mappers, named
 
-__all__ = ["Left"]
-
 logger = Log("replicas.weights")
 
 

@@ -41,8 +41,6 @@ from replicas.memory.kept import Living, is_there
 from replicas.messages import SlotPlace
 from replicas.weights.devices.accelerator import Accelerator, Registration
 
-__all__ = ["KEPT_USES", "KeptMappings", "Mapping", "map_private", "map_readable", "map_shared"]
-
 KEPT_USES = 8
 """A kept mapping is dropped after this many uses of others."""
 

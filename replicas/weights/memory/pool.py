@@ -27,8 +27,6 @@ from replicas.weights.devices.accelerator import device_of
 from replicas.weights.memory.buffers import AllocationStopped, Buffer, available_nbytes
 from replicas.weights.memory.left import Left
 
-__all__ = ["PREPARED_NBYTES", "SPARE_BEATS", "Pool"]
-
 logger = Log("replicas.weights")
 
 PREPARED_NBYTES = 1 << 20

@@ -29,8 +29,6 @@ from replicas.weights.loading import named_views
 from replicas.weights.memory.arena import Slot
 from replicas.weights.packing import Packing, packing_of
 
-__all__ = ["WritableSlot"]
-
 
 class WritableSlot(Mapping[str, torch.Tensor]):
     """Names and tensors to write in place; use it in a ``with`` block.

@@ -22,8 +22,8 @@ from replicas.common.patience import PAUSE_S
 from replicas.linux.stalls import LOOK_INTERVAL_S, STARTING_S, STOPPED_S, StallWatch
 from replicas.sidecar import building, wire
 from replicas.sidecar.meeting import blame
-from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed
-from replicas.sidecar.rank_side.handle import IDLE_S, INTERVAL_S, SILENCE_S, Pulse
+from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.handle import IDLE_S, INTERVAL_S, SILENCE_S, Pulse, SidecarDied, SidecarFailed
 from tests.support.runs import eventually
 
 # ---------------------------------------------------------------- pings

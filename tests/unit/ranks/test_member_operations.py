@@ -17,9 +17,9 @@ from replicas import messages as wire
 from replicas.channel.operations.results import KEPT_RESULTS, OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.messages.identity import Member
-from replicas.sidecar.rank_side.client import SidecarFailed
+from replicas.sidecar.rank_side.handle import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, Failed
-from replicas.weights.memory.arena import Buffer
+from replicas.weights.memory.buffers import Buffer
 from tests.support.scripted import ME, Sidecar, World
 from tests.support.sidecars import mapped_by
 
