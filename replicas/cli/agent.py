@@ -51,8 +51,8 @@ def agent(
     Joins the run's supervisor, starts what that places here, and ends it when the run
     is over, when the supervisor cannot be reached, or on SIGTERM.
     """
+    from replicas.supervisor.agent.machine import node_name
     from replicas.supervisor.agent.remote import Invitation, serve_node  # heavy: imported by this command only
-    from replicas.supervisor.fleet.resources import node_name
 
     text = join or os.environ.pop(environ.JOIN, "")
     if not text:

@@ -81,7 +81,7 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
     """
     loaded = load(config)
     from replicas.supervisor.fleet.outlook import oddities, outlook
-    from replicas.supervisor.fleet.resources import machine_for, may_grow, notes, refuse_unfit
+    from replicas.supervisor.fleet.plans import machine_for, may_grow, notes, refuse_unfit
 
     machine = machine_for(loaded)
     refuse_unfit(loaded, machine)

@@ -26,11 +26,13 @@ from replicas.common.foreign import one_line
 from replicas.config import file as config_file
 from replicas.config.diff import ConfigDiff, diff
 from replicas.config.structs import Config
+from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
+from replicas.supervisor.fleet.plans import with_sizes
 from replicas.supervisor.fleet.replica import Replica
-from replicas.supervisor.fleet.resources import Machine, Resources, with_sizes
+from replicas.supervisor.fleet.resources import Resources
 from replicas.telemetry.events import Event, Reloaded, ReloadRefused
 
 _CHANGED = Cause("reload", "its config has changed")

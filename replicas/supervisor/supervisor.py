@@ -47,6 +47,7 @@ from replicas.linux import inherited, needs
 from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
+from replicas.supervisor.agent.machine import Machine, node_name
 from replicas.supervisor.checks import Finding
 from replicas.supervisor.fleet.awaited import words
 from replicas.supervisor.fleet.causes import FailureReports, line
@@ -54,16 +55,9 @@ from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.marks import check_mark
 from replicas.supervisor.fleet.nodes import Nodes, longest_lease_of
+from replicas.supervisor.fleet.plans import fitting, machine_for, refuse_unfit, with_sizes
 from replicas.supervisor.fleet.replica import Replica
-from replicas.supervisor.fleet.resources import (
-    Machine,
-    Resources,
-    fitting,
-    machine_for,
-    node_name,
-    refuse_unfit,
-    with_sizes,
-)
+from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.reloading import Reloading
 from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_record, this_process
 from replicas.supervisor.state.run_state import machine as this_machine

@@ -15,9 +15,9 @@ from replicas import errors
 from replicas.config.structs import ChannelConfig, ChannelRole, ResourcesConfig
 from replicas.control import exit_codes
 from replicas.core.lives.lifecycle import Transition
+from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.fleet import Fleet
-from replicas.supervisor.fleet.resources import Machine
 from replicas.supervisor.supervisor import Supervisor
 from replicas.telemetry.events import Drained, Draining, FailedReset, HeldUp, ReplicaExited, RestartAsked, Scaled
 from tests.support.fleets import DIES, DONE, Life, fleet, group_of

@@ -11,7 +11,7 @@ import pytest
 
 from replicas import errors
 from replicas.config.structs import ClusterConfig, Config, GroupConfig, PlacementConfig
-from replicas.supervisor.fleet.resources import Machine
+from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.reloading import Reloading
 from replicas.telemetry.events import Reloaded
 from tests.support.agents import Field, field

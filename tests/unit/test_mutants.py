@@ -9,7 +9,8 @@ import pytest
 
 from replicas.config import file as config_file
 from replicas.errors import BadConfig
-from replicas.supervisor.fleet.resources import Machine, notes, problems
+from replicas.supervisor.agent.machine import Machine
+from replicas.supervisor.fleet.plans import notes, problems
 from tests.support.mutants import assert_told_well, mutant
 
 HERE = Machine(gpus=("0", "1"), cpus=4, memory_nbytes=1 << 34)

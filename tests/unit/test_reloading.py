@@ -13,8 +13,9 @@ import pytest
 from replicas import errors
 from replicas.config import file as config_file
 from replicas.config.structs import Config, GroupConfig, ResourcesConfig
+from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.fleet import Fleet
-from replicas.supervisor.fleet.resources import Machine, fitting, refuse_unfit
+from replicas.supervisor.fleet.plans import fitting, refuse_unfit
 from replicas.supervisor.reloading import Reloading
 from replicas.supervisor.state.run_state import SavedGroup
 from replicas.telemetry.events import Reloaded, ReloadRefused

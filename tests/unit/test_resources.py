@@ -16,18 +16,10 @@ from msgspec.structs import replace
 from replicas.config.file import parse
 from replicas.config.structs import Config, ControlConfig
 from replicas.errors import BadConfig
-from replicas.supervisor.fleet import resources
-from replicas.supervisor.fleet.resources import (
-    Machine,
-    Resources,
-    _peak,
-    look,
-    notes,
-    nvml_count,
-    problems,
-    refuse_unfit,
-    visible_gpus,
-)
+from replicas.supervisor.agent import machine
+from replicas.supervisor.agent.machine import Machine, look, nvml_count, visible_gpus
+from replicas.supervisor.fleet.plans import _peak, notes, problems, refuse_unfit
+from replicas.supervisor.fleet.resources import Resources
 
 EIGHT = Machine(gpus=tuple("01234567"), gpus_from="NVML", gpu_order="PCI_BUS_ID", cpus=8, memory_nbytes=64 << 30)
 
@@ -216,7 +208,7 @@ def test_this_machine_has_something() -> None:
 
 
 def test_limits_need_controllers_that_we_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "find_own", lambda: tmp_path)
+    monkeypatch.setattr(machine, "find_own", lambda: tmp_path)
     controllers = tmp_path / "cgroup.controllers"
     controllers.write_text("cpu memory pids\n")
     assert look(gpus=False).limits_refused == ""

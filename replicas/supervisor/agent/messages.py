@@ -27,8 +27,8 @@ import msgspec
 
 from replicas.common.decoding import MALFORMED
 from replicas.messages.bounds import TEXT_LENGTH
+from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.checks import Demand, Finding
-from replicas.supervisor.fleet.resources import Machine
 
 PROTOCOL = 1
 Plain = dict[str, Any]

@@ -41,9 +41,9 @@ from replicas.messages.bounds import encodable
 from replicas.supervisor.agent.agent import Agent, Link
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.local import CONNECTING
+from replicas.supervisor.agent.machine import look
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.cleanup import leftovers
-from replicas.supervisor.fleet.resources import look
 from replicas.supervisor.state.state import give_identity
 from replicas.trust.way import way_to
 

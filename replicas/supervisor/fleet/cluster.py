@@ -44,10 +44,11 @@ from replicas.common.patience import PauseClock
 from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.status import NodeStatus
 from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.agent.messages import Hello, Order, ShimState
 from replicas.supervisor.fleet.awaited import Awaited
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.fleet.resources import Machine, Resources
+from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.shim.orders import ExitReport, Malformed, NodeSpec
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord

@@ -46,7 +46,8 @@ from replicas.supervisor.fleet.fleet import Adopted, Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.local_agent import LocalAgent
 from replicas.supervisor.fleet.node_logs import NodesReader
-from replicas.supervisor.fleet.resources import Resources, may_grow
+from replicas.supervisor.fleet.plans import may_grow
+from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.shim.orders import ExitReport
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import ShimRecord, machine

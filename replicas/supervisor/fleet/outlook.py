@@ -13,7 +13,8 @@ from replicas.config.structs import Config, GroupConfig
 from replicas.core.lives.ordering import start_levels
 from replicas.core.lives.placement import Offer, Share, place
 from replicas.status import NodeStatus
-from replicas.supervisor.fleet.resources import may_grow, need_of
+from replicas.supervisor.fleet.plans import may_grow
+from replicas.supervisor.fleet.resources import need_of
 
 
 def oddities(config: Config) -> list[str]:
