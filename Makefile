@@ -52,12 +52,12 @@ $(BIN)/python:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: pyproject.toml constraints.txt hatch_build.py replicas/weights/streaming.c | $(BIN)/python
+$(VENV)/.demo: pyproject.toml constraints.txt hatch_build.py replicas/weights/copies/streaming.c | $(BIN)/python
 	@echo "Installing replicas and the demo's requirements into $(VENV) (torch is large: a minute or more)"
 	@$(PIP) --editable '.[demo]'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt hatch_build.py replicas/weights/streaming.c | $(BIN)/python
+$(VENV)/.dev: pyproject.toml constraints.txt hatch_build.py replicas/weights/copies/streaming.c | $(BIN)/python
 	@echo "Installing replicas and its development requirements into $(VENV) (torch is large: a minute or more)"
 	@$(PIP) --editable '.[demo,dev]'
 	@touch $@ $(VENV)/.demo

@@ -1,4 +1,5 @@
-"""Compiles ``replicas/weights/streaming.c`` where there is a C compiler; without one
+"""Compiles ``replicas/weights/copies/streaming.c`` where there is a C compiler; without
+one
 the package works, and copies slower."""
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("replicas/weights/streaming.c")
-LIBRARY = Path("replicas/weights/_streaming.so")
+SOURCE = Path("replicas/weights/copies/streaming.c")
+LIBRARY = Path("replicas/weights/copies/_streaming.so")
 TIMEOUT_S = 120.0
 
 

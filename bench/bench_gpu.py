@@ -161,7 +161,7 @@ def without_gpu() -> str:
     """Why there is nothing to measure; empty: there is a GPU. Another process is asked:
     torch stays out of this one."""
     code = (
-        "import sys; from replicas.weights.devices.accelerator import accelerator as a; f = a(); "
+        "import sys; from replicas.weights.copies.accelerator import accelerator as a; f = a(); "
         "sys.exit(not f or not f.device())"
     )
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -2,7 +2,7 @@
 limits of that card beside them.
 
 Everything that only a GPU can do goes through
-:mod:`replicas.weights.devices.accelerator`, so that this file also runs on the fake
+:mod:`replicas.weights.copies.accelerator`, so that this file also runs on the fake
 accelerator of the tests, where its figures mean nothing. Times of work on the GPU are
 of events on its own clock.
 """
@@ -23,7 +23,7 @@ import replicas
 from bench.rank import Driver, Handler
 from bench.shapes import SETS
 from replicas.messages import SlotPlace
-from replicas.weights.devices.accelerator import Accelerator, Event, accelerator
+from replicas.weights.copies.accelerator import Accelerator, Event, accelerator
 from replicas.weights.memory.buffers import Buffer
 
 __all__ = ["GpuRank", "handlers"]

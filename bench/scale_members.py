@@ -28,8 +28,8 @@ from websockets.uri import parse_uri
 from bench.rank import Driver, Handler
 from bench.shapes import FULL, shapes
 from replicas import messages as wire
+from replicas.core.base.manifest import PartManifest, TensorSpec
 from replicas.core.versions.fetching import pieces
-from replicas.core.versions.manifest import PartManifest, TensorSpec
 from replicas.messages.identity import ProcessIdentity
 
 __all__ = ["handlers"]

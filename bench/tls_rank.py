@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from bench.rank import Driver, Handler
 from replicas import messages as wire
-from replicas.channel.connection import Connection, dial
+from replicas.channel.session.connection import Connection, dial
 from replicas.coordinator import Coordinator
 from replicas.messages.identity import ProcessIdentity
 

@@ -85,7 +85,7 @@ LOG_DIR = "REPLICAS_LOG_DIR"
 ACCELERATOR = "REPLICAS_ACCELERATOR"
 """``package.module:Class`` of the accelerator to use in place of CUDA.
 
-A subclass of ``replicas.weights.devices.accelerator.Accelerator``. Ranks inherit no
+A subclass of ``replicas.weights.copies.accelerator.Accelerator``. Ranks inherit no
 other variable of the supervisor's own environment with this prefix.
 """
 

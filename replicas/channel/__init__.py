@@ -8,7 +8,7 @@ linux.require()  # before imports that fail on other systems
 
 from replicas.channel.channel import Channel  # noqa: E402
 from replicas.channel.joining import join  # noqa: E402
-from replicas.channel.pending import Pending, Receipt  # noqa: E402
+from replicas.channel.session.pending import Pending, Receipt  # noqa: E402
 from replicas.channel.versions.update import Update  # noqa: E402
 from replicas.weights.feed import Shard  # noqa: E402
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from replicas import errors
-from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
 from replicas.channel.operations.collectives import Collectives
 from replicas.channel.operations.operations import RankOperations
 from replicas.channel.operations.results import OperationCall
-from replicas.channel.pending import Pending, Receipt
-from replicas.channel.session import Session
-from replicas.channel.sidecar_lanes import SidecarLanes
+from replicas.channel.session.holdings import Holder
+from replicas.channel.session.hub import BYE_TIMEOUT_S, GRACE_S, Hub
+from replicas.channel.session.pending import Pending, Receipt
+from replicas.channel.session.session import Session
+from replicas.channel.session.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.filling import PublishJob, arena_like, reserve
-from replicas.channel.versions.holdings import Holder
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Bound, Receiver, Watches
 from replicas.channel.versions.transfers import ManifestExchange, Transfers
@@ -31,10 +31,10 @@ from replicas.common.logs import Log
 from replicas.messages import Hello, arguments
 from replicas.messages.bounds import VERSION_MAX, shown
 from replicas.messages.identity import Member
-from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.copies.accelerator import accelerator
+from replicas.weights.copies.tensors import overlaps_itself
 from replicas.weights.feed import Feed
-from replicas.weights.memory.writable import WritableSlot
-from replicas.weights.tensors import overlaps_itself
+from replicas.weights.writable import WritableSlot
 
 logger = Log("replicas.channel")
 

@@ -13,8 +13,8 @@ import torch
 
 from replicas import environ, errors
 from replicas.channel.channel import Channel
-from replicas.channel.hub import GRACE_S, Hub
-from replicas.channel.loop import session_loop
+from replicas.channel.session.hub import GRACE_S, Hub
+from replicas.channel.session.loop import session_loop
 from replicas.common import own_loop
 from replicas.common.logs import Log
 from replicas.environ import Environment
@@ -23,8 +23,8 @@ from replicas.memory.beacon import own_beacon, own_process
 from replicas.messages import PROTOCOL, Hello, arguments
 from replicas.messages.bounds import RANKS_MAX, clean
 from replicas.messages.identity import proof_of
-from replicas.sidecar.device_probe import prove_device
-from replicas.weights.devices.accelerator import accelerator
+from replicas.sidecar.rank_side.device_probe import prove_device
+from replicas.weights.copies.accelerator import accelerator
 
 logger = Log("replicas.channel")
 

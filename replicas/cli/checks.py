@@ -1,7 +1,7 @@
 """The checks of ``replicas doctor``: a run and its ports, and the machine.
 
 Nothing is changed, and no supervisor has to run. Those of the machine alone, which
-agents do on theirs, are in :mod:`replicas.supervisor.checks`.
+agents do on theirs, are in :mod:`replicas.supervisor.agent.checks`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from replicas.config.values import size_text
 from replicas.control.socket import SOCKET_FILE
 from replicas.linux.processes import start_time
 from replicas.linux.sockets import listeners
+from replicas.supervisor.agent.checks import Demand, Finding, examine_machine, family
 from replicas.supervisor.agent.machine import Machine, look
-from replicas.supervisor.checks import Demand, Finding, examine_machine, family
 from replicas.supervisor.cleanup.inventory import Belongings
-from replicas.supervisor.cleanup.leftovers import lock_holders
 from replicas.supervisor.cleanup.still_held import held
 from replicas.supervisor.fleet.plans import notes, problems
+from replicas.supervisor.state.leftovers import lock_holders
 from replicas.supervisor.state.run_state import RunState
 from replicas.trust.tokens import OPERATOR_FILE
 

@@ -29,7 +29,7 @@ from replicas.telemetry import event_log
 from replicas.telemetry.events import TYPES, Record, RunEnded, RunStarted, decode, encode
 
 if TYPE_CHECKING:
-    from replicas.supervisor.checks import Finding
+    from replicas.supervisor.agent.checks import Finding
 
 _LINE_NBYTES = 2 << 20
 _CLOCKS = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d")
@@ -321,7 +321,7 @@ def doctor(
 def _here(place: RunAddress) -> Iterator[Finding]:
     """Findings on this machine; with a living run also of its other nodes."""
     from replicas.cli.checks import examine, supervisor_of  # imports the supervisor's inspection of the machine
-    from replicas.supervisor.checks import Finding
+    from replicas.supervisor.agent.checks import Finding
 
     config = place.config
     try:
@@ -341,7 +341,7 @@ def _here(place: RunAddress) -> Iterator[Finding]:
 
 
 def _on_nodes(place: RunAddress, node: str | None) -> list[Finding]:
-    from replicas.supervisor.checks import Finding
+    from replicas.supervisor.agent.checks import Finding
 
     client = place.client()
     with patience("asking the nodes"):

@@ -16,7 +16,7 @@ from rich.text import Text
 from replicas.common.foreign import one_line
 from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.config.values import size_text
-from replicas.core import effects
+from replicas.core.base import effects
 from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.ordering import enough, least_left
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaStatus, RunStatus

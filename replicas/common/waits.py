@@ -8,7 +8,7 @@ wherever our code is. Hence three rules for code that runs on the user's threads
    which no handler runs. A user's thread hands functions over (one step: they are
    queued or not) and waits. What it was given is returned when it says so, when it
    fails, or when nothing of it is left that could say so
-   (:mod:`replicas.channel.versions.holdings`).
+   (:mod:`replicas.channel.session.holdings`).
 2. *No lock can be lost.* ``with lock:`` holds this for a lock that is written in C when
    the interrupt comes where one can. A tracer's exception may come at the line of the
    ``with`` once more, when the block is left, and then the lock stays taken;

@@ -14,14 +14,14 @@ from replicas import linux
 if TYPE_CHECKING:
     from replicas.coordinator.coordinator import Coordinator
     from replicas.coordinator.readiness import Readiness
-    from replicas.core.effects import Event
+    from replicas.core.base.effects import Event
     from replicas.core.members.roster import GroupShape
 
 __all__ = ["Coordinator", "Event", "GroupShape", "Readiness"]
 
 _HOMES = {
     "Coordinator": "replicas.coordinator.coordinator",
-    "Event": "replicas.core.effects",
+    "Event": "replicas.core.base.effects",
     "GroupShape": "replicas.core.members.roster",
     "Readiness": "replicas.coordinator.readiness",
 }

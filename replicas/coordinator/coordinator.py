@@ -27,8 +27,8 @@ from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
 from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.threaded import LoopThread
+from replicas.core.base.effects import Event
 from replicas.core.channel import ChannelState
-from replicas.core.effects import Event
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.steps import number_in
 from replicas.linux import needs

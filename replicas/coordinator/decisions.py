@@ -20,7 +20,7 @@ import msgspec
 
 from replicas import errors
 from replicas.common.decoding import MALFORMED
-from replicas.core.effects import CommitDecision, Past
+from replicas.core.base.effects import CommitDecision, Past
 from replicas.linux import private
 
 COMPACT_NBYTES = 1 << 20

@@ -33,9 +33,9 @@ from replicas.coordinator.addresses import check_reach
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.sessions import Connection, Encoded, MemberSession, ProcessWatch
 from replicas.coordinator.store import StoreWatcher
-from replicas.core import effects
+from replicas.core.base import effects
+from replicas.core.base.effects import CommitDecision, Effect, Event, StoreChanged
 from replicas.core.channel import ChannelState
-from replicas.core.effects import CommitDecision, Effect, Event, StoreChanged
 from replicas.core.members.heartbeats import Silence
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.lanes import SECRET_NBYTES

@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 :class:`ChannelState` does no I/O: time comes in as an argument, actions go out as
-:mod:`replicas.core.effects`, in order. The shell applies the effects of one event
+:mod:`replicas.core.base.effects`, in order. The shell applies the effects of one event
 before it hands in the next, so that, for instance, a decision is on disk before any
 member learns of the commit. After every event :meth:`ChannelState._settle` takes every
 step that has become possible, so no handler needs to know which steps wait for it.
@@ -24,7 +24,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.common.backoff import Backoff
 from replicas.config.structs import ChannelConfig
-from replicas.core.effects import (
+from replicas.core.base.effects import (
     Effect,
     EpochStarted,
     MemberJoined,
@@ -34,13 +34,13 @@ from replicas.core.effects import (
     Read,
     Send,
 )
-from replicas.core.ground import Ground
-from replicas.core.members.draining import Drains
+from replicas.core.draining import Drains
 from replicas.core.members.hosts import Hosts, Keeping, Place
-from replicas.core.members.links import Links
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape, Roster
+from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import Lanes
+from replicas.core.moving.links import Links
 from replicas.core.operations.operations import Operations, Trials
 from replicas.core.versions.commits import Commits
 from replicas.core.versions.manifests import Joined
@@ -236,7 +236,7 @@ class ChannelState:
         self._settle(now)
 
     def read(self, effect: Read, found: Joined | errors.ReplicasError, now: float) -> None:
-        """Take the result of a :class:`~replicas.core.effects.Read` effect."""
+        """Take the result of a :class:`~replicas.core.base.effects.Read` effect."""
         self.commits.manifests.read(effect, found)
         self._settle(now)
 

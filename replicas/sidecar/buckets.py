@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from replicas.core.versions.manifest import Manifest, Piece, item_nbytes
+from replicas.core.base.manifest import Manifest, Piece, item_nbytes
 
 MAX_BUCKET_NBYTES = 8 << 20
 CHAIN_BUCKET_NBYTES = 4 << 20

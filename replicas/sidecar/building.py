@@ -45,7 +45,7 @@ from replicas.sidecar.groups import CollectiveGroup, GlooGroup, NcclGroup
 from replicas.sidecar.meeting import meet
 from replicas.sidecar.signed_store import SignedStore
 from replicas.sidecar.wire import GroupSpec
-from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.copies.accelerator import accelerator
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 

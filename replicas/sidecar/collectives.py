@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import torch
 
-from replicas.core.versions.manifest import segment_layout
+from replicas.core.base.manifest import segment_layout
 from replicas.messages import Segment
 from replicas.sidecar.groups import REDUCIBLE, CollectiveGroup, Handle
 from replicas.sidecar.wire import CollectiveSpec
-from replicas.weights.tensors import torch_dtype
+from replicas.weights.copies.tensors import torch_dtype
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
@@ -28,7 +28,7 @@ def run_collective(
     """Run one operation.
 
     ``inputs`` and ``outputs`` are uint8 tensors, laid out by
-    :func:`replicas.core.versions.manifest.segment_layout`:
+    :func:`replicas.core.base.manifest.segment_layout`:
 
     * all_reduce, reduce: ``outputs`` has the layout of ``inputs`` and gets the result
       (for reduce, only the root's is valid);

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from replicas.sidecar.wire import GroupSpec
-from replicas.weights.devices.accelerator import Accelerator, Registration
+from replicas.weights.copies.accelerator import Accelerator, Registration
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 REDUCIBLE = frozenset(("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"))

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from replicas.common.logs import end_process
-from replicas.core.versions.manifest import Manifest
+from replicas.core.base.manifest import Manifest
 from replicas.errors import InternalError, Preflight, ReplicasError, StoreTampered, WorldError, kind_of
 from replicas.linux.processes import name_process
 from replicas.sidecar import wire
@@ -37,8 +37,8 @@ from replicas.sidecar.groups import CollectiveGroup
 from replicas.sidecar.mailbox import Mailbox
 from replicas.sidecar.meeting import Unreachable
 from replicas.sidecar.transfer import run_transfer
+from replicas.weights.copies.accelerator import Accelerator, device_of
 from replicas.weights.devices import cuda  # noqa: F401  # loaded once, before sidecars are forked
-from replicas.weights.devices.accelerator import Accelerator, device_of
 from replicas.weights.memory.buffers import Buffer
 
 

@@ -47,7 +47,7 @@ On a GPU
 --------
 
 The image may be in device memory: NCCL and everything else work on it in place. All
-members then use the digests of :mod:`replicas.weights.digest`. An
+members then use the digests of :mod:`replicas.weights.copies.digest`. An
 operation that was waited for is complete for every stream. The second thread waits for
 the work on its own stream before other threads use that memory, and before the answer.
 """
@@ -63,12 +63,12 @@ from dataclasses import dataclass
 
 import torch
 
-from replicas.core.versions.manifest import Manifest
+from replicas.core.base.manifest import Manifest
 from replicas.sidecar.buckets import MAX_BUCKET_NBYTES, Bucket, BucketPlan, image_run, make_plan
 from replicas.sidecar.groups import CollectiveGroup, Handle
 from replicas.sidecar.wire import TransferResult, TransferSpec
-from replicas.weights.devices.accelerator import Accelerator
-from replicas.weights.digest import DeviceDigest, Digest
+from replicas.weights.copies.accelerator import Accelerator
+from replicas.weights.copies.digest import DeviceDigest, Digest
 from replicas.weights.loading import piece_pairs
 
 WaitPacked = Callable[[int, float], None]

@@ -86,7 +86,7 @@ class TransferSpec(msgspec.Struct, frozen=True):
         slot to fill.
     :param mode: ``"image"``: the one owner has the whole image. ``"parts"``: each owner
         has a packed part.
-    :param manifest: :meth:`replicas.core.versions.manifest.Manifest.encode`.
+    :param manifest: :meth:`replicas.core.base.manifest.Manifest.encode`.
     :param routes: for each part (one for mode ``"image"``) the lane ranks that it goes
         through, its owner first. A member outside a part's route does not handle it (a
         receiver has its bytes already); a route may be empty.

@@ -39,7 +39,7 @@ from replicas.control.log_files import LogReader, Selection
 from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
-from replicas.core.effects import MemberLost, ReplicaIdle
+from replicas.core.base.effects import MemberLost, ReplicaIdle
 from replicas.core.lives.leases import lost_after_s
 from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.ordering import start_levels
@@ -47,8 +47,8 @@ from replicas.linux import inherited, needs
 from replicas.messages import Hello, arguments
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
+from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine, node_name
-from replicas.supervisor.checks import Finding
 from replicas.supervisor.fleet.awaited import words
 from replicas.supervisor.fleet.causes import FailureReports, line
 from replicas.supervisor.fleet.fleet import Fleet

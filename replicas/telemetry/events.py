@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from replicas.core.effects import Event as ChannelEvent
+from replicas.core.base.effects import Event as ChannelEvent
 from replicas.core.lives.lifecycle import Transition
 
 

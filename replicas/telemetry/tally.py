@@ -16,7 +16,7 @@ from itertools import accumulate
 import msgspec
 from msgspec.structs import replace
 
-from replicas.core.effects import (
+from replicas.core.base.effects import (
     CaughtUp,
     EpochStarted,
     LoadFailed,

@@ -28,8 +28,8 @@ from msgspec.structs import replace
 
 from replicas import environ, errors
 from replicas.channel import Channel, Update, join
-from replicas.channel.connection import in_process
-from replicas.channel.loop import session_loop
+from replicas.channel.session.connection import in_process
+from replicas.channel.session.loop import session_loop
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.messages.identity import Member

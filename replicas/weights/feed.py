@@ -17,14 +17,23 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from replicas.core.versions.manifest import PartManifest, TensorSpec
+from replicas.core.base.manifest import PartManifest, TensorSpec
 from replicas.errors import ManifestMismatch, ReplicasError, UsageError
 from replicas.messages import arguments
 from replicas.messages.bounds import plain, shown, text_of
-from replicas.weights.host_copies import Found, unusable
+from replicas.weights.copies.host_copies import Found, unusable
+from replicas.weights.copies.passes import with_passes
+from replicas.weights.copies.tensors import (
+    PLAIN,
+    Box,
+    alias_of,
+    dtype_name,
+    is_castable,
+    is_dtensor,
+    local_box,
+    why_unusable,
+)
 from replicas.weights.layout import Entry, layout
-from replicas.weights.passes import with_passes
-from replicas.weights.tensors import PLAIN, Box, alias_of, dtype_name, is_castable, is_dtensor, local_box, why_unusable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -12,12 +12,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec, item_nbytes, packed_offsets
+from replicas.core.base.manifest import PartManifest, Piece, TensorSpec, item_nbytes, packed_offsets
 from replicas.errors import ManifestMismatch
-from replicas.weights.copying import Step
-from replicas.weights.host_copies import STEP_NBYTES, Cut, Kinds, cuts_of
-from replicas.weights.streaming import Addresses
-from replicas.weights.tensors import Box, bits, is_copied, torch_dtype
+from replicas.weights.copies.copying import Step
+from replicas.weights.copies.host_copies import STEP_NBYTES, Cut, Kinds, cuts_of
+from replicas.weights.copies.streaming import Addresses
+from replicas.weights.copies.tensors import Box, bits, is_copied, torch_dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from replicas.core.versions.manifest import Manifest, PartManifest, Piece
+from replicas.core.base.manifest import Manifest, PartManifest, Piece
 from replicas.errors import ManifestMismatch, ReplicasError
 from replicas.messages.bounds import text_of
-from replicas.weights import streaming
-from replicas.weights.copying import copy_pairs, run_host
-from replicas.weights.devices.accelerator import accelerator
-from replicas.weights.feed import Ties, known_values
-from replicas.weights.host_copies import HostCopies
-from replicas.weights.layout import Places
-from replicas.weights.tensors import (
+from replicas.weights.copies import streaming
+from replicas.weights.copies.accelerator import accelerator
+from replicas.weights.copies.copying import copy_pairs, run_host
+from replicas.weights.copies.host_copies import HostCopies
+from replicas.weights.copies.tensors import (
     PLAIN,
     alias_of,
     check_modes,
@@ -32,6 +30,8 @@ from replicas.weights.tensors import (
     why_unusable,
     written_as_bits,
 )
+from replicas.weights.feed import Ties, known_values
+from replicas.weights.layout import Places
 
 
 def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.Tensor]:

@@ -11,10 +11,11 @@ which then knows the manifest.
 
 A module or a mapping that needs no gather is copied *at once*: all its tensors exist,
 so several threads copy them in the order of their bytes, in large steps
-(:mod:`replicas.weights.copying`). A :class:`Packer` remembers the layout of the last
-publish (:class:`Planned`) and the views of each slot. Bytes that are copied at once may
-be sent meanwhile, since no user code can run in between (:meth:`Packer.knows`).
-Everything else is copied tensor by tensor, each before the next one is asked for.
+(:mod:`replicas.weights.copies.copying`). A :class:`Packer` remembers the layout of the
+last publish (:class:`Planned`) and the views of each slot. Bytes that are copied at
+once may be sent meanwhile, since no user code can run in between
+(:meth:`Packer.knows`). Everything else is copied tensor by tensor, each before the next
+one is asked for.
 
 Another thread computes the digest beside the copy. The caller's thread only enqueues
 copies from or to a device (:mod:`replicas.weights.devices.device_copies`).
@@ -37,7 +38,7 @@ tensors must share one address again, and all others must have different ones. N
 is kept.
 
 Between the plan and the copy the caller waits for a slot. What was found of the tensors
-is checked again as they are copied (:mod:`replicas.weights.host_copies`).
+is checked again as they are copied (:mod:`replicas.weights.copies.host_copies`).
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ from functools import partial
 import numpy as np
 import torch
 
-from replicas.core.versions.manifest import PartManifest
-from replicas.weights.copy_pool import cores
-from replicas.weights.copying import Copier, Progress, copy_elements
-from replicas.weights.devices.accelerator import Accelerator, accelerator
+from replicas.core.base.manifest import PartManifest
+from replicas.weights.copies.accelerator import Accelerator, accelerator
+from replicas.weights.copies.copy_pool import cores
+from replicas.weights.copies.copying import Copier, Progress, copy_elements
+from replicas.weights.copies.host_copies import Found, HostCopies, Kinds, unusable
+from replicas.weights.copies.streaming import Addresses
+from replicas.weights.copies.tensors import PLAIN, bits, is_dtensor, torch_dtype, why_unusable
 from replicas.weights.devices.device_copies import Begun, CopyOptions, DeviceCopies
 from replicas.weights.feed import Feed, Shard
-from replicas.weights.host_copies import Found, HostCopies, Kinds, unusable
 from replicas.weights.layout import Entry, Places, Writer, layout
 from replicas.weights.memory.arena import Slot
-from replicas.weights.streaming import Addresses
-from replicas.weights.tensors import PLAIN, bits, is_dtensor, torch_dtype, why_unusable
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from replicas.coordinator import Coordinator, GroupShape
-from replicas.core.effects import Event
+from replicas.core.base.effects import Event
 
 __all__ = ["PORT"]
 

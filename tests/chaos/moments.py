@@ -20,8 +20,8 @@ buckets are only copied where a version comes in parts (:func:`moments_of`).
 
 from __future__ import annotations
 
+from replicas.core.base.effects import CommitDecision, Effect, Send
 from replicas.core.channel import ChannelState
-from replicas.core.effects import CommitDecision, Effect, Send
 from replicas.messages import (
     FromMember,
     LaneForm,

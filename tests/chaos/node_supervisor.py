@@ -19,7 +19,7 @@ import msgspec
 
 from replicas.config.file import load
 from replicas.coordinator.decisions import DecisionLog
-from replicas.core.effects import CommitDecision, Event
+from replicas.core.base.effects import CommitDecision, Event
 from replicas.supervisor import operator as command_line
 from replicas.supervisor.supervisor import Supervisor
 

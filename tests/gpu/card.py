@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from replicas.weights.devices.accelerator import Accelerator, accelerator
+from replicas.weights.copies.accelerator import Accelerator, accelerator
 from tests.support.fake_accelerator import NAME, PREFIX, FakeAccelerator
 
 __all__ = [

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from replicas.channel import Channel
-from replicas.core.versions.manifest import Manifest
+from replicas.core.base.manifest import Manifest
 from replicas.messages import OperationKind
 from replicas.sidecar.rank_side.handle import SidecarFailed
 from replicas.sidecar.wire import TransferResult, TransferSpec
-from replicas.weights.digest import digest_of
+from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.loading import views
 from replicas.weights.memory.arena import Arena, Slot
@@ -238,7 +238,7 @@ CPU_TARGET = """
 import sys
 import torch
 import replicas
-from replicas.weights.digest import digest_of
+from replicas.weights.copies.digest import digest_of
 
 assert not torch.cuda.is_available()
 endpoint, token = sys.argv[1:]

@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 
 from replicas import errors
 from replicas.channel import Channel, Receipt
-from replicas.channel import hub as hub_module
+from replicas.channel.session import hub as hub_module
 from replicas.coordinator import GroupShape
 from replicas.memory.beacon import own_process
 from replicas.messages import (

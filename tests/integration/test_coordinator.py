@@ -23,9 +23,9 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.coordinator.server import REFUSED_MAX
-from replicas.core.effects import CommitDecision, MemberLost, StoreChanged
+from replicas.core.base.effects import CommitDecision, MemberLost, StoreChanged
+from replicas.core.base.manifest import PartManifest, TensorSpec
 from replicas.core.versions.fetching import pieces
-from replicas.core.versions.manifest import PartManifest, TensorSpec
 from replicas.messages.identity import ProcessIdentity
 from tests.support.members import Client
 from tests.support.runs import alive

@@ -20,9 +20,9 @@ import torch
 import replicas
 from replicas import environ, errors
 from replicas.channel import Channel, Pending, Receipt, Update
-from replicas.channel.versions.holdings import Holdings
+from replicas.channel.session.holdings import Holdings
 from replicas.coordinator import GroupShape
-from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.copies.accelerator import accelerator
 from tests.integration.test_coordinator_restart import world_of
 from tests.support import fake_accelerator
 from tests.support.channels import ChannelWorld, channel_world, wait_until
@@ -211,7 +211,9 @@ async def test_a_rank_without_a_gpu_and_one_whose_sidecar_cannot_use_its_gpu(mon
     async with channel_world(DEVICE) as world:
         with monkeypatch.context() as patch, shared_forkserver() as another:
             patch.setenv(environ.FORKSERVER, another)  # sidecars of the one before have another environment
-            patch.setattr("replicas.sidecar.device_probe._proven", set())  # other tests of this process have shown it
+            patch.setattr(
+                "replicas.sidecar.rank_side.device_probe._proven", set()
+            )  # other tests of this process have shown it
             patch.setenv("FAKE_SIDECAR_FAULTS", "hidden")
             with pytest.raises(errors.Preflight, match="FAKE-0 is not visible") as caught:
                 await world.join("rollout", 0)

@@ -14,7 +14,7 @@ import torch
 
 from replicas import errors
 from replicas.channel import Channel, Pending, Receipt
-from replicas.channel import loop as session_loops
+from replicas.channel.session import loop as session_loops
 from tests.support.channels import ChannelWorld, channel_world, wait_until
 from tests.support.fake_accelerator import NAME, FakeAccelerator
 from tests.support.ranks import ELEMENTS
@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     """What is enqueued on it is never done at once."""
     made = FakeAccelerator()
     monkeypatch.setenv("FAKE_DELAY_S", "1e-6")
-    monkeypatch.setattr("replicas.weights.devices.accelerator._chosen", (os.getpid(), NAME, made))
+    monkeypatch.setattr("replicas.weights.copies.accelerator._chosen", (os.getpid(), NAME, made))
     return made
 
 

@@ -13,15 +13,15 @@ import msgspec
 import pytest
 import torch
 
-from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import Preflight
-from replicas.sidecar.device_probe import prove_device
 from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.device_probe import prove_device
 from replicas.sidecar.rank_side.handle import SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferSpec
-from replicas.weights.devices.accelerator import accelerator
-from replicas.weights.digest import device_digest_of
+from replicas.weights.copies.accelerator import accelerator
+from replicas.weights.copies.digest import device_digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
 from replicas.weights.memory.arena import Arena, Slot
@@ -230,7 +230,7 @@ async def test_a_sidecar_that_ends_in_mid_transfer_leaves_no_memory(server: str,
 
 
 async def test_a_sidecar_proves_that_it_can_open_its_ranks_memory(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.sidecar.device_probe._proven", set())
+    monkeypatch.setattr("replicas.sidecar.rank_side.device_probe._proven", set())
     before = fake_memory_nbytes(os.getpid())
     forkserver = await Forkserver.connect(server)
     try:
@@ -251,7 +251,9 @@ async def test_a_sidecar_proves_that_it_can_open_its_ranks_memory(server: str, m
 async def test_a_sidecar_that_cannot_open_memory_is_found_at_the_join(
     server: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str, remedy: str
 ) -> None:
-    monkeypatch.setattr("replicas.sidecar.device_probe._proven", set())  # other tests of this process have shown it
+    monkeypatch.setattr(
+        "replicas.sidecar.rank_side.device_probe._proven", set()
+    )  # other tests of this process have shown it
     with monkeypatch.context() as patch:
         patch.setenv(name, value)
         forkserver = await Forkserver.spawn()

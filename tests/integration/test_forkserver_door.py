@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from replicas import __version__
-from replicas.channel import loop
+from replicas.channel.session import loop
 from replicas.linux.processes import command_line
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire

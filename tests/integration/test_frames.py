@@ -30,7 +30,7 @@ from replicas.coordinator.store_process import Reply, Request
 from replicas.sidecar import meeting
 from replicas.sidecar import wire as sidecar_wire
 from replicas.sidecar.wire import GroupSpec
-from replicas.supervisor.shim import orders
+from replicas.supervisor.wire import orders
 from tests.integration.test_security import framed, is_well, raw_session
 from tests.support.frames import mutants
 from tests.support.members import Client

@@ -23,9 +23,10 @@ import pytest
 
 from replicas.linux.processes import MARK
 from replicas.supervisor.logs.pump import Log, LogSource, Pump
-from replicas.supervisor.logs.pump_watcher import PumpWatcher
-from replicas.supervisor.shim import launcher, orders
-from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit
+from replicas.supervisor.shim import launcher
+from replicas.supervisor.shim.pump_watcher import PumpWatcher
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit
 from tests.support.frames import MANY, mutants
 from tests.support.programs import SLEEPS
 from tests.support.runs import alive

@@ -17,7 +17,7 @@ import pytest
 from replicas.linux.processes import MARK
 from replicas.supervisor.cleanup.sweeping import Sweep
 from replicas.supervisor.logs.pump import READ_NBYTES
-from replicas.supervisor.shim.orders import LogLoss
+from replicas.supervisor.wire.orders import LogLoss
 from tests.support.disks import fill, small_disk
 from tests.support.programs import group
 from tests.support.runs import alive, eventually, running

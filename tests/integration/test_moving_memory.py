@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.weights import streaming
+from replicas.weights.copies import streaming
 
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("PROPERTY_SEED", "0")

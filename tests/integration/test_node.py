@@ -14,7 +14,7 @@ import pytest
 
 from replicas.linux.processes import MARK, marked
 from replicas.supervisor.agent.node import Node
-from replicas.supervisor.shim.orders import NodeSpec
+from replicas.supervisor.wire.orders import NodeSpec
 
 DEAF = "echo; exec sleep 600 >&2"
 LEAVES_ONE = "sleep 600 >&2 & echo; exec sleep 600 >&2"

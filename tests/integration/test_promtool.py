@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.core.effects import SyncEnded
+from replicas.core.base.effects import SyncEnded
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent
 from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
 from replicas.telemetry.metrics import Metrics

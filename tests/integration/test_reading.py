@@ -15,7 +15,7 @@ import replicas
 from replicas import errors
 from replicas.channel import Channel, Receipt
 from replicas.coordinator import GroupShape
-from replicas.weights.digest import digest_of
+from replicas.weights.copies.digest import digest_of
 from tests.support.channels import channel_world, wait_until
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from replicas.coordinator import Coordinator
-from replicas.core.effects import CommitDecision
+from replicas.core.base.effects import CommitDecision
 from tests.support.channels import POLICY, ChannelWorld, wait_until
 
 pytestmark = pytest.mark.anyio

@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.messages import OperationKind, ReduceOp, Segment
 from replicas.sidecar.rank_side.client import Forkserver
 from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferResult, TransferSpec
-from replicas.weights.digest import digest_of
+from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
 from replicas.weights.memory.arena import Arena, Slot

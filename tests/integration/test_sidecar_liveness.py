@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.linux import stalls
 from replicas.linux.processes import start_time
 from replicas.sidecar.rank_side import client, handle

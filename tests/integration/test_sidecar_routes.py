@@ -14,11 +14,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.sidecar.rank_side.handle import SILENCE_S, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferResult, TransferSpec
-from replicas.weights.digest import digest_of
+from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
 from replicas.weights.memory.arena import Arena, Slot

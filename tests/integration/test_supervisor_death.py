@@ -22,8 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replicas import environ
 from replicas.linux.processes import MARK, start_time
-from replicas.supervisor.cleanup import leftovers
-from replicas.supervisor.state import state
+from replicas.supervisor.state import leftovers, state
 from replicas.supervisor.state.run_state import ProcessRecord, Saved, ShimRecord, machine, this_process
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.telemetry.events import ConnectionsRefused, RunStarted, StateSetAside

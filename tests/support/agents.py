@@ -16,16 +16,16 @@ from typing import Any, cast
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.leases import BEAT_S, END_S, Tenancy
 from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.agent.messages import ShimState
-from replicas.supervisor.checks import Finding
 from replicas.supervisor.fleet.cluster import Cluster, Site
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.nodes import Nodes
 from replicas.supervisor.fleet.nodes import Site as NodesSite
 from replicas.supervisor.fleet.resources import Resources
-from replicas.supervisor.shim.orders import ExitReport, RankExit
 from replicas.supervisor.state.leases import Lease
+from replicas.supervisor.wire.orders import ExitReport, RankExit
 from tests.support.fleets import Life, Yard, config_of
 
 __all__ = ["LEASE_S", "OUTLIVES_S", "FakeAgent", "Field", "field"]

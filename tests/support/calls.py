@@ -37,7 +37,7 @@ from replicas.coordinator import Coordinator
 from replicas.linux.processes import die_with_parent
 from replicas.messages.bounds import shown
 from replicas.supervisor import Supervisor
-from replicas.weights.memory.writable import WritableSlot
+from replicas.weights.writable import WritableSlot
 from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn, stir
 from tests.support.log_handlers import rogue_handlers
 

@@ -20,8 +20,7 @@ import msgspec
 from replicas import errors
 from replicas import messages as wire
 from replicas.config.structs import ChannelConfig, ChannelRole
-from replicas.core.channel import ChannelState
-from replicas.core.effects import (
+from replicas.core.base.effects import (
     CommitDecision,
     Event,
     Keep,
@@ -33,9 +32,10 @@ from replicas.core.effects import (
     Send,
     SweepStore,
 )
+from replicas.core.base.manifest import PartManifest, TensorSpec
+from replicas.core.channel import ChannelState
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.fetching import pieces
-from replicas.core.versions.manifest import PartManifest, TensorSpec
 from replicas.core.versions.manifests import read
 from replicas.messages.identity import Member, ProcessIdentity
 from replicas.telemetry.tally import Tally

@@ -20,7 +20,7 @@ from typing import Any
 
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
-from replicas.core.effects import CommitDecision, Send
+from replicas.core.base.effects import CommitDecision, Send
 
 __all__ = ["MOMENTS", "CoordinatorProcess"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from replicas.common.child import CHILD
 from replicas.common.table import Table
+from replicas.core.base.membership import LANE, MEMBER, PUBLISH, ROUND, SLOT, TRANSFER
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
-from replicas.core.membership import LANE, MEMBER, PUBLISH, ROUND, SLOT, TRANSFER
 from replicas.supervisor.shim.phases import PHASES
 
 __all__ = ["PAGE", "TABLES", "with_tables"]

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from replicas.core.versions.manifest import PartManifest
+from replicas.core.base.manifest import PartManifest
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import ManifestMismatch
 from replicas.sidecar.buckets import buckets_of_part

@@ -46,7 +46,7 @@ from pathlib import Path
 import torch
 
 from replicas.errors import NoCapacity, Preflight, WorldError
-from replicas.weights.devices.accelerator import Accelerator, DeviceMemory, Event, Registration
+from replicas.weights.copies.accelerator import Accelerator, DeviceMemory, Event, Registration
 
 __all__ = ["NAME", "FakeAccelerator", "FakeStream", "fake_memory_nbytes"]
 

@@ -25,9 +25,9 @@ from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.resources import Resources
-from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.supervisor.state.run_state import SavedGroup
 from replicas.supervisor.state.state import StateDir
+from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.telemetry.events import Event
 
 __all__ = ["DIES", "DONE", "Life", "Yard", "config_of", "fleet", "group_of"]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.weights.memory.arena import Arena, Slot
 
 __all__ = ["MANIFEST", "ArenaStatistics", "Child", "fill", "memory_left", "statistics"]

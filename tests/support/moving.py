@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from replicas.core.versions.manifest import PartManifest
+from replicas.core.base.manifest import PartManifest
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.messages import Segment
 from replicas.weights.feed import Feed
@@ -160,7 +160,7 @@ class Copies:
         """The copies of a collective, in and out."""
         from replicas.channel.operations.results import OperationCall
         from replicas.channel.operations.scratch import Scratch, read_segments, write_segments
-        from replicas.core.versions.manifest import segment_layout
+        from replicas.core.base.manifest import segment_layout
 
         tensors = tuple(self.model.tensors.values())
         segments = tuple(Segment("float32", shape) for shape in SHAPES)

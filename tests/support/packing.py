@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from replicas.core.versions.manifest import PartManifest
+from replicas.core.base.manifest import PartManifest
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Arena
 from replicas.weights.packing import Packer

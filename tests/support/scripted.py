@@ -12,15 +12,15 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.hub import Hub
 from replicas.channel.operations.operations import RankOperations
-from replicas.channel.pending import SessionEnd
-from replicas.channel.sidecar_lanes import SidecarLanes
+from replicas.channel.session.hub import Hub
+from replicas.channel.session.pending import SessionEnd
+from replicas.channel.session.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Receiver, Watches
 from replicas.channel.versions.transfers import ManifestExchange, Transfers
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.fetching import pieces
-from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.messages.identity import Member, ProcessIdentity
 from replicas.sidecar.rank_side.handle import SidecarDied
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec

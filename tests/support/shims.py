@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from replicas.linux.processes import MARK, signal_marked
-from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.orders import ExitReport, NodeSpec
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.orders import ExitReport, NodeSpec
 from tests.support.runs import ROOT, eventually
 
 __all__ = ["ShimUnderTest", "pump_of", "shim"]

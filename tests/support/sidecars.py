@@ -20,14 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from replicas.core.versions.manifest import item_nbytes, segment_layout
+from replicas.core.base.manifest import item_nbytes, segment_layout
 from replicas.linux.sockets import SocketAddress
 from replicas.messages import OperationKind, ReduceOp, Segment
 from replicas.sidecar.rank_side.client import Forkserver
 from replicas.sidecar.rank_side.handle import Sidecar
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec
+from replicas.weights.copies.tensors import dtype_name, torch_dtype, typed
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.tensors import dtype_name, torch_dtype, typed
 
 __all__ = [
     "Lane",

@@ -14,11 +14,11 @@ import msgspec
 from replicas.supervisor.agent import agent as agent_module
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.checks import Demand, Finding
 from replicas.supervisor.fleet.cluster import Cluster, Site
-from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
+from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from tests.support.agents import Field
 from tests.support.fleets import group_of
 from tests.support.frames import MANY, mutants

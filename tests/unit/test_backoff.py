@@ -7,14 +7,14 @@ import pytest
 
 from replicas.common.backoff import Backoff
 from replicas.core import channel
-from replicas.core.members import links, roster
-from replicas.core.moving import pacing
+from replicas.core.members import roster
+from replicas.core.moving import links, pacing
 from replicas.core.versions import catch_up
 from replicas.sidecar import building
 from replicas.supervisor.agent import agent
 from replicas.supervisor.agent import forkservers as keeper
 from replicas.supervisor.fleet import local_agent
-from replicas.supervisor.logs import pump_watcher as logkeeper
+from replicas.supervisor.shim import pump_watcher as logkeeper
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from replicas import messages as wire
-from replicas.core.effects import MemberQuarantined
+from replicas.core.base.effects import MemberQuarantined
 from replicas.core.members.roster import GroupShape
 from tests.support.channel_world import SimMember, World, peer_config
 

@@ -13,7 +13,7 @@ from replicas.linux import cgroups
 from replicas.linux.cgroups import RunCgroups, find_own
 from replicas.linux.processes import namespace, start_time
 from replicas.supervisor.agent.containment import Containment
-from replicas.supervisor.shim.orders import NodeSpec
+from replicas.supervisor.wire.orders import NodeSpec
 
 
 def process(folder: Path, *, cgroup: str, mounts: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.core.effects import MemberLost
+from replicas.core.base.effects import MemberLost
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import SimMember, World

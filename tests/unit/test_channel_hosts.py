@@ -7,12 +7,12 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
-from replicas.core.effects import CaughtUp, SyncEnded
+from replicas.core.base.effects import CaughtUp, SyncEnded
+from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.hosts import LOCATE_S
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.paths import plan
-from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config
 

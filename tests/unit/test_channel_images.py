@@ -7,8 +7,8 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
+from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.roster import GroupShape
-from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import SimMember, World, channel_config
 

@@ -7,10 +7,10 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
+from replicas.core.base import manifest as manifest_module
+from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.roster import GroupShape
-from replicas.core.versions import manifest as manifest_module
 from replicas.core.versions.fetching import Cache, pieces
-from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import MANIFEST, SimMember, World, channel_config
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.core.effects import MemberLost, MemberQuarantined
+from replicas.core.base.effects import MemberLost, MemberQuarantined
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.lanes import culprits
 from replicas.messages.identity import Member

@@ -10,10 +10,10 @@ import pytest
 from replicas import errors
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
+from replicas.core.base.effects import LoadFailed, MemberLost, ReplicaLoaded, Retried
+from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.channel import WHOLE_VIEW
-from replicas.core.effects import LoadFailed, MemberLost, ReplicaLoaded, Retried
 from replicas.core.members.roster import GroupShape
-from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from replicas.messages.bounds import REASON_LENGTH, REASONS_MAX, TEXT_LENGTH
 from tests.support.channel_world import SimMember, World, channel_config
 

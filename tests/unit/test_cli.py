@@ -26,7 +26,7 @@ from replicas.cli import main as cli
 from replicas.cli.base import Screen
 from replicas.config.values import size_text
 from replicas.control.commands import Answer
-from replicas.core import effects
+from replicas.core.base import effects
 from replicas.errors import Disconnected
 from replicas.linux.processes import start_time
 from replicas.status import (

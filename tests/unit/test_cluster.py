@@ -17,13 +17,13 @@ from replicas.coordinator import Readiness
 from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.errors import UsageError, WorldError
 from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.checks import Demand
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.checks import Demand
 from replicas.supervisor.fleet import cluster as fleet_cluster
 from replicas.supervisor.fleet.node_checks import ANSWER_S, examine
 from replicas.supervisor.fleet.nodes import Nodes, Site
-from replicas.supervisor.shim.orders import ExitReport, NodeSpec
 from replicas.supervisor.state.run_state import ShimRecord
+from replicas.supervisor.wire.orders import ExitReport, NodeSpec
 from replicas.telemetry.events import HeldUp, NodeChanged
 from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
 from tests.support.fleets import Life, config_of, group_of

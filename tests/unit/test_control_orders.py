@@ -20,7 +20,7 @@ from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Problem
 from replicas.control.log_files import FolderReader, LogReader, Selection
-from replicas.supervisor.checks import Finding
+from replicas.supervisor.agent.checks import Finding
 from replicas.telemetry.events import RankEnd, Reloaded, ReloadRefused, ReplicaExited, Scaled, decode
 from replicas.telemetry.events import Record as EventRecord
 from replicas.trust.tokens import Tokens

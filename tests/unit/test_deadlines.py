@@ -7,8 +7,8 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
-from replicas.core.effects import Read
-from replicas.core.versions.manifest import PartManifest, TensorSpec
+from replicas.core.base.effects import Read
+from replicas.core.base.manifest import PartManifest, TensorSpec
 from tests.support.channel_world import SimMember, World, channel_config
 
 

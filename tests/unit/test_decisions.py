@@ -12,7 +12,7 @@ import pytest
 from replicas import errors
 from replicas.coordinator import decisions
 from replicas.coordinator.decisions import DecisionLog
-from replicas.core.effects import CommitDecision
+from replicas.core.base.effects import CommitDecision
 
 
 def decision(version: int) -> CommitDecision:

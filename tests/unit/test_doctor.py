@@ -10,7 +10,7 @@ import pytest
 from replicas.cli import checks as cli_checks
 from replicas.config import file as config_file
 from replicas.linux.processes import start_time
-from replicas.supervisor import checks as doctor
+from replicas.supervisor.agent import checks as doctor
 
 GIB = 1 << 30
 

@@ -4,7 +4,7 @@ nothing new waits for it."""
 from __future__ import annotations
 
 from replicas import messages as wire
-from replicas.core.effects import ReplicaIdle
+from replicas.core.base.effects import ReplicaIdle
 from replicas.core.members.roster import GroupShape
 from tests.support.channel_world import SimMember, World, peer_config
 

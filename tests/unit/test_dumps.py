@@ -14,8 +14,8 @@ import pytest
 
 from replicas.linux import stacks
 from replicas.linux.processes import catches, is_below, start_time
-from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.dumps import Stack, StackDump, _without_core, describe, short
+from replicas.supervisor.wire import orders
 
 
 def test_the_name_of_a_file_tells_whose_it_is(tmp_path: Path) -> None:

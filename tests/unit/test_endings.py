@@ -18,11 +18,11 @@ from replicas.linux import cgroups
 from replicas.linux.processes import Child
 from replicas.supervisor.agent.node import Node
 from replicas.supervisor.fleet.causes import FailureReports, exited, verdict
-from replicas.supervisor.shim import orders
 from replicas.supervisor.shim import shim as shim_module
 from replicas.supervisor.shim.deaths import Ends, exit_report
-from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.shim.shim import Shim
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.orders import ExitReport, NodeSpec, RankExit
 from replicas.telemetry.events import LogLinesDropped, RankEnd, ReplicaExited
 
 BOOM = ("step 7", "Traceback (most recent call last):", '  File "a.py", line 3, in <module>', "ValueError: boom", "")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.core.effects import (
+from replicas.core.base.effects import (
     CaughtUp,
     EpochStarted,
     LoadFailed,

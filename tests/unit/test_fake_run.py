@@ -13,7 +13,7 @@ import torch
 
 import replicas
 from replicas import errors
-from replicas.channel.connection import in_process
+from replicas.channel.session.connection import in_process
 from replicas.coordinator import GroupShape
 from replicas.testing import FakeRun
 
@@ -58,7 +58,7 @@ def test_a_step_that_is_repeated_gets_its_version_again(run: FakeRun) -> None:
 def test_a_member_that_can_share_no_memory_says_so_once_and_what_allows_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("replicas.channel.hub.find", lambda beacons: -1)
+    monkeypatch.setattr("replicas.channel.session.hub.find", lambda beacons: -1)
     with FakeRun() as run:
         run.join("trainer")
         run.join("rollout")

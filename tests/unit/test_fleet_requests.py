@@ -13,7 +13,7 @@ from replicas.errors import UsageError
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.shim.orders import NodeSpec
+from replicas.supervisor.wire.orders import NodeSpec
 from tests.support.fleets import DONE, Life, Yard, fleet, group_of
 from tests.support.virtual import history
 

@@ -26,11 +26,11 @@ from replicas.cli.base import Screen, complain
 from replicas.cli.look import draw_findings
 from replicas.cli.render import event_line, run_status
 from replicas.common.foreign import ascii_controls, characters, hanging, lines, one_line, readable, visible
-from replicas.core.effects import MemberLost
+from replicas.core.base.effects import MemberLost
 from replicas.messages.identity import Member
 from replicas.messages.values import WireError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
-from replicas.supervisor import checks as doctor
+from replicas.supervisor.agent import checks as doctor
 from replicas.supervisor.cleanup import still_held as remains
 from replicas.supervisor.console import Console
 from replicas.supervisor.shim import launcher

@@ -23,7 +23,7 @@ from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.forkservers import TRIES, Forkservers, KeptForkserver
 from replicas.supervisor.agent.messages import Start
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.shim.orders import NodeSpec
+from replicas.supervisor.wire.orders import NodeSpec
 
 pytestmark = pytest.mark.anyio
 

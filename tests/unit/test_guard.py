@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from replicas.supervisor.shim.guard import pack, unpack
+from replicas.supervisor.wire.guard import pack, unpack
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
-from replicas.core.effects import Keep
+from replicas.core.base.effects import Keep
+from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.roster import GroupShape
-from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from tests.support.channel_world import COORDINATOR, SimMember, World, channel_config
 
 PARTS = [

@@ -7,10 +7,10 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
-from replicas.core.effects import MemberQuarantined
+from replicas.core.base.effects import MemberQuarantined
+from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape
-from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from tests.support.channel_world import NBYTES, SimMember, World, channel_config
 
 TRAINER, NEAR, FAR = "10.0.0.1", "10.0.0.2", "10.0.0.3"

@@ -7,7 +7,7 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
-from replicas.core.effects import MemberLost
+from replicas.core.base.effects import MemberLost
 from replicas.core.members.roster import GroupShape
 from tests.support.channel_world import SimMember, World, channel_config, peer_config
 

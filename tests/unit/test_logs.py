@@ -13,13 +13,13 @@ import pytest
 
 from replicas.config.structs import LogsConfig
 from replicas.linux import private
+from replicas.supervisor.fleet.generation import wants_tee
 from replicas.supervisor.logs.log_file import RotatedFile, remove_old_generations
 from replicas.supervisor.logs.pump import LONGEST_NBYTES, Log, LogSource
-from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.logs.tee import Tee
-from replicas.supervisor.shim.generation import wants_tee
-from replicas.supervisor.shim.guard import RANK_MARK
-from replicas.supervisor.shim.orders import NodeSpec
+from replicas.supervisor.shim.pump_watcher import PumpWatcher
+from replicas.supervisor.wire.guard import RANK_MARK
+from replicas.supervisor.wire.orders import NodeSpec
 from tests.support.full_disk import file_size_limit
 
 LIMIT = 64 << 10

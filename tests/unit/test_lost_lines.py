@@ -13,7 +13,7 @@ from replicas.supervisor.agent.messages import Start
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.shim.orders import LogLoss, NodeSpec
+from replicas.supervisor.wire.orders import LogLoss, NodeSpec
 
 pytestmark = pytest.mark.anyio
 

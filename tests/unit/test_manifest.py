@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.core.versions.manifest import (
+from replicas.core.base.manifest import (
     ALIGNMENT_NBYTES,
     ITEM_NBYTES,
     Manifest,
@@ -251,7 +251,7 @@ def test_tensors_that_cannot_be_named_or_placed_are_refused(
 
 
 def test_more_tensors_than_fit_into_a_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.core.versions.manifest.MANIFEST_TENSORS", 2)
+    monkeypatch.setattr("replicas.core.base.manifest.MANIFEST_TENSORS", 2)
     PartManifest((WEIGHT,), (("tied", "weight"),)).validate()
     with pytest.raises(ManifestMismatch, match="3 tensors: at most 2"):
         PartManifest((WEIGHT, BIAS), (("tied", "weight"),)).validate()

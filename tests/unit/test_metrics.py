@@ -8,7 +8,7 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicas.core.effects import (
+from replicas.core.base.effects import (
     CaughtUp,
     LoadFailed,
     OperationEnded,

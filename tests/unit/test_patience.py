@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from replicas.common.patience import PAUSE_S, Patience, PauseClock, Silence
-from replicas.supervisor.logs.pump_watcher import STUCK_S, PumpWatcher
-from replicas.supervisor.shim.orders import NodeSpec
+from replicas.supervisor.shim.pump_watcher import STUCK_S, PumpWatcher
+from replicas.supervisor.wire.orders import NodeSpec
 
 
 def test_a_late_look_is_a_pause_and_a_look_a_little_late_is_none() -> None:

@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S
 from replicas.supervisor.shim.phases import ACTIONS, PHASES, SWEEP_GRACE_S, Action, Input, Phases
+from replicas.supervisor.wire.orders import REMAINS_INTERVAL_S
 
 
 def history(*events: Input) -> tuple[Phases, list[Action]]:

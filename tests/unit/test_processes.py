@@ -11,7 +11,7 @@ import pytest
 
 from replicas.linux.processes import children, descendants, has_zombie, parents, send_signal, start_time
 from replicas.linux.stalls import StallWatch
-from replicas.supervisor.shim import orders
+from replicas.supervisor.wire import orders
 
 
 def test_with_hidepid_the_processes_of_others_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from replicas.cli.render import concerns, event_line
-from replicas.core import effects
+from replicas.core.base import effects
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.core.lives.lifecycle import Transition
 from replicas.messages.identity import Member

@@ -19,12 +19,12 @@ from replicas.core.lives.placement import Share
 from replicas.core.lives.restarts import Restarts
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet import course
+from replicas.supervisor.fleet.generation import Starts
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import Replica
-from replicas.supervisor.shim.generation import Starts
-from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.state.state import StateDir
+from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.telemetry.events import Event, HeldUp, ReplicaExited
 
 OK = ExitReport("ok")
@@ -362,8 +362,8 @@ async def test_a_shim_that_does_not_answer_is_killed_and_its_replica_replaced(tm
 async def test_a_shim_that_does_not_end_is_killed_until_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicas.supervisor.shim.generation.STUCK_S", 0.05)
-    monkeypatch.setattr("replicas.supervisor.shim.generation.PRESS_INTERVAL_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.fleet.generation.STUCK_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.fleet.generation.PRESS_INTERVAL_S", 0.05)
     async with living(tmp_path, stop_timeout_s=0.0) as (replica, world):
         shim = world.shims[0]
         shim.started()
@@ -380,8 +380,8 @@ async def test_a_shim_that_does_not_end_is_killed_until_it_does(
 async def test_a_process_that_takes_long_to_die_is_named_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicas.supervisor.shim.generation.STUCK_S", 0.05)
-    monkeypatch.setattr("replicas.supervisor.shim.generation.PRESS_INTERVAL_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.fleet.generation.STUCK_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.fleet.generation.PRESS_INTERVAL_S", 0.05)
     async with living(tmp_path) as (replica, world):
         shim = world.shims[0]
         shim.started()

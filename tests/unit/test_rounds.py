@@ -9,9 +9,9 @@ import pytest
 
 from replicas import messages as wire
 from replicas.common.table import InvalidStep
-from replicas.core.effects import Effect, ReplicaLoaded, Send
+from replicas.core.base.effects import Effect, ReplicaLoaded, Send
+from replicas.core.base.membership import ROUND
 from replicas.core.members.member_state import MemberState
-from replicas.core.membership import ROUND
 from replicas.core.versions.rounds import Newest, ReplicaView, Rounds
 from replicas.messages.identity import Member, ProcessIdentity
 

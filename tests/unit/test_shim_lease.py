@@ -9,8 +9,8 @@ import pytest
 from replicas.common.patience import Silence
 from replicas.core.lives.leases import FROZEN_S, LAST_S, local_patience_s
 from replicas.supervisor.agent.node import Node
-from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.lease import Lease
+from replicas.supervisor.wire import orders
 
 
 def ends_at(lease: Lease, now: float = 0.0) -> float:

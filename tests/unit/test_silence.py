@@ -13,7 +13,7 @@ import pytest
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.sessions import MemberSession
-from replicas.core.effects import EpochStarted, Event, MemberJoined, MemberLost
+from replicas.core.base.effects import EpochStarted, Event, MemberJoined, MemberLost
 from replicas.core.members.heartbeats import DEAF_MAX_S, Silence
 from replicas.core.members.roster import GroupShape
 from replicas.messages import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replicas.core.effects import Event, StepFell
+from replicas.core.base.effects import Event, StepFell
 from replicas.core.versions.steps import Steps, number_in
 from replicas.testing import FakeRun
 

@@ -17,13 +17,13 @@ from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, Transition
 from replicas.core.lives.ordering import start_levels
 from replicas.supervisor.agent.node import base_environment
 from replicas.supervisor.fleet.causes import Cause, line, verdict
-from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.generation import rank_environment
-from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.fleet.generation import rank_environment
 from replicas.supervisor.shim.starting import resolve_command
 from replicas.supervisor.state.run_state import Saved
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.supervisor.supervisor import Supervisor
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.orders import ExitReport, NodeSpec, RankExit
 from replicas.telemetry.events import RunEnded, RunStarted
 from replicas.trust.tokens import Tokens
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from replicas.linux import cgroups
-from replicas.supervisor.cleanup import leftovers, sweeping
+from replicas.supervisor.cleanup import sweeping
 from replicas.supervisor.cleanup.sweeping import TRACKERS_MAX_S, TRACKERS_S, Grace
+from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.run_state import Saved, ShimRecord, machine
 
 TRACKERS = {7, 8}

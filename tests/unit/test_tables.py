@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from replicas.common.table import InvalidStep, Table
+from replicas.core.base.membership import LANE, MEMBER
 from replicas.core.lives.lifecycle import REPLICA
-from replicas.core.membership import LANE, MEMBER
 from tests.support.diagrams import PAGE, TABLES, with_tables
 
 

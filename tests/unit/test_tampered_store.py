@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.core.effects import Effect, MemberLost, MemberQuarantined
+from replicas.core.base.effects import Effect, MemberLost, MemberQuarantined
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.lanes import SECRET_NBYTES, Lanes
 from replicas.messages import LaneForm

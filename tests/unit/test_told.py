@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicas.core.effects import CommitDecision
+from replicas.core.base.effects import CommitDecision
 from replicas.core.versions.recovery import Told
 from replicas.status import SyncRecord
 

@@ -11,11 +11,11 @@ import torch
 from replicas import errors
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import segments_of
-from replicas.channel.pending import Pending, Receipt
+from replicas.channel.session.pending import Pending, Receipt
 from replicas.messages import OperationKind, ReduceOp
 from replicas.messages.bounds import is_name, shown
 from replicas.messages.identity import Member
-from replicas.weights.tensors import PLAIN, alias_of, check_modes, is_dtensor, why_unusable
+from replicas.weights.copies.tensors import PLAIN, alias_of, check_modes, is_dtensor, why_unusable
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """One dense tensor or several, of any dtypes, shapes, strides and devices."""

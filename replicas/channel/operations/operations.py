@@ -42,13 +42,13 @@ from typing import Any
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.hub import GRACE_S, Hub, Part, as_wire_error
 from replicas.channel.operations.results import Attempt, Job, OperationCall, Unknown
 from replicas.channel.operations.scratch import Scratch, write_segments
-from replicas.channel.pending import Pending, Receipt
-from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
+from replicas.channel.session.hub import GRACE_S, Hub, Part, as_wire_error
+from replicas.channel.session.pending import Pending, Receipt
+from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.common.logs import Log
-from replicas.core.versions.manifest import segment_layout
+from replicas.core.base.manifest import segment_layout
 from replicas.messages.bounds import text_of
 from replicas.sidecar.rank_side.handle import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec

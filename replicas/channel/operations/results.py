@@ -21,7 +21,6 @@ import msgspec
 import torch
 
 from replicas import errors
-from replicas.channel.hub import Hub
 from replicas.channel.operations.scratch import (
     call_point,
     copy_each,
@@ -31,13 +30,14 @@ from replicas.channel.operations.scratch import (
     segments_of,
     usable,
 )
-from replicas.channel.pending import Pending, Receipt
-from replicas.core.versions.manifest import item_nbytes
+from replicas.channel.session.hub import Hub
+from replicas.channel.session.pending import Pending, Receipt
+from replicas.core.base.manifest import item_nbytes
 from replicas.messages import OperationGo, OperationKind, OperationSettled, ReceiptData, ReduceOp, Segment, WireError
 from replicas.messages.identity import Member
-from replicas.weights.devices.accelerator import Event, device_of
+from replicas.weights.copies.accelerator import Event, device_of
+from replicas.weights.copies.tensors import dtype_name
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.tensors import dtype_name
 
 KEPT_RESULTS = 4
 """Operations of unknown outcome whose outputs are kept; the oldest is dropped first."""

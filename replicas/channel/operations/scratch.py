@@ -20,13 +20,13 @@ from functools import partial
 import torch
 
 from replicas.common.waits import locked
-from replicas.core.versions.manifest import segment_layout
+from replicas.core.base.manifest import segment_layout
 from replicas.errors import ManifestMismatch, NoCapacity, UsageError
 from replicas.messages import Segment
-from replicas.weights.copying import copy_elements
-from replicas.weights.devices.accelerator import Accelerator, Event, accelerator, device_of
+from replicas.weights.copies.accelerator import Accelerator, Event, accelerator, device_of
+from replicas.weights.copies.copying import copy_elements
+from replicas.weights.copies.tensors import alias_of, dtype_name, torch_dtype, typed, why_unusable, written_as_bits
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.tensors import alias_of, dtype_name, torch_dtype, typed, why_unusable, written_as_bits
 
 KEPT = 6
 KEPT_ON_DEVICE = 2

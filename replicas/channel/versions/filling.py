@@ -17,21 +17,21 @@ from typing import Any
 import torch
 
 from replicas import errors
-from replicas.channel.hub import Hub, as_wire_error
-from replicas.channel.pending import Pending, Receipt, SessionEnd
-from replicas.channel.versions.holdings import Holder
+from replicas.channel.session.holdings import Holder
+from replicas.channel.session.hub import Hub, as_wire_error
+from replicas.channel.session.pending import Pending, Receipt, SessionEnd
 from replicas.common import own_loop
-from replicas.core.versions.manifest import Manifest, PartManifest, check_size
+from replicas.core.base.manifest import Manifest, PartManifest, check_size
 from replicas.messages import Meta, Packed, PackFailed, PublishBegin, arguments
-from replicas.weights.copying import Copier
-from replicas.weights.devices.accelerator import accelerator, device_of
+from replicas.weights.copies.accelerator import accelerator, device_of
+from replicas.weights.copies.copying import Copier
+from replicas.weights.copies.tensors import check_modes
 from replicas.weights.devices.device_copies import CopyOptions, DeviceCopies
 from replicas.weights.feed import Feed, Mode
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.pool import PREPARED_NBYTES
-from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
-from replicas.weights.tensors import check_modes
+from replicas.weights.writable import WritableSlot
 
 BEAT_S = 0.03
 """Seconds between two looks: a reader in another process lets go without notice."""

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from replicas import errors
-from replicas.core.versions.manifest import Manifest
+from replicas.core.base.manifest import Manifest
 from replicas.messages import SlotPlace
-from replicas.weights.copying import copy_pairs
-from replicas.weights.devices.accelerator import device_of
-from replicas.weights.digest import digest_of
+from replicas.weights.copies.accelerator import device_of
+from replicas.weights.copies.copying import copy_pairs
+from replicas.weights.copies.digest import digest_of
 from replicas.weights.loading import piece_pairs
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer

@@ -35,10 +35,10 @@ back, the same on all ranks of the replica. **The user's own exception** passes 
 unchanged, after PackFailed: there is nothing left to walk. A failure that no caller was
 told of fails the leader's next publish by the same path, so that the ranks agree.
 
-Without a verdict a publish ends by itself :data:`~replicas.channel.hub.GRACE_S` after
-its deadline, once packed with OutcomeUnknown, because the coordinator may have decided.
-It is then *unsettled*, and its slot pinned, until the verdict arrives late, or a commit
-or discard tells the same; waiting again on its Pending gives the outcome.
+Without a verdict a publish ends by itself :data:`~replicas.channel.session.hub.GRACE_S`
+after its deadline, once packed with OutcomeUnknown, because the coordinator may have
+decided. It is then *unsettled*, and its slot pinned, until the verdict arrives late, or
+a commit or discard tells the same; waiting again on its Pending gives the outcome.
 
 **A new coordinator** is told of every publish that is under way or unsettled: its
 number, and what was packed or failed. It continues them, and gives the verdict of those
@@ -56,11 +56,11 @@ from itertools import islice
 from typing import Any
 
 from replicas import errors
-from replicas.channel.hub import GRACE_S, Hub, Part, as_wire_error
-from replicas.channel.pending import Pending, Receipt
+from replicas.channel.session.holdings import Holder
+from replicas.channel.session.hub import GRACE_S, Hub, Part, as_wire_error
+from replicas.channel.session.pending import Pending, Receipt
 from replicas.channel.versions.filling import Filling, PublishJob
-from replicas.channel.versions.holdings import Holder
-from replicas.core.versions.manifest import PartManifest
+from replicas.core.base.manifest import PartManifest
 from replicas.messages import Filled, Packed, PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of
 from replicas.weights.feed import Feed, Mode

@@ -40,9 +40,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from replicas import errors
-from replicas.channel.hub import Hub, Part
-from replicas.channel.pending import Pending
-from replicas.channel.versions.holdings import Holder
+from replicas.channel.session.holdings import Holder
+from replicas.channel.session.hub import Hub, Part
+from replicas.channel.session.pending import Pending
 from replicas.channel.versions.update import Update
 from replicas.common.waits import locked
 from replicas.core.versions.rounds import is_enough

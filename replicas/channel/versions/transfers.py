@@ -30,17 +30,17 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.hub import Hub, Part, as_wire_error
-from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
+from replicas.channel.session.hub import Hub, Part, as_wire_error
+from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.channel.versions.filling import free_slot
 from replicas.channel.versions.on_device import copy_image, copy_part
 from replicas.common.logs import Log
+from replicas.core.base.manifest import Manifest
 from replicas.core.versions.fetching import Cache, Fetch, pieces
-from replicas.core.versions.manifest import Manifest
 from replicas.memory.kept import is_near
 from replicas.sidecar.rank_side.handle import Sidecar
 from replicas.sidecar.wire import TransferSpec
-from replicas.weights.digest import digest_of
+from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
 

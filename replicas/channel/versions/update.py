@@ -14,12 +14,12 @@ from typing import Protocol, TypeVar
 import torch
 
 from replicas import errors
-from replicas.channel.versions.holdings import Holder
+from replicas.channel.session.holdings import Holder
 from replicas.common.waits import locked
-from replicas.core.versions.manifest import Manifest
+from replicas.core.base.manifest import Manifest
 from replicas.messages import Meta
 from replicas.messages.bounds import shown
-from replicas.weights.devices.accelerator import Event, device_of
+from replicas.weights.copies.accelerator import Event, device_of
 from replicas.weights.loading import load_image, views
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
@@ -57,7 +57,7 @@ class Update:
     :ivar meta: the publisher's ``meta``.
     :ivar digest: XXH3 digest of its bytes, as in the publisher's receipt.
     :ivar manifest: names, dtypes, shapes and offsets
-        (:class:`replicas.core.versions.manifest.Manifest`).
+        (:class:`replicas.core.base.manifest.Manifest`).
     """
 
     def __init__(self, owner: UpdateOwner, slot: Slot, version: int, meta: Meta, digest: str = "") -> None:

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field
 
-from replicas.core.effects import Effect, Keep, LetGo, Send
+from replicas.core.base.effects import Effect, Keep, LetGo, Send
 from replicas.core.members.member_state import Held, MemberState
 from replicas.core.members.roster import Roster
 from replicas.messages import Beacon, LaneAhead, Locate, Located, Released, SlotPlace

@@ -6,7 +6,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from replicas.core.membership import MEMBER, MemberEvent, Standing
+from replicas.core.base.membership import MEMBER, MemberEvent, Standing
 from replicas.messages import ChannelSettings, Hello, SlotPlace
 from replicas.messages.identity import Member, ProcessIdentity
 
@@ -120,7 +120,7 @@ class MemberState:
     :ivar rtt_s: recent round-trip time to it; 0: unknown.
     :ivar slow: the others went on without it, because it would have delayed them.
     :ivar served: it was caught up since it was quarantined.
-    :ivar draining: it is being ended (:mod:`replicas.core.members.draining`).
+    :ivar draining: it is being ended (:mod:`replicas.core.draining`).
     :ivar resumed: it has reported all of its work in progress (at once, unless it comes
         from another coordinator).
     :ivar cut_at: when its connection ended; 0 while it has one.

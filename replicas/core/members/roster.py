@@ -3,7 +3,7 @@
 Theory of operation
 ===================
 
-A member's standing follows the table :data:`replicas.core.membership.MEMBER`. The
+A member's standing follows the table :data:`replicas.core.base.membership.MEMBER`. The
 *live* members are the current epoch, an immutable view whose number strictly grows: a
 loss makes a new epoch at once, joins wait for :meth:`Roster.admit`. One identity
 (group, replica, rank) has at most one incarnation: a later join fences the earlier.
@@ -44,10 +44,10 @@ import msgspec
 from replicas import errors
 from replicas.common.backoff import Backoff
 from replicas.config.structs import ChannelConfig
+from replicas.core.base.membership import MEMBER
 from replicas.core.members.heartbeats import Heartbeats
 from replicas.core.members.member_state import Held, Life, MemberState
 from replicas.core.members.preflight import carries_bytes, check_identity, check_join, kind, settings_of
-from replicas.core.membership import MEMBER
 from replicas.messages import ChannelSettings, Hello
 from replicas.messages.identity import Member
 

@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
-from replicas.core.effects import Send
-from replicas.core.ground import Ground
+from replicas.core.base.effects import Send
+from replicas.core.base.manifest import Manifest
+from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import Lane
 from replicas.core.moving.paths import TransferPlan
-from replicas.core.versions.manifest import Manifest
 from replicas.messages import Meta, SlotPlace, TransferCancel, TransferDone, TransferGo, TransferOffer
 from replicas.messages.identity import Member
 

@@ -3,8 +3,8 @@
 A lane is formed once, over a fresh key prefix, by one sidecar of each of its members,
 in rank order. It is *forming* until every member has reported success, then *formed*,
 and *dead* for good after the first failure or loss: a new attempt is a new lane
-(:data:`replicas.core.membership.LANE`). A *probe* is a lane that only shows whether its
-members can form one.
+(:data:`replicas.core.base.membership.LANE`). A *probe* is a lane that only shows
+whether its members can form one.
 
 What opens a lane *owns* it (:class:`LaneOwner`), and is told of its end. A report about
 a lane that is forming over a store that has ended is no failure of the lane or its
@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from replicas import errors
-from replicas.core.effects import Effect, ReplaceStore, Send, SidecarReplaced, SweepStore
+from replicas.core.base.effects import Effect, ReplaceStore, Send, SidecarReplaced, SweepStore
+from replicas.core.base.membership import LANE, LaneState
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.preflight import nccl_works
 from replicas.core.members.roster import Roster
-from replicas.core.membership import LANE, LaneState
 from replicas.core.moving.pace import Pace
 from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
 from replicas.messages.identity import Member

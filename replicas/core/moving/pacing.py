@@ -8,7 +8,7 @@ the member in front of that link reports that bytes are held up
 (:mod:`replicas.core.moving.pace`).
 
 *It stands still*: a link on which bytes were held up becomes doubtful, and the next
-attempt avoids it (:mod:`replicas.core.members.links`); without such a link it is a
+attempt avoids it (:mod:`replicas.core.moving.links`); without such a link it is a
 failure while all members are alive.
 
 *One link is slow*, and much is left to send: the next attempt avoids it, so that the
@@ -36,9 +36,9 @@ from typing import Protocol
 
 from replicas import errors
 from replicas.common.backoff import Backoff
-from replicas.core.ground import Ground
-from replicas.core.membership import TransferState
+from replicas.core.base.membership import TransferState
 from replicas.core.moving.attempt import Attempt, Payload
+from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import Lane
 from replicas.messages.identity import Member
 

@@ -17,7 +17,7 @@ not sent.
 
 The lane is a chain for each part (:attr:`TransferPlan.routes`): the owner first, then
 the leaders, in order of their hosts. A process group connects every pair of its
-members, so a link that does not work (:mod:`replicas.core.members.links`) keeps its two
+members, so a link that does not work (:mod:`replicas.core.moving.links`) keeps its two
 ends out of one lane: leaders that do not fit the sender and the leaders already chosen
 wait, and get the version in the next attempt from a new holder that reaches them. Slow
 members share no lane with other receivers, and come last.

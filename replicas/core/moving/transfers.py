@@ -46,9 +46,9 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
-from replicas.core.ground import Ground
-from replicas.core.membership import TRANSFER, TransferState
+from replicas.core.base.membership import TRANSFER, TransferState
 from replicas.core.moving.attempt import Attempt, Payload
+from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
 from replicas.core.moving.pacing import Pacing
 from replicas.core.moving.paths import TransferPlan, Works, plan

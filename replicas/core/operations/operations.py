@@ -50,9 +50,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from replicas import errors
-from replicas.core.effects import OperationEnded
-from replicas.core.ground import Ground
+from replicas.core.base.effects import OperationEnded
 from replicas.core.members.member_state import MemberState
+from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
 from replicas.core.operations.operation import Faults, Operation, Post
 from replicas.core.operations.pairing import Pairing

@@ -40,8 +40,8 @@ from itertools import takewhile
 import msgspec
 
 from replicas import errors
-from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
+from replicas.core.moving.ground import Ground
 from replicas.core.operations.operation import Operation, Post
 from replicas.messages import OperationPost, OperationSettled
 from replicas.messages.identity import Member

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable
 
 from replicas import errors
 from replicas.common.backoff import Backoff
-from replicas.core.effects import CaughtUp
-from replicas.core.ground import Ground
+from replicas.core.base.effects import CaughtUp
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.attempt import Payload
+from replicas.core.moving.ground import Ground
 from replicas.core.moving.transfers import Transfer
 from replicas.messages.identity import Member
 

@@ -15,10 +15,10 @@ from typing import Literal
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.core.effects import CommitDecision, Send, SyncEnded
-from replicas.core.ground import Ground
+from replicas.core.base.effects import CommitDecision, Send, SyncEnded
 from replicas.core.members.member_state import MemberState, Reading
 from replicas.core.moving.attempt import Payload
+from replicas.core.moving.ground import Ground
 from replicas.core.moving.transfers import Transfer
 from replicas.core.versions.catch_up import CatchUp
 from replicas.core.versions.fetching import pieces

@@ -2,7 +2,8 @@
 
 A model keeps its tensors from version to version, and one manifest of 100,000 tensors
 takes half a second to decode, join and hash. So that is done off the event loop
-(:class:`~replicas.core.effects.Read`), and the result is reused for equal manifests.
+(:class:`~replicas.core.base.effects.Read`), and the result is reused for equal
+manifests.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 from replicas import errors
-from replicas.core.effects import Effect, Read, Send
-from replicas.core.moving.attempt import Payload
-from replicas.core.versions.fetching import Cache, Fetch
-from replicas.core.versions.manifest import (
+from replicas.core.base.effects import Effect, Read, Send
+from replicas.core.base.manifest import (
     AnyManifest,
     Manifest,
     PartManifest,
@@ -24,6 +23,8 @@ from replicas.core.versions.manifest import (
     check_size,
     check_tensors,
 )
+from replicas.core.moving.attempt import Payload
+from replicas.core.versions.fetching import Cache, Fetch
 from replicas.core.versions.publishes import Publish
 from replicas.errors import ManifestMismatch
 from replicas.messages import ManifestPiece, Meta
@@ -119,7 +120,8 @@ class Joined(NamedTuple):
 
 
 def read(effect: Read) -> Joined:
-    """Run a :class:`~replicas.core.effects.Read`: all slow work on manifests is here.
+    """Run a :class:`~replicas.core.base.effects.Read`: all slow work on manifests is
+    here.
 
     :raises replicas.errors.ManifestMismatch: they are malformed, do not fit each other,
         or are too large together.

@@ -5,8 +5,8 @@ publishes. The first rank that begins it fixes the version. It is *packing* unti
 contributing rank (the leader, or all of them) has filled its slot; then it waits for
 its turn, in the order in which they were packed. It ends in exactly one verdict, which
 every rank of the replica gets, also one that begins late. The states are those of
-:data:`replicas.core.membership.PUBLISH`. One that was begun under another coordinator
-is announced as *resumed*, with the version number that it had there.
+:data:`replicas.core.base.membership.PUBLISH`. One that was begun under another
+coordinator is announced as *resumed*, with the version number that it had there.
 
 All ranks of one life of a replica count from the same number, whenever each of them
 joins: also a rank that joins when the others have published and left. It gets their
@@ -22,8 +22,8 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
+from replicas.core.base.membership import PUBLISH, PublishState
 from replicas.core.members.member_state import Life
-from replicas.core.membership import PUBLISH, PublishState
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.transfers import Transfer
 from replicas.messages import Filled, Packed, PublishBegin, ReceiptData, WireError

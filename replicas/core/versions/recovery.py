@@ -40,10 +40,10 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.core.effects import CommitDecision, MemberLost
-from replicas.core.ground import Ground
+from replicas.core.base.effects import CommitDecision, MemberLost
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.attempt import Payload
+from replicas.core.moving.ground import Ground
 from replicas.core.operations.pairing import Pairing
 from replicas.core.versions.commits import Commits
 from replicas.messages.identity import Member

@@ -7,7 +7,8 @@ when all of them have loaded this one, so that two ranks differ only for the tim
 load. The replica's loaded version is the one that *all* its ranks have loaded; while
 they differ it is 0. A rank that is lost, or fails to load, voids the round. One that
 *refuses* the version has loaded nothing of it: it keeps the one before, and takes part
-in the next round. The states are the table :data:`~replicas.core.membership.ROUND`.
+in the next round. The states are the table
+:data:`~replicas.core.base.membership.ROUND`.
 
 A rank that asks has no update open: with its ask it *gives back* a version that it was
 granted and has not looked at. As long as no rank has looked at a round's version, or
@@ -37,9 +38,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from replicas.core.effects import Effect, LoadFailed, ReplicaLoaded, Send
+from replicas.core.base.effects import Effect, LoadFailed, ReplicaLoaded, Send
+from replicas.core.base.membership import ROUND, RoundEvent, RoundState
 from replicas.core.members.member_state import MemberState
-from replicas.core.membership import ROUND, RoundEvent, RoundState
 from replicas.core.versions.steps import number_in
 from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
 from replicas.messages.identity import Member

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from replicas.core.effects import StepFell
+from replicas.core.base.effects import StepFell
 
 
 def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None:

@@ -33,7 +33,7 @@ from replicas.common.patience import Silence
 from replicas.linux.processes import send_signal
 from replicas.sidecar import wire
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
-from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.memory.buffers import Buffer
 
 KILL_GRACE_S = 1.0

@@ -47,14 +47,14 @@ from replicas.common.logs import Log
 from replicas.core.lives.leases import BEAT_S, END_S, Tenancy, local_patience_s
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.checks import examine_node
 from replicas.supervisor.agent.log_reader import LogReader
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.agent.orphans import clean_up
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.agent.token_file import TokenFile
-from replicas.supervisor.checks import examine_node
-from replicas.supervisor.shim.orders import Malformed
 from replicas.supervisor.state.run_state import machine as scope
+from replicas.supervisor.wire.orders import Malformed
 
 log = Log("replicas.agent")
 

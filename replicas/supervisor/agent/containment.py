@@ -14,7 +14,7 @@ from pathlib import Path
 from replicas.common.logs import Log
 from replicas.linux.cgroups import LIMITS, RunCgroups, find_own
 from replicas.supervisor.agent.node import Node
-from replicas.supervisor.shim.orders import NodeSpec
+from replicas.supervisor.wire.orders import NodeSpec
 
 log = Log("replicas.agent")
 

@@ -13,7 +13,7 @@ it *sent* a beat that was heard, and the supervisor waits longer than that after
 *received* one (:mod:`replicas.core.lives.leases`).
 
 What shims say and are told (specs, reports) keeps the form of
-:mod:`replicas.supervisor.shim.orders`, JSON objects with names: agent and supervisor
+:mod:`replicas.supervisor.wire.orders`, JSON objects with names: agent and supervisor
 may be of different releases when a supervisor is replaced. ``PROTOCOL`` is raised when
 a message changes its meaning; unknown fields are ignored. All that an agent sends has a
 bound: its texts, its shims, and each frame.
@@ -27,8 +27,8 @@ import msgspec
 
 from replicas.common.decoding import MALFORMED
 from replicas.messages.bounds import TEXT_LENGTH
+from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.checks import Demand, Finding
 
 PROTOCOL = 1
 Plain = dict[str, Any]

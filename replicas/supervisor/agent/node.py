@@ -26,8 +26,8 @@ from replicas.linux.processes import MARK, SHIM, command_line, send_signal, sign
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.cleanup.sweeping import UNSEEN, Sweep
 from replicas.supervisor.logs.pump import is_pump
-from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
 
 log = Log("replicas.agent")
 

@@ -43,7 +43,7 @@ from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.local import CONNECTING
 from replicas.supervisor.agent.machine import look
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.cleanup import leftovers
+from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.state import give_identity
 from replicas.trust.way import way_to
 

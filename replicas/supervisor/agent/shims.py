@@ -22,7 +22,7 @@ from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.forkservers import Forkservers
 from replicas.supervisor.agent.messages import Plain, ShimState, Start
 from replicas.supervisor.agent.node import Node, base_environment
-from replicas.supervisor.shim.orders import ExitReport, NodeSpec, OtherRelease
+from replicas.supervisor.wire.orders import ExitReport, NodeSpec, OtherRelease
 
 log = Log("replicas.agent")
 
@@ -117,7 +117,7 @@ class Shims:
     def start(self, order: Start) -> None:
         """Start a shim, unless it is known; what fails is told as its end.
 
-        :raises replicas.supervisor.shim.orders.Malformed: it is no spec.
+        :raises replicas.supervisor.wire.orders.Malformed: it is no spec.
         """
         nonce = str(order.spec.get("nonce", ""))
         if nonce in self._shims:

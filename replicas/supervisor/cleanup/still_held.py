@@ -21,7 +21,7 @@ from replicas.linux.processes import command_line
 from replicas.linux.smi import gpu_processes
 from replicas.linux.sockets import listeners
 from replicas.supervisor.cleanup.inventory import Belongings, descriptors
-from replicas.supervisor.shim.orders import Remains
+from replicas.supervisor.wire.orders import Remains
 from replicas.telemetry.events import Event, HeldUp
 
 CLEAR_S = 10.0

@@ -49,9 +49,9 @@ from replicas.supervisor.agent.messages import Hello, Order, ShimState
 from replicas.supervisor.fleet.awaited import Awaited
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.resources import Resources
-from replicas.supervisor.shim.orders import ExitReport, Malformed, NodeSpec
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord
+from replicas.supervisor.wire.orders import ExitReport, Malformed, NodeSpec
 from replicas.telemetry.events import Event, NodeChanged
 
 log = Log("replicas.supervisor")

@@ -18,8 +18,8 @@ from replicas.core.lives.ending import GENERATION, GENERATION_ACTIONS, Asked, Co
 from replicas.core.lives.lifecycle import Lifecycle
 from replicas.supervisor.cleanup.still_held import HoldUps
 from replicas.supervisor.fleet.causes import STOPPED, Cause, dropped, exited, verdict
+from replicas.supervisor.fleet.generation import STUCK_S, Generation, Host, ShimStarter
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.shim.generation import STUCK_S, Generation, Host, ShimStarter
 from replicas.telemetry.events import StacksSaved
 
 TURN_S = 2.0

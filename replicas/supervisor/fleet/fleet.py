@@ -53,11 +53,11 @@ from replicas.messages.bounds import text_of
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.course import new_turns
 from replicas.supervisor.fleet.external import External
+from replicas.supervisor.fleet.generation import Ground, ShimStarter, Starts
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
 from replicas.supervisor.fleet.resources import Resources
-from replicas.supervisor.shim.generation import Ground, ShimStarter, Starts
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
 from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled
 

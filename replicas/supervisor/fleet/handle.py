@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from replicas.supervisor.agent.messages import AskStacks, Kill, Meet, Order, ShimLeft, ShimState, Start, Stop
 from replicas.supervisor.cleanup.inventory import Belongings
-from replicas.supervisor.shim.orders import ExitReport, LogLoss, Remains, reading
+from replicas.supervisor.wire.orders import ExitReport, LogLoss, Remains, reading
 
 _STACKS_S = 5.0
 

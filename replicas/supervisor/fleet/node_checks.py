@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 import replicas
 from replicas.status import NodeStatus
+from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.messages import Examine, Examined
-from replicas.supervisor.checks import Demand, Finding
 from replicas.supervisor.fleet.cluster import Cluster
 
 ANSWER_S = 40.0

@@ -38,7 +38,7 @@ from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
 from replicas.supervisor.agent import messages as wire
-from replicas.supervisor.checks import Demand, Finding
+from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.fleet import node_checks
 from replicas.supervisor.fleet.agent_route import agent_route
 from replicas.supervisor.fleet.cluster import Cluster
@@ -48,10 +48,10 @@ from replicas.supervisor.fleet.local_agent import LocalAgent
 from replicas.supervisor.fleet.node_logs import NodesReader
 from replicas.supervisor.fleet.plans import may_grow
 from replicas.supervisor.fleet.resources import Resources
-from replicas.supervisor.shim.orders import ExitReport
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import ShimRecord, machine
 from replicas.supervisor.state.state import StateDir
+from replicas.supervisor.wire.orders import ExitReport
 from replicas.telemetry.events import Event
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from replicas.core.lives.restarts import Restarts, RestartVerdict
 from replicas.status import ReplicaState, ReplicaStatus
 from replicas.supervisor.fleet.causes import Cause, Health
 from replicas.supervisor.fleet.course import Course, new_turns
+from replicas.supervisor.fleet.generation import Host, ShimStarter
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.shim.generation import Host, ShimStarter
 from replicas.supervisor.state.run_state import SavedCause, ShimRecord
 
 REQUESTED = Cause("requested", "restart requested")

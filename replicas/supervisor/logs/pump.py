@@ -8,7 +8,7 @@ to some milliseconds).
 
 The shim makes the pipes and holds both ends of them, so that no writer ever gets
 SIGPIPE or notices the death of a pump: the shim
-(:mod:`replicas.supervisor.logs.pump_watcher`) forks another one, which ends a torn line
+(:mod:`replicas.supervisor.shim.pump_watcher`) forks another one, which ends a torn line
 and notes the gap in every log. What a killed pump had read and not written is lost: at
 most one read and one line.
 
@@ -52,9 +52,9 @@ from pathlib import Path
 from replicas.supervisor.logs.folding import Folder
 from replicas.supervisor.logs.log_file import RotatedFile
 from replicas.supervisor.logs.tee import Tee
-from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.guard import RANK_MARK
-from replicas.supervisor.shim.orders import note
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.guard import RANK_MARK
+from replicas.supervisor.wire.orders import note
 
 ALONE_S = 2.0
 """How long the pump goes on after the shim's death, in seconds."""

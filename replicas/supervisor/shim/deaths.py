@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from replicas.linux.processes import Child, has_zombie, is_below, is_stopped, signal_name, stat_fields
-from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.wire.orders import ExitReport, NodeSpec, RankExit
 
 RECENT_S = 60.0
 """How long before the main process a process may have died to be named, in seconds."""

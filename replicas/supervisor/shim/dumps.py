@@ -29,7 +29,7 @@ from typing import NamedTuple
 from replicas.linux import private, stacks
 from replicas.linux.processes import catches, children, is_below, signal_each, start_time
 from replicas.linux.stacks import Asked
-from replicas.supervisor.shim.orders import note
+from replicas.supervisor.wire.orders import note
 
 ANSWER_S = 2.0
 """How long a rank may take to write its stacks, in seconds."""

@@ -5,7 +5,7 @@
 these changes for a supervised replica:
 
 * it gets SIGTERM when the shim dies, on which torchrun drains its workers;
-* every worker starts behind the guard (:mod:`replicas.supervisor.shim.guard`), so that
+* every worker starts behind the guard (:mod:`replicas.supervisor.wire.guard`), so that
   none outlives this process;
 * the rendezvous decides nothing: the orders have the ranks. torchrun's own unpickles
   values of a TCPStore, which has no passwords: every process that reached the port
@@ -59,10 +59,10 @@ from replicas.common.foreign import lines, one_line
 from replicas.linux import inherited
 from replicas.linux.helpers import TORCHRUN
 from replicas.linux.processes import die_with_parent
-from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.guard import GUARD
-from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit, note
 from replicas.supervisor.shim.starting import guard_command, guard_orders, where
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.guard import GUARD
+from replicas.supervisor.wire.orders import ExitReport, NodeSpec, RankExit, note
 
 if _collects:
     gc.enable()

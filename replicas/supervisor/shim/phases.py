@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from replicas.common.table import Machine, Table
-from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S
+from replicas.supervisor.wire.orders import REMAINS_INTERVAL_S
 
 SWEEP_GRACE_S = 1.0
 """Time from SIGTERM to SIGKILL for remains of a replica that ended by itself."""

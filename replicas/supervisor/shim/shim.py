@@ -2,7 +2,7 @@
 
 The supervisor execs ``python -m replicas.supervisor.shim.shim --control FD --parent
 PID`` for each replica and node; orders come over the socketpair ``FD``
-(:mod:`replicas.supervisor.shim.orders`), the first of which says what to start. The
+(:mod:`replicas.supervisor.wire.orders`), the first of which says what to start. The
 shim is a subreaper, so every process that a rank forks, double-forks or puts into a
 session of its own stays below it. One thread, one loop over a selector, in the phases
 of :mod:`replicas.supervisor.shim.phases`:
@@ -67,14 +67,14 @@ from replicas.linux.processes import (
 )
 from replicas.supervisor.cleanup.inventory import Belongings, Stocktaking
 from replicas.supervisor.cleanup.sweeping import Grace, kill_group
-from replicas.supervisor.logs.pump_watcher import PumpWatcher
-from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.deaths import DeathWatch, Ends, StoppedWatch, exit_report
 from replicas.supervisor.shim.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
 from replicas.supervisor.shim.lease import Lease
-from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains, note
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
+from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.shim.starting import Starter
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.orders import ExitReport, NodeSpec, Remains, note
 
 ORPHAN_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""

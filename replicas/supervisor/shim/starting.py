@@ -15,10 +15,10 @@ from typing import Any
 from replicas.linux import cgroups, private
 from replicas.linux.helpers import apart, interpreter, python_module
 from replicas.linux.processes import Child
-from replicas.supervisor.logs.pump_watcher import PumpWatcher
-from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.guard import GUARD, pack
-from replicas.supervisor.shim.orders import NodeSpec
+from replicas.supervisor.shim.pump_watcher import PumpWatcher
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.guard import GUARD, pack
+from replicas.supervisor.wire.orders import NodeSpec
 
 
 class Starter:

@@ -50,7 +50,7 @@ from replicas.common.logs import Log
 from replicas.control.exit_codes import PREEMPTED
 from replicas.linux import private
 from replicas.linux.processes import start_time
-from replicas.supervisor.cleanup import leftovers
+from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.heritage import Heritage, heritage
 from replicas.supervisor.state.leases import Lease, Leases
 from replicas.supervisor.state.run_state import RunState, Saved, machine

@@ -41,8 +41,8 @@ import torch
 
 from replicas.common.logs import Log
 from replicas.errors import NoCapacity, Preflight, UsageError, WorldError
+from replicas.weights.copies.accelerator import Accelerator, DeviceMemory, Event, Registration
 from replicas.weights.devices import cuda_driver as driver
-from replicas.weights.devices.accelerator import Accelerator, DeviceMemory, Event, Registration
 from replicas.weights.devices.cuda_copies import enqueue
 from replicas.weights.devices.cuda_driver import DriverError, first_line, typed, uncaptured
 

@@ -29,7 +29,7 @@ from itertools import groupby
 
 import torch
 
-from replicas.weights.streaming import writing
+from replicas.weights.copies.streaming import writing
 
 LARGE_NBYTES = 8 << 20
 """From this size on, a copy within the device takes longer than its launch.

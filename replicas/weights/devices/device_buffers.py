@@ -43,7 +43,7 @@ from replicas.common.decoding import MALFORMED
 from replicas.errors import NoCapacity, UsageError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import reopen
-from replicas.weights.devices.accelerator import DeviceMemory, Event, device_of
+from replicas.weights.copies.accelerator import DeviceMemory, Event, device_of
 from replicas.weights.memory.buffers import Buffer
 
 PAGE_NBYTES = 4096

@@ -43,12 +43,12 @@ import torch
 from replicas.common.waits import Latch
 from replicas.errors import NoCapacity, ReplicasError, SyncError, WorldError
 from replicas.messages.bounds import text_of
-from replicas.weights.copying import Copier, Prefix, Progress, Step, copy_host
-from replicas.weights.devices.accelerator import Accelerator, Event
-from replicas.weights.digest import device_digest_of
-from replicas.weights.host_copies import unusable
+from replicas.weights.copies.accelerator import Accelerator, Event
+from replicas.weights.copies.copying import Copier, Prefix, Progress, Step, copy_host
+from replicas.weights.copies.digest import device_digest_of
+from replicas.weights.copies.host_copies import unusable
+from replicas.weights.copies.streaming import Moved, Private
 from replicas.weights.memory.buffers import Buffer
-from replicas.weights.streaming import Moved, Private
 
 DEVICE_NBYTES = 64 << 20
 """Bytes of copies from a device in one batch.

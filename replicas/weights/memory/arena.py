@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 An :class:`Arena` has a fixed number of own slots. Their states are the table ``SLOT``
-of :mod:`replicas.core.membership`: *free*, *filling* (one writer, a rank or its
+of :mod:`replicas.core.base.membership`: *free*, *filling* (one writer, a rank or its
 sidecar) or *held* (a complete version). Any number of readers may pin a held slot; a
 slot released while pinned is *leaving* until its last pin goes. :meth:`Arena.acquire`
 takes a free slot, or evicts the oldest version that is neither pinned nor protected.
@@ -42,12 +42,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from replicas.core.membership import SLOT, SlotEvent, SlotState
-from replicas.core.versions.manifest import Manifest, PartManifest
+from replicas.core.base.manifest import Manifest, PartManifest
+from replicas.core.base.membership import SLOT, SlotEvent, SlotState
 from replicas.errors import Gone
 from replicas.linux import locks
 from replicas.messages import SlotPlace
-from replicas.weights.digest import DigestKind
+from replicas.weights.copies.digest import DigestKind
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.mappings import KeptMappings
 from replicas.weights.memory.pool import Pool

@@ -49,7 +49,7 @@ from replicas.linux.scarce import SCARCE, limit
 from replicas.memory.beacon import own_door
 from replicas.memory.kept import Living, hold
 from replicas.messages import SlotPlace
-from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.memory.mappings import KeptMappings, Mapping, map_private, map_readable, map_shared
 
 _ALLOCATE_NBYTES = 64 << 20

@@ -39,7 +39,7 @@ from replicas.linux.files import reopen
 from replicas.linux.scarce import SCARCE, limit
 from replicas.memory.kept import Living, is_there
 from replicas.messages import SlotPlace
-from replicas.weights.devices.accelerator import Accelerator, Registration
+from replicas.weights.copies.accelerator import Accelerator, Registration
 
 KEPT_USES = 8
 """A kept mapping is dropped after this many uses of others."""

@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from replicas.common.logs import Log
 from replicas.errors import NoCapacity, WorldError
-from replicas.weights.devices.accelerator import device_of
+from replicas.weights.copies.accelerator import device_of
 from replicas.weights.memory.buffers import AllocationStopped, Buffer, available_nbytes
 from replicas.weights.memory.left import Left
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from replicas.core.versions.manifest import Manifest, PartManifest, Piece, TensorSpec
+from replicas.core.base.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.errors import Gone
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer

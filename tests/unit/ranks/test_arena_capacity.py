@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.errors import NoCapacity
 from replicas.weights.memory import buffers, pool
 from replicas.weights.memory.arena import Arena

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.core.versions.manifest import Manifest, Piece, TensorSpec
+from replicas.core.base.manifest import Manifest, Piece, TensorSpec
 from replicas.sidecar import buckets as cutting
 from replicas.sidecar.buckets import MAX_BUCKET_NBYTES, Bucket, bucket_limit, image_run, make_plan
 from replicas.sidecar.transfer import check_routes, scatter

@@ -15,7 +15,7 @@ import torch
 
 from replicas import messages as wire
 from replicas.memory import beacon
-from replicas.weights.digest import digest_of
+from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.arena import Arena, Slot
 from tests.support.scripted import MANIFEST, World
 
@@ -201,7 +201,7 @@ async def test_of_two_questions_for_the_host_the_newer_one_is_answered(
             assert knocking.wait(20)
         return len(beacons)
 
-    monkeypatch.setattr("replicas.channel.hub.find", slow)
+    monkeypatch.setattr("replicas.channel.session.hub.find", slow)
     own = beacon.own_beacon()
     target.tell(wire.Locate((own, own)))
     assert await asyncio.to_thread(begun.wait, 20)

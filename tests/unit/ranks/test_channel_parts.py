@@ -14,11 +14,11 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.operations.results import OperationCall
-from replicas.channel.pending import Pending, Receipt
+from replicas.channel.session.holdings import Holder
+from replicas.channel.session.pending import Pending, Receipt
 from replicas.channel.versions.filling import PublishJob
-from replicas.channel.versions.holdings import Holder
 from replicas.channel.versions.update import Update
-from replicas.core.versions.manifest import PartManifest
+from replicas.core.base.manifest import PartManifest
 from replicas.messages import Segment
 from replicas.messages.identity import Member
 from replicas.weights.feed import Feed

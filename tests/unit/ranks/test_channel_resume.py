@@ -13,11 +13,11 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.pending import Pending, Receipt
+from replicas.channel.session.pending import Pending, Receipt
 from replicas.channel.versions.filling import PublishJob
 from replicas.channel.versions.update import Update
-from replicas.core.versions.manifest import Manifest
-from replicas.weights.digest import digest_of
+from replicas.core.base.manifest import Manifest
+from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Arena, Slot
 from tests.support.channels import wait_until

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from replicas import environ
-from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.errors import Gone, NoCapacity, Preflight, UsageError, WorldError
 from replicas.memory.kept import MemoryHolder
-from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.copies.accelerator import accelerator
+from replicas.weights.copies.digest import digest_of
 from replicas.weights.devices.device_buffers import PAGE_NBYTES
-from replicas.weights.digest import digest_of
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.mappings import KeptMappings
@@ -169,7 +169,7 @@ def test_only_visible_devices_can_be_used(monkeypatch: pytest.MonkeyPatch, gpu: 
         gpu.select(GPU)
     other.close()
     monkeypatch.setenv("FAKE_FAULTS", "absent")
-    monkeypatch.setattr("replicas.weights.devices.accelerator._chosen", (0, "", None))
+    monkeypatch.setattr("replicas.weights.copies.accelerator._chosen", (0, "", None))
     with pytest.raises(WorldError, match="cannot use GPUs"):
         Buffer.allocate(10, "test", device=GPU)
     monkeypatch.undo()

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from replicas.errors import ManifestMismatch, SyncError, UsageError, WorldError
+from replicas.weights.copies.digest import device_digest_of, digest_of
 from replicas.weights.devices.device_copies import CopyOptions, DeviceCopies
-from replicas.weights.digest import device_digest_of, digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.loading import load_into, views
 from replicas.weights.memory.arena import Arena, Slot
-from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, packing_of, stage
+from replicas.weights.writable import WritableSlot
 from tests.support.device_memory import lingering_nbytes
 from tests.support.fake_accelerator import NAME, FakeAccelerator
 
@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAccelerator]:
     made = FakeAccelerator()
     monkeypatch.setenv("REPLICAS_ACCELERATOR", NAME)
     monkeypatch.setenv("FAKE_DELAY_S", "1e-6")
-    monkeypatch.setattr("replicas.weights.devices.accelerator._chosen", (os.getpid(), NAME, made))
+    monkeypatch.setattr("replicas.weights.copies.accelerator._chosen", (os.getpid(), NAME, made))
     yield made
     lingering_nbytes()  # what was closed is given back by now
 
@@ -280,7 +280,7 @@ def test_what_has_arrived_is_told_batch_by_batch(
     gpu: FakeAccelerator, monkeypatch: pytest.MonkeyPatch, device: str, hold: bool
 ) -> None:
     monkeypatch.setattr("replicas.weights.devices.device_copies.DEVICE_NBYTES", 128)
-    monkeypatch.setattr("replicas.weights.copying.PROGRESS_NBYTES", 1)
+    monkeypatch.setattr("replicas.weights.copies.copying.PROGRESS_NBYTES", 1)
     given = {str(number): torch.full((number, 5), float(number)) for number in range(9)}
     publish = Publish(given, device=device, hold=hold)
     packing = publish.pack()

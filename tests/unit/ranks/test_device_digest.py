@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from replicas.weights import digest as device_digest
-from replicas.weights.digest import DEVICE_PREFIX, DeviceDigest, device_digest_of, digest_of
+from replicas.weights.copies import digest as device_digest
+from replicas.weights.copies.digest import DEVICE_PREFIX, DeviceDigest, device_digest_of, digest_of
 
 BLOCK = 4096
 

@@ -19,14 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import Preflight, WorldError
 from replicas.sidecar import building, wire
 from replicas.sidecar.groups import CollectiveGroup, GlooGroup, Handle, NcclGroup
 from replicas.sidecar.process import SidecarProcess
 from replicas.sidecar.transfer import run_transfer
-from replicas.weights.digest import DeviceDigest, device_digest_of, digest_of
+from replicas.weights.copies.digest import DeviceDigest, device_digest_of, digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.packing import stage
@@ -364,7 +364,7 @@ def test_a_digest_is_made_of_what_the_other_thread_has_waited_for(monkeypatch: p
 
 
 def test_a_digest_of_pieces_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.weights.digest._BLOCK_NBYTES", 1 << 12)
+    monkeypatch.setattr("replicas.weights.copies.digest._BLOCK_NBYTES", 1 << 12)
     data = torch.arange(1 << 10, dtype=torch.int64).view(torch.uint8)[:-3]
     for cuts in ((), (5, 1000, 4099, 8000), (4096,)):
         stream = DeviceDigest()
@@ -379,7 +379,7 @@ def test_a_digest_of_pieces_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProcess]:
-    monkeypatch.setattr("replicas.weights.devices.accelerator._chosen", (0, "", None))  # as in a process of its own
+    monkeypatch.setattr("replicas.weights.copies.accelerator._chosen", (0, "", None))  # as in a process of its own
     monkeypatch.setenv("REPLICAS_ACCELERATOR", NAME)
     monkeypatch.setenv("FAKE_GPUS", "FAKE-0,FAKE-1")
     made = SidecarProcess(SimpleNamespace(transfer_ended=lambda transfer: None))  # type: ignore[arg-type]  # a fake

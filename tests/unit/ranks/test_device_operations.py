@@ -19,8 +19,8 @@ from replicas.channel.operations.scratch import (
     write_segments,
 )
 from replicas.errors import NoCapacity
+from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.devices import device_buffers
-from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.memory.buffers import Buffer
 from tests.support import fake_accelerator
 from tests.support.fake_accelerator import FakeAccelerator

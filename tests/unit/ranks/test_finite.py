@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from replicas import errors
-from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
+from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.testing import FakeRun
 from replicas.weights.finite import not_finite
 

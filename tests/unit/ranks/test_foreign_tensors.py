@@ -14,14 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from replicas.channel.operations.collectives import Collectives
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import Scratch, segments_of, write_segments
-from replicas.core.versions.manifest import segment_layout
+from replicas.core.base.manifest import segment_layout
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.messages.bounds import shown
+from replicas.weights.copies.tensors import check_modes
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import load_into
 from replicas.weights.memory.arena import Arena
 from replicas.weights.packing import Packer, stage
-from replicas.weights.tensors import check_modes
 from tests.support.packing import pack
 
 

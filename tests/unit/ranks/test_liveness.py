@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from replicas import errors
-from replicas.channel.hub import as_wire_error
+from replicas.channel.session.hub import as_wire_error
 from replicas.common.patience import PAUSE_S
 from replicas.linux.stalls import LOOK_INTERVAL_S, STARTING_S, STOPPED_S, StallWatch
 from replicas.sidecar import building, wire

@@ -13,10 +13,10 @@ import pytest
 from bench.scale_model import Rates, chain_s, leaders_of, messages_of, messages_to_commit, model
 from replicas import messages as wire
 from replicas.coordinator.sessions import Encoded, MemberSession
+from replicas.core.base.manifest import Manifest, PartManifest
 from replicas.core.members.member_state import Held, MemberState
 from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.versions import manifests
-from replicas.core.versions.manifest import Manifest, PartManifest
 from replicas.core.versions.manifests import merge_parts
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config

@@ -15,7 +15,7 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.operations.results import KEPT_RESULTS, OperationCall
-from replicas.channel.pending import Pending, Receipt
+from replicas.channel.session.pending import Pending, Receipt
 from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.handle import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, Failed

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 from torch import nn
 
-from replicas.core.versions.manifest import ITEM_NBYTES, Manifest, PartManifest, Piece, TensorSpec, item_nbytes
+from replicas.core.base.manifest import ITEM_NBYTES, Manifest, PartManifest, Piece, TensorSpec, item_nbytes
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.sidecar.buckets import Bucket, buckets_of_part, split_piece
 from replicas.sidecar.transfer import scatter
+from replicas.weights.copies.tensors import bits, torch_dtype
 from replicas.weights.feed import Feed, Mode, Shard
 from replicas.weights.loading import load_into, views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.packing import Packer, stage
-from replicas.weights.tensors import bits, torch_dtype
 from tests.support.packing import pack
 
 DTYPES = [name for name in ITEM_NBYTES if hasattr(torch, name)]

@@ -20,20 +20,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import nn
 
-from replicas.core.versions.manifest import Manifest, PartManifest, Piece, TensorSpec
+from replicas.core.base.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.errors import ManifestMismatch, UsageError
-from replicas.weights import streaming
-from replicas.weights.copy_pool import ALONE_NBYTES, CopyPool, helpers_for, one_thread
-from replicas.weights.copying import PROGRESS_NBYTES, Copier, Prefix, copy_pairs
-from replicas.weights.digest import BLOCK_NBYTES, Digest, digest_of
+from replicas.weights.copies import streaming
+from replicas.weights.copies.copy_pool import ALONE_NBYTES, CopyPool, helpers_for, one_thread
+from replicas.weights.copies.copying import PROGRESS_NBYTES, Copier, Prefix, copy_pairs
+from replicas.weights.copies.digest import BLOCK_NBYTES, Digest, digest_of
+from replicas.weights.copies.host_copies import LOOK, STEP_NBYTES
+from replicas.weights.copies.tensors import bits
 from replicas.weights.feed import Feed, Shard
-from replicas.weights.host_copies import LOOK, STEP_NBYTES
 from replicas.weights.layout import Places
 from replicas.weights.loading import piece_pairs, views
 from replicas.weights.memory.arena import Arena, Slot
-from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
-from replicas.weights.tensors import bits
+from replicas.weights.writable import WritableSlot
 from tests.support.packing import pack
 
 WAIT_S = 60.0
@@ -97,7 +97,7 @@ def test_one_thread_holds_for_this_thread_alone() -> None:
 
 
 def test_helpers_by_size_and_by_who_else_is_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.weights.copy_pool.os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("replicas.weights.copies.copy_pool.os.sched_getaffinity", lambda pid: set(range(8)))
     assert helpers_for(ALONE_NBYTES - 1) == 0
     assert helpers_for(2 * ALONE_NBYTES) == 2
     assert helpers_for(1 << 30) == 7
@@ -152,7 +152,7 @@ def test_the_digest_comes_though_no_more_threads_can_be_had(had: int, monkeypatc
         started.append(thread)
         start(thread)
 
-    monkeypatch.setattr("replicas.weights.copying.cores", lambda: 3)
+    monkeypatch.setattr("replicas.weights.copies.copying.cores", lambda: 3)
     monkeypatch.setattr(threading.Thread, "start", limited)
     with Copier(data, helpers=1, beside=False) as copier:
         copier.filled(0, LARGE)

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from replicas import errors
-from replicas.channel.pending import Pending, Receipt, SessionEnd
+from replicas.channel.session.pending import Pending, Receipt, SessionEnd
 from replicas.messages import ReceiptData
 from replicas.messages.identity import Member
 

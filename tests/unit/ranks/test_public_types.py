@@ -27,7 +27,7 @@ def test_only_what_is_public_is_told_of() -> None:
     found = [
         symbol("replicas.channel.channel.Channel.name", missing),
         symbol("replicas.channel.channel.Channel._hub", missing),
-        symbol("replicas.channel.hub.Hub.name", missing),
+        symbol("replicas.channel.session.hub.Hub.name", missing),
         symbol("replicas.errors.Busy", 'Type of base class "X" is partially unknown'),
         symbol("replicas.join", ambiguous=False),
     ]

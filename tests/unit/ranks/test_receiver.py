@@ -13,7 +13,7 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.pending import Pending
+from replicas.channel.session.pending import Pending
 from replicas.channel.versions import update as update_module
 from replicas.channel.versions.receive import Bound
 from replicas.channel.versions.update import Update

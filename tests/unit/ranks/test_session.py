@@ -19,8 +19,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 
 from replicas import errors
-from replicas.channel import session as session_module
-from replicas.channel.session import MALFORMED_MAX, SILENCE_S, Session
+from replicas.channel.session import session as session_module
+from replicas.channel.session.session import MALFORMED_MAX, SILENCE_S, Session
 from replicas.common.patience import PAUSE_S
 from replicas.messages import (
     PROTOCOL,

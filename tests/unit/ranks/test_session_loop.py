@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from replicas import errors
-from replicas.channel import loop as module
-from replicas.channel.hub import as_wire_error
-from replicas.channel.loop import SessionLoop, session_loop
-from replicas.channel.pending import Pending
+from replicas.channel.session import loop as module
+from replicas.channel.session.hub import as_wire_error
+from replicas.channel.session.loop import SessionLoop, session_loop
+from replicas.channel.session.pending import Pending
 from tests.support.scripted import World
 
 

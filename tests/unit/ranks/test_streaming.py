@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
-from replicas.weights import streaming
-from replicas.weights.copying import copy_pairs
-from replicas.weights.streaming import pays
+from replicas.weights.copies import streaming
+from replicas.weights.copies.copying import copy_pairs
+from replicas.weights.copies.streaming import pays
 
 LARGE = 9 << 20
 """More than one thread copies it."""

@@ -20,9 +20,9 @@ from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Share
 from replicas.linux.processes import MARK
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.shim.orders import ExitReport, NodeSpec, Remains
 from replicas.supervisor.state.run_state import ProcessRecord, ShimRecord
 from replicas.supervisor.state.state import StateDir
+from replicas.supervisor.wire.orders import ExitReport, NodeSpec, Remains
 from replicas.telemetry.events import Event
 
 STUCK_S = 8.0

@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from replicas.weights.tensors import span_nbytes
+from replicas.weights.copies.tensors import span_nbytes
 
 Addresses = npt.NDArray[np.uintp]
 """Addresses, or numbers of bytes, as an array."""

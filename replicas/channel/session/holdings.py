@@ -41,7 +41,7 @@ from typing import Any
 import msgspec
 
 from replicas.messages import Described, HeldVersion, Meta
-from replicas.weights.digest import digest_of
+from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.arena import Arena, Slot
 
 LOOK_S = 1.0

@@ -5,8 +5,8 @@ Theory of operation
 
 A copy is cut into steps of about 4 MiB for each thread; each fills one run of bytes.
 Bytes are copied with the GIL held, by threads in C
-(:mod:`replicas.weights.host_copies`); what torch has to copy, by a
-:class:`~replicas.weights.copy_pool.CopyPool`. Any helper of that pool may
+(:mod:`replicas.weights.copies.host_copies`); what torch has to copy, by a
+:class:`~replicas.weights.copies.copy_pool.CopyPool`. Any helper of that pool may
 hash any digest block whose bytes are all filled, in any order. The caller's thread
 hashes only a few MiB, which need no helper: it goes on when the last byte is copied,
 and the digest follows.
@@ -19,7 +19,7 @@ the last byte is copied; then as many threads as there are cores hash.
 Tensors on a GPU are copied by :mod:`replicas.weights.devices.device_copies`; here only
 :func:`copy_pairs` and :func:`copy_elements` copy them, on the caller's current stream,
 and wait. On a kind of device that is no
-:class:`~replicas.weights.devices.accelerator.Accelerator`, the caller's thread copies
+:class:`~replicas.weights.copies.accelerator.Accelerator`, the caller's thread copies
 them, with one synchronisation for each step.
 
 Steps begin in the order of their bytes, so the filled bytes grow from the start of the
@@ -40,12 +40,12 @@ import torch
 import xxhash
 
 from replicas.common.waits import locked
-from replicas.weights import streaming
-from replicas.weights.copy_pool import ALONE_NBYTES, CopyPool, cores, helpers_for
-from replicas.weights.devices.accelerator import accelerator
-from replicas.weights.digest import BLOCK_NBYTES, combined
-from replicas.weights.host_copies import STEP_NBYTES, Cut, HostCopies, Kinds, cuts_of, unusable
-from replicas.weights.tensors import why_unusable, written_as_bits
+from replicas.weights.copies import streaming
+from replicas.weights.copies.accelerator import accelerator
+from replicas.weights.copies.copy_pool import ALONE_NBYTES, CopyPool, cores, helpers_for
+from replicas.weights.copies.digest import BLOCK_NBYTES, combined
+from replicas.weights.copies.host_copies import STEP_NBYTES, Cut, HostCopies, Kinds, cuts_of, unusable
+from replicas.weights.copies.tensors import why_unusable, written_as_bits
 
 PROGRESS_NBYTES = 8 << 20
 """Bytes between two calls of ``progress``: as much as a sender sends at once."""

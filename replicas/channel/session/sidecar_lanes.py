@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from replicas import errors
-from replicas.channel.hub import Hub, Part, as_wire_error
+from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.common.logs import Log
 from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
 from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed

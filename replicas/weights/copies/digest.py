@@ -38,8 +38,8 @@ import torch
 import xxhash
 
 from replicas.common.waits import locked
-from replicas.weights.copy_pool import CopyPool, helpers_for
-from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.copies.accelerator import accelerator
+from replicas.weights.copies.copy_pool import CopyPool, helpers_for
 
 BLOCK_NBYTES = 16 << 20
 DigestKind = Literal["host", "device"]
@@ -167,7 +167,7 @@ def device_digest_of(data: torch.Tensor) -> str:
     """The digest of a contiguous run of bytes on any device; blocking.
 
     It runs on the thread's current stream: on the library's threads, call it inside
-    :meth:`~replicas.weights.devices.accelerator.Accelerator.on_side_stream`.
+    :meth:`~replicas.weights.copies.accelerator.Accelerator.on_side_stream`.
     """
     digest, whole = DeviceDigest(), data.numel() // _BLOCK_NBYTES * _BLOCK_NBYTES
     digest.update(data[:whole])

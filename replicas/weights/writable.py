@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from replicas.core.versions.manifest import PartManifest
+from replicas.core.base.manifest import PartManifest
 from replicas.errors import UsageError
 from replicas.weights.devices.device_copies import Begun
 from replicas.weights.loading import named_views

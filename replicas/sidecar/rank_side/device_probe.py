@@ -18,7 +18,7 @@ import torch
 from replicas.errors import Preflight
 from replicas.sidecar.rank_side.client import Forkserver
 from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
-from replicas.weights.devices.accelerator import device_of
+from replicas.weights.copies.accelerator import device_of
 from replicas.weights.memory.buffers import Buffer
 
 NONCE_NBYTES = 64

@@ -43,8 +43,8 @@ from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketExce
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.connection import CLOSE_TIMEOUT_S, Connection, dial
-from replicas.channel.loop import SessionLoop
+from replicas.channel.session.connection import CLOSE_TIMEOUT_S, Connection, dial
+from replicas.channel.session.loop import SessionLoop
 from replicas.common.backoff import Backoff
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock

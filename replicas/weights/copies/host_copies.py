@@ -7,9 +7,9 @@ Between any two lines of ours another thread may give a parameter other memory, 
 or resize it. So what was found out about a tensor holds only as long as it has its
 memory at the same address. A look (:meth:`Kinds.look`) notes the address first, then
 shape, dtype and strides. The copy asks for the address once more, while no Python code
-can run (:mod:`replicas.weights.streaming`). If it is another one, the tensors are
-looked at anew, and copied from or to where they are now: each tensor's bytes are the
-old or the new ones.
+can run (:mod:`replicas.weights.copies.streaming`). If it is another one, the tensors
+are looked at anew, and copied from or to where they are now: each tensor's bytes are
+the old or the new ones.
 
 A tensor that takes several steps is first replaced by a private alias, which keeps its
 storage. When even that memory goes, the copy ends with ManifestMismatch.
@@ -33,9 +33,9 @@ import torch
 
 from replicas.errors import ManifestMismatch, ReplicasError
 from replicas.messages.bounds import text_of
-from replicas.weights import streaming
-from replicas.weights.streaming import Addresses, Moved, Private
-from replicas.weights.tensors import is_copied, why_unusable, written_as_bits
+from replicas.weights.copies import streaming
+from replicas.weights.copies.streaming import Addresses, Moved, Private
+from replicas.weights.copies.tensors import is_copied, why_unusable, written_as_bits
 
 STEP_NBYTES = 4 << 20
 """Bytes per step and thread, about: 1 MiB made two threads a fifth slower, 16 MiB no

@@ -32,10 +32,10 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.loop import SessionLoop
-from replicas.channel.pending import Pending
-from replicas.channel.session import Session
-from replicas.channel.versions.holdings import Holdings, Leases
+from replicas.channel.session.holdings import Holdings, Leases
+from replicas.channel.session.loop import SessionLoop
+from replicas.channel.session.pending import Pending
+from replicas.channel.session.session import Session
 from replicas.common.logs import Log
 from replicas.memory.beacon import find
 from replicas.messages.bounds import text_of

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from replicas.config.structs import ChannelConfig
-from replicas.core.effects import Effect, Event, Past, Retried, Send
+from replicas.core.base.effects import Effect, Event, Past, Retried, Send
 from replicas.core.members.hosts import Hosts, Keeping
-from replicas.core.members.links import Links
 from replicas.core.members.member_state import HighWaterMarks
 from replicas.core.members.roster import Roster
 from replicas.core.moving.lanes import Lanes
+from replicas.core.moving.links import Links
 from replicas.messages import FromCoordinator
 from replicas.messages.identity import Member
 

@@ -5,8 +5,8 @@ Theory of operation
 
 The user's threads never touch a socket. They pass functions to this loop
 (:meth:`SessionLoop.call`) and wait, if at all, on a
-:class:`~replicas.channel.pending.Pending`. State of the loop changes on its thread
-only.
+:class:`~replicas.channel.session.pending.Pending`. State of the loop changes on its
+thread only.
 
 **Fork.** A forked child (a DataLoader worker) inherits the descriptors but not the
 thread. If the child kept a session open, it would hide the death of the rank. In the
@@ -32,8 +32,8 @@ and texts of its exceptions are made in the call.
 publish: admission, a slot     the publish's deadline, and memory being made
 =============================  ================================================
 
-They are waits on a :class:`~replicas.channel.pending.Pending`, each of which fails when
-this thread ends for good (:attr:`SessionLoop.end`), or a Latch with a limit.
+They are waits on a :class:`~replicas.channel.session.pending.Pending`, each of which
+fails when this thread ends for good (:attr:`SessionLoop.end`), or a Latch with a limit.
 
 **Exit.** At interpreter exit the open channels say good-bye, then the loop ends.
 ``atexit`` functions run before daemon threads are frozen.
@@ -52,7 +52,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from replicas import errors
-from replicas.channel.pending import Pending, SessionEnd
+from replicas.channel.session.pending import Pending, SessionEnd
 from replicas.common.logs import Log
 from replicas.common.waits import locked
 from replicas.linux.sockets import SocketAddress

@@ -25,7 +25,7 @@ from replicas.linux.needs import CALLS, missing
 from replicas.linux.processes import descendants
 from replicas.linux.smi import gpu_processes
 from replicas.supervisor.agent.machine import Machine, look
-from replicas.supervisor.cleanup import leftovers
+from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.run_state import RunState
 from replicas.supervisor.state.state import identity_of
 

@@ -33,8 +33,8 @@ from replicas.common.patience import Patience
 from replicas.linux.processes import send_signal
 from replicas.supervisor.logs.log_file import remove_old_generations
 from replicas.supervisor.logs.pump import COMM, Log, LogSource, Pump, waiting_nbytes
-from replicas.supervisor.shim import orders
-from replicas.supervisor.shim.orders import LogLoss, NodeSpec, note
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.orders import LogLoss, NodeSpec, note
 
 DRAIN_S = 2.0
 """How long the exit report waits for the last lines, in seconds."""

@@ -5,15 +5,15 @@ round is opened for it, nor for ranks of it that join only now. It is *busy* whi
 packs or moves a version of its own, takes part in a transfer (also as a giver), has
 ranks that load a version which others of it have loaded already, or has posted an
 operation that runs or, as it is live, may begin. When it is first not busy,
-:class:`~replicas.core.effects.ReplicaIdle` is emitted, once: the supervisor may end it
-then.
+:class:`~replicas.core.base.effects.ReplicaIdle` is emitted, once: the supervisor may
+end it then.
 """
 
 from __future__ import annotations
 
-from replicas.core.effects import ReplicaIdle
-from replicas.core.ground import Ground
+from replicas.core.base.effects import ReplicaIdle
 from replicas.core.members.member_state import MemberState
+from replicas.core.moving.ground import Ground
 from replicas.core.operations.operations import Operations
 from replicas.core.versions.commits import Commits
 from replicas.core.versions.rounds import Rounds

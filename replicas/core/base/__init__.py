@@ -1,0 +1,1 @@
+"""What the rest of the core builds on: effects, state tables, manifests."""

@@ -1,0 +1,1 @@
+"""What the supervisor, agents, shims and log pumps say to each other."""
