@@ -33,6 +33,7 @@ import torch
 import replicas
 from replicas import errors
 from replicas.channel import Channel, Pending, Update
+from replicas.control.log_files import Selection
 from replicas.coordinator import Coordinator
 from replicas.linux.processes import die_with_parent
 from replicas.messages.bounds import shown
@@ -69,6 +70,8 @@ BASE: dict[str, dict[str, Any]] = {
     "Supervisor.scale": {"group": "idle", "replicas": 1},
     "Supervisor.restart": {"target": "nobody"},
     "Supervisor.drain": {"target": "nobody"},
+    "Supervisor.drain_node": {"node": "nowhere"},
+    "Supervisor.read_logs": {"selection": Selection()},
     "Supervisor.reload": {"config": {}},
     "Supervisor.wait_ready": {"timeout": SHORT_S},
     "Supervisor.stacks": {"target": "nobody"},
