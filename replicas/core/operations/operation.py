@@ -53,7 +53,6 @@ class Operation:
     :ivar parked: it waits until the culprit is found.
     :ivar failures: number of failed attempts with these members.
     :ivar problem: message of the last failure.
-    :ivar apart: a pair that does not use the lane of its whole domain.
     """
 
     kind: str
@@ -72,7 +71,6 @@ class Operation:
     ran_at: float = 0.0
     failures: int = 0
     problem: str = ""
-    apart: bool = False
     lane: Lane | None = None
     probes: int = 0
     probe: Probe | None = None
@@ -208,19 +206,16 @@ class Faults:
 
     def verdict(
         self, operation: Operation, lane: Lane | None, error: errors.ReplicasError, now: float, *, final: bool = False
-    ) -> tuple[Literal["again", "apart", "stuck", "end"], errors.ReplicasError]:
+    ) -> tuple[Literal["again", "stuck", "end"], errors.ReplicasError]:
         """Judge a failure in ``lane``, which is counted already.
 
         ``final``: another attempt with the same group would fail in the same way.
 
         :returns: what follows, and the error to end with: ``again``: another lane;
-            ``apart``: a lane of the pair's own; ``stuck``: find the culprit, or end;
-            ``end``: end at once.
+            ``stuck``: find the culprit, or end; ``end``: end at once.
         """
         refused = isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go"
         parted = lane is not None and isinstance(error, errors.Preflight) and self._parted(operation, lane, error)
-        if operation.pairwise and lane is not None and len(lane.members) > 2 and (parted or not refused):
-            return "apart", error
         if refused and not parted:
             return "end", error
         if operation.deadline - now < ATTEMPT_MIN_S:
@@ -241,8 +236,6 @@ class Faults:
 
         A group that never worked is an error of set-up instead.
         """
-        if {member.name for member in lane.members}.isdisjoint(error.members):
+        if operation.pairwise or {member.name for member in lane.members}.isdisjoint(error.members):
             return False
-        if operation.pairwise:
-            return len(lane.members) > 2
         return self._roster.config.on_lost != "raise" and sum(map(self._has_worked, lane.members)) > 1

@@ -32,13 +32,13 @@ refuses** (a tensor that does not fit, no memory), or members that never worked 
 reach each other: a retry cannot help, and all get that error. Operations that share a
 lane with one that failed, or ended too late, are retried without counting a failure.
 
-**A pair** uses the lane of its whole domain, where that forms in time. Otherwise, or if
-that fails, the pair gets a lane of its own, independent of third members and their
-links. When that fails, too, the failure is the verdict of the two.
+**A pair** (``send`` and ``recv``) is a broadcast between two members that can do
+without neither. It runs in any lane that has formed with both; else in a lane of the
+two, which third members and their links do not concern. It has no culprit to find:
+its failure is the verdict of the two.
 
 **Lanes** are kept for the next operations. One with members that are not live, or that
-are all in a larger one (that has formed, if it is a pair's own), is closed when nothing
-runs in it.
+are all in a larger one that has formed, is closed when nothing runs in it.
 
 A verdict goes to all participants, the same to all. Members that were left out have had
 theirs.
@@ -61,8 +61,6 @@ from replicas.messages.identity import Member
 
 LATE_S = 1.0
 """Sidecars end a process group at its deadline; the coordinator this much later."""
-PAIR_PATIENCE_S = 2.0
-"""How long a pair waits for others to form a lane with them."""
 TRIAL_PAIRS = 8
 """A member is tried with up to this many of the others, evenly spread."""
 TRIAL_MIN_S = 1.0
@@ -117,26 +115,18 @@ class Operations:
             self._ground.send(post.member, operation.go(post, lane, now))
 
     def _lane_for(self, operation: Operation, now: float) -> Lane:
-        """Return a lane of its participants, or of a pair's whole domain."""
-        ground, roster, members = self._ground, self._roster, operation.participants
+        """Return a lane of its participants; for a pair also a formed larger one."""
+        lanes, roster, members = self._ground.lanes, self._roster, operation.participants
         wanted = roster.states(members)
-        formed = {lane.members for lane in ground.lanes.of(self) if lane.apart and lane.state == "formed"}
-        operation.apart = operation.apart or members in formed
-        whole = operation.pairwise and not operation.apart
-        if whole:  # of the responsive members
-            live = self.pairing.live(operation.domain)
-            wanted = [s for s in live if s in wanted or not roster.suspect(s, now)]
-            members = tuple(state.member for state in wanted)
         backend = self._backend(operation, wanted)
         there = {state.member for state in roster.live}
-        for lane in reversed(ground.lanes.of(self)):
-            within = whole and set(members) <= set(lane.members) <= there
+        for lane in reversed(lanes.of(self)):
+            formed = operation.pairwise and lane.state == "formed"
+            within = formed and set(members) <= set(lane.members) <= there
             if lane.backend == backend and (lane.members == members or within):
                 return lane
         timeout_s = form_timeout(max(0.001, operation.deadline - now))
-        lane = ground.lanes.open(wanted, backend, self, now, timeout_s, grace_s=LATE_S)
-        lane.apart = operation.apart
-        return lane
+        return lanes.open(wanted, backend, self, now, timeout_s, grace_s=LATE_S)
 
     def _close_idle_lanes(self) -> None:
         """Close lanes that are not in use, and not wanted any more."""
@@ -145,9 +135,8 @@ class Operations:
         busy = [operation.lane for operation in self.running]
         for lane in [lane for lane in lanes if lane not in busy]:
             members = set(lane.members)
-            larger = [other for other in lanes if members < set(other.members)]
-            spared = any(other.state == "formed" or not lane.apart for other in larger)
-            if spared or not members <= live:
+            larger = any(other.state == "formed" and members < set(other.members) for other in lanes)
+            if larger or not members <= live:
                 self._ground.lanes.close(lane)
 
     def _backend(self, operation: Operation, states: Sequence[MemberState]) -> Backend:
@@ -200,9 +189,7 @@ class Operations:
             self.close_lane(lane, "failed", now)
         for operation in [op for op in blamed if op.number in self._running]:
             verdict, last = self.faults.verdict(operation, lane, error, now, final=final)
-            if verdict == "apart":
-                operation.apart, operation.failures = True, 0
-            elif verdict == "stuck":
+            if verdict == "stuck":
                 operation.parked = self._probe(operation, error, now)
             if verdict == "end" or (verdict == "stuck" and not operation.parked):
                 self._end(operation, last, now)
@@ -370,10 +357,7 @@ class Operations:
         for late in self.pairing.held_up_by(busy, now):
             self._leave(late, now)
         for operation in self.running:
-            if operation.number not in self._running:
-                continue
-            if operation.pairwise:
-                self._part_from_others(operation, now)
+            if operation.number not in self._running or operation.pairwise:
                 continue
             awaited = self._roster.states(operation.awaited)
             silent = [state for state in awaited if state.live and self._roster.suspect(state, now)]
@@ -381,18 +365,6 @@ class Operations:
             if heard and all(operation.can_do_without(state.member) for state in silent):
                 for state in silent:
                     self._leave(state, now)
-
-    def _part_from_others(self, operation: Operation, now: float) -> None:
-        """Give a pair its own lane rather than wait for a third member."""
-        lane = operation.lane
-        if lane is None or lane.state != "forming" or len(lane.members) == 2:
-            return
-        third = self._roster.states(set(lane.members) - set(operation.participants))
-        if any(self._roster.suspect(state, now) for state in third):
-            self.close_lane(lane, "frozen", now)
-        elif now > lane.opened_at + PAIR_PATIENCE_S:
-            operation.apart, operation.lane = True, None
-            self._run(operation, now)
 
 
 class Trials:

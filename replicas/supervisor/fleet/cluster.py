@@ -33,7 +33,7 @@ import contextlib
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -46,13 +46,12 @@ from replicas.status import NodeStatus
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.agent.messages import Hello, Order, ShimState
-from replicas.supervisor.fleet.awaited import Awaited
+from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord
 from replicas.supervisor.wire.orders import ExitReport, Malformed, NodeSpec
-from replicas.telemetry.events import Event, NodeChanged
+from replicas.telemetry.events import NodeChanged
 
 log = Log("replicas.supervisor")
 
@@ -63,7 +62,7 @@ State = Literal["up", "away", "lost"]
 Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
 
 
-class Link(Protocol):
+class AgentLink(Protocol):
     """A connection to an agent."""
 
     def send(self, data: bytes) -> None:
@@ -71,41 +70,6 @@ class Link(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Site(Protocol):
-    """What the cluster asks its supervisor. Tests use fakes."""
-
-    @property
-    def resources(self) -> Resources: ...
-    @property
-    def emit(self) -> Callable[[Event], None]: ...
-    @property
-    def say(self) -> Callable[[str], None]: ...
-    def welcome(self, *, local: bool) -> wire.Welcome: ...
-    def limits(self, group: str) -> tuple[int | None, int | None]:
-        """Limits of memory, in bytes, and of processes of a replica."""
-        ...
-
-    def leaving(self, node: str, reason: str) -> None:
-        """Drain a node that is about to be taken away."""
-        ...
-
-    def new_token(self) -> wire.NewToken:
-        """The present tokens of the run."""
-        ...
-
-    def is_own(self, hello: wire.Hello) -> bool:
-        """Whether it is the agent that this supervisor has started, or taken over."""
-        ...
-
-    def write_leases(self, leases: Sequence[Lease]) -> None:
-        """Have these leases on disk. OSError: it cannot be done."""
-        ...
-
-    def nodes_changed(self) -> None:
-        """Handle a node that came, went, or changed what it offers."""
-        ...
 
 
 class _Member:
@@ -121,7 +85,7 @@ class _Member:
         self.labels: dict[str, str] = {}
         self.machine = Machine()
         self.limits_refused = ""
-        self.link: Link | None = None
+        self.link: AgentLink | None = None
         self.heard_at = now
         self.drain = 0
         """Number of the drain that is under way, or has been done; 0: there is none."""
@@ -148,14 +112,26 @@ class _Member:
 class Cluster:
     """The nodes of a run. For the event loop's thread only.
 
-    :param local: name of the supervisor's own node.
     :param lease_s: time after which a node of which nothing is heard is lost.
     :param outlives_s: for how long the own node's processes may outlive the supervisor.
+    :param is_own: tells whether this supervisor has started, or taken over, the agent
+        of a Hello that came through the run's own socket.
+    :param leaving: called with a node that is about to be taken away, and the reason.
     """
 
-    def __init__(self, site: Site, *, local: str, lease_s: float, outlives_s: float = 0.0) -> None:
-        self._site, self._local, self._lease_s, self._outlives_s = site, local, lease_s, outlives_s
-        self.awaited = Awaited(site.write_leases)
+    def __init__(
+        self,
+        context: FleetContext,
+        *,
+        lease_s: float,
+        outlives_s: float = 0.0,
+        is_own: Callable[[Hello], bool],
+        leaving: Callable[[str, str], None],
+    ) -> None:
+        self._context, self._lease_s, self._outlives_s = context, lease_s, outlives_s
+        self._is_own, self._leaving = is_own, leaving
+        self._local = context.resources.local
+        self.awaited = context.awaited
         self._members: dict[str, _Member] = {}
         self._loop = asyncio.get_running_loop()
         self._clock = PauseClock(math.inf)
@@ -180,14 +156,16 @@ class Cluster:
         :raises OSError: the replica has no place on a node that is known.
         """
         try:
-            name = self._site.resources.node(spec.group, spec.replica, spec.node)
+            name = self._context.resources.node(spec.group, spec.replica, spec.node)
         except LookupError:
             raise OSError(f"{spec.group}/{spec.replica} has no node") from None
         member = self._members.get(name)
         if member is None:
             raise OSError(f"node {name} is not there")
-        memory_nbytes, max_processes = self._site.limits(spec.group)
-        order = wire.Start(spec=spec.message()["spec"], memory_nbytes=memory_nbytes, max_processes=max_processes)
+        limits = self._context.config.groups[spec.group].resources
+        order = wire.Start(
+            spec=spec.message()["spec"], memory_nbytes=limits.memory_nbytes, max_processes=limits.max_processes
+        )
         handle = self._handle(spec.nonce, member, changed, start=order)
         if member.state != "up":  # since the replica took its place there: no failure of its own
             handle.end(ExitReport("node", text=f"node {name} is {member.state}"))
@@ -250,7 +228,7 @@ class Cluster:
 
     # ------------------------------------------------------------ agents
 
-    def hello(self, hello: Hello, link: Link, *, local: bool, seen_at: str) -> str:
+    def hello(self, hello: Hello, link: AgentLink, *, local: bool, seen_at: str) -> str:
         """Take an agent, or refuse it.
 
         :param local: it came through the run's own socket.
@@ -275,14 +253,14 @@ class Cluster:
         member.local, member.release, member.labels = local, hello.release, dict(hello.labels)
         member.address = hello.address or seen_at
         member.limits_refused = hello.limits_refused
-        member.machine = hello.machine or self._site.resources.machine
+        member.machine = hello.machine or self._context.resources.machine
         if not local and (not again or before == "lost"):
             member.drain = 0  # it offers its node anew
         if released := hello.incarnation in self._released:
             member.drain = member.drain or next(self._drains)
-        member.send(self._site.welcome(local=local))
+        member.send(self._welcome(local=local))
         if not local:
-            member.send(self._site.new_token())  # it may have been away when they were replaced
+            member.send(self._new_token())  # it may have been away when they were replaced
         self._compare(member, hello.shims)
         self._settle(member)
         if member.cleaning:
@@ -295,13 +273,29 @@ class Cluster:
             self.joined.set()
         return name
 
+    def _welcome(self, *, local: bool) -> wire.Welcome:
+        context, tokens = self._context, self._context.coordinator.tokens
+        return wire.Welcome(
+            run=context.config.run.name,
+            supervisor=self.incarnation,
+            lease_s=0.0 if local else self._lease_s,
+            adopt_s=context.config.run.adopt_s,
+            endpoint="" if local else context.coordinator.endpoint,
+            token="" if local else tokens.text("member"),
+            state_id=context.state.identity,
+        )
+
+    def _new_token(self) -> wire.NewToken:
+        tokens = self._context.coordinator.tokens
+        return wire.NewToken(tokens.text("member"), tokens.text("operator"))
+
     def _refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
         if hello.protocol != wire.PROTOCOL:
             text = f"this agent speaks protocol {hello.protocol}, the supervisor {wire.PROTOCOL}: install one release"
             return wire.Refused(message=text)
         if hello.node not in self._members and len(self._members) >= NODES_MAX:
             return wire.Refused(message=f"a run has {NODES_MAX:,} nodes at most", again=True)
-        if local and not self._site.is_own(hello):
+        if local and not self._is_own(hello):
             return wire.Refused(message="another agent of this machine has taken the place of this one")
         member = self._members.get(hello.node)
         if member is not None and member.incarnation != hello.incarnation:
@@ -393,7 +387,7 @@ class Cluster:
             member.handles.pop(state.nonce, None)
             member.send(wire.Forget(state.nonce))
             if member.drain:
-                self._site.nodes_changed()
+                self._nodes_changed()
 
     def _stranger(self, member: _Member, state: ShimState) -> ShimHandle:
         if len(member.handles) >= wire.SHIMS_MAX:
@@ -402,7 +396,7 @@ class Cluster:
         def changed() -> None:
             if handle.gone.is_set() and member.state != "lost":
                 self._offer(member)
-                self._site.nodes_changed()
+                self._nodes_changed()
 
         handle = member.handles[state.nonce] = self._handle(state.nonce, member, changed)
         self.awaited.stranger(state, handle)
@@ -444,7 +438,7 @@ class Cluster:
                         left.end(ExitReport("node", text=f"the agent of node {member.name} died"))
                 self._settle(member)
             case wire.Leaving(reason):
-                self._site.leaving(node, one_line(reason))
+                self._leaving(node, one_line(reason))
             case wire.LogReply(number=number) | wire.Examined(number=number):
                 asked = self._replies.pop((type(message), number), None)
                 if asked is not None and not asked.done():
@@ -452,7 +446,7 @@ class Cluster:
             case _:
                 log.error("an unexpected %s of the agent of node %s", type(message).__name__, node)
 
-    def closed(self, node: str, link: Link) -> None:
+    def closed(self, node: str, link: AgentLink) -> None:
         """Handle the end of a connection."""
         member = self._members.get(node)
         if member is None or member.link is not link:
@@ -487,8 +481,8 @@ class Cluster:
                     del self._members[member.name]
 
         if self.awaited.tick(now):
-            self._site.say("all leases of an earlier supervisor are over")
-            self._site.nodes_changed()
+            self._context.say("all leases of an earlier supervisor are over")
+            self._nodes_changed()
 
     def _end_elsewhere(self, member: _Member, now: float) -> None:
         """Take what an agent of that name had elsewhere for ended, with its lease."""
@@ -503,10 +497,6 @@ class Cluster:
         """Forget leases of earlier agents of the node of which nothing is left."""
         if not (member.elsewhere or member.cleaning):
             self.awaited.end(member.name, but=member.incarnation)
-
-    def blocks(self, group: str, replica: int) -> str:
-        """What a replica must not start before, as in "waits ..."; empty: nothing."""
-        return self.awaited.blocks(group, replica, self._loop.time())
 
     def silent_s(self, node: str) -> float:
         """Seconds since a beat of this node."""
@@ -531,7 +521,7 @@ class Cluster:
             handle.end(ExitReport("node", text=f"node {member.name} was lost: {reason}"))
 
     def _offer(self, member: _Member) -> None:
-        resources = self._site.resources
+        resources = self._context.resources
         if member.state == "lost":
             resources.withdraw(member.name)
             return
@@ -544,11 +534,15 @@ class Cluster:
     def _changed(self, member: _Member, before: State, reason: str = "", *, shown: str = "") -> None:
         after = shown or member.state
         if member.state != before and not self._over and not (member.local and member.state == "up"):
-            self._site.emit(
+            self._context.emit(
                 NodeChanged(node=member.name, before=before, after=after, reason=reason, address=member.address)
             )
-            self._site.say(f"node {member.name}: {after}{': ' if reason else ''}{reason}")
-        self._site.nodes_changed()
+            self._context.say(f"node {member.name}: {after}{': ' if reason else ''}{reason}")
+        self._nodes_changed()
+
+    def _nodes_changed(self) -> None:
+        self._context.look()
+        self._context.save()
 
     # ------------------------------------------------------------ orders of people
 
@@ -569,7 +563,7 @@ class Cluster:
         member = self._members[node]
         member.drain = member.drain or next(self._drains)
         self._offer(member)
-        self._site.nodes_changed()
+        self._nodes_changed()
         return member.drain
 
     def undrain(self, node: str) -> None:
@@ -578,11 +572,11 @@ class Cluster:
         member.drain = 0
         self._released.discard(member.incarnation)
         self._offer(member)
-        self._site.nodes_changed()
+        self._nodes_changed()
 
     def drains(self, node: str, number: int) -> bool:
-        """Whether this drain still stands: nobody has undone it, and no other agent has
-        taken the place of the one that leaves."""
+        """Return True if drain ``number`` is still in effect: it was not undone, and
+        the node has the same agent."""
         member = self._members.get(node)
         return member is None or member.drain == number
 
@@ -611,7 +605,7 @@ class Cluster:
         """Give the agents of other machines the present tokens."""
         for node in self._members.values():
             if not node.local:
-                node.send(self._site.new_token())
+                node.send(self._new_token())
 
     def unreached(self) -> tuple[str, ...]:
         """The nodes that may run on, and do not hear of another token now."""
@@ -630,7 +624,7 @@ class Cluster:
             member.send(wire.Over(reason))
 
     async def closed_all(self, timeout_s: float) -> None:
-        """Wait until the agents of other machines have hung up, or for so long."""
+        """Wait up to ``timeout_s`` for the agents of other machines to disconnect."""
         deadline = self._loop.time() + timeout_s
         while any(one.link is not None and not one.local for one in self._members.values()):
             left = deadline - self._loop.time()
@@ -686,7 +680,7 @@ class Cluster:
 
     def status(self) -> tuple[NodeStatus, ...]:
         now = self._loop.time()
-        resources = self._site.resources
+        resources = self._context.resources
         return tuple(
             NodeStatus(
                 name=member.name,

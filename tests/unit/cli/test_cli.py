@@ -260,8 +260,10 @@ def test_a_bad_config_ends_with_78_and_every_problem(
 BROKEN = {
     "an unknown key": CONFIG.replace("replicas = 2", "replica = 2"),
     "a script that is gone": CONFIG.replace("train.py", "trian.py"),
-    "half a line": CONFIG + "[groups.new",
     "no text": CONFIG + "# caf\udce9\n",
+}
+NO_TOML = {
+    "half a line": CONFIG + "[groups.new",
     "a key twice": CONFIG + "[groups.trainer]\n",
     "a number without measure": CONFIG + f"[groups.new]\nreplicas = {'9' * 5000}\n",
     "nesting without measure": CONFIG + f"[groups.new]\nreplicas = {'[' * 5000}\n",
@@ -282,14 +284,29 @@ def test_a_run_is_seen_and_stopped_while_its_config_has_problems(
     assert cli.main(["reload", "grpo.toml"]) == 0, "the supervisor is asked: its events and metrics tell of the refusal"
 
 
+@pytest.mark.parametrize("what", NO_TOML)
+def test_a_run_whose_config_is_no_toml_is_addressed_without_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], supervisor: tuple[type[Handler], str], what: str
+) -> None:
+    _, endpoint = supervisor
+    write_endpoint(folder, endpoint)
+    (folder / "grpo.toml").write_text(NO_TOML[what])
+    assert cli.main(["status", "grpo.toml"]) == 78
+    title, *_, hint = capsys.readouterr().err.splitlines()
+    assert title == "replicas: grpo.toml: 1 problem"
+    assert hint.endswith("(without CONFIG, in its folder, the command addresses the only run there)")
+    assert cli.main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == "grpo"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('[run]\nname = "a"\n[groups', ".replicas/a"),
-        ("[run] # the run\nname = 'a'  # its name\nstop_when = [", ".replicas/a"),
-        ('[run]\nname = "a"\nstate_dir = "b"\n[[[', "b"),
-        ('[groups.x]\nname = "a"\n[[[', None),
-        ('[run]\nname = "../a"\n[[[', None),
+        ("[run] # the run\nname = 'a'  # its name\n", ".replicas/a"),
+        ('[run]\nname = "a"\nstate_dir = "b"\n', "b"),
+        ('[run]\nname = "a"\n[groups', None),
+        ('[groups.x]\nname = "a"\n', None),
+        ('[run]\nname = "../a"\n', None),
         ("[run]\nname = 3\n", None),
         ("run = 3\n", None),
     ],

@@ -52,13 +52,13 @@ CODE_LINES_MAX = 34_650
 """A feature that needs more says in its commit what it removes instead."""
 LINES_MAX = 450
 LONG = {
-    "supervisor/supervisor.py": 781,
-    "supervisor/fleet/cluster.py": 706,
+    "supervisor/supervisor.py": 769,
+    "supervisor/fleet/cluster.py": 700,
     "core/moving/transfers.py": 652,
-    "supervisor/fleet/fleet.py": 608,
+    "supervisor/fleet/fleet.py": 582,
     "coordinator/engine.py": 534,
     "core/versions/commits.py": 527,
-    "supervisor/fleet/replica.py": 506,
+    "supervisor/fleet/replica.py": 499,
     "coordinator/coordinator.py": 498,
     "channel/versions/publish.py": 487,
     "core/members/roster.py": 480,
@@ -68,7 +68,6 @@ LONG = {
     "core/channel.py": 459,
     "supervisor/agent/agent.py": 455,
     "core/operations/pairing.py": 454,
-    "supervisor/fleet/nodes.py": 452,
     "config/structs.py": 452,
     "channel/session/hub.py": 451,
 }

@@ -26,25 +26,16 @@ EIGHT = Machine(gpus=tuple("01234567"), cpus=64, memory_nbytes=1 << 40)
 HANGS = Life(start_s=1e6)
 
 
-class Site:
-    """A yard with a config that can change, on a machine with eight GPUs."""
-
-    def __init__(self, made: Fleet, yard: Yard) -> None:
-        self.fleet, self.resources = made, yard.resources
-        self.config = yard.config
-        self.emit, self.say = yard.emit, yard.say
-
-    async def check_plan(self, config: Config) -> Machine:
-        refuse_unfit(config, EIGHT)
-        return EIGHT
+async def check_plan(config: Config) -> Machine:
+    refuse_unfit(config, EIGHT)
+    return EIGHT
 
 
 @asynccontextmanager
 async def reloadable(*groups: GroupConfig, **options: Any) -> AsyncIterator[tuple[Reloading, Fleet, Yard]]:
     async with fleet(*groups, **options) as (made, yard):
-        site = Site(made, yard)
-        site.resources.plan(site.config, EIGHT)
-        yield Reloading(site), made, yard
+        yard.resources.plan(yard.config, EIGHT)
+        yield Reloading(yard.context, lambda: made, check_plan), made, yard
 
 
 def test_a_reload_that_mends_a_roll_without_end_takes_its_place() -> None:

@@ -17,7 +17,6 @@ from replicas.supervisor.agent.agent import Agent, Link
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.fleet.cluster import Cluster, Site
 from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from tests.support.agents import Field
 from tests.support.fleets import group_of
@@ -121,8 +120,7 @@ def test_what_a_supervisor_is_told() -> None:
 
     async def story() -> None:
         field = Field((group_of("a"),), {})
-        field.fleet = cast("Any", _Looks())
-        cluster = Cluster(cast("Site", field), local="local", lease_s=10.0)
+        cluster = field.cluster
         link = _Deaf()
         assert cluster.hello(hello, link, local=False, seen_at="h") == "n1"
         refused = 0
@@ -141,10 +139,6 @@ def test_what_a_supervisor_is_told() -> None:
         assert "n1" in {node.name for node in cluster.status()}
 
     virtually(story())
-
-
-class _Looks:
-    def look(self) -> None: ...
 
 
 class _Deaf:

@@ -101,7 +101,7 @@ async def test_a_reload_that_had_not_come_to_all_replicas_goes_on() -> None:
         await made.replace_supervisor(after)
         outdated = made.fleet.groups["a"].outdated
         assert [replica.name for replica in outdated] == ["a/1", "a/2"]
-        reloading = Reloading(cast("Any", made))
+        reloading = Reloading(made.context, lambda: made.fleet, cast("Any", None))
         await asyncio.wait_for(reloading.catch_up({"a": outdated}), 60)
         assert generations(made) == {"a/0": 2, "a/1": 2, "a/2": 2}
         assert made.fleet.groups["a"].outdated == []

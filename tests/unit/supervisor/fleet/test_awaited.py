@@ -20,7 +20,7 @@ def generations(made: Field) -> dict[str, int]:
 
 
 def leased(made: Field) -> list[str]:
-    return sorted(lease.node for lease in made.leases)
+    return sorted(lease.node for lease in made.leases.written)
 
 
 def reasons(made: Field) -> dict[str, str]:
@@ -126,7 +126,7 @@ async def test_an_agent_that_gets_no_other_lease_is_not_waited_for() -> None:
         made.resources.offer("local", Machine(cpus=1), {})
         await asyncio.sleep(OUTLIVES_S / 2)
         assert made.states() == {"a/0": "ready"}
-        assert [(lease.node, lease.unseen) for lease in made.leases] == [("local", False)]
+        assert [(lease.node, lease.unseen) for lease in made.leases.written] == [("local", False)]
 
 
 @history
@@ -149,13 +149,13 @@ async def test_an_agent_of_another_namespace_does_not_take_the_own_node() -> Non
 @history
 async def test_an_agent_is_not_taken_while_its_lease_cannot_be_written_down() -> None:
     async with field(group_of("a")) as made:
-        made.disk_problem = "No space left on device"
+        made.leases.problem = "No space left on device"
         node = made.join("n1")
         await asyncio.sleep(3)
         assert node.refused == "the supervisor cannot write its lease down: No space left on device"
         assert made.states() == {"a/0": "pending"}
         assert leased(made) == []
-        made.disk_problem = ""
+        made.leases.problem = ""
         await asyncio.sleep(5)
         assert made.states() == {"a/0": "ready"}
         assert leased(made) == ["n1"]
@@ -170,7 +170,7 @@ async def test_leases_that_are_over_are_forgotten() -> None:
         one.kill()
         one.start_again()
         await asyncio.sleep(5)
-        assert sorted(lease.incarnation for lease in made.leases) == ["n1.n1.11", "n2.n2.1"]
+        assert sorted(lease.incarnation for lease in made.leases.written) == ["n1.n1.11", "n2.n2.1"]
         one.cut = True
         await asyncio.sleep(lost_after_s(LEASE_S) + 3)
         assert leased(made) == ["n2"]

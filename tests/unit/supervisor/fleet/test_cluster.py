@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
-from typing import cast
 
 import msgspec
 import pytest
@@ -19,9 +18,7 @@ from replicas.errors import UsageError, WorldError
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Demand
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.fleet import cluster as fleet_cluster
 from replicas.supervisor.fleet.node_checks import ANSWER_S, examine
-from replicas.supervisor.fleet.nodes import Nodes, Site
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.wire.orders import ExitReport, NodeSpec
 from replicas.telemetry.events import HeldUp, NodeChanged
@@ -30,13 +27,6 @@ from tests.support.fleets import Life, config_of, group_of
 from tests.support.virtual import history, virtually
 
 SPREAD = PlacementConfig(spread=True)
-
-
-def nodes_of(made: Field) -> Nodes:
-    """What a supervisor's orders about nodes go through."""
-    nodes = Nodes(cast("Site", made))
-    nodes._cluster = made.cluster
-    return nodes
 
 
 def changes(made: Field, node: str) -> list[str]:
@@ -115,11 +105,11 @@ def told_by_coordinator(made: Field) -> None:
 def seen_by_supervisor(made: Field) -> None:
     """Its look at the members may be the first to find their heartbeats too old."""
     old = Readiness(ready=True, heartbeat_age_s=4.1)
-    made.fleet.on_channel = lambda group: True  # type: ignore[method-assign]
+    made.context.on_channel = lambda group: True  # type: ignore[method-assign]
     made.readiness = lambda *_: old  # type: ignore[method-assign]
     for replica in made.fleet.groups["a"].replicas.values():
         replica.check(asyncio.get_running_loop().time())
-    made.fleet.on_channel = lambda group: False  # type: ignore[method-assign]
+    made.context.on_channel = lambda group: False  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("notice", [told_by_coordinator, seen_by_supervisor])
@@ -234,7 +224,7 @@ async def test_a_supervisor_with_a_shorter_lease_waits_for_that_of_the_one_befor
     async with field(group_of("a")) as made:
         made.join("n1")
         await asyncio.sleep(1)
-        again = fleet_cluster.Cluster(cast("fleet_cluster.Site", made), local="local", lease_s=1.0)
+        again = made.new_cluster(lease_s=1.0)
         again.expect(made.cluster.records(), ())
         began = asyncio.get_running_loop().time()
         while again.status()[0].state != "lost":
@@ -250,7 +240,7 @@ async def test_gpus_of_what_is_not_taken_over_are_free_when_it_is_gone() -> None
         await made.fleet.drain()
         made.join("n1", gpus=2)
         await asyncio.sleep(2)
-        nodes = nodes_of(made)
+        nodes = made.nodes()
         nodes.adopting = True
         records = tuple(
             ShimRecord(nonce=name, group=name, replica=0, generation=1, agent="n1", gpus=(gpu,))
@@ -344,7 +334,7 @@ async def test_a_drained_node_gives_its_replicas_away() -> None:
         await asyncio.sleep(3)
         made.join("n2")
         await asyncio.sleep(2)
-        await asyncio.wait_for(nodes_of(made).drain("n1"), 30)
+        await asyncio.wait_for(made.nodes().drain("n1"), 30)
         await asyncio.sleep(2)
         assert {made.where(name) for name in made.states()} == {"n2"}
         assert [node.name for node in made.cluster.status()] == ["n2"]
@@ -360,7 +350,7 @@ async def test_a_drain_that_is_undone_sends_no_agent_away() -> None:
         await asyncio.sleep(3)
         made.join("n2")
         await asyncio.sleep(2)
-        nodes = nodes_of(made)
+        nodes = made.nodes()
         drained = asyncio.create_task(nodes.drain("n1"))
         await asyncio.sleep(2)
         await nodes.drain("n1", undo=True)
@@ -380,7 +370,7 @@ async def test_a_drain_ends_with_the_agent_that_it_was_for() -> None:
     async with field(group_of("a"), lives={"a": [Life(stop_s=20.0), Life()]}) as made:
         one = made.join("n1")
         await asyncio.sleep(3)
-        nodes = nodes_of(made)
+        nodes = made.nodes()
         drained = asyncio.create_task(nodes.drain("n1"))
         await asyncio.sleep(2)
         one.kill()
@@ -398,7 +388,7 @@ async def test_a_drained_agent_that_was_away_is_let_go_when_it_is_back() -> None
         one = made.join("n1")
         await asyncio.sleep(3)
         made.join("n2")
-        drained = asyncio.create_task(nodes_of(made).drain("n1"))
+        drained = asyncio.create_task(made.nodes().drain("n1"))
         await made.fleet.until(lambda: made.cluster.is_empty("n1"))
         one.cut = True
         one.hang_up()
@@ -415,7 +405,7 @@ async def test_the_next_supervisor_goes_on_with_the_drain_of_a_node() -> None:
         made.join("n1")
         await asyncio.sleep(1)
         made.cluster.drain("n1")
-        again = fleet_cluster.Cluster(cast("fleet_cluster.Site", made), local="local", lease_s=LEASE_S)
+        again = made.new_cluster()
         again.expect(made.cluster.records(), ())
         assert again.draining() == ["n1"]
 
@@ -501,7 +491,7 @@ async def test_an_agent_of_another_protocol_is_refused() -> None:
 def waiting_for(made: Field, nodes: int, timeout_s: float = 60.0) -> None:
     """The run waits for so many nodes before its first replica starts."""
     cluster = ClusterConfig(local=False, min_nodes=nodes, join_timeout_s=timeout_s)
-    made.fleet.config = made.config = msgspec.structs.replace(made.config, cluster=cluster)
+    made.context.config = msgspec.structs.replace(made.config, cluster=cluster)
     made.resources.plan(made.config, Machine())
 
 
@@ -613,8 +603,7 @@ async def test_a_doctor_says_to_a_node_what_the_run_asks_of_it() -> None:
         made.join("n1")
         made.join("n2")
         await asyncio.sleep(3)
-        nodes = Nodes(cast("Site", made))
-        nodes._cluster = made.cluster
+        nodes = made.nodes()
         found = await nodes.examine(None)
         assert {one.node for one in found} == {"n1", "n2"}
         (first,), (second,) = made.agents["n1"].asked, made.agents["n2"].asked
@@ -649,7 +638,7 @@ async def test_a_lost_node_is_forgotten_when_it_is_drained() -> None:
         assert changes(made, "n1")[-1] == "lost"
         found, _ = await examined(made, "n1")
         assert [line[1] for line in found] == ["problem"]
-        await asyncio.wait_for(nodes_of(made).drain("n1"), 5)
+        await asyncio.wait_for(made.nodes().drain("n1"), 5)
         assert [node.name for node in made.cluster.status()] == ["n2"]
         one.start_again()
         await asyncio.sleep(3)

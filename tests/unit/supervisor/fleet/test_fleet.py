@@ -31,7 +31,9 @@ async def test_delays_double_and_the_run_fails_when_the_budget_is_spent() -> Non
     async with fleet(group_of("a", restart={"max_restarts": 3}), lives={"a": [DIES]}) as (made, yard):
         await asyncio.wait_for(made.over.wait(), 100)
         assert [at for at, state in yard.moves("a/0") if state == "backoff"] == [0.3, 1.6, 3.9]  # 1, 2, 4 s apart
-        assert yard.said == ["group a failed: replica a/0: rank 0 exited with code 1; no restart is left of 3 in 600 s"]
+        assert yard.said_of_groups == [
+            "group a failed: replica a/0: rank 0 exited with code 1; no restart is left of 3 in 600 s"
+        ]
         assert (made.exit_code, made.groups["a"].restarts_by_reason()) == (1, {"exit": 3})
 
 
@@ -66,7 +68,7 @@ async def test_three_generations_without_a_new_step_are_a_crash_loop() -> None:
         yard.steps["a/0"] = 7  # the second one gets somewhere: counting begins anew
         await asyncio.wait_for(made.over.wait(), 1000)
         assert len(yard.shims["a/0"]) == 5
-        assert "3 generations in a row without a new step or version" in yard.said[0]
+        assert "3 generations in a row without a new step or version" in yard.said_of_groups[0]
         assert made.groups["a"].restarts_by_reason() == {"exit": 4}
 
 
@@ -372,7 +374,7 @@ async def test_reset_failed_forgets_what_was_spent_and_says_so() -> None:
         assert made.reset_failed() == ()
         resets = [event for _, event in yard.events if isinstance(event, FailedReset)]
         assert resets == [FailedReset(replicas=(), groups=("a",))]
-        assert yard.said == ["reset-failed: full restart budget for a"]
+        assert yard.said_of_groups == ["reset-failed: full restart budget for a"]
         assert made.groups["a"].rules.remaining(0.0) == 4
 
 
@@ -412,7 +414,7 @@ async def test_what_a_dead_supervisor_had_spent_is_spent() -> None:
         await asyncio.wait_for(made.over.wait(), 10)
         assert sorted(yard.states()) == ["a/0", "a/1", "a/2"]
         assert made.groups["a"].replicas[0].life.generation == 4
-        assert "no restart is left of 2" in yard.said[0]
+        assert "no restart is left of 2" in yard.said_of_groups[0]
         assert made.groups["a"].restarts_by_reason() == {"exit": 2}
 
 
@@ -420,13 +422,13 @@ async def test_what_a_dead_supervisor_had_spent_is_spent() -> None:
 async def test_it_is_on_record_as_spent_before_the_next_generation_starts() -> None:
     async with fleet(group_of("a"), lives={"a": [DIES, Life()]}) as (made, yard):
         seen: list[int] = []
-        start = made._start_shim
+        start = yard.context.start_shim
 
         def spy(*arguments: Any) -> Any:
             seen.append(len(yard.saved["a"].spent))
             return start(*arguments)
 
-        made.groups["a"].replicas[0]._start_shim = spy
+        yard.context.start_shim = spy
         await made.until(lambda: len(yard.shims["a/0"]) == 2)
         assert seen[-1] == 1
 
@@ -525,7 +527,7 @@ def test_a_run_does_not_go_on_publishing_to_nobody(rules: dict[str, Any], ends: 
         lives = {"rollout/0": [DIES], "rollout/1": [Life(ends_s=60.0, code=1)]}
         async with fleet(group_of("trainer"), rollout, lives=lives) as (made, yard):
             policy = ChannelConfig(name="policy", sources=(ChannelRole("trainer", "all"),), targets=targets)
-            made.config = msgspec.structs.replace(made.config, channels={"policy": policy})
+            yard.context.config = msgspec.structs.replace(yard.config, channels={"policy": policy})
             await asyncio.sleep(40)
             assert not made.over.is_set(), "one is left"
             await asyncio.sleep(40)
@@ -661,7 +663,7 @@ async def test_who_is_killed_at_the_end_of_the_run_is_told_by_its_code_unless_it
 async def test_gpus_of_processes_that_do_not_go_away_are_not_free() -> None:
     group = group_of("a", replicas=2, resources=ResourcesConfig(gpus=1), stop_timeout_s=1.0)
     async with fleet(group, lives={"a/1": [Life(dies_s=50.0)]}) as (made, yard):
-        yard.resources.plan(made.config, Machine(gpus=("0", "1")))
+        yard.resources.plan(yard.config, Machine(gpus=("0", "1")))
         await made.wait_ready(made.groups.values())
         drain = asyncio.create_task(made.drain("a"))
         await asyncio.sleep(40)

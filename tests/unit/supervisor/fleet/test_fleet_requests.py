@@ -136,14 +136,14 @@ async def test_a_group_that_is_restarted_by_hand_has_no_incident_any_more() -> N
 @history
 async def test_one_whose_start_fails_takes_its_group_with_it() -> None:
     group = group_of("a", replicas=2, restart={"strategy": "group"})
-    async with fleet(group, lives={"a/0": [Life(ends_s=2.0, code=1), Life()]}) as (made, yard):
+    async with fleet(group, lives={"a/0": [Life(ends_s=2.0, code=1), Life()]}) as (_, yard):
 
         def start(spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
             if (spec.replica, spec.generation) == (1, 2):
                 raise BlockingIOError("no process is left")
             return yard.start(spec, changed)
 
-        made.groups["a"].replicas[1]._start_shim = start
+        yard.context.start_shim = start
         await asyncio.sleep(10)
         assert set(yard.states().values()) == {"ready"}
         assert abs(yard.moves("a/0")[-2][0] - yard.moves("a/1")[-2][0]) < 0.3, "they come back together"

@@ -21,15 +21,8 @@ from tests.support.virtual import virtually
 HERE = Machine(cpus=4, memory_nbytes=8 << 30)
 
 
-class Site:
-    """A fleet on several nodes, one of them the supervisor's own, and its config."""
-
-    def __init__(self, made: Field, config: Config) -> None:
-        self.fleet, self.resources, self.config = made.fleet, made.resources, config
-        self.emit, self.say = made.emit, made.say
-
-    async def check_plan(self, config: Config) -> Machine:
-        return HERE
+async def check_plan(config: Config) -> Machine:
+    return HERE
 
 
 def on(label: str, name: str = "a", replicas: int = 1) -> GroupConfig:
@@ -50,9 +43,10 @@ async def nodes(config: Config) -> AsyncIterator[tuple[Field, Reloading]]:
         await asyncio.sleep(0.1)
         made.resources.plan(config, HERE)
         made.join("n1", labels={"pool": "x"})
-        made.fleet.look()
+        made.context.config = config
+        made.context.look()
         await asyncio.sleep(3)
-        yield made, Reloading(Site(made, config))
+        yield made, Reloading(made.context, lambda: made.fleet, check_plan)
 
 
 def reason(made: Field, name: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from replicas.errors import Fenced
 from replicas.messages.identity import proof_of
-from replicas.supervisor.fleet.marks import check_mark
+from replicas.supervisor.state.marks import check_mark
 from replicas.supervisor.state.run_state import ShimRecord
 from tests.support.members import Client
 

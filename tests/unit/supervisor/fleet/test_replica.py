@@ -7,21 +7,32 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from replicas import errors
-from replicas.config.structs import Config, GroupConfig, HealthConfig, LogsConfig, RestartConfig, RunConfig
+from replicas.config.structs import (
+    Config,
+    GroupConfig,
+    HealthConfig,
+    LogsConfig,
+    ResourcesConfig,
+    RestartConfig,
+    RunConfig,
+)
 from replicas.coordinator import Coordinator, GroupShape, Readiness
 from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Share
 from replicas.core.lives.restarts import Restarts
+from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet import course
-from replicas.supervisor.fleet.generation import Starts
+from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import Replica
+from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.state.state import StateDir
 from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
@@ -94,9 +105,12 @@ class FakeShim:
 class FakeWorld:
     """Supervisor and coordinator in one."""
 
+    endpoint = ""
+
     def __init__(self, folder: Path, *, on_channel: bool) -> None:
         run = RunConfig(name="test", state_dir=folder / "state")
         self.config = Config(schema_version=1, run=run, groups={}, logs=LogsConfig(keep=7))
+        self.resources = Resources("here")
         self.state = StateDir(folder / "state", "test")
         self.view = Readiness(False, "nobody joined")
         self.shims: list[FakeShim] = []
@@ -107,18 +121,22 @@ class FakeWorld:
         """The problem of the disk."""
         self.at_work = ""
         self.fallen: list[str] = []
+        self.said: list[str] = []
         self.exits: list[ReplicaExited] = []
         self.held_up: list[HeldUp] = []
-        self.parts = 1
-        self._channel = on_channel
-
-    @property
-    def coordinator(self) -> Coordinator:
-        return cast("Coordinator", self)
-
-    @property
-    def starts(self) -> Starts:
-        return self
+        self.context = FleetContext(
+            config=self.config,
+            state=self.state,
+            resources=self.resources,
+            emit=self.emit,
+            say=self.said.append,
+            save=lambda *, order=False: True,
+            spawn=cast("Any", None),
+            opened=cast("Coordinator", self),
+            start_shim=self.start,
+        )
+        self.context.on_channel = lambda group: on_channel  # type: ignore[method-assign]
+        self.context.save_start = lambda generation: self.full  # type: ignore[method-assign]
 
     def readiness(self, group: str, replica: int, generation: int) -> Readiness:
         return self.view
@@ -126,17 +144,8 @@ class FakeWorld:
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
         self.ended.append((group, replica, generation, reason))
 
-    def environment(self) -> Mapping[str, str]:
-        return {}
-
     def size(self, group: str) -> int:
         return 1
-
-    def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": str(node)}
-
-    def shares(self, group: str, replica: int) -> tuple[Share, ...]:
-        return tuple(Share(group=group, node="here") for _ in range(self.parts))
 
     def waits_for(self, group: str, replica: int) -> str:
         return "" if self.open else "for b, 2 GPUs (0 free)"
@@ -149,20 +158,6 @@ class FakeWorld:
 
     def progressed(self, group: str, replica: int) -> bool | None:
         return None
-
-    def save(self, *, order: bool = False) -> bool:
-        return True
-
-    def save_start(self, generation: int) -> str:
-        return self.full
-
-    def blocks(self, group: str, replica: int) -> str:
-        return ""
-
-    def floor(self, group: str, replica: int) -> int:
-        return 0
-
-    def say(self, text: str) -> None: ...
 
     def emit(self, event: Event) -> None:
         if isinstance(event, ReplicaExited):
@@ -179,9 +174,6 @@ class FakeWorld:
 
     def progress(self, group: str, replica: int) -> tuple[int, ...]:
         return ()
-
-    def on_channel(self, group: str) -> bool:
-        return self._channel
 
     def moved(self, transition: Transition) -> None:
         if transition.after == "failed":
@@ -200,8 +192,11 @@ async def living(
     world.full = full
     world.state.acquire()
     group = config(tmp_path, restart=RestartConfig(max_restarts=1, initial_delay_s=0.0), **changes)
-    world.parts = group.nnodes
-    replica = Replica(group, 0, world, Restarts(group.restart), start_shim=world.start)
+    shares = tuple(Share(group=group.name, node="here", gpus=(str(node),)) for node in range(group.nnodes))
+    asks = msgspec.structs.replace(group, resources=ResourcesConfig(gpus=1))
+    world.resources.plan(msgspec.structs.replace(world.config, groups={"a": asks}), Machine())
+    world.resources.keep(group, 0, shares)
+    replica = Replica(world.context, group, 0, world, Restarts(group.restart))
     task = asyncio.create_task(replica.run())
     try:
         await settle()
@@ -487,7 +482,7 @@ async def test_one_that_is_adopted_and_stopped_at_once_ends(tmp_path: Path, requ
     """Its supervisor was killed while it was being scaled down, or stopped by hand."""
     world = FakeWorld(tmp_path, on_channel=False)
     group = config(tmp_path)
-    replica = Replica(group, 0, world, Restarts(group.restart), start_shim=world.start)
+    replica = Replica(world.context, group, 0, world, Restarts(group.restart))
     record = ShimRecord(nonce="1", group="a", replica=0, generation=3)
     shim = world.start(cast("NodeSpec", None), lambda: None)
     replica.adopt(3, [record], [shim])
@@ -546,7 +541,7 @@ async def test_nothing_starts_that_the_disk_has_not_noted(tmp_path: Path, monkey
 @pytest.mark.anyio
 async def test_one_that_is_stopped_before_its_turn_is_never_started(tmp_path: Path) -> None:
     world, group, turns = FakeWorld(tmp_path, on_channel=True), config(tmp_path), asyncio.Semaphore(0)
-    replica = Replica(group, 0, world, Restarts(group.restart), start_shim=world.start, turns=turns)
+    replica = Replica(world.context, group, 0, world, Restarts(group.restart), turns=turns)
     task = asyncio.create_task(replica.run())
     await settle()
     replica.halt()

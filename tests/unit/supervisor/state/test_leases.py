@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 
 from replicas.linux.processes import boot_id
-from replicas.supervisor.fleet.nodes import Nodes, Site
+from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.state.heritage import Heritage, heritage
 from replicas.supervisor.state.leases import Lease, Leases
 from replicas.supervisor.state.run_state import (
@@ -142,14 +142,23 @@ def test_a_file_that_is_purged_while_the_run_lives_is_made_again(tmp_path: Path)
 def test_a_start_that_the_state_does_not_name_is_not_counted(tmp_path: Path) -> None:
     """Else a later write of the leases would make the state on disk an old one."""
     run, saves = supervised(tmp_path), [False, False, True]
-    nodes = Nodes(cast("Site", SimpleNamespace(state=run, save=lambda: saves.pop(0))))
+    spec: Any = SimpleNamespace()
+    context = FleetContext(
+        config=spec,
+        state=run,
+        resources=spec,
+        emit=spec,
+        say=spec,
+        save=lambda *, order=False: saves.pop(0),
+        spawn=spec,
+    )
     run.run_state.save(state(starts=0))
     with file_size_limit(10):
         assert not run.run_state.save(state(starts=1))
-    assert [bool(nodes.save_start(1)) for _ in range(2)] == [True, True]
+    assert [bool(context.save_start(1)) for _ in range(2)] == [True, True]
     run.leases.write((FAR,))
     assert taken(state(starts=0), found_in(tmp_path)).sure
-    assert not nodes.save_start(1)
+    assert not context.save_start(1)
     assert found_in(tmp_path).starts == 1
     run.release(ended=True, left=())
 
