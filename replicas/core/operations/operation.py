@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from replicas import errors
+from replicas.core.base.membership import OPERATION, OperationEvent, OperationState
 from replicas.core.members.roster import Roster
 from replicas.core.moving.lanes import Lane, Probe
 from replicas.messages import OperationGo, OperationPost, ReceiptData
@@ -44,13 +45,13 @@ class Post:
 class Operation:
     """One operation, from the moment when it can start.
 
+    Its life is the table :data:`replicas.core.base.membership.OPERATION`.
+
     :ivar posts: of the current participants.
     :ivar root_post: None: it has no root.
     :ivar first: the members that the posts expect, in order.
     :ivar number: of the current attempt. ``ref`` names the operation.
     :ivar left_out: reasons by name.
-    :ivar gone: the attempt has been sent.
-    :ivar parked: it waits until the culprit is found.
     :ivar failures: number of failed attempts with these members.
     :ivar problem: message of the last failure.
     """
@@ -66,8 +67,7 @@ class Operation:
     started_at: float = 0.0
     attempt_at: float = 0.0
     attempt: int = 1
-    gone: bool = False
-    parked: bool = False
+    state: OperationState = "due"
     ran_at: float = 0.0
     failures: int = 0
     problem: str = ""
@@ -82,6 +82,14 @@ class Operation:
     def __post_init__(self) -> None:
         self.deadline = min(post.deadline for post in self.posts)
         self.posted_at = min(post.posted_at for post in self.posts)
+
+    def step(self, event: OperationEvent) -> None:
+        """Change its state by the table."""
+        self.state = OPERATION.next(self.state, event)
+
+    @property
+    def ended(self) -> bool:
+        return OPERATION.final(self.state)
 
     @property
     def pairwise(self) -> bool:
@@ -103,7 +111,7 @@ class Operation:
 
     @property
     def phase(self) -> str:
-        return "transfer" if self.gone else "form"
+        return "transfer" if self.state == "running" else "form"
 
     def can_do_without(self, member: Member) -> bool:
         """Return whether the others can do it without this member."""
@@ -170,7 +178,7 @@ class Operation:
     def overdue(self) -> errors.ReplicasError:
         """Return the error of a passed deadline: the phase, and the missing members."""
         what, answered = "did not end", self.done
-        if not self.gone:
+        if self.state != "running":
             what = "had no process group"
             answered = self.lane.formed_by if self.lane is not None else set()
         missing = [member.name for member in self.participants if member not in answered]

@@ -9,9 +9,11 @@ late answers to an earlier one are dropped, and starts from the posted inputs: r
 are written only after the common verdict, which makes a retry safe. Nothing is ever run
 again inside the same lane. ::
 
-    due ──▶ forming ──▶ running ──▶ over: all are done, and are told to write
-               ▲           │
-               └── again ──┘          over: an error; no member writes anything
+    due ──▶ forming ──▶ running ──▶ done: all are told to write
+              ▲  │         │
+              │  │   again │          failed (from any): no member writes anything
+              │  └─▶ probing
+              └──────┴─────┘
 
 **A member is lost** before it has reported *done*: with ``on_lost = "drop"`` the others
 run it again without it, unless it was its root, or one of a pair; with ``"raise"`` it
@@ -94,13 +96,14 @@ class Operations:
             due.number = number = next(self._ground.ids)
             due.ref = f"{self._ground.term}.{number}"
             due.started_at = due.attempt_at = now
+            due.step("begin")
             self._running[number] = due
         for operation in self.running:
             self._run(operation, now)
 
     def _run(self, operation: Operation, now: float) -> None:
         """Send the attempt into its lane, once that has formed."""
-        if operation.gone or operation.parked:
+        if operation.state != "forming":
             return
         if operation.lane is None:
             operation.lane = self._lane_for(operation, now)
@@ -109,7 +112,8 @@ class Operations:
         lane = operation.lane
         if lane.state != "formed":
             return
-        operation.gone, operation.ran_at = True, now
+        operation.step("go")
+        operation.ran_at = now
         lane.pace.begin()
         for post in operation.posts:
             self._ground.send(post.member, operation.go(post, lane, now))
@@ -158,7 +162,7 @@ class Operations:
     def _attempt(self, member: Member, number: int) -> Operation | None:
         """Return the operation whose current attempt this is."""
         operation = self._running.get(number)
-        known = operation is not None and operation.gone and member in operation.participants
+        known = operation is not None and operation.state == "running" and member in operation.participants
         return operation if known else None
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
@@ -187,11 +191,11 @@ class Operations:
             operation.problem = error.message
         if lane is not None:
             self.close_lane(lane, "failed", now)
-        for operation in [op for op in blamed if op.number in self._running]:
+        for operation in [op for op in blamed if not op.ended]:
             verdict, last = self.faults.verdict(operation, lane, error, now, final=final)
-            if verdict == "stuck":
-                operation.parked = self._probe(operation, error, now)
-            if verdict == "end" or (verdict == "stuck" and not operation.parked):
+            if verdict == "stuck" and self._probe(operation, error, now):
+                operation.step("stuck")
+            elif verdict != "again":
                 self._end(operation, last, now)
 
     def _probe(self, operation: Operation, error: errors.ReplicasError, now: float) -> bool:
@@ -210,13 +214,13 @@ class Operations:
     def _probed(self, operation: Operation, culprits: Mapping[Member, str] | None, now: float) -> None:
         for member, why in (culprits or {}).items():
             self._ground.quarantine(member, why, now)
-        if operation in self.running:
-            self.resume(operation, now)
+        self.resume(operation)
 
-    def resume(self, operation: Operation, now: float) -> None:
-        """Try a parked operation again."""
-        operation.parked, operation.failures = False, 0
-        self._run(operation, now)
+    def resume(self, operation: Operation) -> None:
+        """Let an operation that was stuck run again, as if it had never failed."""
+        operation.failures = 0
+        if operation.state == "probing":
+            operation.step("again")
 
     # ------------------------------------------------------------ retries
 
@@ -234,12 +238,13 @@ class Operations:
         del self._running[operation.number]
         operation.number = next(self._ground.ids)
         self._running[operation.number] = operation
-        operation.attempt += operation.gone
-        operation.gone, operation.lane, operation.attempt_at = False, None, now
+        operation.attempt += operation.state == "running"
+        operation.step("again")
+        operation.lane, operation.attempt_at = None, now
         operation.done.clear()
         for member in operation.participants:
             state = self._roster.get(member)
-            if operation.number in self._running and (state is None or not state.live):
+            if not operation.ended and (state is None or not state.live):
                 why = state.note if state is not None else self._vanished.get(member, "it was lost")
                 self._do_without(operation, member, why, now)
 
@@ -250,7 +255,7 @@ class Operations:
             self._end(operation, error, now)
             return
         operation.left_out[member.name] = why
-        operation.parked, operation.failures = False, 0
+        self.resume(operation)
         post = next(post for post in operation.posts if post.member == member)
         operation.posts = tuple(kept for kept in operation.posts if kept is not post)
         self.pairing.end(post)
@@ -276,6 +281,7 @@ class Operations:
 
     def _finish(self, operation: Operation, error: errors.ReplicasError | None, now: float) -> None:
         del self._running[operation.number]
+        operation.step("done_by_all" if error is None else "fail")
         if operation.probe is not None:
             operation.probe.abandon()
         self.pairing.settled(operation.ref, error is None)
@@ -312,7 +318,7 @@ class Operations:
     def set_aside(self, member: Member, why: str, now: float, *, reason: str = "failed") -> None:
         """Go on without a member that is no longer live: behind, or quarantined."""
         for operation in self.running:
-            if member in operation.awaited and operation.number in self._running:
+            if member in operation.awaited and not operation.ended:
                 lane = operation.lane
                 self._do_without(operation, member, why, now)
                 if lane is not None:
@@ -330,11 +336,11 @@ class Operations:
     def tick(self, now: float) -> None:
         """Check deadlines, and leave silent members behind."""
         for operation in self.running:
-            if operation.number in self._running and now > operation.deadline:
+            if not operation.ended and now > operation.deadline:
                 self._end(operation, operation.overdue(), now)
         self._leave_silent(now)
         for operation in self.running:
-            if operation.number in self._running and operation.gone and operation.lane is not None:
+            if operation.state == "running" and operation.lane is not None:
                 self._end_standstill(operation, operation.lane, now)
         self.pairing.tick(now)
         self._close_idle_lanes()
@@ -357,7 +363,7 @@ class Operations:
         for late in self.pairing.held_up_by(busy, now):
             self._leave(late, now)
         for operation in self.running:
-            if operation.number not in self._running or operation.pairwise:
+            if operation.ended or operation.pairwise:
                 continue
             awaited = self._roster.states(operation.awaited)
             silent = [state for state in awaited if state.live and self._roster.suspect(state, now)]

@@ -361,7 +361,7 @@ def test_a_second_failure_ends_it_for_all_unless_somebody_takes_over(monkeypatch
         if take:
             assert not any(post in sim.ends for sim, post in zip(sims, posts, strict=True))
             sims[1].breaks = False
-            world.state.operations.resume(taken[-1], world.now)
+            world.state.operations.resume(taken[-1])
             world.advance(0.5)
             assert [verdict(sim, post) for sim, post in zip(sims, posts, strict=True)] == ["ok", "ok"]
             continue
