@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from replicas.channel import Channel, Pending, Update
+from replicas.channel import Channel, Update
+from replicas.channel.session.pending import Promise
 from replicas.channel.versions.filling import PublishJob
 from tests.support.channels import channel_world, wait_until
 from tests.support.proxy import Proxy
@@ -33,7 +34,7 @@ def census(*channels: Channel) -> dict[str, int]:
         "threads": threading.active_count(),
         "memory": Path("/proc/self/maps").read_text().count("/memfd:replicas"),
     }
-    for kind in (Pending, PublishJob, Update):
+    for kind in (Promise, PublishJob, Update):
         found[kind.__name__] = sum(type(thing) is kind for thing in gc.get_objects())
     for index, channel in enumerate(channels):
         known = channel._hub.holdings

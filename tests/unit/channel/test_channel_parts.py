@@ -15,7 +15,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.session.holdings import Holder
-from replicas.channel.session.pending import Pending, Receipt
+from replicas.channel.session.pending import Promise, Receipt
 from replicas.channel.versions.filling import PublishJob
 from replicas.channel.versions.update import Update
 from replicas.core.base.manifest import PartManifest
@@ -195,7 +195,7 @@ async def test_a_lane_of_nccl_is_on_the_gpu_that_the_rank_has_joined_with(target
 
 
 async def test_the_end_of_the_session_ends_every_wait(target: World) -> None:
-    pendings: list[Pending[Any]] = [
+    pendings: list[Promise[Any]] = [
         target.receiver.receive(None),
         target.watches.loaded(9, None),
         target.watches.committed(None, None),
@@ -223,7 +223,7 @@ async def test_a_bug_in_a_handler_ends_the_waits(target: World, monkeypatch: pyt
 
 async def posted(
     world: World, tensor: torch.Tensor, deadline_s: float = 5.0
-) -> tuple[Pending[Receipt], wire.OperationGo]:
+) -> tuple[Promise[Receipt], wire.OperationGo]:
     pending = world.operations.start(OperationCall("all_reduce", (tensor,)), deadline_s)
     post = await world.session.next(wire.OperationPost)
     return pending, wire.OperationGo(post.post, 1, "x", (ME,), (0,), (post.segments,), -1, 5.0)

@@ -13,7 +13,7 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.session.pending import Pending, Receipt
+from replicas.channel.session.pending import Promise, Receipt
 from replicas.channel.versions.filling import PublishJob
 from replicas.channel.versions.update import Update
 from replicas.core.base.manifest import Manifest
@@ -71,7 +71,7 @@ async def granted(world: World, version: int) -> Update:
     return await pending
 
 
-async def outcome(pending: Pending[Receipt]) -> Receipt | BaseException:
+async def outcome(pending: Promise[Receipt]) -> Receipt | BaseException:
     try:
         return await pending
     except errors.ReplicasError as error:
@@ -169,7 +169,7 @@ async def test_an_overdue_publish_tells_those_who_may_still_wait_for_it(
         await task
 
 
-async def unknown(world: World, version: int, monkeypatch: pytest.MonkeyPatch) -> Pending[Receipt]:
+async def unknown(world: World, version: int, monkeypatch: pytest.MonkeyPatch) -> Promise[Receipt]:
     """A publish that ended with its outcome unknown."""
     monkeypatch.setattr("replicas.channel.versions.publish.GRACE_S", 0.05)
     job = await packed(world, version)
@@ -214,7 +214,7 @@ async def test_a_commit_or_discard_settles_it_when_no_verdict_comes(
     pending = await unknown(source, 5, monkeypatch)
     source.tell(wire.Commit(5, source.hub.holdings.digest(5), "h") if committed else wire.Discard(5))
     assert isinstance(await outcome(pending), errors.OutcomeUnknown)
-    await wait_until(lambda: not pending._unknown, "it is settled")
+    await wait_until(lambda: not pending.unknown, "it is settled")
     found = await outcome(pending)
     if committed:
         assert isinstance(found, Receipt)
@@ -291,7 +291,7 @@ async def test_no_slot_is_found_for_a_publish_that_was_interrupted(
 
     monkeypatch.setattr(filling, "_find", finds)
     monkeypatch.setattr(source.hub, "call", late)
-    monkeypatch.setattr(Pending, "_wait_for_session", interrupted)
+    monkeypatch.setattr(Promise, "wait_for_session", interrupted)
     running = asyncio.create_task(asyncio.to_thread(run))
     await source.session.next(wire.PublishBegin)
     failed = await source.session.next(wire.PackFailed)

@@ -15,7 +15,7 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.operations.results import KEPT_RESULTS, OperationCall
-from replicas.channel.session.pending import Pending, Receipt
+from replicas.channel.session.pending import Promise, Receipt
 from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.handle import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, Failed
@@ -45,7 +45,7 @@ async def world() -> AsyncIterator[World]:
 class Call:
     """An all_reduce of one tensor that has been posted."""
 
-    def __init__(self, tensor: torch.Tensor, pending: Pending[Receipt], post: wire.OperationPost) -> None:
+    def __init__(self, tensor: torch.Tensor, pending: Promise[Receipt], post: wire.OperationPost) -> None:
         self.tensor = tensor
         self.pending = pending
         self.post = post

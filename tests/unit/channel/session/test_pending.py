@@ -9,12 +9,12 @@ import pytest
 import trio
 
 from replicas import errors
-from replicas.channel.session.pending import Pending, Receipt, SessionEnd
+from replicas.channel.session.pending import Promise, Receipt, SessionEnd
 from replicas.messages import ReceiptData
 from replicas.messages.identity import Member
 
 
-def _resolve_when_waited(pending: Pending[int], end: Callable[[], object]) -> threading.Thread:
+def _resolve_when_waited(pending: Promise[int], end: Callable[[], object]) -> threading.Thread:
     """End ``pending`` on another thread, but only when somebody waits for it."""
 
     def run() -> None:
@@ -28,46 +28,46 @@ def _resolve_when_waited(pending: Pending[int], end: Callable[[], object]) -> th
 
 
 def test_first_outcome_wins() -> None:
-    pending: Pending[int] = Pending("test")
-    assert pending._resolve(1)
-    assert not pending._resolve(2)
-    assert not pending._fail(ValueError())
+    pending: Promise[int] = Promise("test")
+    assert pending.resolve(1)
+    assert not pending.resolve(2)
+    assert not pending.fail(ValueError())
     assert pending.wait() == 1
     assert pending.wait(0) == 1
 
 
 def test_wait_times_out_and_changes_nothing() -> None:
-    pending: Pending[int] = Pending("publish on policy")
+    pending: Promise[int] = Promise("publish on policy")
     with pytest.raises(TimeoutError, match=r"publish on policy has not ended within 0.01 s; it goes on"):
         pending.wait(0.01)
     assert not pending.done()
-    assert pending._resolve(3)
+    assert pending.resolve(3)
     assert pending.wait(0) == 3
 
 
 def test_wait_on_a_thread() -> None:
-    pending: Pending[int] = Pending("test")
-    thread = _resolve_when_waited(pending, lambda: pending._resolve(5))
+    pending: Promise[int] = Promise("test")
+    thread = _resolve_when_waited(pending, lambda: pending.resolve(5))
     assert pending.wait(10) == 5
     thread.join()
 
 
 def test_failure_is_raised_at_every_wait_and_is_observed() -> None:
-    pending: Pending[int] = Pending("test")
+    pending: Promise[int] = Promise("test")
     error = errors.Busy("no slot")
-    assert pending._unobserved_error() is None
-    pending._fail(error)
-    assert pending._unobserved_error() is error
+    assert pending.untold_error() is None
+    pending.fail(error)
+    assert pending.untold_error() is error
     for _ in range(2):
         with pytest.raises(errors.Busy):
             pending.wait()
-    assert pending._unobserved_error() is None
+    assert pending.untold_error() is None
 
 
 def test_await_under_asyncio() -> None:
     async def main() -> None:
-        pending: Pending[int] = Pending("test")
-        thread = _resolve_when_waited(pending, lambda: pending._resolve(7))
+        pending: Promise[int] = Promise("test")
+        thread = _resolve_when_waited(pending, lambda: pending.resolve(7))
         assert await pending == 7
         assert await pending == 7
         thread.join()
@@ -77,8 +77,8 @@ def test_await_under_asyncio() -> None:
 
 def test_await_under_trio() -> None:
     async def main() -> None:
-        pending: Pending[int] = Pending("test")
-        thread = _resolve_when_waited(pending, lambda: pending._fail(errors.Gone("gone")))
+        pending: Promise[int] = Promise("test")
+        thread = _resolve_when_waited(pending, lambda: pending.fail(errors.Gone("gone")))
         with pytest.raises(errors.Gone):
             await pending
         await trio.to_thread.run_sync(thread.join)
@@ -87,25 +87,25 @@ def test_await_under_trio() -> None:
 
 
 def test_a_cancelled_await_takes_only_itself_back() -> None:
-    async def in_asyncio(pending: Pending[int]) -> None:
+    async def in_asyncio(pending: Promise[int]) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await pending
 
-    async def in_trio(pending: Pending[int]) -> None:
+    async def in_trio(pending: Promise[int]) -> None:
         with trio.move_on_after(0.01) as scope:
             await pending
         assert scope.cancelled_caught
 
-    pending: Pending[int] = Pending("test")
+    pending: Promise[int] = Promise("test")
     asyncio.run(in_asyncio(pending))
     trio.run(in_trio, pending)
     assert not pending._ended._wakers
-    assert pending._resolve(1)
+    assert pending.resolve(1)
 
 
 def test_a_waiter_whose_loop_is_closed_does_no_harm() -> None:
-    pending: Pending[int] = Pending("test")
+    pending: Promise[int] = Promise("test")
 
     async def wait() -> None:
         await pending
@@ -114,13 +114,13 @@ def test_a_waiter_whose_loop_is_closed_does_no_harm() -> None:
     task = loop.create_task(wait())
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    assert pending._resolve(1)
+    assert pending.resolve(1)
     task.get_coro().close()
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # its loop is gone on purpose
 
 
 def test_many_waiters_of_all_kinds() -> None:
-    pending: Pending[int] = Pending("test")
+    pending: Promise[int] = Promise("test")
     got: list[int] = []
 
     async def in_asyncio() -> None:
@@ -143,7 +143,7 @@ def test_many_waiters_of_all_kinds() -> None:
         thread.start()
     while len(pending._ended._wakers) < 7:
         threading.Event().wait(0.001)
-    pending._resolve(9)
+    pending.resolve(9)
     for thread in threads:
         thread.join(10)
     assert got == [9] * 7
@@ -152,37 +152,37 @@ def test_many_waiters_of_all_kinds() -> None:
 def test_an_unknown_outcome_is_settled_once() -> None:
     unknown, failure = errors.OutcomeUnknown("?"), errors.SyncError("it did not happen")
     for settled in (7, failure):
-        pending: Pending[int] = Pending("test")
-        assert not pending._settle(1), "it has no outcome yet"
-        pending._fail(unknown)
+        pending: Promise[int] = Promise("test")
+        assert not pending.settle(1), "it has no outcome yet"
+        pending.fail(unknown)
         with pytest.raises(errors.OutcomeUnknown):
             pending.wait()
-        assert pending._settle(settled)
-        assert not pending._settle(9)
-        assert not pending._settle_by(lambda: 9)
+        assert pending.settle(settled)
+        assert not pending.settle(9)
+        assert not pending.settle_by(lambda: 9)
         if settled is failure:
             with pytest.raises(errors.SyncError, match="it did not happen"):
                 pending.wait()
         else:
             assert pending.wait() == 7
-    certain: Pending[int] = Pending("test")
-    certain._fail(errors.Busy("no slot"))
-    assert not certain._settle(1)
-    assert not certain._settle_by(lambda: 1)
+    certain: Promise[int] = Promise("test")
+    certain.fail(errors.Busy("no slot"))
+    assert not certain.settle(1)
+    assert not certain.settle_by(lambda: 1)
 
 
 def test_late_work_is_done_once_by_a_thread_that_waits() -> None:
-    pending: Pending[int] = Pending("test")
-    pending._fail(errors.OutcomeUnknown("?"))
+    pending: Promise[int] = Promise("test")
+    pending.fail(errors.OutcomeUnknown("?"))
     threads: list[int] = []
 
     def work() -> int:
         threads.append(threading.get_ident())
         return len(threads)
 
-    assert pending._settle_by(work)
-    assert pending._uncollected
-    assert isinstance(pending._unobserved_error(), errors.OutcomeUnknown), "nobody has waited: it surfaces at close"
+    assert pending.settle_by(work)
+    assert pending.uncollected
+    assert isinstance(pending.untold_error(), errors.OutcomeUnknown), "nobody has waited: it surfaces at close"
     got: list[int] = []
     waiting = [threading.Thread(target=lambda: got.append(pending.wait(10))) for _ in range(4)]
     for thread in waiting:
@@ -192,7 +192,7 @@ def test_late_work_is_done_once_by_a_thread_that_waits() -> None:
     assert got == [1] * 4
     assert len(threads) == 1
     assert threads[0] in {thread.ident for thread in waiting}
-    assert not pending._uncollected
+    assert not pending.uncollected
 
 
 def test_late_work_that_fails_or_is_interrupted_or_withdrawn() -> None:
@@ -201,28 +201,28 @@ def test_late_work_that_fails_or_is_interrupted_or_withdrawn() -> None:
     def work() -> int:
         raise outcomes.pop(0)
 
-    pending: Pending[int] = Pending("test")
-    pending._fail(errors.OutcomeUnknown("?"))
-    pending._settle_by(work)
+    pending: Promise[int] = Promise("test")
+    pending.fail(errors.OutcomeUnknown("?"))
+    pending.settle_by(work)
     with pytest.raises(KeyboardInterrupt):
         pending.wait()
-    assert pending._uncollected, "an interrupt ends the wait, not the results"
+    assert pending.uncollected, "an interrupt ends the wait, not the results"
     for _ in range(2):
         with pytest.raises(errors.NoCapacity):
             pending.wait()
-    withdrawn: Pending[int] = Pending("test")
-    withdrawn._fail(errors.OutcomeUnknown("?"))
-    withdrawn._settle_by(lambda: 1)
-    withdrawn._abandon(errors.Gone("closed"))
+    withdrawn: Promise[int] = Promise("test")
+    withdrawn.fail(errors.OutcomeUnknown("?"))
+    withdrawn.settle_by(lambda: 1)
+    withdrawn.abandon(errors.Gone("closed"))
     with pytest.raises(errors.Gone):
         withdrawn.wait()
-    pending._abandon(errors.Gone("closed"))
+    pending.abandon(errors.Gone("closed"))
     with pytest.raises(errors.NoCapacity):
         pending.wait()
 
 
 def test_a_wait_that_is_interrupted_changes_nothing() -> None:
-    pending: Pending[int] = Pending("test")
+    pending: Promise[int] = Promise("test")
 
     def interrupt() -> None:
         while not pending._ended._wakers:
@@ -235,7 +235,7 @@ def test_a_wait_that_is_interrupted_changes_nothing() -> None:
         pending.wait(30)
     thread.join()
     assert not pending.done()
-    assert pending._resolve(4)
+    assert pending.resolve(4)
     assert pending.wait(0) == 4
 
 
@@ -271,11 +271,11 @@ class Lock:
 
 
 def test_what_is_taken_back_as_soon_as_it_has_ended_is_pending() -> None:
-    pending: Pending[int] = Pending("test")
-    pending._ending = Lock(pending._take_back)  # type: ignore[assignment]  # a fake
-    assert pending._resolve(1)
+    pending: Promise[int] = Promise("test")
+    pending._ending = Lock(pending.take_back)  # type: ignore[assignment]  # a fake
+    assert pending.resolve(1)
     assert not pending.done()
-    thread = _resolve_when_waited(pending, lambda: pending._resolve(2))
+    thread = _resolve_when_waited(pending, lambda: pending.resolve(2))
     assert pending.wait(30) == 2
     thread.join()
 
@@ -286,7 +286,7 @@ def interrupt() -> None:
 
 def test_who_waits_wakes_when_another_thread_was_interrupted_as_it_ended_it() -> None:
     end = SessionEnd()
-    pending: Pending[int] = Pending("test", end)
+    pending: Promise[int] = Promise("test", end)
     got: list[errors.ReplicasError] = []
 
     def wait() -> None:
@@ -310,8 +310,8 @@ def test_who_waits_wakes_when_another_thread_was_interrupted_as_it_ended_it() ->
 
 @pytest.mark.parametrize("first", [True, False])
 def test_an_interrupt_while_others_are_woken_is_raised_on_the_main_thread_only(first: bool) -> None:
-    def pending() -> tuple[Pending[int], list[int]]:
-        made, woken = Pending[int]("test"), list[int]()
+    def pending() -> tuple[Promise[int], list[int]]:
+        made, woken = Promise[int]("test"), list[int]()
         wakers: list[Callable[[], object]] = [interrupt, lambda: woken.append(1)]
         for waker in wakers if first else reversed(wakers):
             made._ended.add(waker)
@@ -319,12 +319,12 @@ def test_an_interrupt_while_others_are_woken_is_raised_on_the_main_thread_only(f
 
     here, woken = pending()
     with pytest.raises(KeyboardInterrupt):
-        here._resolve(1)
+        here.resolve(1)
     assert woken == [1]
     assert here.wait(0) == 1
     there, woken = pending()
     ended: list[bool] = []
-    thread = threading.Thread(target=lambda: ended.append(there._resolve(1)))
+    thread = threading.Thread(target=lambda: ended.append(there.resolve(1)))
     thread.start()
     thread.join(30)
     assert ended == [True], "a wake-up of the program's does not end the session thread"

@@ -15,7 +15,7 @@ from replicas import errors
 from replicas.channel.session import loop as module
 from replicas.channel.session.hub import as_wire_error
 from replicas.channel.session.loop import SessionLoop, session_loop
-from replicas.channel.session.pending import Pending
+from replicas.channel.session.pending import Promise
 from tests.support.scripted import World
 
 
@@ -23,10 +23,10 @@ class User:
     """A channel with one who waits."""
 
     def __init__(self) -> None:
-        self.waiting: Pending[int] = Pending("test")
+        self.waiting: Promise[int] = Promise("test")
 
     def loop_broken(self, error: errors.ReplicasError) -> None:
-        self.waiting._fail(error)
+        self.waiting.fail(error)
 
 
 @pytest.fixture
@@ -74,11 +74,11 @@ def test_a_loop_that_cannot_go_on_takes_no_calls(loop: SessionLoop, monkeypatch:
     monkeypatch.setattr(module, "ENDS_MAX", 2)
     monkeypatch.setattr(module, "_current", loop)
     assert session_loop() is loop
-    unheard_of: Pending[int] = Pending("test", loop.end)
+    unheard_of: Promise[int] = Promise("test", loop.end)
     for _ in range(2):
         loop.call(leave)
     loop._thread.join(10)
-    for late in (unheard_of, Pending("test", loop.end)):
+    for late in (unheard_of, Promise("test", loop.end)):
         assert late.done()
         with pytest.raises(errors.InternalError, match="loop has ended: SystemExit"):
             late.wait(10)
@@ -108,7 +108,7 @@ def test_a_session_thread_that_cannot_be_started_is_a_lack_of_capacity(monkeypat
 def test_whoever_waits_when_the_thread_ends_is_woken(loop: SessionLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a thread and in an event loop; the session's own users need not know of it."""
     monkeypatch.setattr(module, "ENDS_MAX", 1)
-    waiting: list[Pending[int]] = [Pending("test", loop.end), Pending("test", loop.end)]
+    waiting: list[Promise[int]] = [Promise("test", loop.end), Promise("test", loop.end)]
     found: list[BaseException] = []
 
     async def wait() -> None:
@@ -120,7 +120,7 @@ def test_whoever_waits_when_the_thread_ends_is_woken(loop: SessionLoop, monkeypa
         except errors.InternalError as error:
             found.append(error)
 
-    calls = [waiting[0].wait, waiting[0]._wait_for_session, lambda: asyncio.run(wait())]
+    calls = [waiting[0].wait, waiting[0].wait_for_session, lambda: asyncio.run(wait())]
     threads = [threading.Thread(target=keep, args=(call,)) for call in calls]
     for thread in threads:
         thread.start()
@@ -136,7 +136,7 @@ def test_whoever_waits_when_the_thread_ends_is_woken(loop: SessionLoop, monkeypa
 
 
 def test_closed_descriptors_end_the_thread_and_none_is_closed_twice(loop: SessionLoop) -> None:
-    waiting: Pending[int] = Pending("test", loop.end)
+    waiting: Promise[int] = Promise("test", loop.end)
     selector = loop.loop._selector  # type: ignore[attr-defined]  # asyncio's own
     os.close(selector.fileno())
     other = os.open(os.devnull, os.O_RDONLY)
@@ -151,14 +151,14 @@ def test_closed_descriptors_end_the_thread_and_none_is_closed_twice(loop: Sessio
 
 
 def test_a_waiter_that_cannot_be_woken_holds_up_no_other() -> None:
-    pending, woken = Pending[int]("test"), threading.Event()
+    pending, woken = Promise[int]("test"), threading.Event()
 
     def fail() -> None:
         raise SystemExit("of the program's event loop")
 
     for waker in (fail, woken.set):
         pending._ended.add(waker)
-    session = threading.Thread(target=pending._resolve, args=(1,))
+    session = threading.Thread(target=pending.resolve, args=(1,))
     session.start()
     session.join(30)
     assert woken.is_set()

@@ -13,7 +13,7 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.session.pending import Pending
+from replicas.channel.session.pending import Promise
 from replicas.channel.versions import update as update_module
 from replicas.channel.versions.receive import Bound
 from replicas.channel.versions.update import Update
@@ -31,7 +31,7 @@ async def target() -> AsyncIterator[World]:
     await world.end()
 
 
-async def asked(target: World, version: int, bound: Bound = Bound()) -> Pending[Update]:
+async def asked(target: World, version: int, bound: Bound = Bound()) -> Promise[Update]:
     """A receive that was granted ``version``, which is here, and at which nobody has
     looked."""
     pending = target.receiver.receive(None, bound)
