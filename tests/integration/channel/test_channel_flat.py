@@ -16,7 +16,7 @@ from replicas.channel import Channel, Update
 from replicas.channel.session.pending import Promise
 from replicas.channel.versions.filling import PublishJob
 from tests.support.channels import channel_world, wait_until
-from tests.support.proxy import Proxy
+from tests.support.machine.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
 

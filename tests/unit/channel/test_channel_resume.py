@@ -20,8 +20,8 @@ from replicas.core.base.manifest import Manifest
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Arena, Slot
+from tests.support.channel.scripted import MANIFEST, World
 from tests.support.channels import wait_until
-from tests.support.scripted import MANIFEST, World
 
 pytestmark = pytest.mark.anyio
 

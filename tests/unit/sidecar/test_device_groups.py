@@ -30,8 +30,8 @@ from replicas.weights.copies.digest import DeviceDigest, device_digest_of, diges
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.packing import stage
-from tests.support.device_memory import lingering_nbytes
-from tests.support.fake_accelerator import NAME, FakeAccelerator
+from tests.support.devices.device_memory import lingering_nbytes
+from tests.support.devices.fake_accelerator import NAME, FakeAccelerator
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 FAR = 1e12

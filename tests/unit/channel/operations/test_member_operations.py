@@ -20,7 +20,7 @@ from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.handle import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, Failed
 from replicas.weights.memory.buffers import Buffer
-from tests.support.scripted import ME, Sidecar, World
+from tests.support.channel.scripted import ME, Sidecar, World
 from tests.support.sidecars import mapped_by
 
 pytestmark = pytest.mark.anyio
