@@ -1,13 +1,12 @@
 """What holds up a replica: dying processes, and what a dead generation still holds.
 
-A port is held by a process that inherited or received the listening socket, GPU memory
-by the driver, which frees it late. :func:`wait_clear` waits for both, up to a limit:
-then the holder is reported, and the next generation starts nevertheless.
+GPU memory is held by the driver, which frees it late. :func:`wait_clear` waits for
+that, up to a limit: then the holder is reported, and the next generation starts
+nevertheless.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,8 +18,7 @@ import anyio.to_thread
 from replicas.common.foreign import one_line
 from replicas.linux.processes import command_line
 from replicas.linux.smi import gpu_processes
-from replicas.linux.sockets import listeners
-from replicas.supervisor.cleanup.inventory import Belongings, descriptors
+from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.wire.orders import Remains
 from replicas.telemetry.events import Event, HeldUp
 
@@ -81,7 +79,7 @@ def _named(pid: int, command: str) -> str:
 
 
 class StillHeld(NamedTuple):
-    """``port 127.0.0.1:8000``, and its holder ``process 1234 (python serve.py)``."""
+    """``512 MiB on GPU 0``, and its holder ``process 1234 (python serve.py)``."""
 
     what: str
     holder: str
@@ -100,7 +98,7 @@ async def wait_clear(
     :param pause: waits for some seconds; False: give up.
     :return: what is still held after ``timeout_s``.
     """
-    if not any(one.ports or one.gpu for one in old):
+    if not any(one.gpu for one in old):
         return []
     deadline = time.monotonic() + timeout_s
     known: set[StillHeld] = set()
@@ -120,18 +118,8 @@ async def wait_clear(
 
 
 def held(old: Sequence[Belongings]) -> list[StillHeld]:
-    """What old generations still hold. Blocks: with a GPU up to 5 s for nvidia-smi."""
-    return [found for one in old for found in (*_ports(one), *_gpu(one))]
-
-
-def _ports(old: Belongings) -> list[StillHeld]:
-    inodes = {one.inode for one in old.ports}
-    found: list[StillHeld] = []
-    for one, _ in listeners() if inodes else ():
-        if one.inode in inodes:
-            where = f"[{one.address}]" if ":" in one.address else one.address
-            found.append(StillHeld(f"port {where}:{one.port}", _holder(f"socket:[{one.inode}]")))
-    return found
+    """What old generations still hold. Blocks up to 5 s for nvidia-smi."""
+    return [found for one in old for found in _gpu(one)]
 
 
 def _gpu(old: Belongings) -> list[StillHeld]:
@@ -145,14 +133,6 @@ def _gpu(old: Belongings) -> list[StillHeld]:
         return [StillHeld("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")]
     pids = {pid for pid, _ in old.processes}
     return [StillHeld(one_line(f"{used} MiB on GPU {gpu}"), _name(pid)) for pid, gpu, used, _ in users if pid in pids]
-
-
-def _holder(target: str) -> str:
-    """The first process found with a descriptor for ``target``."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # names are enough
-        if target in descriptors(int(pid)):
-            return _name(int(pid))
-    return "a process that cannot be looked into (another user's, or in another container)"
 
 
 def _name(pid: int) -> str:
