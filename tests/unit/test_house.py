@@ -66,7 +66,6 @@ LONG = {
     "supervisor/shim/shim.py": 464,
     "config/file.py": 460,
     "core/channel.py": 459,
-    "supervisor/agent/agent.py": 455,
     "core/operations/pairing.py": 454,
     "config/structs.py": 452,
     "channel/session/hub.py": 451,

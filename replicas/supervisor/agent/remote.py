@@ -38,7 +38,7 @@ from replicas.linux.processes import command_line, signal_each
 from replicas.linux.sockets import listener_uids, whose
 from replicas.messages import arguments
 from replicas.messages.bounds import encodable
-from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.local import CONNECTING
 from replicas.supervisor.agent.machine import look
@@ -93,7 +93,7 @@ class _Connection(ClientConnection):
         await super().handshake(*given, **options)
 
 
-async def _dial(to: Invitation) -> tuple[Link, str]:
+async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
     way = way_to(to.endpoint, to.token)
     try:
         link = await connect(

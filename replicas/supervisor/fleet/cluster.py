@@ -270,7 +270,7 @@ class Cluster:
             adopt_s=context.config.run.adopt_s,
             endpoint="" if local else context.coordinator.endpoint,
             token="" if local else tokens.text("member"),
-            state_id=context.state.identity,
+            state_id=context.state.identity if local else "",
         )
 
     def _new_token(self) -> wire.NewToken:
