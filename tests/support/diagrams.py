@@ -8,7 +8,7 @@ from typing import Any
 
 from replicas.common.child import CHILD
 from replicas.common.table import Table
-from replicas.core.base.membership import LANE, MEMBER, PUBLISH, ROUND, SLOT, TRANSFER
+from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, ROUND, SLOT, TRANSFER
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
 from replicas.core.lives.nodes import DUTY, NODE
@@ -31,6 +31,7 @@ TABLES: tuple[Table[Any, Any], ...] = (
     MEMBER,
     PUBLISH,
     TRANSFER,
+    OPERATION,
     LANE,
     ROUND,
     SLOT,
