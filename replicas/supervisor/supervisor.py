@@ -410,13 +410,13 @@ class Supervisor:
         :raises replicas.errors.WorldError: the disk does not take the new size.
         """
         fleet = self.fleet
-        size = fleet.group(group).size
+        scaled = fleet.group(group)
         replicas = arguments.integer("scale: replicas", replicas, least=0, most=REPLICAS_MAX)
         fleet.refuse_while_draining()
-        if replicas > size:
+        if replicas > scaled.size:
             sizes = {name: one.size for name, one in fleet.groups.items()} | {group: replicas}
             refuse_unfit(with_sizes(self.config, sizes), self.resources.machine)
-        await fleet.scale(group, replicas)
+        await fleet.scale(scaled, replicas)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """Restart a replica (``group/index``) or all of a ``group`` after their sync.

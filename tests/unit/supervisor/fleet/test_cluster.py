@@ -358,7 +358,7 @@ async def test_a_drain_that_is_undone_sends_no_agent_away() -> None:
             await asyncio.wait_for(drained, 5)
         await asyncio.sleep(60)
         assert made.where("a/1") == "n1"
-        await made.fleet.scale("a", 1)
+        await made.fleet.scale(made.fleet.groups["a"], 1)
         await asyncio.sleep(10)
         assert not one.over
         assert changes(made, "n1")[-1] == "up"
