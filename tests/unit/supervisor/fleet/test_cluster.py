@@ -18,7 +18,7 @@ from replicas.errors import UsageError, WorldError
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Demand
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.fleet.node_checks import ANSWER_S, examine
+from replicas.supervisor.fleet.nodes import ANSWER_S, examine
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.wire.orders import ExitReport, NodeSpec
 from replicas.telemetry.events import HeldUp, NodeChanged
