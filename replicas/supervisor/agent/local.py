@@ -26,7 +26,7 @@ from replicas import errors
 from replicas.common import own_code
 from replicas.linux import inherited
 from replicas.linux.sockets import reachable
-from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.orphans import remove_socket
 from replicas.supervisor.agent.shims import Shims
@@ -43,7 +43,7 @@ CONNECTING: dict[str, Any] = {
 """How any agent connects: beats are its pings."""
 
 
-async def dial_socket(path: Path) -> tuple[Link, str]:
+async def dial_socket(path: Path) -> tuple[SupervisorLink, str]:
     """Connect to the supervisor at the run's Unix socket."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -71,7 +71,6 @@ async def _run(options: argparse.Namespace) -> int:
         lambda: dial_socket(options.socket),
         make,
         options.state_dir,
-        local=True,
         limits_refused=containment.refused,
         wanted=wanted,
     )

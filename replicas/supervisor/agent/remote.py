@@ -20,7 +20,7 @@ from replicas.linux import inherited, needs
 from replicas.linux.sockets import listener_uids, whose
 from replicas.messages import arguments
 from replicas.messages.bounds import encodable
-from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.agent_folder import AgentFolder
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.local import CONNECTING
@@ -64,7 +64,7 @@ class _Connection(ClientConnection):
         await super().handshake(*given, **options)
 
 
-async def _dial(to: Invitation) -> tuple[Link, str]:
+async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
     way = way_to(to.endpoint, to.token)
     try:
         link = await connect(
