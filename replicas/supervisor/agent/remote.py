@@ -21,21 +21,18 @@ import logging
 import math
 import os
 import signal
-import ssl
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio.to_thread
-from websockets.asyncio.client import ClientConnection, connect
 
 from replicas import errors
 from replicas.common.logs import Log
 from replicas.config.values import no_text
 from replicas.linux import inherited, needs, private
 from replicas.linux.processes import command_line, signal_each
-from replicas.linux.sockets import listener_uids, whose
 from replicas.messages import arguments
 from replicas.messages.bounds import encodable
 from replicas.supervisor.agent.agent import Agent, Link
@@ -45,6 +42,7 @@ from replicas.supervisor.agent.machine import look
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.state import give_identity
+from replicas.trust.dial import PortConnection, dial
 from replicas.trust.way import way_to
 
 log = Log("replicas.agent")
@@ -83,29 +81,12 @@ class Invitation:
         self.token = token
 
 
-class _Connection(ClientConnection):
-    """A connection that shows no token to a port of this machine that others own."""
-
-    async def handshake(self, *given: Any, **options: Any) -> None:
-        uids = listener_uids(self.transport.get_extra_info("socket"))
-        if uids is not None and not (uids and uids <= {os.geteuid(), 0}):
-            raise ConnectionRefusedError(f"the port {whose(uids)}: the run's token was not shown to it")
-        await super().handshake(*given, **options)
+class _AgentConnection(PortConnection):
+    owners = frozenset({os.geteuid(), 0})
 
 
 async def _dial(to: Invitation) -> tuple[Link, str]:
-    way = way_to(to.endpoint, to.token)
-    try:
-        link = await connect(
-            way.url("/agent"),
-            additional_headers=way.headers,
-            ssl=way.context,
-            server_hostname=way.host if way.context is not None else None,
-            create_connection=cast("Any", _Connection),
-            **CONNECTING,
-        )
-    except ssl.SSLError as error:
-        raise way.refusal(error) or error from error
+    link = await dial(way_to(to.endpoint, to.token), "/agent", _AgentConnection, **CONNECTING)
     return link, str(link.transport.get_extra_info("sockname")[0])
 
 
