@@ -8,7 +8,7 @@ from typing import Any
 
 from replicas.common.child import CHILD
 from replicas.common.table import Table
-from replicas.core.base.membership import LANE, MEMBER, PUBLISH, ROUND, SLOT, TRANSFER
+from replicas.core.base.membership import LANE, MEMBER, PUBLISH, PUBLISH_JOB, ROUND, SLOT, TRANSFER
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
 from replicas.supervisor.shim.phases import PHASES
@@ -25,6 +25,7 @@ TABLES: tuple[Table[Any, Any], ...] = (
     CHILD,
     MEMBER,
     PUBLISH,
+    PUBLISH_JOB,
     TRANSFER,
     LANE,
     ROUND,
