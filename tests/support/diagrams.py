@@ -8,9 +8,10 @@ from typing import Any
 
 from replicas.common.child import CHILD
 from replicas.common.table import Table
-from replicas.core.base.membership import LANE, MEMBER, PUBLISH, PUBLISH_JOB, ROUND, SLOT, TRANSFER
+from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, PUBLISH_JOB, ROUND, SLOT, TRANSFER
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
+from replicas.core.lives.nodes import DUTY, NODE
 from replicas.supervisor.shim.phases import PHASES
 
 __all__ = ["PAGE", "TABLES", "with_tables"]
@@ -21,12 +22,15 @@ TABLES: tuple[Table[Any, Any], ...] = (
     REPLICA,
     ASKED,
     GENERATION,
+    NODE,
+    DUTY,
     PHASES,
     CHILD,
     MEMBER,
     PUBLISH,
     PUBLISH_JOB,
     TRANSFER,
+    OPERATION,
     LANE,
     ROUND,
     SLOT,

@@ -19,6 +19,11 @@ its turn, *moving* while a transfer carries it, and then has exactly one verdict
 *moving*; ``again`` starts the next one over the members that are left. *Probing* pairs
 of its members finds the culprit of a second failure.
 
+*An operation* between peers is *due* when their posts pair. It is *forming* until its
+lane has formed, then *running*; ``again`` is another attempt, in another lane. It is
+*probing* while pairs of its members are tried, to find the culprit of what a retry does
+not mend. It ends as *done* or *failed* for all of them.
+
 *A lane* is a process group: it forms once, and is dead after the first failure or loss.
 
 *A round* is what all ranks of one target replica load: *assigned* to all of them,
@@ -88,6 +93,20 @@ TRANSFER: Table[TransferState, TransferEvent] = Table(
         },
         "moving": {"offering": ("again",), "probing": ("stuck",), "complete": ("done",), "failed": ("fail",)},
         "probing": {"offering": ("again",), "complete": ("done",), "failed": ("fail",)},
+    },
+)
+
+OperationState = Literal["due", "forming", "running", "probing", "done", "failed"]
+OperationEvent = Literal["begin", "go", "again", "stuck", "done_by_all", "fail"]
+
+OPERATION: Table[OperationState, OperationEvent] = Table(
+    "an operation",
+    ("due",),
+    {
+        "due": {"forming": ("begin",)},
+        "forming": {"running": ("go",), "forming": ("again",), "probing": ("stuck",), "failed": ("fail",)},
+        "running": {"done": ("done_by_all",), "forming": ("again",), "failed": ("fail",)},
+        "probing": {"forming": ("again",), "failed": ("fail",)},
     },
 )
 

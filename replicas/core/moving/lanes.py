@@ -70,7 +70,6 @@ class Lane:
 
     :ivar deadline: it must have formed by then.
     :ivar store: where it forms.
-    :ivar apart: of a pair of its owner, beside that of all members.
     :ivar pace: progress of its current work.
     """
 
@@ -86,7 +85,6 @@ class Lane:
     state: LaneState = "forming"
     formed_by: set[Member] = field(default_factory=set)
     formed_s: float = 0.0
-    apart: bool = False
     pace: Pace = field(default_factory=Pace)
     ranks: dict[Member, int] = field(init=False)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from replicas import errors
+from replicas.core.base.membership import OPERATION, OperationEvent, OperationState
 from replicas.core.members.roster import Roster
 from replicas.core.moving.lanes import Lane, Probe
 from replicas.messages import OperationGo, OperationPost, ReceiptData
@@ -44,16 +45,15 @@ class Post:
 class Operation:
     """One operation, from the moment when it can start.
 
+    Its life is the table :data:`replicas.core.base.membership.OPERATION`.
+
     :ivar posts: of the current participants.
     :ivar root_post: None: it has no root.
     :ivar first: the members that the posts expect, in order.
     :ivar number: of the current attempt. ``ref`` names the operation.
     :ivar left_out: reasons by name.
-    :ivar gone: the attempt has been sent.
-    :ivar parked: it waits until the culprit is found.
     :ivar failures: number of failed attempts with these members.
     :ivar problem: message of the last failure.
-    :ivar apart: a pair that does not use the lane of its whole domain.
     """
 
     kind: str
@@ -67,12 +67,10 @@ class Operation:
     started_at: float = 0.0
     attempt_at: float = 0.0
     attempt: int = 1
-    gone: bool = False
-    parked: bool = False
+    state: OperationState = "due"
     ran_at: float = 0.0
     failures: int = 0
     problem: str = ""
-    apart: bool = False
     lane: Lane | None = None
     probes: int = 0
     probe: Probe | None = None
@@ -84,6 +82,14 @@ class Operation:
     def __post_init__(self) -> None:
         self.deadline = min(post.deadline for post in self.posts)
         self.posted_at = min(post.posted_at for post in self.posts)
+
+    def step(self, event: OperationEvent) -> None:
+        """Change its state by the table."""
+        self.state = OPERATION.next(self.state, event)
+
+    @property
+    def ended(self) -> bool:
+        return OPERATION.final(self.state)
 
     @property
     def pairwise(self) -> bool:
@@ -105,7 +111,7 @@ class Operation:
 
     @property
     def phase(self) -> str:
-        return "transfer" if self.gone else "form"
+        return "transfer" if self.state == "running" else "form"
 
     def can_do_without(self, member: Member) -> bool:
         """Return whether the others can do it without this member."""
@@ -172,7 +178,7 @@ class Operation:
     def overdue(self) -> errors.ReplicasError:
         """Return the error of a passed deadline: the phase, and the missing members."""
         what, answered = "did not end", self.done
-        if not self.gone:
+        if self.state != "running":
             what = "had no process group"
             answered = self.lane.formed_by if self.lane is not None else set()
         missing = [member.name for member in self.participants if member not in answered]
@@ -208,19 +214,16 @@ class Faults:
 
     def verdict(
         self, operation: Operation, lane: Lane | None, error: errors.ReplicasError, now: float, *, final: bool = False
-    ) -> tuple[Literal["again", "apart", "stuck", "end"], errors.ReplicasError]:
+    ) -> tuple[Literal["again", "stuck", "end"], errors.ReplicasError]:
         """Judge a failure in ``lane``, which is counted already.
 
         ``final``: another attempt with the same group would fail in the same way.
 
         :returns: what follows, and the error to end with: ``again``: another lane;
-            ``apart``: a lane of the pair's own; ``stuck``: find the culprit, or end;
-            ``end``: end at once.
+            ``stuck``: find the culprit, or end; ``end``: end at once.
         """
         refused = isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go"
         parted = lane is not None and isinstance(error, errors.Preflight) and self._parted(operation, lane, error)
-        if operation.pairwise and lane is not None and len(lane.members) > 2 and (parted or not refused):
-            return "apart", error
         if refused and not parted:
             return "end", error
         if operation.deadline - now < ATTEMPT_MIN_S:
@@ -241,8 +244,6 @@ class Faults:
 
         A group that never worked is an error of set-up instead.
         """
-        if {member.name for member in lane.members}.isdisjoint(error.members):
+        if operation.pairwise or {member.name for member in lane.members}.isdisjoint(error.members):
             return False
-        if operation.pairwise:
-            return len(lane.members) > 2
         return self._roster.config.on_lost != "raise" and sum(map(self._has_worked, lane.members)) > 1

@@ -9,9 +9,11 @@ late answers to an earlier one are dropped, and starts from the posted inputs: r
 are written only after the common verdict, which makes a retry safe. Nothing is ever run
 again inside the same lane. ::
 
-    due ──▶ forming ──▶ running ──▶ over: all are done, and are told to write
-               ▲           │
-               └── again ──┘          over: an error; no member writes anything
+    due ──▶ forming ──▶ running ──▶ done: all are told to write
+              ▲  │         │
+              │  │   again │          failed (from any): no member writes anything
+              │  └─▶ probing
+              └──────┴─────┘
 
 **A member is lost** before it has reported *done*: with ``on_lost = "drop"`` the others
 run it again without it, unless it was its root, or one of a pair; with ``"raise"`` it
@@ -32,13 +34,13 @@ refuses** (a tensor that does not fit, no memory), or members that never worked 
 reach each other: a retry cannot help, and all get that error. Operations that share a
 lane with one that failed, or ended too late, are retried without counting a failure.
 
-**A pair** uses the lane of its whole domain, where that forms in time. Otherwise, or if
-that fails, the pair gets a lane of its own, independent of third members and their
-links. When that fails, too, the failure is the verdict of the two.
+**A pair** (``send`` and ``recv``) is a broadcast between two members that can do
+without neither. It runs in any lane that has formed with both; else in a lane of the
+two, which third members and their links do not concern. It has no culprit to find:
+its failure is the verdict of the two.
 
 **Lanes** are kept for the next operations. One with members that are not live, or that
-are all in a larger one (that has formed, if it is a pair's own), is closed when nothing
-runs in it.
+are all in a larger one that has formed, is closed when nothing runs in it.
 
 A verdict goes to all participants, the same to all. Members that were left out have had
 theirs.
@@ -61,8 +63,6 @@ from replicas.messages.identity import Member
 
 LATE_S = 1.0
 """Sidecars end a process group at its deadline; the coordinator this much later."""
-PAIR_PATIENCE_S = 2.0
-"""How long a pair waits for others to form a lane with them."""
 TRIAL_PAIRS = 8
 """A member is tried with up to this many of the others, evenly spread."""
 TRIAL_MIN_S = 1.0
@@ -96,13 +96,14 @@ class Operations:
             due.number = number = next(self._ground.ids)
             due.ref = f"{self._ground.term}.{number}"
             due.started_at = due.attempt_at = now
+            due.step("begin")
             self._running[number] = due
         for operation in self.running:
             self._run(operation, now)
 
     def _run(self, operation: Operation, now: float) -> None:
         """Send the attempt into its lane, once that has formed."""
-        if operation.gone or operation.parked:
+        if operation.state != "forming":
             return
         if operation.lane is None:
             operation.lane = self._lane_for(operation, now)
@@ -111,32 +112,25 @@ class Operations:
         lane = operation.lane
         if lane.state != "formed":
             return
-        operation.gone, operation.ran_at = True, now
+        operation.step("go")
+        operation.ran_at = now
         lane.pace.begin()
         for post in operation.posts:
             self._ground.send(post.member, operation.go(post, lane, now))
 
     def _lane_for(self, operation: Operation, now: float) -> Lane:
-        """Return a lane of its participants, or of a pair's whole domain."""
-        ground, roster, members = self._ground, self._roster, operation.participants
+        """Return a lane of its participants; for a pair also a formed larger one."""
+        lanes, roster, members = self._ground.lanes, self._roster, operation.participants
         wanted = roster.states(members)
-        formed = {lane.members for lane in ground.lanes.of(self) if lane.apart and lane.state == "formed"}
-        operation.apart = operation.apart or members in formed
-        whole = operation.pairwise and not operation.apart
-        if whole:  # of the responsive members
-            live = self.pairing.live(operation.domain)
-            wanted = [s for s in live if s in wanted or not roster.suspect(s, now)]
-            members = tuple(state.member for state in wanted)
         backend = self._backend(operation, wanted)
         there = {state.member for state in roster.live}
-        for lane in reversed(ground.lanes.of(self)):
-            within = whole and set(members) <= set(lane.members) <= there
+        for lane in reversed(lanes.of(self)):
+            formed = operation.pairwise and lane.state == "formed"
+            within = formed and set(members) <= set(lane.members) <= there
             if lane.backend == backend and (lane.members == members or within):
                 return lane
         timeout_s = form_timeout(max(0.001, operation.deadline - now))
-        lane = ground.lanes.open(wanted, backend, self, now, timeout_s, grace_s=LATE_S)
-        lane.apart = operation.apart
-        return lane
+        return lanes.open(wanted, backend, self, now, timeout_s, grace_s=LATE_S)
 
     def _close_idle_lanes(self) -> None:
         """Close lanes that are not in use, and not wanted any more."""
@@ -145,9 +139,8 @@ class Operations:
         busy = [operation.lane for operation in self.running]
         for lane in [lane for lane in lanes if lane not in busy]:
             members = set(lane.members)
-            larger = [other for other in lanes if members < set(other.members)]
-            spared = any(other.state == "formed" or not lane.apart for other in larger)
-            if spared or not members <= live:
+            larger = any(other.state == "formed" and members < set(other.members) for other in lanes)
+            if larger or not members <= live:
                 self._ground.lanes.close(lane)
 
     def _backend(self, operation: Operation, states: Sequence[MemberState]) -> Backend:
@@ -169,7 +162,7 @@ class Operations:
     def _attempt(self, member: Member, number: int) -> Operation | None:
         """Return the operation whose current attempt this is."""
         operation = self._running.get(number)
-        known = operation is not None and operation.gone and member in operation.participants
+        known = operation is not None and operation.state == "running" and member in operation.participants
         return operation if known else None
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
@@ -198,13 +191,11 @@ class Operations:
             operation.problem = error.message
         if lane is not None:
             self.close_lane(lane, "failed", now)
-        for operation in [op for op in blamed if op.number in self._running]:
+        for operation in [op for op in blamed if not op.ended]:
             verdict, last = self.faults.verdict(operation, lane, error, now, final=final)
-            if verdict == "apart":
-                operation.apart, operation.failures = True, 0
-            elif verdict == "stuck":
-                operation.parked = self._probe(operation, error, now)
-            if verdict == "end" or (verdict == "stuck" and not operation.parked):
+            if verdict == "stuck" and self._probe(operation, error, now):
+                operation.step("stuck")
+            elif verdict != "again":
                 self._end(operation, last, now)
 
     def _probe(self, operation: Operation, error: errors.ReplicasError, now: float) -> bool:
@@ -223,13 +214,13 @@ class Operations:
     def _probed(self, operation: Operation, culprits: Mapping[Member, str] | None, now: float) -> None:
         for member, why in (culprits or {}).items():
             self._ground.quarantine(member, why, now)
-        if operation in self.running:
-            self.resume(operation, now)
+        self.resume(operation)
 
-    def resume(self, operation: Operation, now: float) -> None:
-        """Try a parked operation again."""
-        operation.parked, operation.failures = False, 0
-        self._run(operation, now)
+    def resume(self, operation: Operation) -> None:
+        """Let an operation that was stuck run again, as if it had never failed."""
+        operation.failures = 0
+        if operation.state == "probing":
+            operation.step("again")
 
     # ------------------------------------------------------------ retries
 
@@ -247,12 +238,13 @@ class Operations:
         del self._running[operation.number]
         operation.number = next(self._ground.ids)
         self._running[operation.number] = operation
-        operation.attempt += operation.gone
-        operation.gone, operation.lane, operation.attempt_at = False, None, now
+        operation.attempt += operation.state == "running"
+        operation.step("again")
+        operation.lane, operation.attempt_at = None, now
         operation.done.clear()
         for member in operation.participants:
             state = self._roster.get(member)
-            if operation.number in self._running and (state is None or not state.live):
+            if not operation.ended and (state is None or not state.live):
                 why = state.note if state is not None else self._vanished.get(member, "it was lost")
                 self._do_without(operation, member, why, now)
 
@@ -263,7 +255,7 @@ class Operations:
             self._end(operation, error, now)
             return
         operation.left_out[member.name] = why
-        operation.parked, operation.failures = False, 0
+        self.resume(operation)
         post = next(post for post in operation.posts if post.member == member)
         operation.posts = tuple(kept for kept in operation.posts if kept is not post)
         self.pairing.end(post)
@@ -289,6 +281,7 @@ class Operations:
 
     def _finish(self, operation: Operation, error: errors.ReplicasError | None, now: float) -> None:
         del self._running[operation.number]
+        operation.step("done_by_all" if error is None else "fail")
         if operation.probe is not None:
             operation.probe.abandon()
         self.pairing.settled(operation.ref, error is None)
@@ -325,7 +318,7 @@ class Operations:
     def set_aside(self, member: Member, why: str, now: float, *, reason: str = "failed") -> None:
         """Go on without a member that is no longer live: behind, or quarantined."""
         for operation in self.running:
-            if member in operation.awaited and operation.number in self._running:
+            if member in operation.awaited and not operation.ended:
                 lane = operation.lane
                 self._do_without(operation, member, why, now)
                 if lane is not None:
@@ -343,11 +336,11 @@ class Operations:
     def tick(self, now: float) -> None:
         """Check deadlines, and leave silent members behind."""
         for operation in self.running:
-            if operation.number in self._running and now > operation.deadline:
+            if not operation.ended and now > operation.deadline:
                 self._end(operation, operation.overdue(), now)
         self._leave_silent(now)
         for operation in self.running:
-            if operation.number in self._running and operation.gone and operation.lane is not None:
+            if operation.state == "running" and operation.lane is not None:
                 self._end_standstill(operation, operation.lane, now)
         self.pairing.tick(now)
         self._close_idle_lanes()
@@ -370,10 +363,7 @@ class Operations:
         for late in self.pairing.held_up_by(busy, now):
             self._leave(late, now)
         for operation in self.running:
-            if operation.number not in self._running:
-                continue
-            if operation.pairwise:
-                self._part_from_others(operation, now)
+            if operation.ended or operation.pairwise:
                 continue
             awaited = self._roster.states(operation.awaited)
             silent = [state for state in awaited if state.live and self._roster.suspect(state, now)]
@@ -381,18 +371,6 @@ class Operations:
             if heard and all(operation.can_do_without(state.member) for state in silent):
                 for state in silent:
                     self._leave(state, now)
-
-    def _part_from_others(self, operation: Operation, now: float) -> None:
-        """Give a pair its own lane rather than wait for a third member."""
-        lane = operation.lane
-        if lane is None or lane.state != "forming" or len(lane.members) == 2:
-            return
-        third = self._roster.states(set(lane.members) - set(operation.participants))
-        if any(self._roster.suspect(state, now) for state in third):
-            self.close_lane(lane, "frozen", now)
-        elif now > lane.opened_at + PAIR_PATIENCE_S:
-            operation.apart, operation.lane = True, None
-            self._run(operation, now)
 
 
 class Trials:
