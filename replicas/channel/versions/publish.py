@@ -50,10 +50,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from replicas import errors
@@ -65,14 +64,12 @@ from replicas.core.base.manifest import PartManifest
 from replicas.messages import Filled, Packed, PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of
 from replicas.weights.feed import Feed, Mode
-from replicas.weights.finite import not_finite
+from replicas.weights.finite import in_words, not_finite
 from replicas.weights.memory.arena import Slot
 from replicas.weights.packing import Packing
 
 LATE_S = 15.0
 """Extra time of a publish past its deadline, once a new coordinator knows of it."""
-NAMED = 3
-"""Tensors that an error names."""
 
 
 class Publisher(Part):
@@ -483,9 +480,7 @@ class Publisher(Part):
         self._settle(job, error)
 
 
-def _not_finite(hub: Hub, version: int, found: Mapping[str, int]) -> errors.ReplicasError:
-    named = ", ".join(f"{name!r} ({count:,})" for name, count in islice(found.items(), NAMED))
-    more = f" and {len(found) - NAMED} tensors more" if len(found) > NAMED else ""
-    text = f"version {version} has values that are not finite, in {named}{more}"
+def _not_finite(hub: Hub, version: int, found: dict[str, int]) -> errors.ReplicasError:
+    text = f"version {version} has values that are not finite, in {in_words(found)}"
     hint = "the training has diverged; publish without check_finite to send it all the same"
     return hub.error(errors.ManifestMismatch, text, version=version, phase="pack", hint=hint)

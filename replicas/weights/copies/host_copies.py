@@ -385,7 +385,7 @@ def _parts(tensor: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[torch.Te
         return
     axis = max(axes, key=tensor.shape.__getitem__)
     rows = max(1, tensor.shape[axis] * RUNS_MAX // runs)
-    for some in zip(tensor.split(rows, axis), piece.split(rows, axis), strict=True):
+    for some in zip(torch.split(tensor, rows, axis), torch.split(piece, rows, axis), strict=True):
         yield from _parts(*some)
 
 

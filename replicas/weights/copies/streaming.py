@@ -125,7 +125,8 @@ def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 def gaps(tensor: torch.Tensor) -> list[int]:
     """Axes along which the elements are several runs of bytes: gaps, or overlaps."""
-    found, behind = [], 1
+    found: list[int] = []
+    behind = 1
     for stride, axis in _axes(tensor):
         if found or stride != behind:
             found.append(axis)
