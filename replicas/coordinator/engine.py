@@ -438,9 +438,7 @@ class Engine:
                 if isinstance(event, effects.MemberLost):
                     self._on_lost(event)
                 elif isinstance(event, effects.SyncEnded):
-                    channel.told.ended(event.record)
-                elif isinstance(event, effects.CaughtUp):
-                    channel.told.nbytes += event.moved_nbytes
+                    channel.told.last = event.record
                 elif isinstance(event, effects.StepFell):
                     text = (
                         '%s: version %d has meta["step"] = %s after %s: was its trainer restarted without a checkpoint?'

@@ -38,7 +38,7 @@ WAYS = {
     "weights": {*BOTTOM, "core", "memory"},
     "sidecar": {*BOTTOM, "core", "weights"},
     "channel": {*BOTTOM, "trust", "core", "memory", "weights", "sidecar"},
-    "coordinator": {*BOTTOM, "trust", "config", "core", "memory"},
+    "coordinator": {*BOTTOM, "trust", "config", "core", "memory", "telemetry"},
     "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator"},
     "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "coordinator", "control"},
     "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor"},

@@ -340,7 +340,7 @@ def test_a_failure_is_tried_again_once_in_a_new_lane() -> None:
     assert [verdict(sim, 1) for sim in sims] == ["ok", "ok"]
     assert [go.attempt for go in sims[0].goes] == [1, 2]
     assert receipt(sims[0], 1).lost == ()
-    assert world.state.ground.retries == {"failed": 1}
+    assert world.tally.retries == {"outer": {"failed": 1}}
 
 
 def test_a_second_failure_ends_it_for_all_unless_somebody_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
