@@ -435,7 +435,7 @@ def test_a_failure_at_the_end_of_the_deadline_says_so() -> None:
     started(world, sims, stuck=[sims[1]], deadline_s=5.0)
     world.now += 4.9
     for sim in sims:
-        world.state.seen(sim.member, world.now)
+        world.state.roster.heard(sim.member, world.now)
     sims[1].outbox.append(wire.OperationFailed(sims[1].goes[0].operation, broken_pipe()))
     world.run()
     assert [verdict(sim, 1) for sim in sims] == ["DeadlineExceeded"] * 2
@@ -558,7 +558,7 @@ def test_flapping_peers_leave_nothing_behind() -> None:
             assert verdict(sim, turn + 1) == "ok"
         world.now += 70.0  # beyond the time in which flapping is held against it
         for sim in sims[:2]:
-            world.state.seen(sim.member, world.now)
+            world.state.roster.heard(sim.member, world.now)
         sims[2] = world.join("peer/2/0")
         sims[2].posts = sims[0].posts
         world.advance(0.5)

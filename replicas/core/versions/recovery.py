@@ -211,7 +211,7 @@ class Recovery:
             publishes.numbered = max(publishes.numbered, version)
             self._commits.learn(version, digests.pop())
             return
-        for state in self._roster.holders(version):
+        for state in self._roster.holders.of(version):
             state.forget(version)
             self._ground.send(state.member, wire.Discard(version))
 
@@ -226,7 +226,7 @@ class Recovery:
             if self._answer is not None:
                 self._read(self._described, self._answer, now)
             return
-        holder = min((state.member for state in self._roster.holders(version)), default=None)
+        holder = min((state.member for state in self._roster.holders.of(version)), default=None)
         self._described, self._answer = holder, None
         if holder is not None:
             self._ground.send(holder, wire.Describe(version))
