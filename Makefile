@@ -10,8 +10,12 @@ SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
 PYTEST = $(BIN)/python -m pytest -q
 UNIT_TESTS = $(PYTEST) --numprocesses 2 --dist worksteal tests/unit
 # The slice of the integration tests that `make test` runs: each process and each way of the bytes, and a kill of each.
-SLICE := channel channel_operations control_socket coordinator end_to_end frames frames_of_pairs hosts mapping operation_faults partial \
-	sidecar sidecar_routes supervisor_kills supervisor_lifecycle supervisor_torchrun
+SLICE := channel/test_channel channel/operations/test_channel_operations channel/operations/test_operation_faults \
+	channel/versions/test_mapping control/test_control_socket coordinator/test_coordinator coordinator/test_frames coordinator/test_hosts \
+	sidecar/test_sidecar sidecar/test_sidecar_routes supervisor/fleet/test_partial supervisor/shim/test_frames_of_pairs \
+	supervisor/shim/test_supervisor_torchrun supervisor/test_end_to_end supervisor/test_supervisor_kills supervisor/test_supervisor_lifecycle
+# The rooms of a rank, which need torch: their unit tests reach nothing of the core that others do not.
+RANK_ROOMS := channel sidecar weights
 
 # Measured in one process each, not in all that tests start; a test may fork, so each process has a file of its own.
 COVERAGE := $(VENV)/coverage
@@ -73,7 +77,7 @@ demo-cluster: $(VENV)/.demo ## three machines (namespaces, as root), a killed su
 
 test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and a minute of chaos: some 7 minutes
 	@$(UNIT_TESTS)
-	@$(PYTEST) $(SIDE_BY_SIDE) $(SLICE:%=tests/integration/test_%.py)
+	@$(PYTEST) $(SIDE_BY_SIDE) $(SLICE:%=tests/integration/%.py)
 	@CHAOS_WORLD=exec CHAOS_SECONDS=15 $(PYTEST) tests/chaos/test_chaos.py tests/chaos/test_supervisor.py
 
 test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 50 minutes, and 5 GB in .venv-engines
@@ -84,7 +88,7 @@ test-all: $(VENV)/.dev ## run all tests, those on released engines too: some 50 
 
 # Of the slow suites, what fits into an hour beside all else: the third of their files that is THIRD's turn.
 test-third: $(VENV)/.dev
-	@$(PYTEST) $(SIDE_BY_SIDE) --timeout 600 --third $(THIRD) $(SLICE:%=--ignore tests/integration/test_%.py) tests/integration tests/gpu
+	@$(PYTEST) $(SIDE_BY_SIDE) --timeout 600 --third $(THIRD) $(SLICE:%=--ignore tests/integration/%.py) tests/integration tests/gpu
 	@$(PYTEST) tests/chaos
 	@$(MAKE) --no-print-directory test-engines ARGS="--third $(THIRD)"
 
@@ -114,7 +118,7 @@ integration: $(VENV)/.dev
 
 properties: $(VENV)/.dev ## look for histories that break an invariant of the core, and calls that do more than fail: make properties TIMES=20 SEED=3
 	@PROPERTY_TIMES=$(or $(TIMES),5) PROPERTY_SEED=$(or $(SEED),1) \
-	  $(PYTEST) $(SIDE_BY_SIDE) tests/integration/test_properties.py tests/integration/test_calls.py
+	  $(PYTEST) $(SIDE_BY_SIDE) tests/integration/core/test_properties.py tests/integration/channel/test_calls.py
 
 chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=500 SEED=3
 	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(PYTEST) -s --timeout 0 \
@@ -136,7 +140,7 @@ scene: $(VENV)/.dev ## a training run under an operator who does anything at any
 
 coverage: $(VENV)/.dev ## branch coverage of the pure core by unit and property tests; fails below what is reached
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
-	@$(COVERED) -m pytest -q --ignore tests/unit/ranks tests/unit
+	@$(COVERED) -m pytest -q $(RANK_ROOMS:%=--ignore tests/unit/%) tests/unit
 	@for machine in channel:200 lives:100 peers:150 raising_peers:60; do \
 	  $(COVERED) -m tests.support.properties $${machine%%:*} $${machine##*:} || exit; done
 	@$(BIN)/coverage combine -q --data-file $(COVERAGE)/all $(COVERAGE)/data.*

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     third = config.getoption("--third")
     if third is not None:
-        ran = {Path(report.nodeid.partition("::")[0]).name for report in terminalreporter.getreports("")}
+        ran = {report.nodeid.partition("::")[0] for report in terminalreporter.getreports("")}
         terminalreporter.write_line(f"third {third} of {THIRDS}: {' '.join(sorted(ran))}")
 
 

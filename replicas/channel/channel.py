@@ -18,7 +18,7 @@ from replicas.channel.operations.operations import RankOperations
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import BYE_TIMEOUT_S, GRACE_S, Hub
-from replicas.channel.session.pending import Pending, Receipt
+from replicas.channel.session.pending import Pending, Promise, Receipt
 from replicas.channel.session.session import Session
 from replicas.channel.session.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.filling import PublishJob, arena_like, reserve
@@ -61,7 +61,7 @@ class Channel(Collectives):
         self._hello = hello
         self._pid = os.getpid()
         self._closed = self._leaving = False
-        self._left: Pending[None] = hub.pending("leaving")
+        self._left: Promise[None] = hub.pending("leaving")
         self._lanes = SidecarLanes(hub)
         self._publisher = Publisher(hub)
         self._manifests = ManifestExchange(hub, self._publisher.manifest_of)
@@ -366,7 +366,7 @@ class Channel(Collectives):
         wait = arguments.flag("close: wait", wait)
         if self._closed:
             if self._leaving:
-                self._left._wait_ended(CLOSE_TIMEOUT_S)
+                self._left.wait_ended(CLOSE_TIMEOUT_S)
             return
         if self._hub.over is None:
             own_loop.must_not_block("close")
@@ -378,14 +378,14 @@ class Channel(Collectives):
             if wait and self._hub.over is None:
                 self._hub.loop.run(lambda: asyncio.sleep(0), CLOSE_TIMEOUT_S)  # earlier calls have reached the loop
                 for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
-                    pending._wait_ended()  # not wait(): that would count as telling the caller
+                    pending.wait_ended()  # not wait(): that would count as telling the caller
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
                 text = "%s: copies on the GPU go on after %s s"
                 logger.warning(text, self.name, CLOSE_TIMEOUT_S)
             failure = self._hub.take_failure()
         finally:
             self._hub.call(self._hub.leases.give_back, inside)
-        if not self._left._wait_ended(CLOSE_TIMEOUT_S):
+        if not self._left.wait_ended(CLOSE_TIMEOUT_S):
             logger.warning("%s: leaving took more than %s s", self.name, CLOSE_TIMEOUT_S)
         if failure is None or isinstance(failure, errors.Fenced):
             return
@@ -415,7 +415,7 @@ class Channel(Collectives):
             self._operations.close()
             hub.loop.closers.pop(self, None)
         finally:
-            self._left._resolve(None)
+            self._left.resolve(None)
 
     def _open(self, timeout_s: float) -> None:
         """Connect; join calls it once."""

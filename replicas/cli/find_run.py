@@ -1,16 +1,14 @@
 """Resolve which run a command addresses: by config, working directory, or address.
 
-A run must be visible and stoppable while its config is being edited. So its state
-folder is found in a config file that need not be valid: two values suffice, ``name``
-and ``state_dir`` of ``[run]``; in a file that is not valid TOML, the lines that look
-like these values are used.
+A run must be visible and stoppable while its config has problems. So its state folder
+is found in a config file that need only be TOML: two values suffice, ``name`` and
+``state_dir`` of ``[run]``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 import tomllib
 from collections.abc import Iterator
@@ -40,8 +38,6 @@ from replicas.trust.tokens import OPERATOR_FILE
 ENDPOINT_FILE = "endpoint.json"
 """File in a run's state folder with the address of its supervisor."""
 STATE_FILE, EVENTS_FILE = "state.json", "events.jsonl"
-_TABLE = re.compile(r"\s*\[+\s*([^\[\]]*?)\s*\]+\s*(?:#.*)?")
-_VALUE = re.compile(r"""\s*(name|state_dir)\s*=\s*(?:"([^"\\]*)"|'([^']*)')\s*(?:#.*)?""")
 SILENT_S = 30.0
 """How long a living supervisor may not answer before a wait for its end gives up."""
 
@@ -207,16 +203,9 @@ def state_dir_of(path: Path) -> Path | None:
 def _run_table(text: str) -> dict[str, Any]:
     try:
         run = tomllib.loads(text).get("run", {})
-        return run if isinstance(run, dict) else {}
     except (ValueError, RecursionError):  # not TOML, or excessive numbers or nesting
-        pass
-    table, found = "", dict[str, Any]()
-    for line in text.splitlines():
-        if heading := _TABLE.fullmatch(line):
-            table = heading[1]
-        elif table == "run" and (value := _VALUE.fullmatch(line)):
-            found[value[1]] = value[2] if value[2] is not None else value[3]
-    return found
+        return {}
+    return run if isinstance(run, dict) else {}
 
 
 class RunEndWatcher:
@@ -296,12 +285,18 @@ class RunAddress:
     def named_dir(self) -> Path:
         """The state folder, which may be another user's.
 
-        It is named in the config, which may have problems as long as this can be read,
-        or found below the working directory.
+        It is named in the config, which may have problems as long as it is TOML, or
+        found below the working directory.
         """
         if self.path is None:
             return find_state_dir(self._folder)
-        return state_dir_of(self.path) or load(self.path).run.state_dir
+        if (found := state_dir_of(self.path)) is not None:
+            return found
+        try:
+            return load(self.path).run.state_dir
+        except BadConfig as error:
+            error.hint = "without CONFIG, in its folder, the command addresses the only run there"
+            raise
 
     @property
     def state_dir(self) -> Path:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import anyio.to_thread
 
@@ -28,32 +28,31 @@ from replicas.config.diff import ConfigDiff, diff
 from replicas.config.structs import Config
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.causes import Cause
+from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.plans import with_sizes
 from replicas.supervisor.fleet.replica import Replica
-from replicas.supervisor.fleet.resources import Resources
-from replicas.telemetry.events import Event, Reloaded, ReloadRefused
+from replicas.telemetry.events import Reloaded, ReloadRefused
 
 _CHANGED = Cause("reload", "its config has changed")
 _MISPLACED = Cause("reload", "the labels of its node have changed")
 
 
-class Site(Protocol):
-    config: Config
-
-    @property
-    def fleet(self) -> Fleet: ...
-    @property
-    def resources(self) -> Resources: ...
-    async def check_plan(self, config: Config) -> Machine: ...
-    def emit(self, event: Event) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
 class Reloading:
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    """The reloads of a run.
+
+    :param fleet: returns the groups of the run. UsageError: it is being started.
+    :param check_plan: looks up this machine. BadConfig: the plan does not fit it.
+    """
+
+    def __init__(
+        self,
+        context: FleetContext,
+        fleet: Callable[[], Fleet],
+        check_plan: Callable[[Config], Coroutine[Any, Any, Machine]],
+    ) -> None:
+        self._context, self._fleet, self._check_plan = context, fleet, check_plan
         self._one_at_a_time = asyncio.Lock()
         self._rolls: dict[str, tuple[Cause, asyncio.Task[None]]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
@@ -70,32 +69,32 @@ class Reloading:
     ) -> Reloaded:
         """See :meth:`replicas.Supervisor.reload`; ``accepted``: called when in use."""
         async with self._one_at_a_time:
-            site = self._site
-            site.fleet.refuse_while_draining()
+            context, fleet = self._context, self._fleet()
+            fleet.refuse_while_draining()
             try:
-                if config is None and (config := site.config.source) is None:
+                if config is None and (config := context.config.source) is None:
                     raise errors.UsageError("this run was not started from a config file", hint="pass the new config")
                 if not isinstance(config, Config):
                     config = self.adapt(await anyio.to_thread.run_sync(config_file.read, config))
-                found = diff(site.config, config)
+                found = diff(context.config, config)
                 if found.refused:
                     raise errors.BadConfig(found.refused, source=str(config.source or "config"))
                 # Groups whose size it does not change count with their present one.
                 kept = config.groups.keys() - found.resized.keys() - self._sizes.keys()
-                sizes = {name: group.size for name, group in site.fleet.groups.items() if name in kept}
-                machine = await site.check_plan(with_sizes(config, sizes))
-                site.fleet.save(order=True)
+                sizes = {name: group.size for name, group in fleet.groups.items() if name in kept}
+                machine = await self._check_plan(with_sizes(config, sizes))
+                fleet.save(order=True)
             except errors.ReplicasError as error:
                 problems = error.problems if isinstance(error, errors.BadConfig) else (str(error),)
-                site.emit(ReloadRefused(problems=tuple(problems)))
+                context.emit(ReloadRefused(problems=tuple(problems)))
                 raise
             except Exception as error:
-                site.emit(ReloadRefused(problems=(one_line(f"a bug: {type(error).__name__}: {error}"),)))
+                context.emit(ReloadRefused(problems=(one_line(f"a bug: {type(error).__name__}: {error}"),)))
                 raise
             if leaving := [self._removals[name] for name in found.added if name in self._removals]:
                 await asyncio.wait(leaving)
-            site.fleet.refuse_while_draining()
-            site.resources.plan(config, machine)
+            fleet.refuse_while_draining()
+            context.resources.plan(config, machine)
             rolls = self._rolls_for(config, found)
             reloaded = self._begin(config, found, rolls)
             accepted(reloaded)
@@ -106,13 +105,13 @@ class Reloading:
         """Restart replicas whose config has changed while no supervisor was there, or
         that an earlier one had not come to yet."""
         for name, replicas in outdated.items():
-            group = self._site.fleet.groups.get(name)
+            group = self._fleet().groups.get(name)
             if group is None:
                 continue  # a reload has removed it meanwhile
             try:
                 await self._roll(group, _CHANGED, [one.index for one in replicas])
             except errors.ReplicasError as error:
-                self._site.say(f"group {name}, whose config has changed: {error}")
+                self._context.say(f"group {name}, whose config has changed: {error}")
 
     def _rolls_for(self, new: Config, found: ConfigDiff) -> dict[str, tuple[Cause, frozenset[int]]]:
         """Which replicas of a group are to be restarted, and why, by its name.
@@ -120,7 +119,7 @@ class Reloading:
         All, if an earlier reload may not have restarted each of them yet.
         """
         rolls: dict[str, tuple[Cause, frozenset[int]]] = {}
-        groups, resources = self._site.fleet.groups, self._site.resources
+        groups, resources = self._fleet().groups, self._context.resources
         for name in (name for name in groups if name in new.groups):
             moved = frozenset(one for one in groups[name].replicas if resources.misplaced(new.groups[name], one))
             cause, _ = self._rolls.get(name, (None, None))
@@ -132,16 +131,14 @@ class Reloading:
 
     def _begin(self, new: Config, found: ConfigDiff, rolls: Iterable[str]) -> Reloaded:
         """Put the config in use and take the steps that need no waiting."""
-        site = self._site
-        fleet = site.fleet
+        context, fleet = self._context, self._fleet()
         for name in (*rolls, *found.removed):
             if name in self._rolls:
                 self._rolls.pop(name)[1].cancel()
         self._sizes.update(found.resized)
         for name in found.removed:
             self._sizes.pop(name, None)
-        site.config = new
-        fleet.config = new
+        context.config = new
         for name in fleet.groups.keys() & new.groups.keys():
             fleet.groups[name].use(new.groups[name])
             fleet.resize(name)
@@ -149,9 +146,9 @@ class Reloading:
             fleet.adopt(new.groups[name])
         changed = tuple(dict.fromkeys((*found.restarted, *found.adjusted, *found.resized)))
         reloaded = Reloaded(changed=changed, added=found.added, removed=found.removed)
-        site.emit(reloaded)
+        context.emit(reloaded)
         fleet.save(order=True)
-        fleet.look()
+        context.look()
         return reloaded
 
     async def _carry_out(self, found: ConfigDiff, rolls: Mapping[str, tuple[Cause, frozenset[int]]]) -> None:
@@ -164,13 +161,13 @@ class Reloading:
 
     async def _remove(self, name: str) -> None:
         """Drain and forget the group, to the end even when the caller is cancelled."""
-        task = self._removals[name] = asyncio.create_task(self._site.fleet.scale(name, 0, reason="reloaded"))
+        task = self._removals[name] = asyncio.create_task(self._fleet().scale(name, 0, reason="reloaded"))
         task.add_done_callback(lambda _: self._removals.pop(name))
         await asyncio.shield(task)
 
     async def _restart_and_scale(self, name: str, cause: Cause, indices: frozenset[int]) -> None:
         """Restart these of the present replicas, then scale: none is started twice."""
-        fleet = self._site.fleet
+        fleet = self._fleet()
         group = fleet.groups[name]
         if indices:
             await self._roll(group, cause, indices)
@@ -180,7 +177,7 @@ class Reloading:
 
     async def _roll(self, group: Group, cause: Cause, indices: Collection[int]) -> None:
         """Restart the replicas, rolling, until a newer reload takes over."""
-        fleet, name = self._site.fleet, group.config.name
+        fleet, name = self._fleet(), group.config.name
         there = [one for one in fleet.targets(name) if one.index in indices]
         chosen = [one for one in there if one.life.state != "finished" and not one.unwanted]
         task = asyncio.create_task(fleet.roll(group, chosen, cause))

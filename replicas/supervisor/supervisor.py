@@ -28,7 +28,7 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 import replicas
-from replicas import environ, errors
+from replicas import errors
 from replicas.common.logs import Log
 from replicas.config import file as config_file
 from replicas.config.structs import Config
@@ -41,7 +41,6 @@ from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.base.effects import MemberLost, ReplicaIdle
 from replicas.core.lives.leases import lost_after_s
-from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.ordering import start_levels
 from replicas.linux import inherited, needs
 from replicas.messages import Hello, arguments
@@ -50,15 +49,16 @@ from replicas.status import RunStatus
 from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine, node_name
 from replicas.supervisor.fleet.awaited import words
-from replicas.supervisor.fleet.causes import FailureReports, line
+from replicas.supervisor.fleet.causes import FailureReports
+from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
-from replicas.supervisor.fleet.marks import check_mark
 from replicas.supervisor.fleet.nodes import Nodes, longest_lease_of
 from replicas.supervisor.fleet.plans import fitting, machine_for, refuse_unfit, with_sizes
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.reloading import Reloading
+from replicas.supervisor.state.marks import check_mark
 from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_record, this_process
 from replicas.supervisor.state.run_state import machine as this_machine
 from replicas.supervisor.state.state import StateDir
@@ -125,11 +125,19 @@ class Supervisor:
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
         needs.check()
-        self.config: Config = config_file.read(config)
-        """The config in use."""
-        start_levels(self.config.groups)
-        run = self.config.run
-        self.state: StateDir = StateDir(run.state_dir, run.name, longest_lease_s=longest_lease_of(self.config))
+        read = config_file.read(config)
+        start_levels(read.groups)
+        self.state: StateDir = StateDir(read.run.state_dir, read.run.name, longest_lease_s=longest_lease_of(read))
+        self.resources: Resources = Resources(node_name())
+        self._context = FleetContext(
+            config=read,
+            state=self.state,
+            resources=self.resources,
+            emit=self.emit,
+            say=self.say,
+            save=self.save,
+            spawn=self.spawn,
+        )
         self._events = EventLog(None)
         self._failures = FailureReports()
         self._refusals = CounterDeltas(_REFUSALS_INTERVAL_S)
@@ -139,11 +147,9 @@ class Supervisor:
         """Called when agents can join, before the store is up."""
         self.on_tokens: Callable[[], None] = lambda: None
         """Called with new tokens, before the ones before are revoked."""
-        self._coordinator: Coordinator | None = None
         self._fleet: Fleet | None = None
-        self.resources: Resources = Resources(node_name())
-        self._nodes = Nodes(self)
-        self.reloading: Reloading = Reloading(self)
+        self._nodes = Nodes(self._context, lambda: self.fleet)
+        self.reloading: Reloading = Reloading(self._context, lambda: self.fleet, self.check_plan)
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
@@ -223,7 +229,9 @@ class Supervisor:
             stack.callback(self._events.close)
             self._tell_of_leases()
             await stack.enter_async_context(self._nodes)  # before any other process is started
-            coordinator = self._coordinator = self._make_coordinator()  # opens the decision log, so not before the lock
+            coordinator = self._context.opened = (
+                self._make_coordinator()
+            )  # opens the decision log, so not before the lock
             self.state.tokens.check(coordinator.tokens.key)
             for change in self.state.tokens.changes:
                 self._events.emit(change)
@@ -242,15 +250,7 @@ class Supervisor:
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
             saved = self.state.saved
             groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
-            self._fleet = Fleet(
-                config,
-                self,
-                saved=groups,
-                wall=time.time(),
-                start_shim=self._nodes.cluster.start,
-                starts=self._nodes,
-                adopted=self._nodes.adopted(config),
-            )
+            self._fleet = Fleet(self._context, saved=groups, wall=time.time(), adopted=self._nodes.adopted(config))
             self._fleet.start()
             if saved is not None:  # else older events may be missing
                 coordinator.expect(self._events.tally.members)
@@ -590,6 +590,11 @@ class Supervisor:
     # ------------------------------------------------------------ state
 
     @property
+    def config(self) -> Config:
+        """The config in use."""
+        return self._context.config
+
+    @property
     def last_event(self) -> int:
         """Number of the newest event."""
         return self._events.seq
@@ -611,9 +616,7 @@ class Supervisor:
     @property
     def coordinator(self) -> Coordinator:
         """The run's coordinator, while the supervisor is entered."""
-        if self._coordinator is None:
-            raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
-        return self._coordinator
+        return self._context.coordinator
 
     @property
     def fleet(self) -> Fleet:
@@ -672,15 +675,7 @@ class Supervisor:
         """Whether the store is up, and the event loop lags by less than 10 s."""
         return self.coordinator.store_up and self.coordinator.loop_lag_s < _STUCK_LOOP_S
 
-    # ------------------------------------------------------------ what the fleet asks
-
-    def environment(self) -> Mapping[str, str]:
-        return {
-            environ.ENDPOINT: self.coordinator.endpoint,
-            environ.TOKEN_FILE: str(self.state.token_file),
-            environ.RUN: self.config.run.name,
-            environ.STATE_ID: self.state.identity,
-        }
+    # ------------------------------------------------------------ what its parts ask
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         assert self._tasks is not None, "the supervisor has not been entered"
@@ -692,12 +687,6 @@ class Supervisor:
         except BaseException:  # code of the program that embeds this: the run goes on
             log.exception("report() failed on %s", text)
 
-    def told(self, transition: Transition, resume_in_s: float) -> None:
-        replica = self.fleet.replica(transition.group, transition.replica) if self._fleet is not None else None
-        here = replica is None or replica.here
-        if text := line(transition, resume_in_s=resume_in_s, logs=self.state.logs if here else None):
-            self.say(text)
-
     def emit(self, event: Event) -> None:
         """Pass an event to the event file, its followers and the counters.
 
@@ -706,8 +695,7 @@ class Supervisor:
         self._events.emit(event)
         if text := self._failures.text(event):
             self.say(text)
-        if self._fleet is not None:
-            self._fleet.look()
+        self._context.look()
 
     def save(self, *, order: bool = False) -> bool:
         """Write the state that must survive when this process is killed.

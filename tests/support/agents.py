@@ -8,8 +8,7 @@ be killed; it keeps its lease as a real one does.
 from __future__ import annotations
 
 import asyncio
-import errno
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -19,13 +18,11 @@ from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.agent.messages import ShimState
-from replicas.supervisor.fleet.cluster import Cluster, Site
+from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.nodes import Nodes
-from replicas.supervisor.fleet.nodes import Site as NodesSite
-from replicas.supervisor.fleet.resources import Resources
-from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.wire.orders import ExitReport, RankExit
+from replicas.trust.tokens import Tokens
 from tests.support.fleets import Life, Yard, config_of
 
 __all__ = ["LEASE_S", "OUTLIVES_S", "FakeAgent", "Field", "field"]
@@ -248,16 +245,29 @@ class Field(Yard):
         super().__init__(config_of(*groups), lives)
         self.own_scope = "local"
         self.outlives_s = OUTLIVES_S
-        self.leases: tuple[Lease, ...] = ()
-        self.disk_problem = ""
         self.operator_token = "first"
-        self.cluster = self._cluster()
+        self.cluster = self.new_cluster()
         self.agents: dict[str, FakeAgent] = {}
         self.overlaps: list[str] = []
         self._counts: dict[str, int] = {}
 
-    def _cluster(self) -> Cluster:
-        return Cluster(cast("Site", self), local="local", lease_s=LEASE_S, outlives_s=self.outlives_s)
+    def new_cluster(self, lease_s: float = LEASE_S) -> Cluster:
+        def leaving(node: str, reason: str) -> None:
+            self.said.append(f"{node} leaves: {reason}")
+
+        return Cluster(
+            self.context,
+            lease_s=lease_s,
+            outlives_s=self.outlives_s,
+            is_own=lambda hello: hello.scope == self.own_scope,
+            leaving=leaving,
+        )
+
+    def nodes(self) -> Nodes:
+        """What a supervisor's orders about nodes go through."""
+        nodes = Nodes(self.context, lambda: self.fleet)
+        nodes._cluster = self.cluster
+        return nodes
 
     def life_of(self, name: str) -> Life:
         plan = self.lives.get(name) or self.lives.get(name.partition("/")[0]) or [Life()]
@@ -295,61 +305,29 @@ class Field(Yard):
         await self.end()
         saved, shims, agents = ({}, (), ()) if lost else (saved, shims, agents)
         self._scopes, self._tasks = [], []
-        self.config = config_of(*groups) if groups else self.config
-        self.resources = Resources()
+        leases = self.leases.written
+        self.context = self.new_context(config_of(*groups) if groups else self.config)
         self.resources.withdraw("local")
-        self.cluster = self._cluster()
-        nodes = Nodes(cast("NodesSite", self))
-        nodes._cluster, nodes.adopting, nodes._records = self.cluster, bool(agents), shims
-        self.cluster.awaited.inherit(self.leases, self.leases if lost else (), self._loop.time())
+        self.cluster = self.new_cluster()
+        nodes = self.nodes()
+        nodes.adopting, nodes._records = bool(agents), shims
+        self.context.awaited.inherit(leases, leases if lost else (), self._loop.time())
         nodes._expected = self.cluster.expect(agents, shims, self.own_scope)
-        start = self.cluster.start
-        adopted = nodes.adopted(self.config)
-        self.fleet = Fleet(self.config, self, saved=saved, start_shim=start, starts=self, adopted=adopted)
-        self.fleet.on_channel = lambda group: group in self.on_channel  # type: ignore[method-assign]
+        self.context.start_shim = self.cluster.start
+        self.fleet = Fleet(self.context, saved=saved, adopted=nodes.adopted(self.config))
         self.fleet.start()
         self.spawn(self.tend)
         for agent in self.agents.values():
             agent.hang_up()
 
-    # ------------------------------------------------------------ what the cluster asks
+    # ------------------------------------------------------------ its tokens
 
-    def welcome(self, *, local: bool) -> wire.Welcome:
-        return wire.Welcome(
-            run="test",
-            supervisor=self.cluster.incarnation,
-            lease_s=0.0 if local else LEASE_S,
-            adopt_s=0.0,
-            endpoint="",
-            token="",
-            state_id="",
-        )
+    @property
+    def tokens(self) -> Tokens:
+        return cast("Tokens", self)
 
-    def limits(self, group: str) -> tuple[int | None, int | None]:
-        return None, None
-
-    def new_token(self) -> wire.NewToken:
-        return wire.NewToken("member", self.operator_token)
-
-    def is_own(self, hello: wire.Hello) -> bool:
-        return hello.scope == self.own_scope
-
-    def write_leases(self, leases: Sequence[Lease]) -> None:
-        if self.disk_problem:
-            raise OSError(errno.ENOSPC, self.disk_problem)
-        self.leases = tuple(leases)
-
-    def blocks(self, group: str, replica: int) -> str:
-        return self.cluster.blocks(group, replica)
-
-    def floor(self, group: str, replica: int) -> int:
-        return self.cluster.awaited.generation(group, replica)
-
-    def leaving(self, node: str, reason: str) -> None:
-        self.said.append(f"{node} leaves: {reason}")
-
-    def nodes_changed(self) -> None:
-        self.fleet.look()
+    def text(self, role: str) -> str:
+        return self.operator_token if role == "operator" else role
 
     async def tend(self) -> None:
         while True:
@@ -362,8 +340,8 @@ async def field(*groups: GroupConfig, lives: Mapping[str, list[Life]] | None = N
     """A fleet whose nodes join in the block; it drains at the end."""
     made = Field(groups, lives or {})
     made.resources.withdraw("local")
-    made.fleet = Fleet(made.config, made, start_shim=made.cluster.start, starts=made)
-    made.fleet.on_channel = lambda group: group in made.on_channel  # type: ignore[method-assign]
+    made.context.start_shim = made.cluster.start
+    made.fleet = Fleet(made.context)
     made.fleet.start()
     made.spawn(made.tend)
     try:

@@ -11,6 +11,7 @@ from replicas.common.table import Table
 from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, ROUND, SLOT, TRANSFER
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
+from replicas.core.lives.nodes import DUTY, NODE
 from replicas.supervisor.shim.phases import PHASES
 
 __all__ = ["PAGE", "TABLES", "with_tables"]
@@ -21,6 +22,8 @@ TABLES: tuple[Table[Any, Any], ...] = (
     REPLICA,
     ASKED,
     GENERATION,
+    NODE,
+    DUTY,
     PHASES,
     CHILD,
     MEMBER,

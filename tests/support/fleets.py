@@ -8,9 +8,10 @@ how, and how long it needs from SIGTERM to its end.
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,11 @@ from replicas.config.structs import Config, Dependency, GroupConfig, RestartConf
 from replicas.coordinator import Coordinator, GroupShape, Readiness
 from replicas.core.lives.lifecycle import Transition
 from replicas.supervisor.cleanup.inventory import Belongings
+from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.resources import Resources
+from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import SavedGroup
 from replicas.supervisor.state.state import StateDir
 from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
@@ -147,8 +150,28 @@ def config_of(*groups: GroupConfig, stop_when: tuple[str, ...] = ()) -> Config:
     return Config(schema_version=1, run=run, groups={group.name: group for group in groups})
 
 
+class FakeLeases:
+    """The file of leases of a state folder, on a disk that may be full."""
+
+    floor = starts = 0
+    path = Path("/nowhere/leases")
+
+    def __init__(self) -> None:
+        self.written: tuple[Lease, ...] = ()
+        self.problem = ""
+
+    def reserve(self, generation: int) -> None: ...
+
+    def count(self) -> None: ...
+
+    def write(self, leases: Sequence[Lease]) -> None:
+        if self.problem:
+            raise OSError(errno.ENOSPC, self.problem)
+        self.written = tuple(leases)
+
+
 class Yard:
-    """Supervisor and coordinator in one.
+    """Supervisor, its state folder and coordinator in one.
 
     :ivar lives: of each replica, by name, its generations to come; the last one is for
         all that follow.
@@ -158,7 +181,6 @@ class Yard:
     """
 
     def __init__(self, config: Config, lives: Mapping[str, list[Life]]) -> None:
-        self.config = config
         self.lives = {name: list(plan) for name, plan in lives.items()}
         self.on_channel: set[str] = set()
         self.steps: dict[str, int] = {}
@@ -175,8 +197,8 @@ class Yard:
         self.forgotten: list[str] = []
         self.saved: dict[str, SavedGroup] = {}
         self.fleet: Fleet
-        self.resources = Resources()
-        self.state = cast("StateDir", self)
+        self.leases = FakeLeases()
+        self.context = self.new_context(config)
         self.lock = 0
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
@@ -189,36 +211,44 @@ class Yard:
         """Seconds since the beginning."""
         return self._loop.time() - self._began
 
-    # ------------------------------------------------------------ the ground
+    # ------------------------------------------------------------ what its parts share
+
+    endpoint = identity = ""
+    logs = token_file = Path("/nowhere")
+
+    def new_context(self, config: Config) -> FleetContext:
+        context = FleetContext(
+            config=config,
+            state=cast("StateDir", self),
+            resources=Resources(),
+            emit=self.emit,
+            say=self.say,
+            save=self.save,
+            spawn=self.spawn,
+            opened=cast("Coordinator", self),
+            start_shim=self.start,
+        )
+        context.on_channel = lambda group: group in self.on_channel  # type: ignore[method-assign]  # the yard has no channels
+        return context
 
     @property
-    def coordinator(self) -> Coordinator:
-        return cast("Coordinator", self)
+    def config(self) -> Config:
+        return self.context.config
 
-    def environment(self) -> Mapping[str, str]:
-        return {}
+    @property
+    def resources(self) -> Resources:
+        return self.context.resources
 
     def emit(self, event: Event) -> None:
         self.events.append((self.now, event))
-
-    def told(self, transition: Transition, resume_in_s: float) -> None: ...
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
     def save(self, *, order: bool = False) -> bool:
-        self.saved = self.fleet.saved(self.now)
+        if "fleet" in vars(self):  # else it is being made
+            self.saved = self.fleet.saved(self.now)
         return True
-
-    def save_start(self, generation: int) -> str:
-        self.save()
-        return ""
-
-    def blocks(self, group: str, replica: int) -> str:
-        return ""
-
-    def floor(self, group: str, replica: int) -> int:
-        return 0
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.create_task(self._until_end(work))
@@ -268,7 +298,7 @@ class Yard:
         members.pop(int(index), None)
         if incarnations:
             members[int(index)] = frozenset(incarnations)
-        self.fleet.look()
+        self.context.look()
 
     def forget(self, group: str, replica: int) -> None:
         self.forgotten.append(f"{group}/{replica}")
@@ -303,6 +333,11 @@ class Yard:
         named = [(at, f"{one.group}/{one.replica}", one.after) for at, one in steps]
         return [(round(at, 1), state if name else f"{who} {state}") for at, who, state in named if name in ("", who)]
 
+    @property
+    def said_of_groups(self) -> list[str]:
+        """What was said, without the lines about single replicas."""
+        return [line for line in self.said if "/" not in line.partition(":")[0]]
+
     def states(self) -> dict[str, str]:
         return {replica.name: replica.life.state for replica in self.fleet.all()}
 
@@ -323,9 +358,7 @@ async def fleet(
     config = config_of(*groups, stop_when=stop_when)
     yard = Yard(config, lives or {})
     yard.on_channel = on_channel or set()
-    made = Fleet(config, yard, saved=saved, wall=0.0, start_shim=yard.start, starts=yard, rng=_NoJitter())
-    made.on_channel = lambda group: group in yard.on_channel  # type: ignore[method-assign]  # the yard has no channels
-    yard.fleet = made
+    made = yard.fleet = Fleet(yard.context, saved=saved, wall=0.0, rng=_NoJitter())
     made.start()
     try:
         yield made, yard

@@ -45,6 +45,7 @@ def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
         "data": st.sampled_from([b"", b"nonsense", MANIFEST.encode(), MANIFEST.encode()[:-3]]),
         "part_digests": st.dictionaries(_TAME_INTEGERS, _TEXTS, max_size=3),
         "segments": st.lists(_SEGMENTS, max_size=3).map(tuple),
+        "links": st.lists(st.tuples(_TEXTS, _TEXTS), max_size=2).map(tuple),
         "held_up": st.lists(_TEXTS, max_size=2).map(tuple),
         "kind": st.sampled_from(get_args(wire.OperationKind)),
         "reduce_op": st.sampled_from(get_args(wire.ReduceOp)),

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from replicas.linux.processes import die_with_parent
-from tests.unit.test_channel_properties import Channel
-from tests.unit.test_life_properties import Lives
-from tests.unit.test_operation_properties import Peers, RaisingPeers
+from tests.unit.core.operations.test_operation_properties import Peers, RaisingPeers
+from tests.unit.core.test_channel_properties import Channel
+from tests.unit.core.test_life_properties import Lives
 
 __all__ = ["MACHINES", "limit_s"]
 

@@ -40,7 +40,13 @@ NOT_FOR_TESTS = (
     "yamllint",
 )
 """Their findings depend on their version: `make check` pins it."""
-INTEGRATION = ("channel", "coordinator", "end_to_end", "sidecar", "supervisor_torchrun")
+INTEGRATION = (
+    "channel/test_channel",
+    "coordinator/test_coordinator",
+    "sidecar/test_sidecar",
+    "supervisor/test_end_to_end",
+    "supervisor/shim/test_supervisor_torchrun",
+)
 _BOUND = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)>=(?P<version>[0-9.]+)(?:,<[0-9.]+)?")
 
 
@@ -116,7 +122,7 @@ def tested(inside: Path, *, short: bool) -> bool:
     )
     subprocess.run([inside, "-c", f"import sys; print(sys.version.split()[0], end=' '); {shown}"], check=True)
     pytest = [str(inside), "-m", "pytest", "-q", "--numprocesses", "2", "--dist", "worksteal"]
-    files = [f"tests/integration/test_{name}.py" for name in (INTEGRATION[2:] if short else INTEGRATION)]
+    files = [f"tests/integration/{name}.py" for name in (INTEGRATION[2:] if short else INTEGRATION)]
     # A newer release than ours may warn of what is to come: that is shown, and fails
     # nothing here.
     runs = ([*pytest, "-W", "default", "tests/unit"], [*pytest, "-W", "default", *files])

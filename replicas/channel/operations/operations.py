@@ -45,7 +45,7 @@ from replicas import messages as wire
 from replicas.channel.operations.results import Attempt, Job, OperationCall, Unknown
 from replicas.channel.operations.scratch import Scratch, write_segments
 from replicas.channel.session.hub import GRACE_S, Hub, Part, as_wire_error
-from replicas.channel.session.pending import Pending, Receipt
+from replicas.channel.session.pending import Promise, Receipt
 from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.common.logs import Log
 from replicas.core.base.manifest import segment_layout
@@ -71,7 +71,7 @@ class RankOperations(Part):
 
     # ------------------------------------------------------------ caller's thread
 
-    def start(self, operation: OperationCall, deadline_s: float) -> Pending[Receipt]:
+    def start(self, operation: OperationCall, deadline_s: float) -> Promise[Receipt]:
         """Copy the inputs and post; if it raises, nothing was posted."""
         if operation.kind not in ("send", "recv"):
             self._unknown.check_collected()
@@ -93,7 +93,7 @@ class RankOperations(Part):
         device = self._hub.device if operation.gpu else ""
         return self._scratches.setdefault(device, Scratch(f"replicas-{self._hub.name}", device))
 
-    def open_jobs(self) -> list[Pending[Receipt]]:
+    def open_jobs(self) -> list[Promise[Receipt]]:
         """Operations that have not ended, for close(); from any thread."""
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
@@ -293,8 +293,8 @@ class RankOperations(Part):
         self._forget(job)
         job.over = True
         if isinstance(outcome, Receipt):
-            job.pending._resolve(outcome)
-        elif job.pending._fail(outcome):
+            job.pending.resolve(outcome)
+        elif job.pending.fail(outcome):
             self._hub.note_failure(job.pending)
         self._release(job)
 

@@ -31,7 +31,7 @@ from replicas.channel.operations.scratch import (
     usable,
 )
 from replicas.channel.session.hub import Hub
-from replicas.channel.session.pending import Pending, Receipt
+from replicas.channel.session.pending import Promise, Receipt
 from replicas.core.base.manifest import item_nbytes
 from replicas.messages import OperationGo, OperationKind, OperationSettled, ReceiptData, ReduceOp, Segment, WireError
 from replicas.messages.identity import Member
@@ -229,7 +229,7 @@ class Attempt:
 class Job:
     operation: OperationCall
     deadline_s: float
-    pending: Pending[Receipt]
+    pending: Promise[Receipt]
     post: int = 0
     outage: float = 0.0  # id of the session outage in which it was posted
     unsettled: tuple[str, ...] = ()
@@ -267,12 +267,12 @@ class Unknown:
 
     @property
     def refs(self) -> tuple[str, ...]:
-        return tuple(job.ref for job in self._kept if job.ref and job.pending._unknown)
+        return tuple(job.ref for job in self._kept if job.ref and job.pending.unknown)
 
     def check_collected(self) -> None:
         """On the caller's thread: raise Gone, once each, for uncollected results."""
         for job in self._kept:
-            if job.pending._uncollected and not job.told:
+            if job.pending.uncollected and not job.told:
                 job.told = True
                 raise self._hub.error(
                     errors.Gone,
@@ -291,13 +291,13 @@ class Unknown:
         if len(self._kept) > KEPT_RESULTS:
             oldest = self._kept[0]
             text = f"the results of operation {oldest.ref} are no longer kept: {KEPT_RESULTS} newer ones are"
-            oldest.pending._abandon(self._hub.error(errors.Gone, text, phase="commit"))
+            oldest.pending.abandon(self._hub.error(errors.Gone, text, phase="commit"))
             self._let_go(oldest)
 
     def close(self) -> None:
         error = self._hub.error(errors.Gone, "the channel was closed before the results were waited for", hint="")
         for job in self._kept:
-            job.pending._abandon(error)
+            job.pending.abandon(error)
             self._let_go(job)
 
     def heard(self, refs: tuple[str, ...]) -> None:
@@ -325,10 +325,10 @@ class Unknown:
 
     def _settle(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
         if job.attempt is not None and receipt is not None:
-            if job.pending._settle_by(partial(self._collect, job, job.attempt, receipt)):
+            if job.pending.settle_by(partial(self._collect, job, job.attempt, receipt)):
                 self._applied(job.ref)
         elif error is not None:
-            job.pending._settle(error.exception())
+            job.pending.settle(error.exception())
             self._let_go(job)
 
     def _collect(self, job: Job, attempt: Attempt, data: ReceiptData) -> Receipt:

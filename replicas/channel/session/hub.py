@@ -34,7 +34,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.channel.session.holdings import Holdings, Leases
 from replicas.channel.session.loop import SessionLoop
-from replicas.channel.session.pending import Pending
+from replicas.channel.session.pending import Promise
 from replicas.channel.session.session import Session
 from replicas.common.logs import Log
 from replicas.memory.beacon import find
@@ -125,7 +125,7 @@ class Hub:
         self._step = self._step_sent = 0
         self._down_reason = ""
         self._down_timer: asyncio.TimerHandle | None = None
-        self._failures: tuple[Pending[Any], ...] = ()
+        self._failures: tuple[Promise[Any], ...] = ()
 
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
         self.session = session
@@ -180,21 +180,21 @@ class Hub:
             return self.error(errors.Disconnected, f"{text} for {down_s:.0f} s ({self._down_reason})")
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s")
 
-    def pending(self, what: str) -> Pending[Any]:
+    def pending(self, what: str) -> Promise[Any]:
         """A Pending that the session thread ends: at the latest when it ends itself."""
-        return Pending(f"{what} on {self.name}", self.loop.end)
+        return Promise(f"{what} on {self.name}", self.loop.end)
 
-    def note_failure(self, pending: Pending[Any]) -> None:
+    def note_failure(self, pending: Promise[Any]) -> None:
         """Session thread: remember a failure, for callers that do not wait for it."""
-        known = (known for known in self._failures if known._unobserved_error() is not None)
+        known = (known for known in self._failures if known.untold_error() is not None)
         self._failures = (*known, pending)
 
     def take_failure(self) -> BaseException | None:
         """Any thread: the oldest failure that no caller was told of, to raise it."""
         found = None
         for pending in self._failures:
-            error = pending._unobserved_error()
-            pending._told = True
+            error = pending.untold_error()
+            pending.tell()
             if error is not None and found is not None:
                 logger.warning("%s: an earlier failure that nobody waited for: %s", self.name, error)
             found = found or error

@@ -52,7 +52,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from replicas import errors
-from replicas.channel.session.pending import Pending, SessionEnd
+from replicas.channel.session.pending import Promise, SessionEnd
 from replicas.common.logs import Log
 from replicas.common.waits import locked
 from replicas.linux.sockets import SocketAddress
@@ -152,25 +152,25 @@ class SessionLoop:
         """Wait on another thread for a coroutine; on a TimeoutError it is cancelled."""
         if threading.current_thread() is self._thread:
             raise errors.InternalError("the session thread cannot wait for itself")
-        pending: Pending[T] = Pending("a call", self.end)
+        pending: Promise[T] = Promise("a call", self.end)
         tasks: list[asyncio.Task[None]] = []
         try:
             self.call(lambda: tasks.append(self.spawn(self._into(pending, make), "a call")))
-            return pending._wait_for_session(timeout_s)
+            return pending.wait_for_session(timeout_s)
         except BaseException:
             self.call(lambda: [task.cancel() for task in tasks])
             raise
 
     @staticmethod
-    async def _into(pending: Pending[T], make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+    async def _into(pending: Promise[T], make: Callable[[], Coroutine[Any, Any, T]]) -> None:
         try:
-            pending._resolve(await make())
+            pending.resolve(await make())
         except asyncio.CancelledError:
-            pending._fail(errors.Gone("the call was cancelled", hint=""))
+            pending.fail(errors.Gone("the call was cancelled", hint=""))
             raise
         except BaseException as error:  # noqa: BLE001  # for the waiter
             # a SystemExit or the like must not end the threads that it reaches
-            pending._fail(error if isinstance(error, Exception) else _as_internal(error))
+            pending.fail(error if isinstance(error, Exception) else _as_internal(error))
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a task on the loop's thread; an unhandled error is logged as a bug."""

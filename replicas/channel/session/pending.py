@@ -3,26 +3,30 @@
 Theory of operation
 ===================
 
-A :class:`Pending` is made on any thread and ended once, by the session thread: the
-first call of ``_resolve`` or ``_fail`` wins and returns True. Threads, asyncio tasks
-and trio tasks may wait for it at once. A waiter that times out or is cancelled only
-removes its own wake-up: waiting never changes the operation, and the value stays for
-the next waiter.
+A :class:`Pending` is what the caller sees of an outcome, and a :class:`Promise` is the
+same object as this package sees it. A Promise is made on any thread and ended once, by
+the session thread: the first call of ``resolve`` or ``fail`` wins and returns True.
+Threads, asyncio tasks and trio tasks may wait for it at once. A waiter that times out
+or is cancelled only removes its own wake-up: waiting never changes the operation, and
+the value stays for the next waiter.
+
+It is one object and not two that refer to each other: an update that the caller drops
+is noticed at once only if nothing but the caller's reference keeps it.
 
 **Settling.** An end with :class:`~replicas.errors.OutcomeUnknown` may be replaced once,
-when the outcome becomes known: by a value or another error (:meth:`Pending._settle`),
-or by work that makes the value (:meth:`Pending._settle_by`). Such work writes into the
+when the outcome becomes known: by a value or another error (:meth:`Promise.settle`), or
+by work that makes the value (:meth:`Promise.settle_by`). Such work writes into the
 caller's tensors, so it runs only on the thread that waits again first.
 
-**No wait in vain.** Only the session thread ends a Pending. Each wait therefore ends
-with that thread, too: whatever ended it (:class:`SessionEnd`), the Pending fails with
+**No wait in vain.** Only the session thread ends a Promise. Each wait therefore ends
+with that thread, too: whatever ended it (:class:`SessionEnd`), the Promise fails with
 its error, also if the thread never heard of it.
 
 **Taking back.** A value that no waiter has looked at may be taken back for a newer one
-(:meth:`Pending._take_back`). Looking and taking back hold one lock, so exactly one of
+(:meth:`Promise.take_back`). Looking and taking back hold one lock, so exactly one of
 them comes first.
 
-``_observed`` becomes True when an outcome is about to be handed to a waiter, ``_told``
+A Promise is *observed* when an outcome is about to be handed to a waiter, and *told*
 when it was handed over. A failed publish or collective that was not told is raised at
 the next publish or at close, so that fire-and-forget loses no failure.
 """
@@ -60,7 +64,7 @@ class SessionEnd(Latch):
     error: errors.ReplicasError = errors.InternalError("the session thread has ended")
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
     """The result of a successful publish or collective.
 
     :param version: number of the published version; 0 for a collective.
@@ -86,17 +90,6 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         the caller's own tensors where given.
     """
 
-    version: int
-    epoch: int
-    members: tuple[Member, ...]
-    lost: tuple[str, ...]
-    nbytes: int
-    seconds: float
-    phases: dict[str, float]
-    reasons: dict[str, str] = {}
-    staging: str = ""
-    digest: str = ""
-    not_loaded: dict[str, str] = {}
     outputs: dict[Member, tuple[torch.Tensor, ...]] = {}
     tensors: tuple[torch.Tensor, ...] = ()
 
@@ -151,7 +144,8 @@ class Pending(Generic[T]):
     def done(self) -> bool:
         """True when there is an outcome: a wait would not block."""
         if self._session_end.is_set:
-            self._fail(self._session_end.error)  # nobody else would end it, or wake those whom an interrupt left asleep
+            # nobody else would end it, or wake those whom an interrupt left asleep
+            self._end(None, self._session_end.error)
         return self._ended.is_set
 
     def wait(self, timeout: float | None = None) -> T:
@@ -177,18 +171,7 @@ class Pending(Generic[T]):
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
         return self._outcome()
 
-    def _wait_for_session(self, timeout_s: float | None = None) -> T:
-        """Like :meth:`wait`, allowed on any loop: the session thread alone ends it."""
-        if not self._wait_ended(timeout_s):
-            raise TimeoutError(f"{self._what} has not ended within {timeout_s} s")
-        return self._outcome()
-
-    def _wait_ended(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done or the session thread has ended; nothing is observed.
-
-        False: not within ``timeout_s``; None: it ends with the operation, on which the
-        session thread has a timer, or with that thread.
-        """
+    def _wait_ended(self, timeout_s: float | None) -> bool:
         fail = partial(self.done)
         self._session_end.add(fail)
         try:
@@ -220,14 +203,6 @@ class Pending(Generic[T]):
                 hint="wait in the process that called it, or join in this one",
             )
 
-    # ------------------------------------------------------------ for this package
-
-    def _resolve(self, value: T) -> bool:
-        return self._end(value, None)
-
-    def _fail(self, error: BaseException) -> bool:
-        return self._end(None, error)
-
     def _look(self) -> bool:
         """Whether there is an outcome; if so it counts as observed by the caller."""
         return self.done() and locked(self._ending, self._observe)
@@ -235,49 +210,6 @@ class Pending(Generic[T]):
     def _observe(self) -> bool:
         self._observed = self._observed or self._ended.is_set  # it may have been taken back since
         return self._ended.is_set
-
-    def _take_back(self) -> bool:
-        """Make a value that was not observed pending again; False: nothing changed."""
-        with self._ending:
-            if self._observed or not self._ended.is_set or self._error is not None:
-                return False
-            self._value, self._ended.is_set = None, False
-            return True
-
-    def _settle(self, outcome: T | BaseException) -> bool:
-        """Replace an OutcomeUnknown, once; False if it ended otherwise or not yet."""
-        with self._ending:
-            if not self._unknown:
-                return False
-            self._settled = True
-            if isinstance(outcome, BaseException):
-                self._error = outcome
-            else:
-                self._value, self._error = outcome, None
-        return True
-
-    def _settle_by(self, work: Callable[[], T]) -> bool:
-        """Like :meth:`_settle`, by work that runs on the first thread to wait again."""
-        with self._ending:
-            if not self._unknown:
-                return False
-            self._settled, self._work = True, work
-        return True
-
-    def _abandon(self, error: BaseException) -> None:
-        """Replace the work of :meth:`_settle_by` by ``error`` if it has not run."""
-        with self._working:
-            if self._work is not None:
-                self._work, self._error = None, error
-
-    @property
-    def _unknown(self) -> bool:
-        return self._ended.is_set and not self._settled and isinstance(self._error, errors.OutcomeUnknown)
-
-    @property
-    def _uncollected(self) -> bool:
-        """Whether it succeeded after all but no wait has fetched its results yet."""
-        return self._work is not None
 
     def _end(self, value: T | None, error: BaseException | None) -> bool:
         is_first = locked(self._ending, self._put, value, error)
@@ -297,10 +229,6 @@ class Pending(Generic[T]):
         self._value, self._error = value, error
         self._ended.is_set = True
         return True
-
-    def _unobserved_error(self) -> BaseException | None:
-        """The failure if no caller has been told of it."""
-        return None if self._told or not self.done() else self._error
 
     def _outcome(self) -> T:
         if self._work is not None:
@@ -322,6 +250,87 @@ class Pending(Generic[T]):
         except Exception as error:  # noqa: BLE001  # any error is the outcome
             self._error = error
         self._work = None
+
+
+class Promise(Pending[T]):
+    """A :class:`Pending` with what only this package may do to it."""
+
+    @property
+    def observed(self) -> bool:
+        """True once an outcome is about to be handed to a waiter."""
+        return self._observed
+
+    def tell(self) -> None:
+        """Note that the caller knows of the failure without a wait."""
+        self._told = True
+
+    def resolve(self, value: T) -> bool:
+        return self._end(value, None)
+
+    def fail(self, error: BaseException) -> bool:
+        return self._end(None, error)
+
+    def wait_ended(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done or the session thread has ended; nothing is observed.
+
+        False: not within ``timeout_s``; None: it ends with the operation, on which the
+        session thread has a timer, or with that thread.
+        """
+        return self._wait_ended(timeout_s)
+
+    def wait_for_session(self, timeout_s: float | None = None) -> T:
+        """Like :meth:`wait`, allowed on any loop: the session thread alone ends it."""
+        if not self._wait_ended(timeout_s):
+            raise TimeoutError(f"{self._what} has not ended within {timeout_s} s")
+        return self._outcome()
+
+    def take_back(self) -> bool:
+        """Make a value that was not observed pending again; False: nothing changed."""
+        with self._ending:
+            if self._observed or not self._ended.is_set or self._error is not None:
+                return False
+            self._value, self._ended.is_set = None, False
+            return True
+
+    def settle(self, outcome: T | BaseException) -> bool:
+        """Replace an OutcomeUnknown, once; False if it ended otherwise or not yet."""
+        with self._ending:
+            if not self.unknown:
+                return False
+            self._settled = True
+            if isinstance(outcome, BaseException):
+                self._error = outcome
+            else:
+                self._value, self._error = outcome, None
+        return True
+
+    def settle_by(self, work: Callable[[], T]) -> bool:
+        """Like :meth:`settle`, by work that runs on the first thread to wait again."""
+        with self._ending:
+            if not self.unknown:
+                return False
+            self._settled, self._work = True, work
+        return True
+
+    def abandon(self, error: BaseException) -> None:
+        """Replace the work of :meth:`settle_by` by ``error`` if it has not run."""
+        with self._working:
+            if self._work is not None:
+                self._work, self._error = None, error
+
+    @property
+    def unknown(self) -> bool:
+        """Whether it ended with OutcomeUnknown and has not been settled since."""
+        return self._ended.is_set and not self._settled and isinstance(self._error, errors.OutcomeUnknown)
+
+    @property
+    def uncollected(self) -> bool:
+        """Whether it succeeded after all but no wait has fetched its results yet."""
+        return self._work is not None
+
+    def untold_error(self) -> BaseException | None:
+        """The failure if no caller has been told of it."""
+        return None if self._told or not self.done() else self._error
 
 
 def _in_task_of(trio: Any) -> bool:

@@ -12,14 +12,14 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import InitVar, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from replicas import errors
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import Hub, as_wire_error
-from replicas.channel.session.pending import Pending, Receipt, SessionEnd
+from replicas.channel.session.pending import Promise, Receipt, SessionEnd
 from replicas.common import own_loop
 from replicas.core.base.manifest import Manifest, PartManifest, check_size
 from replicas.messages import Meta, Packed, PackFailed, PublishBegin, arguments
@@ -83,8 +83,8 @@ class PublishJob:
             self.late_meta = given_meta
         else:
             self.meta = given_meta
-        self.pending: Pending[Receipt] = Pending(f"publish on {channel}", session_end)
-        self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}", session_end)
+        self.pending: Promise[Receipt] = Promise(f"publish on {channel}", session_end)
+        self.admitted: Promise[int] = Promise(f"admission of a publish on {channel}", session_end)
 
     def ask_meta(self) -> None:
         """Call the user's ``meta`` function after the walk; its exceptions pass."""
@@ -126,7 +126,7 @@ class PublishJob:
             meta=self.meta if self.late_meta is not None else None,
         )
 
-    def receipt(self, epoch: int, staging: str) -> Receipt:
+    def receipt(self, epoch: int, staging: Literal["host", "device"]) -> Receipt:
         """Receipt of a version known to be committed, without a verdict's details."""
         return Receipt(
             version=self.version,
@@ -286,16 +286,16 @@ def _fetched(hub: Hub, find: Callable[[], Coroutine[Any, Any, Slot]]) -> Slot:
     The slot has an owner when ``find`` returns: whatever the caller does, it comes
     back.
     """
-    room: Pending[Slot] = hub.pending("a slot")
+    room: Promise[Slot] = hub.pending("a slot")
 
     async def look() -> None:
         try:
-            room._resolve(await find())
+            room.resolve(await find())
         except (OSError, RuntimeError, MemoryError, errors.ReplicasError) as error:
-            room._fail(error)
+            room.fail(error)
 
     hub.call(lambda: hub.spawn(look(), "slot"))
-    return room._wait_for_session()
+    return room.wait_for_session()
 
 
 async def free_slot(

@@ -58,7 +58,7 @@ from typing import Any
 from replicas import errors
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import GRACE_S, Hub, Part, as_wire_error
-from replicas.channel.session.pending import Pending, Receipt
+from replicas.channel.session.pending import Promise, Receipt
 from replicas.channel.versions.filling import Filling, PublishJob
 from replicas.core.base.manifest import PartManifest
 from replicas.messages import Filled, Packed, PackFailed, PublishAdmitted, PublishEnd
@@ -87,7 +87,7 @@ class Publisher(Part):
     def mode(self) -> Mode:
         return "parts" if self._hub.settings.source_ranks == "all" else "image"
 
-    def publish(self, feed: Feed, job: PublishJob) -> Pending[Receipt]:
+    def publish(self, feed: Feed, job: PublishJob) -> Promise[Receipt]:
         """See :meth:`replicas.Channel.publish`. ``feed``: in :attr:`mode`."""
         walk = Holder()
         try:
@@ -105,12 +105,12 @@ class Publisher(Part):
             users = feed.user_failed or job.user_failed or not isinstance(error, Exception)
             self._hub.call(self._fill_failed, job, self._as_error(job, error, users=users))
             if users or not isinstance(error, Exception):
-                job.pending._told = True
+                job.pending.tell()
                 raise
             try:
                 feed.drain()
             except BaseException:
-                job.pending._told = True
+                job.pending.tell()
                 raise
             verdict = self._verdict(job, error)
             if verdict is error:
@@ -157,7 +157,7 @@ class Publisher(Part):
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         return {PublishAdmitted: self._admitted, PublishEnd: self._ended}
 
-    def open_jobs(self) -> list[Pending[Receipt]]:
+    def open_jobs(self) -> list[Promise[Receipt]]:
         """Publishes that have not ended, for close(); from any thread."""
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
@@ -184,8 +184,8 @@ class Publisher(Part):
         if self._walking is not None:
             text = "publish was called while another thread is in it"
             error = hub.error(errors.UsageError, text, hint="publish from one thread")
-            job.admitted._fail(error)
-            job.pending._fail(error)
+            job.admitted.fail(error)
+            job.pending.fail(error)
             return
         self._walking = job
         hub.leases.lend(walk, partial(self._walk_over, job))
@@ -203,7 +203,7 @@ class Publisher(Part):
         """The caller has left the walk, perhaps by an interrupt without any report."""
         self._walking, job.walk_over = None, True
         if not job.walked and job.failed is None:
-            job.pending._told = True  # by the interrupt
+            job.pending.tell()  # by the interrupt
             text = f"the publish on {self._hub.member} was interrupted"
             self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
@@ -241,7 +241,7 @@ class Publisher(Part):
         known.publishing.add(message.version)
         known.note(message.version, meta=job.meta)
         known.protect()
-        job.admitted._resolve(message.version)
+        job.admitted.resolve(message.version)
 
     def _copied(
         self, job: PublishJob, manifest: PartManifest, device: str, held: Future[float] | None, pack_s: float
@@ -397,7 +397,7 @@ class Publisher(Part):
         elif isinstance(outcome, Receipt):
             self._over(job)
             self._committed(job)
-            job.pending._resolve(outcome)
+            job.pending.resolve(outcome)
         else:
             self._fail(job, outcome)
 
@@ -432,8 +432,8 @@ class Publisher(Part):
             self._let_go(job, keep=False)
         else:
             self._hub.holdings.publishing.discard(job.version)
-        job.admitted._fail(error)
-        if job.pending._fail(error) and self._hub.leader:
+        job.admitted.fail(error)
+        if job.pending.fail(error) and self._hub.leader:
             self._hub.note_failure(job.pending)
         self._hub.holdings.protect()
 
@@ -458,7 +458,7 @@ class Publisher(Part):
         else:
             self._let_go(job, keep=False)
         if outcome is not None:
-            job.pending._settle(outcome)
+            job.pending.settle(outcome)
 
     def settled(self, version: int, committed: bool) -> None:
         """A commit or discard; wait a while for the verdict, which says more."""

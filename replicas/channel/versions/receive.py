@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 from replicas import errors
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import Hub, Part
-from replicas.channel.session.pending import Pending
+from replicas.channel.session.pending import Promise
 from replicas.channel.versions.update import Update
 from replicas.common.waits import locked
 from replicas.core.versions.rounds import is_enough
@@ -74,7 +74,7 @@ class Receiver(Part):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._lock = threading.Lock()
-        self._pending: Pending[Update] | None = None
+        self._pending: Promise[Update] | None = None
         self._update: weakref.ref[Update] | None = None
         self._in_hand = 0
         self._bound = Bound()
@@ -82,7 +82,7 @@ class Receiver(Part):
         self._asked_bound = Bound()
         self._declined = 0
         self._refused = 0
-        self._asked: Pending[Update] | None = None
+        self._asked: Promise[Update] | None = None
         self._granted = 0
         self._failure: LoadFailed | None = None
         self._given_back = 0
@@ -91,15 +91,15 @@ class Receiver(Part):
 
     # ------------------------------------------------------------ caller's thread
 
-    def receive(self, deadline_s: float | None, bound: Bound = Bound()) -> Pending[Update]:
+    def receive(self, deadline_s: float | None, bound: Bound = Bound()) -> Promise[Update]:
         return locked(self._lock, self._receive, deadline_s, bound)
 
-    def _receive(self, deadline_s: float | None, bound: Bound) -> Pending[Update]:
+    def _receive(self, deadline_s: float | None, bound: Bound) -> Promise[Update]:
         pending, update, replaced = self._pending, self._delivered(), None
-        if pending is not None and not (pending.done() and pending._observed):
+        if pending is not None and not (pending.done() and pending.observed):
             if bound == self._bound:
                 return pending
-            if pending._take_back() and update is not None:
+            if pending.take_back() and update is not None:
                 update.withdraw()
             replaced = pending
         elif pending is not None and update is not None and not update.touched:
@@ -163,35 +163,35 @@ class Receiver(Part):
         pending = self._asked
         self._end_ask()
         if pending is not None:
-            pending._fail(error)
+            pending.fail(error)
 
     def version_held(self) -> None:
         self._deliver()
         self.latest_grown()
 
     def _ask(
-        self, pending: Pending[Update], deadline_s: float | None, bound: Bound, replaced: Pending[Update] | None
+        self, pending: Promise[Update], deadline_s: float | None, bound: Bound, replaced: Promise[Update] | None
     ) -> None:
         if self._hub.over is not None:
-            pending._fail(self._hub.over)
+            pending.fail(self._hub.over)
             return
         if replaced is not None:  # it may have been given an update since
             update = self._delivered()
-            if replaced._take_back() and update is not None:
+            if replaced.take_back() and update is not None:
                 update.withdraw()
             if self._asked is replaced:
                 self._end_ask()
             text = f"a receive({bound}) took the place of this one"
-            replaced._fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next"))
+            replaced.fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next"))
         update = self._delivered()
         if update is not None and not update.ended:
-            pending._fail(self._still_open(update))  # another thread got it meanwhile
+            pending.fail(self._still_open(update))  # another thread got it meanwhile
             return
         self._end_ask()  # of an earlier, interrupted call: its Pending is lost
         self._deadline_s, self._asked_bound = deadline_s, bound
         self._ask_for(pending)
 
-    def _ask_for(self, pending: Pending[Update]) -> None:
+    def _ask_for(self, pending: Promise[Update]) -> None:
         self._asked = pending
         if self._deadline_s is not None:
             self._timer = self._hub.after(self._deadline_s, self._overdue, self._deadline_s)
@@ -240,7 +240,7 @@ class Receiver(Part):
         self._end_ask()
         before, self._update = self._update, weakref.ref(update)
         hub.leases.lend(update.holder, partial(self._lost, slot, version))
-        if not pending._resolve(update):
+        if not pending.resolve(update):
             self._update = before
             self._unpin(update.holder, slot)
 
@@ -259,7 +259,7 @@ class Receiver(Part):
             return
         if hub.latest <= max(update.version, self._given_back) or hub.arena.find(hub.latest) is None:
             return
-        if pending._take_back():
+        if pending.take_back():
             self._given_back = hub.latest
             update.withdraw()
             self._ask_for(pending)
@@ -269,7 +269,7 @@ class Receiver(Part):
         if self._asked is not None:
             self._granted = 0
             self._send_ask()
-        elif pending is not None and update is not None and pending._take_back():
+        elif pending is not None and update is not None and pending.take_back():
             update.withdraw()
             self._ask_for(pending)
 
@@ -312,7 +312,7 @@ class Receiver(Part):
 @dataclass(eq=False, repr=False)
 class _Watch:
     version: int
-    pending: Pending[int]
+    pending: Promise[int]
     timer: asyncio.TimerHandle | None = None
 
 
@@ -331,14 +331,14 @@ class Watches(Part):
         self._told: WatchLoaded | None = None
         self._numbered = 0
 
-    def committed(self, after: int | None, deadline_s: float | None) -> Pending[int]:
-        pending: Pending[int] = self._hub.pending("commit")
+    def committed(self, after: int | None, deadline_s: float | None) -> Promise[int]:
+        pending: Promise[int] = self._hub.pending("commit")
         version = self._hub.latest if after is None else after
         self._hub.call(self._begin, self._commits, _Watch(version, pending), deadline_s)
         return pending
 
-    def loaded(self, version: int, deadline_s: float | None) -> Pending[int]:
-        pending: Pending[int] = self._hub.pending(f"load of version {version}")
+    def loaded(self, version: int, deadline_s: float | None) -> Promise[int]:
+        pending: Promise[int] = self._hub.pending(f"load of version {version}")
         self._hub.call(self._begin, self._loads, _Watch(version, pending), deadline_s)
         return pending
 
@@ -355,14 +355,14 @@ class Watches(Part):
     def fail_all(self, error: errors.ReplicasError) -> None:
         for watches in (self._commits, self._loads):
             for watch in list(watches):
-                self._end(watches, watch)._fail(error)
+                self._end(watches, watch).fail(error)
 
     def session_down(self, error: errors.ReplicasError) -> None:
         self.fail_all(error)
 
     def _begin(self, watches: set[_Watch], watch: _Watch, deadline_s: float | None) -> None:
         if self._hub.over is not None:
-            watch.pending._fail(self._hub.over)
+            watch.pending.fail(self._hub.over)
             return
         watches.add(watch)
         if deadline_s is not None:
@@ -382,7 +382,7 @@ class Watches(Part):
     def latest_grown(self) -> None:
         latest = self._hub.latest
         for watch in [watch for watch in self._commits if latest > watch.version]:
-            self._end(self._commits, watch)._resolve(latest)
+            self._end(self._commits, watch).resolve(latest)
 
     def _loaded(self, message: WatchEnd) -> None:
         if self._told is None or message.watch != self._told.watch:
@@ -391,9 +391,9 @@ class Watches(Part):
         for watch in [watch for watch in self._loads if watch.version <= message.version]:
             pending = self._end(self._loads, watch)
             if message.failed:
-                pending._fail(self._not_loaded(message))
+                pending.fail(self._not_loaded(message))
             else:
-                pending._resolve(message.version)
+                pending.resolve(message.version)
         self._watch()
 
     def _not_loaded(self, message: WatchEnd) -> errors.ReplicasError:
@@ -404,10 +404,10 @@ class Watches(Part):
 
     def _overdue(self, watches: set[_Watch], watch: _Watch, deadline_s: float) -> None:
         if watch in watches:
-            self._end(watches, watch)._fail(self._hub.no_answer("the wait", deadline_s))
+            self._end(watches, watch).fail(self._hub.no_answer("the wait", deadline_s))
 
     @staticmethod
-    def _end(watches: set[_Watch], watch: _Watch) -> Pending[int]:
+    def _end(watches: set[_Watch], watch: _Watch) -> Promise[int]:
         watches.discard(watch)
         if watch.timer is not None:
             watch.timer.cancel()

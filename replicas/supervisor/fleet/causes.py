@@ -196,3 +196,12 @@ def _last_words(event: ReplicaExited) -> str:
                 parts.append(f"{event.group}/{event.replica}: the {what} of rank {rank.rank}:")
                 parts += (f"    | {line}" for line in lines)
     return "\n".join(parts)
+
+
+def lacks(view: Readiness | None) -> str:
+    """What a ready replica lacks: it may have joined before anything was committed, or
+    have refused the newest version."""
+    if view is None:
+        return ""
+    missing = ", ".join(f"no version of {name} yet" for name, version in view.versions.items() if not version)
+    return "; ".join(filter(None, (missing, view.reason)))

@@ -1,19 +1,9 @@
 """The nodes of a run: their agents, and the shims that these are told to start.
 
-One :class:`_Member` of the cluster for each node that has ever joined, by its name::
-
-    joining ──Hello──► up ◄──Hello── away ──lease over──► lost
-                        └──connection closed──▲             │
-                        ▲                                   │
-                        └───────────────Hello───────────────┘
-
-* *up*: orders are sent as they come, and the node takes new replicas.
-* *away*: its connection is closed, or no beat came for some seconds. Its replicas may
-  run on, and are not judged by it; it takes no new ones. An agent that comes back is
-  told again what it may have missed, and says what it has.
-* *lost*: the lease is over, so the agent and its shims have ended everything by now
-  (:mod:`replicas.core.lives.leases`). Its replicas have ended, for the reason ``node``,
-  which spends no budget, and start elsewhere.
+A node is known by its name, from the first Hello of its agent until it is drained. What
+is heard of it, and whether it takes new replicas, are two tables
+(:mod:`replicas.core.lives.nodes`). The replicas of a node that is lost have ended, for
+the reason ``node``, which spends no budget, and start elsewhere.
 
 Another process of an agent on the same node (another *incarnation*) has none of the
 earlier one's shims: it is told to end what they have left, and only then have the
@@ -33,7 +23,7 @@ import contextlib
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -42,28 +32,26 @@ from replicas.common.foreign import one_line
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.core.lives.leases import BEAT_S, lost_after_s
+from replicas.core.lives.nodes import SILENT_S, DutyEvent, NodeLife, NodeState
 from replicas.status import NodeStatus
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.agent.messages import Hello, Order, ShimState
-from replicas.supervisor.fleet.awaited import Awaited
+from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord
 from replicas.supervisor.wire.orders import ExitReport, Malformed, NodeSpec
-from replicas.telemetry.events import Event, NodeChanged
+from replicas.telemetry.events import NodeChanged
 
 log = Log("replicas.supervisor")
 
-_SILENT_S = 3.5 * BEAT_S
 _DRAINED = "the node is drained"
 NODES_MAX = 4096
-State = Literal["up", "away", "lost"]
 Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
 
 
-class Link(Protocol):
+class AgentLink(Protocol):
     """A connection to an agent."""
 
     def send(self, data: bytes) -> None:
@@ -73,47 +61,12 @@ class Link(Protocol):
     def close(self) -> None: ...
 
 
-class Site(Protocol):
-    """What the cluster asks its supervisor. Tests use fakes."""
-
-    @property
-    def resources(self) -> Resources: ...
-    @property
-    def emit(self) -> Callable[[Event], None]: ...
-    @property
-    def say(self) -> Callable[[str], None]: ...
-    def welcome(self, *, local: bool) -> wire.Welcome: ...
-    def limits(self, group: str) -> tuple[int | None, int | None]:
-        """Limits of memory, in bytes, and of processes of a replica."""
-        ...
-
-    def leaving(self, node: str, reason: str) -> None:
-        """Drain a node that is about to be taken away."""
-        ...
-
-    def new_token(self) -> wire.NewToken:
-        """The present tokens of the run."""
-        ...
-
-    def is_own(self, hello: wire.Hello) -> bool:
-        """Whether it is the agent that this supervisor has started, or taken over."""
-        ...
-
-    def write_leases(self, leases: Sequence[Lease]) -> None:
-        """Have these leases on disk. OSError: it cannot be done."""
-        ...
-
-    def nodes_changed(self) -> None:
-        """Handle a node that came, went, or changed what it offers."""
-        ...
-
-
-class _Member:
+class _Node:
     """One node and its agent."""
 
     def __init__(self, name: str, *, local: bool, now: float) -> None:
         self.name, self.local = name, local
-        self.state: State = "away"
+        self.life = NodeLife(now, leased=not local)
         self.incarnation = ""
         self.process: ProcessRecord | None = None
         self.address = ""
@@ -121,8 +74,7 @@ class _Member:
         self.labels: dict[str, str] = {}
         self.machine = Machine()
         self.limits_refused = ""
-        self.link: Link | None = None
-        self.heard_at = now
+        self.link: AgentLink | None = None
         self.drain = 0
         """Number of the drain that is under way, or has been done; 0: there is none."""
         self.handles: dict[str, ShimHandle] = {}
@@ -130,8 +82,6 @@ class _Member:
         """Of an earlier agent of the node, until the present one has ended them."""
         self.scope = ""
         """Where pids of the agent are valid."""
-        self.lease_s = 0.0
-        """The lease that it was given, which an earlier supervisor may have done."""
         self.elsewhere: list[tuple[float, dict[str, ShimHandle]]] = []
         """Of earlier agents of that name elsewhere, and when their lease is over."""
 
@@ -148,15 +98,27 @@ class _Member:
 class Cluster:
     """The nodes of a run. For the event loop's thread only.
 
-    :param local: name of the supervisor's own node.
     :param lease_s: time after which a node of which nothing is heard is lost.
     :param outlives_s: for how long the own node's processes may outlive the supervisor.
+    :param is_own: tells whether this supervisor has started, or taken over, the agent
+        of a Hello that came through the run's own socket.
+    :param leaving: called with a node that is about to be taken away, and the reason.
     """
 
-    def __init__(self, site: Site, *, local: str, lease_s: float, outlives_s: float = 0.0) -> None:
-        self._site, self._local, self._lease_s, self._outlives_s = site, local, lease_s, outlives_s
-        self.awaited = Awaited(site.write_leases)
-        self._members: dict[str, _Member] = {}
+    def __init__(
+        self,
+        context: FleetContext,
+        *,
+        lease_s: float,
+        outlives_s: float = 0.0,
+        is_own: Callable[[Hello], bool],
+        leaving: Callable[[str, str], None],
+    ) -> None:
+        self._context, self._lease_s, self._outlives_s = context, lease_s, outlives_s
+        self._is_own, self._leaving = is_own, leaving
+        self._local = context.resources.local
+        self.awaited = context.awaited
+        self._members: dict[str, _Node] = {}
         self._loop = asyncio.get_running_loop()
         self._clock = PauseClock(math.inf)
         self.incarnation = secrets.token_hex(8)
@@ -180,17 +142,19 @@ class Cluster:
         :raises OSError: the replica has no place on a node that is known.
         """
         try:
-            name = self._site.resources.node(spec.group, spec.replica, spec.node)
+            name = self._context.resources.node(spec.group, spec.replica, spec.node)
         except LookupError:
             raise OSError(f"{spec.group}/{spec.replica} has no node") from None
         member = self._members.get(name)
         if member is None:
             raise OSError(f"node {name} is not there")
-        memory_nbytes, max_processes = self._site.limits(spec.group)
-        order = wire.Start(spec=spec.message()["spec"], memory_nbytes=memory_nbytes, max_processes=max_processes)
+        limits = self._context.config.groups[spec.group].resources
+        order = wire.Start(
+            spec=spec.message()["spec"], memory_nbytes=limits.memory_nbytes, max_processes=limits.max_processes
+        )
         handle = self._handle(spec.nonce, member, changed, start=order)
-        if member.state != "up":  # since the replica took its place there: no failure of its own
-            handle.end(ExitReport("node", text=f"node {name} is {member.state}"))
+        if member.life.state != "up":  # since the replica took its place there: no failure of its own
+            handle.end(ExitReport("node", text=f"node {name} is {member.life.state}"))
             return handle
         member.handles[spec.nonce] = handle
         member.send(order)
@@ -199,13 +163,13 @@ class Cluster:
     def _handle(
         self,
         nonce: str,
-        member: _Member,
+        member: _Node,
         changed: Callable[[], None] = lambda: None,
         *,
         start: wire.Start | None = None,
     ) -> ShimHandle:
         def unheard_s() -> float:
-            if member.local or member.state == "up":
+            if member.local or member.life.state == "up":
                 return 0.0 if member.local else self.silent_s(member.name)
             return math.inf  # its last words may have arrived late, with the end of its connection
 
@@ -228,10 +192,11 @@ class Cluster:
             if agent.local and agent.scope != scope:
                 gone.add(agent.node)
             local = agent.local and agent.node == self._local
-            member = self._members[agent.node] = _Member(agent.node, local=local, now=now)
+            member = self._members[agent.node] = _Node(agent.node, local=local, now=now)
             member.incarnation, member.process, member.scope = agent.incarnation, agent.process, agent.scope
-            member.lease_s = max(agent.lease_s, self._lease_s)
-            member.drain = next(self._drains) if agent.draining else 0
+            member.life.lease_s = max(agent.lease_s, self._lease_s)
+            if agent.draining:
+                self._ask(member, "drain")
         found: dict[str, ShimHandle] = {}
         for shim in shims:
             owner = self._members.get(shim.agent)
@@ -250,7 +215,7 @@ class Cluster:
 
     # ------------------------------------------------------------ agents
 
-    def hello(self, hello: Hello, link: Link, *, local: bool, seen_at: str) -> str:
+    def hello(self, hello: Hello, link: AgentLink, *, local: bool, seen_at: str) -> str:
         """Take an agent, or refuse it.
 
         :param local: it came through the run's own socket.
@@ -263,26 +228,27 @@ class Cluster:
         now, name = self._loop.time(), hello.node
         member = self._members.get(name)
         if member is None:
-            member = self._members[name] = _Member(name, local=local, now=now)
+            member = self._members[name] = _Node(name, local=local, now=now)
         if member.link is not None:
             member.link.close()
-        before, again = member.state, member.incarnation == hello.incarnation
+        before, again = member.life.state, member.incarnation == hello.incarnation
         if not again:
             self._inherit(member, hello.scope)
-        member.scope, member.lease_s = hello.scope, self._outlives_s if local else self._lease_s
-        member.incarnation, member.link, member.heard_at, member.state = hello.incarnation, link, now, "up"
+        member.scope, member.life.lease_s = hello.scope, self._outlives_s if local else self._lease_s
+        member.incarnation, member.link, member.life.heard_at = hello.incarnation, link, now
+        member.life.step("hello")
         member.process = ProcessRecord(hello.pid, hello.start_time)
         member.local, member.release, member.labels = local, hello.release, dict(hello.labels)
         member.address = hello.address or seen_at
         member.limits_refused = hello.limits_refused
-        member.machine = hello.machine or self._site.resources.machine
+        member.machine = hello.machine or self._context.resources.machine
         if not local and (not again or before == "lost"):
-            member.drain = 0  # it offers its node anew
+            self._ask(member, "anew")
         if released := hello.incarnation in self._released:
-            member.drain = member.drain or next(self._drains)
-        member.send(self._site.welcome(local=local))
+            self._ask(member, "release")
+        member.send(self._welcome(local=local))
         if not local:
-            member.send(self._site.new_token())  # it may have been away when they were replaced
+            member.send(self._new_token())  # it may have been away when they were replaced
         self._compare(member, hello.shims)
         self._settle(member)
         if member.cleaning:
@@ -295,19 +261,35 @@ class Cluster:
             self.joined.set()
         return name
 
+    def _welcome(self, *, local: bool) -> wire.Welcome:
+        context, tokens = self._context, self._context.coordinator.tokens
+        return wire.Welcome(
+            run=context.config.run.name,
+            supervisor=self.incarnation,
+            lease_s=0.0 if local else self._lease_s,
+            adopt_s=context.config.run.adopt_s,
+            endpoint="" if local else context.coordinator.endpoint,
+            token="" if local else tokens.text("member"),
+            state_id=context.state.identity,
+        )
+
+    def _new_token(self) -> wire.NewToken:
+        tokens = self._context.coordinator.tokens
+        return wire.NewToken(tokens.text("member"), tokens.text("operator"))
+
     def _refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
         if hello.protocol != wire.PROTOCOL:
             text = f"this agent speaks protocol {hello.protocol}, the supervisor {wire.PROTOCOL}: install one release"
             return wire.Refused(message=text)
         if hello.node not in self._members and len(self._members) >= NODES_MAX:
             return wire.Refused(message=f"a run has {NODES_MAX:,} nodes at most", again=True)
-        if local and not self._site.is_own(hello):
+        if local and not self._is_own(hello):
             return wire.Refused(message="another agent of this machine has taken the place of this one")
         member = self._members.get(hello.node)
         if member is not None and member.incarnation != hello.incarnation:
             if member.local != local:
                 return wire.Refused(message=f"{hello.node} is the supervisor's own node: give it another --name")
-            if member.state == "up" and self._loop.time() - member.heard_at < _SILENT_S:
+            if member.life.state == "up" and self._loop.time() - member.life.heard_at < SILENT_S:
                 return wire.Refused(message=f"node {hello.node} has an agent already ({member.address})", again=True)
         return None if local else self._offered_twice(hello)
 
@@ -335,7 +317,7 @@ class Cluster:
         """The refusal of an agent whose GPUs another agent beside it offers."""
         gpus = set(hello.machine.gpus if hello.machine is not None else ())
         for member in self._members.values():
-            beside = member.name != hello.node and member.scope == hello.scope and member.state != "lost"
+            beside = member.name != hello.node and member.scope == hello.scope and not member.life.over
             if beside and (shared := sorted(gpus.intersection(member.machine.gpus))):
                 text = (
                     f"node {member.name} is on the same machine and offers its GPUs {', '.join(shared)} already: "
@@ -343,10 +325,10 @@ class Cluster:
                 )
                 if member.local:
                     text += ", or set [cluster] local = false"
-                return wire.Refused(message=text, again=member.state == "away")
+                return wire.Refused(message=text, again=member.life.state == "away")
         return None
 
-    def _inherit(self, member: _Member, scope: str) -> None:
+    def _inherit(self, member: _Node, scope: str) -> None:
         """Have a new agent of the node end what the earlier one has left, if it can."""
         handles = member.cleaning | member.handles
         left = {nonce: handle for nonce, handle in handles.items() if not handle.gone.is_set()}
@@ -354,20 +336,20 @@ class Cluster:
         if scope == member.scope or member.local:
             member.cleaning = left
         elif left:
-            self._wait_for_lease(member, left, since=member.heard_at)
+            self._wait_for_lease(member, left, since=member.life.heard_at)
         for handle in left.values():
             handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
 
     @staticmethod
-    def _wait_for_lease(member: _Member, handles: dict[str, ShimHandle], *, since: float) -> None:
+    def _wait_for_lease(member: _Node, handles: dict[str, ShimHandle], *, since: float) -> None:
         """Have shims of an agent elsewhere end with its lease."""
-        until = since + lost_after_s(member.lease_s)
+        until = since + lost_after_s(member.life.lease_s)
         member.elsewhere.append((until, handles))
         for handle in handles.values():
             handle.over_at = until
             handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
 
-    def _compare(self, member: _Member, states: tuple[ShimState, ...]) -> None:
+    def _compare(self, member: _Node, states: tuple[ShimState, ...]) -> None:
         """Bring what the agent has and what it should have together."""
         told = {state.nonce: state for state in states}
         for nonce, handle in list(member.handles.items()):
@@ -382,7 +364,7 @@ class Cluster:
         for state in told.values():
             self._state(member, state)
 
-    def _state(self, member: _Member, state: ShimState) -> None:
+    def _state(self, member: _Node, state: ShimState) -> None:
         handle = member.handles.get(state.nonce)
         if handle is None and not state.gone:  # of a replica that runs elsewhere by now, or of another supervisor
             handle = self._stranger(member, state)
@@ -392,17 +374,17 @@ class Cluster:
         if state.gone:
             member.handles.pop(state.nonce, None)
             member.send(wire.Forget(state.nonce))
-            if member.drain:
-                self._site.nodes_changed()
+            if member.life.duty != "open":
+                self._nodes_changed()
 
-    def _stranger(self, member: _Member, state: ShimState) -> ShimHandle:
+    def _stranger(self, member: _Node, state: ShimState) -> ShimHandle:
         if len(member.handles) >= wire.SHIMS_MAX:
             raise msgspec.DecodeError(f"it names more than {wire.SHIMS_MAX:,} shims")
 
         def changed() -> None:
-            if handle.gone.is_set() and member.state != "lost":
+            if handle.gone.is_set() and not member.life.over:
                 self._offer(member)
-                self._site.nodes_changed()
+                self._nodes_changed()
 
         handle = member.handles[state.nonce] = self._handle(state.nonce, member, changed)
         self.awaited.stranger(state, handle)
@@ -425,9 +407,7 @@ class Cluster:
         message = wire.decode_from_agent(data)
         if (member := self._members.get(node)) is None:
             return  # it was drained, and its connection is being closed
-        member.heard_at = self._loop.time()
-        if member.state == "away":  # it was silent, and what it said has arrived after all
-            member.state = "up"
+        if member.life.heard(self._loop.time()):
             self._offer(member)
             self._changed(member, "away")
         match message:
@@ -444,7 +424,7 @@ class Cluster:
                         left.end(ExitReport("node", text=f"the agent of node {member.name} died"))
                 self._settle(member)
             case wire.Leaving(reason):
-                self._site.leaving(node, one_line(reason))
+                self._leaving(node, one_line(reason))
             case wire.LogReply(number=number) | wire.Examined(number=number):
                 asked = self._replies.pop((type(message), number), None)
                 if asked is not None and not asked.done():
@@ -452,22 +432,21 @@ class Cluster:
             case _:
                 log.error("an unexpected %s of the agent of node %s", type(message).__name__, node)
 
-    def closed(self, node: str, link: Link) -> None:
+    def closed(self, node: str, link: AgentLink) -> None:
         """Handle the end of a connection."""
         member = self._members.get(node)
         if member is None or member.link is not link:
             return
         member.link = None
         self._hung_up.set()
-        if member.incarnation in self._released and not member.living:
-            self._lose(member, "its agent has left", shown="drained")
+        if member.life.duty == "released" and not member.living:
+            self._lose(member, "left", "its agent has left")
             del self._members[node]
         else:
-            self._away(member)
+            self._away(member, "closed")
 
-    def _away(self, member: _Member) -> None:
-        if member.state == "up":
-            member.state = "away"
+    def _away(self, member: _Node, event: Literal["closed", "silent"]) -> None:
+        if member.life.step(event):
             self._offer(member)
             self._changed(member, "up")
 
@@ -476,21 +455,21 @@ class Cluster:
         now = self._loop.time()
         pause_s, self._clock.due = self._clock.look(now), now + BEAT_S
         for member in [*self._members.values()]:
-            member.heard_at += pause_s  # what has arrived meanwhile is not handled yet
+            member.life.heard_at += pause_s  # what has arrived meanwhile is not handled yet
             self._end_elsewhere(member, now)
-            silent_s = now - member.heard_at
-            if member.state == "up" and silent_s > _SILENT_S and not member.local:
-                self._away(member)
-            elif member.state == "away" and not member.local and silent_s > lost_after_s(member.lease_s):
-                self._lose(member, f"nothing was heard of it for {silent_s:.0f} s")
-                if member.incarnation in self._released:
-                    del self._members[member.name]
-
+            match member.life.due(now):
+                case "silent":
+                    self._away(member, "silent")
+                case "lease_over":
+                    silent_s = now - member.life.heard_at
+                    self._lose(member, "lease_over", f"nothing was heard of it for {silent_s:.0f} s")
+                    if member.life.duty == "released":
+                        del self._members[member.name]
         if self.awaited.tick(now):
-            self._site.say("all leases of an earlier supervisor are over")
-            self._site.nodes_changed()
+            self._context.say("all leases of an earlier supervisor are over")
+            self._nodes_changed()
 
-    def _end_elsewhere(self, member: _Member, now: float) -> None:
+    def _end_elsewhere(self, member: _Node, now: float) -> None:
         """Take what an agent of that name had elsewhere for ended, with its lease."""
         over = [handles for until, handles in member.elsewhere if now > until]
         member.elsewhere = [(until, handles) for until, handles in member.elsewhere if now <= until]
@@ -499,56 +478,53 @@ class Cluster:
         if over:
             self._settle(member)
 
-    def _settle(self, member: _Member) -> None:
+    def _settle(self, member: _Node) -> None:
         """Forget leases of earlier agents of the node of which nothing is left."""
         if not (member.elsewhere or member.cleaning):
             self.awaited.end(member.name, but=member.incarnation)
 
-    def blocks(self, group: str, replica: int) -> str:
-        """What a replica must not start before, as in "waits ..."; empty: nothing."""
-        return self.awaited.blocks(group, replica, self._loop.time())
-
     def silent_s(self, node: str) -> float:
         """Seconds since a beat of this node."""
         member = self._members.get(node)
-        return self._loop.time() - member.heard_at if member is not None else 0.0
+        return self._loop.time() - member.life.heard_at if member is not None else 0.0
 
-    def lose(self, node: str, reason: str) -> None:
+    def _lose(self, member: _Node, event: Literal["left", "lease_over"], reason: str) -> None:
         """Note that nothing of this node is left: its replicas may start elsewhere."""
-        if (member := self._members.get(node)) is not None and member.state != "lost":
-            self._lose(member, reason)
-
-    def _lose(self, member: _Member, reason: str, *, shown: str = "lost") -> None:
-        before, member.state = member.state, "lost"
+        before = member.life.state
+        member.life.step(event)
         if member.link is not None:
             member.link.close()
             member.link = None
         lost, member.handles, member.cleaning, member.elsewhere = member.living, {}, {}, []
         self.awaited.end(member.name)
         self._offer(member)
-        self._changed(member, before, reason, shown=shown)
+        self._changed(member, before, reason)
         for handle in lost:
             handle.end(ExitReport("node", text=f"node {member.name} was lost: {reason}"))
 
-    def _offer(self, member: _Member) -> None:
-        resources = self._site.resources
-        if member.state == "lost":
+    def _offer(self, member: _Node) -> None:
+        resources = self._context.resources
+        if member.life.over:
             resources.withdraw(member.name)
             return
-        is_open = member.state == "up" and not member.drain and not self.awaited.strangers_on(member.name)
+        is_open = member.life.takes_replicas and not self.awaited.strangers_on(member.name)
         if not member.local:
             resources.offer(member.name, member.machine, member.labels, open=is_open)
         else:
             resources.open(member.name, is_open)
 
-    def _changed(self, member: _Member, before: State, reason: str = "", *, shown: str = "") -> None:
-        after = shown or member.state
-        if member.state != before and not self._over and not (member.local and member.state == "up"):
-            self._site.emit(
+    def _changed(self, member: _Node, before: NodeState, reason: str = "") -> None:
+        after = member.life.state
+        if after != before and not self._over and not (member.local and after == "up"):
+            self._context.emit(
                 NodeChanged(node=member.name, before=before, after=after, reason=reason, address=member.address)
             )
-            self._site.say(f"node {member.name}: {after}{': ' if reason else ''}{reason}")
-        self._site.nodes_changed()
+            self._context.say(f"node {member.name}: {after}{': ' if reason else ''}{reason}")
+        self._nodes_changed()
+
+    def _nodes_changed(self) -> None:
+        self._context.look()
+        self._context.save()
 
     # ------------------------------------------------------------ orders of people
 
@@ -562,45 +538,50 @@ class Cluster:
 
     def others(self) -> list[str]:
         """The nodes of other machines that are there."""
-        return [name for name, member in self._members.items() if not member.local and member.state == "up"]
+        return [name for name, member in self._members.items() if not member.local and member.life.state == "up"]
 
     def drain(self, node: str) -> int:
         """Let the node take no new replicas; return the number of this drain."""
         member = self._members[node]
-        member.drain = member.drain or next(self._drains)
+        self._ask(member, "drain")
         self._offer(member)
-        self._site.nodes_changed()
+        self._nodes_changed()
         return member.drain
+
+    def _ask(self, member: _Node, event: DutyEvent) -> None:
+        member.life.ask(event)
+        member.drain = 0 if member.life.duty == "open" else member.drain or next(self._drains)
 
     def undrain(self, node: str) -> None:
         """Let the node take new replicas again."""
         member = self._members[node]
-        member.drain = 0
+        self._ask(member, "undrain")
         self._released.discard(member.incarnation)
         self._offer(member)
-        self._site.nodes_changed()
+        self._nodes_changed()
 
     def drains(self, node: str, number: int) -> bool:
-        """Whether this drain still stands: nobody has undone it, and no other agent has
-        taken the place of the one that leaves."""
+        """Return True if drain ``number`` is still in effect: it was not undone, and
+        the node has the same agent."""
         member = self._members.get(node)
         return member is None or member.drain == number
 
     def draining(self) -> list[str]:
         """The nodes that are being drained, or were."""
-        return [name for name, member in self._members.items() if member.drain]
+        return [name for name, member in self._members.items() if member.life.duty != "open"]
 
     def is_empty(self, node: str) -> bool:
         """Whether no shim is left there, or the node is lost."""
         member = self._members.get(node)
-        return member is None or member.state == "lost" or not member.living
+        return member is None or member.life.over or not member.living
 
     def release(self, node: str) -> None:
         """Let the agent of a drained node end; forget a node that is lost."""
         if (member := self._members.get(node)) is not None:
             self._released.add(member.incarnation)
+            self._ask(member, "release")
             member.send(wire.Over(_DRAINED))
-            if member.state == "lost":
+            if member.life.state == "lost":
                 del self._members[node]
 
     def living(self) -> list[str]:
@@ -611,7 +592,7 @@ class Cluster:
         """Give the agents of other machines the present tokens."""
         for node in self._members.values():
             if not node.local:
-                node.send(self._site.new_token())
+                node.send(self._new_token())
 
     def unreached(self) -> tuple[str, ...]:
         """The nodes that may run on, and do not hear of another token now."""
@@ -619,7 +600,9 @@ class Cluster:
         silent = [
             one.name
             for one in self._members.values()
-            if not one.local and one.state != "lost" and (one.state == "away" or now - one.heard_at > 2 * BEAT_S)
+            if not one.local
+            and not one.life.over
+            and (one.life.state == "away" or now - one.life.heard_at > 2 * BEAT_S)
         ]
         return tuple(dict.fromkeys((*silent, *(node for node in self.awaited.nodes() if node != self._local))))
 
@@ -630,7 +613,7 @@ class Cluster:
             member.send(wire.Over(reason))
 
     async def closed_all(self, timeout_s: float) -> None:
-        """Wait until the agents of other machines have hung up, or for so long."""
+        """Wait up to ``timeout_s`` for the agents of other machines to disconnect."""
         deadline = self._loop.time() + timeout_s
         while any(one.link is not None and not one.local for one in self._members.values()):
             left = deadline - self._loop.time()
@@ -644,7 +627,7 @@ class Cluster:
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
         """The reply of this node's agent. TimeoutError: it is away, or silent."""
         member = self._members.get(node)
-        if member is None or member.link is None or member.state != "up":
+        if member is None or member.link is None or member.life.state != "up":
             raise TimeoutError(f"node {node} is away")
         asked: asyncio.Future[Reply] = self._loop.create_future()
         self._replies[kind, query.number] = asked
@@ -657,16 +640,6 @@ class Cluster:
 
     # ------------------------------------------------------------ what is known
 
-    @property
-    def away(self) -> dict[str, str]:
-        """Why nothing is heard of some nodes, in words, by their names."""
-        now = self._loop.time()
-        return {
-            name: f"node {name} does not answer for {now - member.heard_at:.0f} s"
-            for name, member in self._members.items()
-            if member.state == "away" and now - member.heard_at > BEAT_S
-        }
-
     def records(self) -> tuple[AgentRecord, ...]:
         """The agents that another supervisor would have to find."""
         return tuple(
@@ -675,22 +648,22 @@ class Cluster:
                 incarnation=member.incarnation,
                 local=member.local,
                 process=member.process,
-                draining=bool(member.drain),
+                draining=member.life.duty != "open",
                 scope=member.scope,
-                lease_s=member.lease_s,
+                lease_s=member.life.lease_s,
                 elsewhere=tuple(nonce for _, handles in member.elsewhere for nonce in handles),
             )
             for member in self._members.values()
-            if member.state != "lost"
+            if not member.life.over
         )
 
     def status(self) -> tuple[NodeStatus, ...]:
         now = self._loop.time()
-        resources = self._site.resources
+        resources = self._context.resources
         return tuple(
             NodeStatus(
                 name=member.name,
-                state="draining" if member.drain and member.state == "up" else member.state,
+                state=member.life.shown,
                 local=member.local,
                 address=member.address,
                 labels=resources.labels(member.name) if member.local else member.labels,
@@ -699,7 +672,7 @@ class Cluster:
                 cpus=member.machine.cpus,
                 memory_nbytes=member.machine.memory_nbytes,
                 replicas=tuple(f"{group}/{index}" for group, index in resources.on(member.name)),
-                heard_age_s=max(0.0, now - member.heard_at),
+                heard_age_s=max(0.0, now - member.life.heard_at),
                 release=member.release,
             )
             for member in self._members.values()

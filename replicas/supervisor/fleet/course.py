@@ -18,7 +18,8 @@ from replicas.core.lives.ending import GENERATION, GENERATION_ACTIONS, Asked, Co
 from replicas.core.lives.lifecycle import Lifecycle
 from replicas.supervisor.cleanup.still_held import HoldUps
 from replicas.supervisor.fleet.causes import STOPPED, Cause, dropped, exited, verdict
-from replicas.supervisor.fleet.generation import STUCK_S, Generation, Host, ShimStarter
+from replicas.supervisor.fleet.context import FleetContext
+from replicas.supervisor.fleet.generation import STUCK_S, Generation
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.telemetry.events import StacksSaved
 
@@ -41,7 +42,7 @@ async def _turn(turns: asyncio.Semaphore) -> Callable[[], None]:
     return once.close
 
 
-class Owner(Protocol):
+class GenerationOwner(Protocol):
     """The replica, as its generation needs it."""
 
     group: GroupConfig
@@ -54,6 +55,8 @@ class Owner(Protocol):
     def asked(self) -> Asked: ...
     @property
     def members_generation(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
     def poke(self) -> None: ...
     async def poked(self, until: float | None = None) -> None: ...
     def fall(self, cause: Cause) -> None: ...
@@ -68,12 +71,12 @@ class Course:
     :ivar ran_s: from its start until its main processes ended.
     """
 
-    def __init__(self, owner: Owner, host: Host, start_shim: ShimStarter, before: Sequence[ShimHandle]) -> None:
-        self.generation = Generation(host, start_shim, owner.poke)
-        self.hold_ups = HoldUps(host.emit, owner.life.group, owner.life.replica, owner.life.generation)
+    def __init__(self, owner: GenerationOwner, context: FleetContext, before: Sequence[ShimHandle]) -> None:
+        self.generation = Generation(context, owner.poke)
+        self.hold_ups = HoldUps(context.emit, owner.life.group, owner.life.replica, owner.life.generation)
         self.busy_with = ""
         self.ran_s = 0.0
-        self._owner, self._host = owner, host
+        self._owner, self._context = owner, context
         self._key = owner.life.group, owner.life.replica
         self._held = [node.belongings for node in before if node.local]
         self._machine = Machine(GENERATION, GENERATION_ACTIONS)
@@ -113,7 +116,9 @@ class Course:
         owner, turn_over = self._owner, await _turn(turns)
         owner.life.launched(self._now())
         while self.state == "waiting":
-            problem = self.generation.prepare(owner.group, owner.life.replica, owner.life.generation)
+            problem = self.generation.prepare(
+                owner.group, owner.life.replica, owner.life.generation, replicas=owner.group_size
+            )
             self.hold_ups.wait(f"waits for the disk of the state folder ({problem})" if problem else "")
             if not problem:
                 break
@@ -148,27 +153,27 @@ class Course:
                     self._note_end()
                 case "tell_coordinator":
                     reason = self._owner.last_exit or "finished"
-                    self._host.coordinator.replica_ended(*self._key, self._owner.life.generation, reason)
+                    self._context.coordinator.replica_ended(*self._key, self._owner.life.generation, reason)
 
     def _finish_sync(self) -> None:
         owner = self._owner
-        if not self._host.on_channel(owner.group.name):
+        if not self._context.on_channel(owner.group.name):
             self.take("sync_over", owner.group.stop_timeout_s)
             return
-        self._host.coordinator.set_draining(*self._key, owner.members_generation)
+        self._context.coordinator.set_draining(*self._key, owner.members_generation)
         self._drain_by = self._now() + owner.group.drain_timeout_s
         self.check_sync(self._now())
         if self.state == "syncing":
-            self._host.say(f"{owner.life.name}: stopping it when its sync is over; {self.busy_with}")
+            self._context.say(f"{owner.life.name}: stopping it when its sync is over; {self.busy_with}")
 
     def check_sync(self, now: float) -> None:
         """Look whether its sync is over, or takes too long, if it is syncing."""
         if self.state != "syncing":
             return
         group, late = self._owner.group, now >= self._drain_by
-        self.busy_with = self._host.coordinator.busy(*self._key)
+        self.busy_with = self._context.coordinator.busy(*self._key)
         if self.busy_with and late:
-            self._host.say(f"{self._owner.life.name}: not over within {group.drain_timeout_s:g} s; {self.busy_with}")
+            self._context.say(f"{self._owner.life.name}: not over within {group.drain_timeout_s:g} s; {self.busy_with}")
         if not self.busy_with or late or self.generation.reports:
             self.take("sync_over", group.stop_timeout_s)
 
@@ -182,7 +187,7 @@ class Course:
         for node in generation.nodes:
             losses, node.losses = node.losses, []
             for loss in losses:
-                self._host.emit(dropped(*self._key, owner.life.generation, loss))
+                self._context.emit(dropped(*self._key, owner.life.generation, loss))
         if generation.failing:
             self.take("failed", owner.group.stop_timeout_s)
         if generation.ended:
@@ -215,7 +220,7 @@ class Course:
         stuck = cause is not None and cause.reason.endswith("timeout")
         if stuck and any(node.last_stacks for node in generation.nodes):
             (group, replica), reason = self._key, owner.last_exit
-            path = str(self._host.state.log_dir(group, replica, number))
-            self._host.emit(StacksSaved(group=group, replica=replica, generation=number, reason=reason, path=path))
+            path = str(self._context.state.log_dir(group, replica, number))
+            self._context.emit(StacksSaved(group=group, replica=replica, generation=number, reason=reason, path=path))
         if reports:
-            self._host.emit(exited(*self._key, number, reports, reason=owner.last_exit))
+            self._context.emit(exited(*self._key, number, reports, reason=owner.last_exit))

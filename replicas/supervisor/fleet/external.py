@@ -40,10 +40,10 @@ class External(Replica):
     @property
     def _joined(self) -> frozenset[str]:
         group, index = self._key
-        return self._host.coordinator.joined(group).get(index, frozenset())
+        return self._context.coordinator.joined(group).get(index, frozenset())
 
     def _is_another(self, joined: frozenset[str]) -> bool:
-        """Whether these members are none of this life."""
+        """Return True if none of these members belongs to the current program."""
         return not joined or joined.isdisjoint(self._seen)
 
     # ------------------------------------------------------------ requests
@@ -55,14 +55,14 @@ class External(Replica):
         )
 
     def halt(self, hurry_s: float | None = None) -> None:
-        """Let the present life, if there is one, take no part in syncs any more."""
+        """Exclude the running program, if there is one, from further syncs."""
         super().halt(hurry_s)
         if self.life.state == "drained":  # members of an earlier coordinator may come back to it
-            self._host.coordinator.set_draining(*self._key, self.members_generation)
+            self._context.coordinator.set_draining(*self._key, self.members_generation)
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
         """End its part in syncs."""
-        self._host.coordinator.set_draining(*self._key, self.members_generation)
+        self._context.coordinator.set_draining(*self._key, self.members_generation)
         super()._end_processes(timeout_s, stacks=stacks)
 
     @property
@@ -82,7 +82,7 @@ class External(Replica):
             self.poke()
             return
         self._seen |= self._joined
-        view = self._health.view = self._host.coordinator.readiness(*self._key, self.life.generation, external=True)
+        view = self._health.view = self._context.coordinator.readiness(*self._key, self.life.generation, external=True)
         if view.ready and self.life.state == "starting":
             self._apply(ReplicaEvent.READY)
         elif not view.ready and self.life.state == "ready":
@@ -91,9 +91,9 @@ class External(Replica):
     def _start_if_due(self) -> bool:
         joined = self._joined
         if self.life.state == "drained":
-            if self._host.coordinator.recovering:
+            if self._context.coordinator.recovering:
                 self._seen |= joined  # they were drained before their coordinator ended
-            if self._host.coordinator.recovering or not self._is_another(joined):
+            if self._context.coordinator.recovering or not self._is_another(joined):
                 return False
             self._end_life(ReplicaEvent.RESTART, "its drained program has ended")
         self._waits_for = "for its program, which others start, to join"
@@ -119,7 +119,7 @@ class External(Replica):
 
     def _end_life(self, event: ReplicaEvent, reason: str) -> None:
         self._seen, self._end = frozenset(), ""
-        self._host.coordinator.forget(*self._key)
+        self._context.coordinator.forget(*self._key)
         self._apply(event, reason=reason)
 
     async def stacks(self) -> dict[str, str]:

@@ -26,23 +26,23 @@ end.
 A long command runs in its caller's task, which waits for conditions that the monitor
 sees (:meth:`Fleet.until`): any number of commands and the status go on side by side.
 
-The clock is the loop's, and all else is behind ``FleetEnvironment``, so that a whole
-fleet can run in virtual time.
+The clock is the loop's, and all else is behind
+:class:`~replicas.supervisor.fleet.context.FleetContext`, so that a whole fleet can run
+in virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 import anyio
 
 from replicas import errors
 from replicas.common.foreign import one_line
 from replicas.common.patience import PauseClock
-from replicas.config.structs import Config, GroupConfig
+from replicas.config.structs import GroupConfig
 from replicas.control.exit_codes import DONE, FAILED, USAGE
 from replicas.core.lives.lifecycle import SETTLED, Transition
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
@@ -50,14 +50,13 @@ from replicas.core.lives.ordering import is_good, least_left, start_levels, unme
 from replicas.core.lives.placement import Share
 from replicas.core.members.roster import GroupShape
 from replicas.messages.bounds import text_of
-from replicas.supervisor.fleet.causes import Cause
+from replicas.supervisor.fleet.causes import Cause, line
+from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.course import new_turns
 from replicas.supervisor.fleet.external import External
-from replicas.supervisor.fleet.generation import Ground, ShimStarter, Starts
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
-from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
 from replicas.telemetry.events import Drained, Draining, DrainReason, FailedReset, RestartAsked, Scaled
 
@@ -71,15 +70,8 @@ Adopted = Mapping[tuple[str, int], tuple[int, list[ShimRecord], list[ShimHandle]
 """Generations of an earlier supervisor by group and index: number, records, shims."""
 
 
-class FleetEnvironment(Ground, Protocol):
-    @property
-    def resources(self) -> Resources: ...
-    def told(self, transition: Transition, resume_in_s: float) -> None: ...
-    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None: ...
-
-
 class Fleet:
-    """The groups of a run; the ``Host`` of its replicas. Create it on the event loop.
+    """The groups of a run. Create it on the event loop.
 
     :param saved: a dead supervisor's state of its groups.
     :param wall: the time of day, in seconds.
@@ -88,23 +80,16 @@ class Fleet:
 
     def __init__(
         self,
-        config: Config,
-        ground: FleetEnvironment,
+        context: FleetContext,
         *,
         saved: Mapping[str, SavedGroup] | None = None,
         wall: float = 0.0,
-        start_shim: ShimStarter,
-        starts: Starts,
         rng: random.Random | None = None,
         adopted: Adopted | None = None,
     ) -> None:
         self._adopted = None if adopted is None else dict(adopted)
-        self.config = config
-        self._ground = ground
-        self.state, self.coordinator = ground.state, ground.coordinator
-        self.environment, self.emit, self.say = ground.environment, ground.emit, ground.say
-        self.starts = starts
-        self._start_shim = start_shim
+        self._context = context
+        self._emit, self._say = context.emit, context.say
         self._turns = new_turns()
         self._rng = rng
         self._loop = asyncio.get_running_loop()
@@ -112,9 +97,9 @@ class Fleet:
         known = saved or {}
         self.groups = {
             name: Group(group, saved=known.get(name), now=now, wall=wall, rng=rng)
-            for name, group in config.groups.items()
+            for name, group in context.config.groups.items()
         }
-        self.removed = {name: group.once_removed for name, group in known.items() if name not in config.groups}
+        self.removed = {name: group.once_removed for name, group in known.items() if name not in self.groups}
         """Generations used by groups of earlier configs.
 
         A new group of the same name continues from there.
@@ -131,7 +116,6 @@ class Fleet:
         self._drained = False
         self._unsaved = False
         self._hurry_s: float | None = None
-        self._dirty = asyncio.Event()
         self._looked = asyncio.Condition()
 
     # ------------------------------------------------------------ start
@@ -144,7 +128,7 @@ class Fleet:
                 group.replicas[index].stop()
                 self._see_off(group, [group.replicas[index]], "scaled")
         self._adopted = None
-        self._ground.spawn(self._monitor)
+        self._context.spawn(self._monitor)
 
     def adopt(self, config: GroupConfig) -> None:
         group = self.groups[config.name] = Group(config, saved=self.removed.pop(config.name, None), rng=self._rng)
@@ -152,38 +136,38 @@ class Fleet:
         self._fill(group)
 
     def _fill(self, group: Group) -> None:
-        joined = self.coordinator.joined(group.config.name) if group.config.external else ()
+        joined = self._context.coordinator.joined(group.config.name) if group.config.external else ()
         kind = External if group.config.external else Replica
         name, adopted = group.config.name, self._adopted or {}
         beyond = [index for other, index in adopted if other == name and index >= group.size]
         for index in (*range(group.size), *beyond, *joined):
             if index not in group.replicas:
                 replica = kind(
+                    self._context,
                     group.config,
                     index,
                     self,
                     group.rules,
                     generation=group.generation(index),
                     turns=self._turns,
-                    start_shim=self._start_shim,
                 )
                 if (name, index) in adopted:
                     self._go_on(replica, *adopted[name, index])
                 group.enter(replica, settled=self._adopted is not None)
-                self._ground.spawn(replica.run)
+                self._context.spawn(replica.run)
 
     def _go_on(self, replica: Replica, number: int, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
         """Take over a replica's generation of an earlier supervisor."""
         group, index = replica.group.name, replica.index
         shares = (Share(group=group, node=one.agent, gpus=one.gpus, memory_nbytes=one.memory_nbytes) for one in records)
-        self._ground.resources.keep(replica.group, index, tuple(shares))
+        self._context.resources.keep(replica.group, index, tuple(shares))
         replica.adopt(number, records, nodes)
 
     def resize(self, name: str) -> None:
         """Report the group's shape to the coordinator."""
         group = self.groups[name]
         shape = GroupShape(group.size, group.config.world_size, group.config.health.heartbeat_timeout_s)
-        self.coordinator.set_group(name, shape)
+        self._context.coordinator.set_group(name, shape)
 
     # ------------------------------------------------------------ the monitor
 
@@ -192,8 +176,8 @@ class Fleet:
         clock = PauseClock(self.looked_at + TICK_S)
         while True:
             with anyio.move_on_after(TICK_S):
-                await self._dirty.wait()
-            self._dirty.clear()
+                await self._context.changed.wait()
+            self._context.changed.clear()
             now = self.looked_at = self._loop.time()
             late_s, clock.due = clock.look(now), now + TICK_S
             if late_s:
@@ -209,7 +193,7 @@ class Fleet:
                 continue
             for group in [group for group in self.groups.values() if group.config.external and not self.draining]:
                 self._fill(group)
-                group.retire_surplus(self.coordinator.joined(group.config.name))
+                group.retire_surplus(self._context.coordinator.joined(group.config.name))
             for replica in self.all():
                 replica.check(now)
             self._judge(now)
@@ -218,20 +202,17 @@ class Fleet:
             async with self._looked:
                 self._looked.notify_all()
 
-    def look(self) -> None:
-        """Wake the monitor: something has changed."""
-        self._dirty.set()
-
     def _judge(self, now: float) -> None:
         if self.exit_code is not None or self.draining:
             return
-        resources, timeout_s = self._ground.resources, self.config.cluster.join_timeout_s
+        config, resources = self._context.config, self._context.resources
+        timeout_s = config.cluster.join_timeout_s
         self._short_since = (self._short_since or now) if resources.short else None
         if self._short_since is not None and now - self._short_since > timeout_s:
             self._finish(USAGE, str(resources.too_few(timeout_s)))
             return
-        failures = [text for one in self.groups.values() if (text := one.failure(least_left(self.config, one.config)))]
-        named = [name for name in self.config.run.stop_when if name in self.groups]
+        failures = [text for one in self.groups.values() if (text := one.failure(least_left(config, one.config)))]
+        named = [name for name in config.run.stop_when if name in self.groups]
         ours = [name for name, group in self.groups.items() if not group.config.external]
         wanted = named or [name for name in ours if self.groups[name].size]  # a group scaled to 0 only rests
         if failures:
@@ -245,7 +226,7 @@ class Fleet:
 
     def _finish(self, code: int, words: str) -> None:
         self.exit_code, self.ended_by = code, words
-        self.say(words)
+        self._say(words)
         self.over.set()
 
     @property
@@ -291,7 +272,7 @@ class Fleet:
         :raises replicas.errors.WorldError: that, for an ``order``, which is refused.
         """
         self._unsaved = False
-        return self._ground.save(order=order)
+        return self._context.save(order=order)
 
     def saved(self, wall: float) -> dict[str, SavedGroup]:
         """The groups' state to save; ``wall``: the time of day, in seconds."""
@@ -334,12 +315,6 @@ class Fleet:
 
     # ------------------------------------------------------------ what replicas ask
 
-    def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
-        return self._ground.resources.environment(self.groups[group].config, replica, node)
-
-    def shares(self, group: str, replica: int) -> tuple[Share, ...]:
-        return self._ground.resources.shares(group, replica)
-
     def size(self, group: str) -> int:
         return self.groups[group].size
 
@@ -359,9 +334,9 @@ class Fleet:
 
     def _place(self, group: Group, replica: int) -> str:
         """Give the replica its share; what it waits for instead, as in "waits ..."."""
-        if waits := self.starts.blocks(group.config.name, replica):
+        if waits := self._context.awaited.blocks(group.config.name, replica, self._loop.time()):
             return waits
-        lacks = self._ground.resources.take(group.config, replica)
+        lacks = self._context.resources.take(group.config, replica)
         return f"for {lacks}" if lacks else ""
 
     def _held_back(self, group: Group) -> bool:
@@ -387,20 +362,19 @@ class Fleet:
             return None if None in found else any(found)
         return one.replicas[replica].progressed
 
-    def on_channel(self, group: str) -> bool:
-        return any(group in one.groups for one in self.config.channels.values())
-
     def moved(self, transition: Transition) -> None:
         group = self.groups.get(transition.group)
         replica = self.replica(transition.group, transition.replica)
         if replica is not None and transition.after in SETTLED and not replica.stuck:
-            self._ground.resources.release(transition.group, transition.replica)
+            self._context.resources.release(transition.group, transition.replica)
         if transition.restart_reason is not None:
             self.save()  # spent before it is reported: a kill here can only spend too much
         self._unsaved = True
-        self.emit(transition)
-        self._ground.told(transition, replica.resume_in_s if replica is not None else 0.0)
-        self.look()
+        self._emit(transition)
+        logs = self._context.state.logs if replica is None or replica.here else None
+        if text := line(transition, resume_in_s=replica.resume_in_s if replica is not None else 0.0, logs=logs):
+            self._say(text)
+        self._context.look()
         if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":
             for other in group.replicas.values() if replica is not None and replica.asked != "fail" else ():
                 other.fail(f"its group failed: replica {transition.group}/{transition.replica}: {transition.reason}")
@@ -427,7 +401,7 @@ class Fleet:
             raise
         self.resize(name)
         if before != replicas:
-            self.emit(Scaled(group=name, before=before, after=replicas))
+            self._emit(Scaled(group=name, before=before, after=replicas))
         self._fill(group)
         ours = not group.config.external or reason == "reloaded"
         leaving = [replica for index, replica in group.replicas.items() if index >= replicas and ours]
@@ -446,28 +420,28 @@ class Fleet:
             finally:
                 ended.set()
 
-        self._ground.spawn(finish)
+        self._context.spawn(finish)
         return ended
 
     async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
         """Wait for the end of replicas that were stopped for good."""
         name, began = group.config.name, self._loop.time()
         for replica in leaving:
-            self.emit(Draining(target=replica.name, reason=reason))
+            self._emit(Draining(target=replica.name, reason=reason))
         for replica in leaving:
             await replica.over.wait()
             if group.replicas.get(replica.index) is replica:
                 group.retire(replica)
                 if not replica.stuck:
-                    self._ground.resources.release(name, replica.index)
-                self.emit(Drained(target=replica.name, seconds=self._loop.time() - began))
+                    self._context.resources.release(name, replica.index)
+                self._emit(Drained(target=replica.name, seconds=self._loop.time() - began))
         if self.groups.get(name) is group:
             if reason == "reloaded" and not group.size:
                 self.removed[name] = group.saved(self._loop.time(), 0.0).once_removed
                 del self.groups[name]
             elif not self.draining:
                 self._fill(group)  # it may have been scaled up again meanwhile
-        self.look()
+        self._context.look()
 
     async def drain_node(self, node: str, is_empty: Callable[[], bool], stands: Callable[[], bool]) -> None:
         """Restart the replicas of a closed node, and wait until it is empty.
@@ -475,15 +449,15 @@ class Fleet:
         :raises replicas.errors.WorldError: the drain does not stand any more.
         """
         cause, began = Cause("node", f"node {node} is being drained"), self._loop.time()
-        self.emit(Draining(target=f"node {node}", reason="node"))
-        chosen = [self.replica(*key) for key in self._ground.resources.on(node)]
+        self._emit(Draining(target=f"node {node}", reason="node"))
+        chosen = [self.replica(*key) for key in self._context.resources.on(node)]
         for replica in chosen:
             if replica is not None and not replica.leaving and replica.life.alive:
                 replica.restart(cause)
         await self.until(lambda: is_empty() or not stands() or self.over.is_set())
         if not stands():
             raise errors.WorldError(f"node {node} takes replicas again: its drain was undone, or its agent is another")
-        self.emit(Drained(target=f"node {node}", seconds=self._loop.time() - began))
+        self._emit(Drained(target=f"node {node}", seconds=self._loop.time() - began))
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """End the replicas, and wait for the start of their next generation, or a stop.
@@ -501,7 +475,7 @@ class Fleet:
             text = f"group {group.config.name} is started by others"
             raise errors.UsageError(text, hint="restart its programs where they were started")
         self.save(order=True)  # a start that cannot be noted would have to wait
-        self.emit(RestartAsked(target=target, rolling=rolling))
+        self._emit(RestartAsked(target=target, rolling=rolling))
         if rolling:
             await self.roll(group, replicas, REQUESTED)
             return
@@ -565,11 +539,11 @@ class Fleet:
             self.over.clear()
         self.save(order=True)
         if spent or names:
-            self.emit(FailedReset(replicas=names, groups=spent))
+            self._emit(FailedReset(replicas=names, groups=spent))
             full = f"full restart budget for {', '.join(spent)}" if spent else ""
             began = f"starting {', '.join(names)}" if names else ""
-            self.say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
-        self.look()
+            self._say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
+        self._context.look()
         return names
 
     async def drain(self, target: str | None = None, *, hurry: bool = False, reason: DrainReason = "requested") -> None:
@@ -581,17 +555,17 @@ class Fleet:
         if target is not None:
             chosen, began = self.targets(target), self._loop.time()
             self.save(order=True)
-            self.emit(Draining(target=target, hurry=hurry))
+            self._emit(Draining(target=target, hurry=hurry))
             for replica in chosen:
                 replica.halt(0.0 if hurry else None)
             self.save(order=True)
             # One may be restarted meanwhile.
             await self.until(lambda: all(one.resting or one.over.is_set() or not one.unwanted for one in chosen))
-            self.emit(Drained(target=target, seconds=self._loop.time() - began))
+            self._emit(Drained(target=target, seconds=self._loop.time() - began))
             return
         began = self._loop.time()
         if not self.draining or (hurry and self._hurry_s is None):
-            self.emit(Draining(target="", reason=reason, hurry=hurry))
+            self._emit(Draining(target="", reason=reason, hurry=hurry))
         self.draining = True
         if hurry:
             self._hurry_s = 0.0
@@ -604,5 +578,5 @@ class Fleet:
                 await replica.over.wait()
         if not self._drained:
             self._drained = True
-            self.emit(Drained(target="", seconds=self._loop.time() - began))
+            self._emit(Drained(target="", seconds=self._loop.time() - began))
         self.over.set()

@@ -7,23 +7,18 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import msgspec
 
 from replicas import environ
-from replicas.config.structs import Config, GroupConfig, LogsConfig
+from replicas.config.structs import GroupConfig, LogsConfig
 from replicas.config.values import is_loopback
-from replicas.coordinator import Coordinator
 from replicas.core.lives.leases import UNHEARD_S
-from replicas.core.lives.lifecycle import Transition
-from replicas.core.lives.placement import Share
 from replicas.linux.processes import MARK
+from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.run_state import ProcessRecord, ShimRecord
-from replicas.supervisor.state.state import StateDir
 from replicas.supervisor.wire.orders import ExitReport, NodeSpec, Remains
-from replicas.telemetry.events import Event
 
 STUCK_S = 8.0
 """Grace after a generation's stop timeout, in seconds: then shims that give no reason
@@ -31,113 +26,31 @@ for being late are killed. At the end of the run, after the same time again, pro
 that do not die are abandoned."""
 PRESS_INTERVAL_S = 1.0
 _SHIM_DIES_S = 4.0
-ShimStarter = Callable[[NodeSpec, Callable[[], None]], ShimHandle]
-"""Called with the spec and a callback for each change."""
-
-
-class Ground(Protocol):
-    """The supervisor as the fleet and its replicas see it. Tests use fakes."""
-
-    @property
-    def state(self) -> StateDir: ...
-    @property
-    def coordinator(self) -> Coordinator: ...
-    @property
-    def environment(self) -> Callable[[], Mapping[str, str]]: ...
-    @property
-    def emit(self) -> Callable[[Event], None]: ...
-    @property
-    def say(self) -> Callable[[str], None]: ...
-
-    def save(self, *, order: bool = False) -> bool:
-        """Save the state that must survive a kill now; False: it could not be.
-
-        ``order``: for good, or WorldError: then the order is refused.
-        """
-        ...
-
-
-class Starts(Protocol):
-    """What keeps generations from starting, whatever their group. Tests use fakes."""
-
-    def save_start(self, generation: int) -> str:
-        """Save, before it starts, that a generation of this number does; the problem of
-        the disk, in words, if that could not be saved.
-
-        A start that no disk has noted would be one of which the next supervisor does
-        not know, and its number could be used again.
-        """
-        ...
-
-    def blocks(self, group: str, replica: int) -> str:
-        """What of an earlier supervisor keeps a replica from starting, as in "waits
-        ..."; empty: nothing."""
-        ...
-
-    def floor(self, group: str, replica: int) -> int:
-        """The highest number of a generation that may have been used unknown to the
-        replica."""
-        ...
-
-
-class Host(Ground, Protocol):
-    @property
-    def config(self) -> Config: ...
-    @property
-    def starts(self) -> Starts: ...
-    def size(self, group: str) -> int: ...
-    def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
-        """Environment of one node of a replica with its share of the machine."""
-        ...
-
-    def shares(self, group: str, replica: int) -> tuple[Share, ...]:
-        """The place of each node of a replica, which it has taken."""
-        ...
-
-    def waits_for(self, group: str, replica: int) -> str:
-        """What a replica's first start waits for, as in "waits ..."; empty: its share
-        is now taken."""
-        ...
-
-    def may_resume(self, group: str, replica: int) -> str:
-        """What a replica whose delay is over waits for, likewise; empty: it may start
-        again.
-
-        A group that restarts as a whole waits for its last replica; and the share of
-        the machine is taken, which a reload may have changed.
-        """
-        ...
-
-    def fell(self, group: str, replica: int, text: str) -> None:
-        """Handle a failing replica: others of its group may have to end, too."""
-        ...
-
-    def progressed(self, group: str, replica: int) -> bool | None:
-        """Whether this generation made a new step or version; None: on no channel."""
-        ...
-
-    def on_channel(self, group: str) -> bool: ...
-    def moved(self, transition: Transition) -> None: ...
 
 
 class Generation:
     """One generation. ``changed``: called when a message of a shim has arrived."""
 
-    def __init__(self, host: Host, start_shim: ShimStarter, changed: Callable[[], None]) -> None:
+    def __init__(self, context: FleetContext, changed: Callable[[], None]) -> None:
         self.nodes: list[ShimHandle] = []
         self._records: list[ShimRecord] = []
         self._specs: list[NodeSpec] = []
         self._gone_by: float | None = None
         self._pressed_at: float | None = None
-        self._host = host
-        self._start_shim = start_shim
+        self._context = context
         self._changed = changed
         self._loop = asyncio.get_running_loop()
 
-    def prepare(self, group: GroupConfig, index: int, number: int) -> str:
-        """Have it on disk which shims are to be started; the disk's problem, if not."""
-        self._specs = specs = [_node_spec(self._host, group, index, number, node) for node in range(group.nnodes)]
-        shares = self._host.shares(group.name, index)
+    def prepare(self, group: GroupConfig, index: int, number: int, *, replicas: int) -> str:
+        """Have it on disk which shims are to be started; the disk's problem, if not.
+
+        :param replicas: the wanted size of the group.
+        """
+        context = self._context
+        self._specs = specs = [
+            _node_spec(context, group, index, number, node, replicas=replicas) for node in range(group.nnodes)
+        ]
+        shares = context.resources.shares(group.name, index)
         self._records = [
             ShimRecord(
                 nonce=spec.nonce,
@@ -151,7 +64,7 @@ class Generation:
             )
             for spec, share in zip(specs, shares, strict=True)
         ]
-        problem = self._host.starts.save_start(number)  # before they start, so that a later supervisor can find them
+        problem = context.save_start(number)  # before they start, so that a later supervisor can find them
         if problem:
             self._records = []
         return problem
@@ -159,7 +72,7 @@ class Generation:
     def start(self) -> None:
         """Start a shim for each node; OSError: one cannot be, and others may run."""
         for spec in self._specs:
-            self.nodes.append(self._start_shim(spec, self._changed))
+            self.nodes.append(self._context.start_shim(spec, self._changed))
 
     def adopt(self, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
         """Go on with shims that an earlier supervisor has started."""
@@ -237,7 +150,7 @@ class Generation:
         return any(node.stopping for node in self.nodes)
 
     def silent(self, now: float, timeout_s: float) -> list[int]:
-        """Nodes whose shims are silent for so long; call it each second: it pings."""
+        """Return the parts whose shim has been silent for longer than ``timeout_s``."""
         return [index for index, node in enumerate(self.nodes) if node.silent_s(now) > timeout_s]
 
     def introduce(self) -> None:
@@ -314,27 +227,29 @@ def wants_tee(logs: LogsConfig) -> bool:
     return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
 
 
-def _sidecars(host: Host, group: str) -> str:
+def _sidecars(context: FleetContext, group: str) -> str:
     """When ranks of the group need sidecars: probably never if they share memory.
 
     Members on other machines could not reach a store that listens on loopback.
     """
-    if not host.on_channel(group):
+    if not context.on_channel(group):
         return ""
-    channels = (one for one in host.config.channels.values() if group in one.groups)
+    channels = (one for one in context.config.channels.values() if group in one.groups)
     soon = any(one.peers or one.transport != "auto" or one.staging != "host" for one in channels)
-    return "ahead" if soon or not is_loopback(host.config.store.bind) else "later"
+    return "ahead" if soon or not is_loopback(context.config.store.bind) else "later"
 
 
-def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:
+def _node_spec(
+    context: FleetContext, group: GroupConfig, index: int, generation: int, node: int, *, replicas: int
+) -> NodeSpec:
     """The spec of node ``node``; each call gives it a new mark."""
     nonce = secrets.token_hex(16)
-    folder = str(host.state.log_dir(group.name, index, generation))
-    shared = {**host.environment(), environ.LOG_DIR: folder, MARK: nonce}
-    shared |= host.share(group.name, index, node)
-    env = rank_environment(group, index, generation, replicas=host.size(group.name), shared=shared)
+    folder = str(context.state.log_dir(group.name, index, generation))
+    shared = {**context.environment(), environ.LOG_DIR: folder, MARK: nonce}
+    shared |= context.resources.environment(group, index, node)
+    env = rank_environment(group, index, generation, replicas=replicas, shared=shared)
     return NodeSpec(
-        run=host.config.run.name,
+        run=context.config.run.name,
         group=group.name,
         replica=index,
         generation=generation,
@@ -348,10 +263,10 @@ def _node_spec(host: Host, group: GroupConfig, index: int, generation: int, node
         log_dir=folder,
         stop_timeout_s=group.stop_timeout_s,
         nonce=nonce,
-        sidecars=_sidecars(host, group.name),
+        sidecars=_sidecars(context, group.name),
         rendezvous_timeout_s=group.health.start_timeout_s,
-        log_max_nbytes=host.config.logs.max_nbytes,
-        log_keep=host.config.logs.keep,
-        log_keep_generations=host.config.logs.keep_generations,
-        tee=wants_tee(host.config.logs),
+        log_max_nbytes=context.config.logs.max_nbytes,
+        log_keep=context.config.logs.keep,
+        log_keep_generations=context.config.logs.keep_generations,
+        tee=wants_tee(context.config.logs),
     )

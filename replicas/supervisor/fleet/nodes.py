@@ -18,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Self
 
 import anyio
 from starlette.requests import Request
@@ -32,34 +32,30 @@ from replicas.config.structs import Config
 from replicas.control.access import Access
 from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.control.socket import SOCKET_FILE
-from replicas.coordinator import Coordinator
 from replicas.core.lives.leases import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
-from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.fleet import node_checks
 from replicas.supervisor.fleet.agent_route import agent_route
 from replicas.supervisor.fleet.cluster import Cluster
+from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Adopted, Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.local_agent import LocalAgent
 from replicas.supervisor.fleet.node_logs import NodesReader
 from replicas.supervisor.fleet.plans import may_grow
-from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import ShimRecord, machine
-from replicas.supervisor.state.state import StateDir
 from replicas.supervisor.wire.orders import ExitReport
-from replicas.telemetry.events import Event
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
 
 
 def lease_of(config: Config) -> float:
-    """The lease of a node of another machine, in seconds."""
+    """How long a node of another machine may go on unheard, in seconds.
+
+    It cannot tell a dead supervisor from a broken link, so adoption needs as long.
+    """
     return max(config.cluster.lease_s, config.run.adopt_s)
 
 
@@ -68,30 +64,14 @@ def longest_lease_of(config: Config) -> float:
     return max(outlives_s(config.run.adopt_s), lease_of(config) if may_grow(config) else 0.0)
 
 
-class Site(Protocol):
-    """The supervisor, as its nodes see it."""
-
-    config: Config
-    state: StateDir
-    resources: Resources
-
-    @property
-    def coordinator(self) -> Coordinator: ...
-    @property
-    def fleet(self) -> Fleet: ...
-    @property
-    def emit(self) -> Callable[[Event], None]: ...
-    @property
-    def say(self) -> Callable[[str], None]: ...
-    def save(self, *, order: bool = False) -> bool: ...
-    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None: ...
-
-
 class Nodes:
-    """The nodes of a run: use it with ``async with``, once the run's lock is held."""
+    """The nodes of a run: use it with ``async with``, once the run's lock is held.
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    :param fleet: returns the groups of the run. UsageError: it is being started.
+    """
+
+    def __init__(self, context: FleetContext, fleet: Callable[[], Fleet]) -> None:
+        self._context, self._fleet = context, fleet
         self._cluster: Cluster | None = None
         self._local: LocalAgent | None = None
         self._expected: dict[str, ShimHandle] = {}
@@ -126,20 +106,25 @@ class Nodes:
 
         :raises replicas.errors.WorldError: it cannot be started.
         """
-        site, config, left = self._site, self._site.config, self._site.state.heritage
+        context, config, left = self._context, self._context.config, self._context.state.heritage
         self._cluster = cluster = Cluster(
-            self, local=site.resources.local, lease_s=self._lease_s, outlives_s=outlives_s(config.run.adopt_s)
+            context,
+            lease_s=lease_of(config),
+            outlives_s=outlives_s(config.run.adopt_s),
+            is_own=lambda hello: hello.scope == machine() and hello.pid == self.agent_pid,
+            leaving=self._leaving,
         )
+        context.start_shim = cluster.start
         cluster.awaited.inherit(left.leases, left.unseen, asyncio.get_running_loop().time())
         self._records = left.shims
         self._expected = cluster.expect(left.agents, left.shims, machine())
         self.adopting = bool(left.agents)
         if config.cluster.local:
             self._local = LocalAgent(
-                site.resources.local,
+                context.resources.local,
                 lambda: self._cluster,
                 self._arguments(),
-                keep=() if config.run.adopt_s else (site.state.lock,),
+                keep=() if config.run.adopt_s else (context.state.lock,),
                 known=left.known,
             )
             try:
@@ -149,11 +134,11 @@ class Nodes:
         return self
 
     def _arguments(self) -> list[str]:
-        site, config = self._site, self._site.config
+        context, config = self._context, self._context.config
         limited = self._limited
-        words = ["--run", config.run.name, "--node", site.resources.local]
+        words = ["--run", config.run.name, "--node", context.resources.local]
         words += ["--socket", str(self._door), "--state-dir", str(config.run.state_dir)]
-        words += [] if config.run.adopt_s else ["--lock", str(site.state.lock)]
+        words += [] if config.run.adopt_s else ["--lock", str(context.state.lock)]
         words += ["--limited"] if limited else []
         with contextlib.suppress(OSError):  # the agent says why there are no control groups
             words += ["--cgroup", str(cgroups.prepare(limited=limited))]
@@ -161,28 +146,20 @@ class Nodes:
 
     @property
     def _door(self) -> Any:
-        config = self._site.config
+        config = self._context.config
         return config.control.socket or config.run.state_dir / SOCKET_FILE
 
     @property
     def _limited(self) -> bool:
-        limits = [group.resources for group in self._site.config.groups.values()]
+        limits = [group.resources for group in self._context.config.groups.values()]
         return any(getattr(one, field) is not None for one in limits for field in LIMITS.values())
-
-    @property
-    def _lease_s(self) -> float:
-        """How long a node of another machine may go on unheard.
-
-        It cannot tell a dead supervisor from a broken link, so adoption needs as long.
-        """
-        return lease_of(self._site.config)
 
     async def joined(self) -> None:
         """Wait for this machine's agent. WorldError: it cannot do what is asked."""
         if self._local is None:
             return
         await self._local.joined(self.cluster)
-        refused = self.cluster.limits_refused(self._site.resources.local)
+        refused = self.cluster.limits_refused(self._context.resources.local)
         if self._limited and refused:
             raise errors.WorldError(
                 f"limits of memory and processes cannot be set: {refused}",
@@ -222,14 +199,14 @@ class Nodes:
     @property
     def port_before(self) -> int:
         """The control port of an earlier supervisor, if it is free; 0: any will do."""
-        saved = self._site.state.saved
+        saved = self._context.state.saved
         if saved is None or not saved.port:
             return 0
-        family = socket.AF_INET6 if ":" in self._site.config.control.host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in self._context.config.control.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((self._site.config.control.host, saved.port))
+                probe.bind((self._context.config.control.host, saved.port))
             except OSError:
                 return 0
         return saved.port
@@ -264,36 +241,16 @@ class Nodes:
     def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
         """End a shim that nobody takes over; it keeps its share until it is gone."""
         share = Share(group=record.group, node=record.agent, gpus=record.gpus, memory_nbytes=record.memory_nbytes)
-        let_go = self._site.resources.hold(record.nonce, share)
+        let_go = self._context.resources.hold(record.nonce, share)
 
         def changed() -> None:
             if handle.gone.is_set():
                 let_go()
-                self.nodes_changed()
+                self._context.look()
+                self._context.save()
 
         handle.changed = changed
         handle.stop(0.0)
-
-    # ------------------------------------------------------------ starts
-
-    def save_start(self, generation: int) -> str:
-        state = self._site.state
-        try:
-            state.leases.reserve(generation)
-            state.leases.starts += 1
-            if not self._site.save():
-                state.leases.starts -= 1  # else the next write of the leases would call the state on disk old
-                return state.run_state.problem
-            state.leases.count()
-        except OSError as error:
-            return f"{state.leases.path}: {error.strerror or error}"
-        return ""
-
-    def blocks(self, group: str, replica: int) -> str:
-        return self.cluster.blocks(group, replica)
-
-    def floor(self, group: str, replica: int) -> int:
-        return max(self._site.state.leases.floor, self.cluster.awaited.generation(group, replica))
 
     # ------------------------------------------------------------ the route
 
@@ -308,7 +265,7 @@ class Nodes:
             lambda: self._cluster,
             refused,
             None if access is None else problem,
-            lambda: self._site.coordinator.tokens,
+            lambda: self._context.coordinator.tokens,
         )
 
     # ------------------------------------------------------------ while it runs
@@ -323,15 +280,15 @@ class Nodes:
 
     async def drain(self, node: str, *, undo: bool = False) -> None:
         """See :meth:`replicas.Supervisor.drain_node`."""
-        cluster, fleet = self.cluster, self._site.fleet
+        cluster, fleet = self.cluster, self._fleet()
         self._refuse_unknown(node)
-        self._site.save(order=True)
+        self._context.save(order=True)
         if undo:
             cluster.undrain(node)
             return
         number = cluster.drain(node)
         await fleet.drain_node(node, lambda: cluster.is_empty(node), lambda: cluster.drains(node, number))
-        if node != self._site.resources.local:
+        if node != self._context.resources.local:
             cluster.release(node)
 
     def _refuse_unknown(self, node: str) -> None:
@@ -357,14 +314,14 @@ class Nodes:
         return await node_checks.examine(self.cluster, {one: self._demand(one) for one in nodes})
 
     def _demand(self, node: str) -> Demand:
-        groups, resources = self._site.config.groups, self._site.resources
+        groups, resources = self._context.config.groups, self._context.resources
         parts = [
             groups[group].nproc_per_node
             for group, index in resources.on(node)
             if group in groups
             for _ in range(resources.nodes_of(group, index).count(node))
         ]
-        return Demand.of(self._site.config.logs, replicas=len(parts), ranks=sum(parts))
+        return Demand.of(self._context.config.logs, replicas=len(parts), ranks=sum(parts))
 
     def read_logs(self, folder: Path, selection: Selection) -> LogReader:
         """Read logs of ranks, on whichever node; ``folder``: of this machine."""
@@ -374,51 +331,11 @@ class Nodes:
 
     def _generation(self, name: str) -> int:
         group, _, index = name.partition("/")
-        replica = self._site.fleet.replica(group, int(index)) if index.isdecimal() else None
+        replica = self._fleet().replica(group, int(index)) if index.isdecimal() else None
         return replica.life.generation if replica is not None else 0
 
-    # ------------------------------------------------------------ what the cluster asks
-
-    @property
-    def resources(self) -> Resources:
-        return self._site.resources
-
-    @property
-    def emit(self) -> Callable[[Event], None]:
-        return self._site.emit
-
-    @property
-    def say(self) -> Callable[[str], None]:
-        return self._site.say
-
-    def welcome(self, *, local: bool) -> wire.Welcome:
-        config, site = self._site.config, self._site
-        return wire.Welcome(
-            run=config.run.name,
-            supervisor=self.cluster.incarnation,
-            lease_s=0.0 if local else self._lease_s,
-            adopt_s=config.run.adopt_s,
-            endpoint="" if local else site.coordinator.endpoint,
-            token="" if local else site.coordinator.tokens.text("member"),
-            state_id=site.state.identity,
-        )
-
-    def new_token(self) -> wire.NewToken:
-        tokens = self._site.coordinator.tokens
-        return wire.NewToken(tokens.text("member"), tokens.text("operator"))
-
-    def is_own(self, hello: wire.Hello) -> bool:
-        return hello.scope == machine() and hello.pid == self.agent_pid
-
-    def write_leases(self, leases: Sequence[Lease]) -> None:
-        self._site.state.leases.write(leases)
-
-    def limits(self, group: str) -> tuple[int | None, int | None]:
-        resources = self._site.config.groups[group].resources
-        return resources.memory_nbytes, resources.max_processes
-
-    def leaving(self, node: str, reason: str) -> None:
-        self.say(f"node {node} is leaving: {reason}")
+    def _leaving(self, node: str, reason: str) -> None:
+        self._context.say(f"node {node} is leaving: {reason}")
         self.cluster.drain(node)
         if self._started:
             self._drain_on(node)
@@ -428,7 +345,7 @@ class Nodes:
         asked for while this one started."""
         self._started = True
         for node in self.cluster.draining():
-            if node != self._site.resources.local or not self.cluster.is_empty(node):
+            if node != self._context.resources.local or not self.cluster.is_empty(node):
                 self._drain_on(node)
 
     def _drain_on(self, node: str) -> None:
@@ -440,13 +357,8 @@ class Nodes:
             try:
                 await self.drain(node)
             except errors.ReplicasError as error:
-                self.say(str(error))
+                self._context.say(str(error))
             finally:
                 self._draining.discard(node)
 
-        self._site.spawn(drain)
-
-    def nodes_changed(self) -> None:
-        with contextlib.suppress(errors.UsageError):  # the run is being started
-            self._site.fleet.look()
-            self._site.save()
+        self._context.spawn(drain)

@@ -1,18 +1,16 @@
 """Check that a plan fits a machine.
 
 A *plan* is what a config asks for. :func:`problems` compares it with a
-:class:`Machine`. Groups may run at the same time
-unless one starts after the other has finished (``depends_on = ["other:finished"]``,
-directly or through others), so the greatest sum over such groups counts. A plan
-that does not fit is refused by ``replicas check``, at the start, and by a reload; a
-scale by the supervisor.
+:class:`Machine`. Groups may run at the same time unless one starts after the other has
+finished (``depends_on = ["other:finished"]``, directly or through others), so the
+greatest sum over such groups counts. A plan that does not fit is refused by
+``replicas check``, at the start, and by a reload; a scale by the supervisor.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from graphlib import TopologicalSorter
 
 import msgspec
 
@@ -23,8 +21,7 @@ from replicas.supervisor.agent.machine import Machine, look
 from replicas.supervisor.state.run_state import SavedGroup
 
 _GIB = 1 << 30
-_Moment = tuple[Literal["start", "end"], str]
-_Node = _Moment | Literal["source", "sink"]
+_Graph = Mapping[str, set[str]]
 
 
 def machine_for(config: Config) -> Machine:
@@ -133,57 +130,45 @@ def fitting(
 def _peak(config: Config, weights: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
     """The greatest sum of weights of groups that may run at once, and those groups.
 
-    Two groups never run at the same time if one starts after the other has ended. That
-    is a partial order, and the set is its heaviest *antichain*. By Dilworth's theorem a
-    minimum cut yields it, in the network with these edges:
-
-    * source -> end of g, with the weight of g as capacity;
-    * start of g -> sink, with the weight of g as capacity;
-    * each moment -> each later moment, with unbounded capacity.
-
-    No moment on the near side of the cut has a later one on the far side, so it costs
-    the weight of all groups less that of the groups whose start is far and whose end is
-    near: those have no order between them. The cheapest cut leaves the heaviest such
-    set, in polynomial time; trying all sets would double the time with each group.
+    Two groups never run at the same time if one starts after the other has ended. The
+    sum is never too small; it may be too large, by a group or more, only if four of
+    them wait in the shape of an N (c for a and b, d for b alone).
     """
-    there = [name for name in config.groups if weights.get(name)]
-    rest: dict[_Node, dict[_Node, int]] = {"source": {}, "sink": {}}
-    unbounded = sum(weights[name] for name in there) + 1
-
-    def widen(one: _Node, other: _Node, width: int) -> None:
-        rest.setdefault(one, {})[other] = width
-        rest.setdefault(other, {}).setdefault(one, 0)
-
-    for name, group in config.groups.items():
-        widen(("start", name), ("end", name), unbounded)
-        for dependency in group.depends_on:
-            before: _Moment = ("end" if dependency.condition == "finished" else "start", dependency.group)
-            widen(before, ("start", name), unbounded)
-    for name in there:
-        widen("source", ("end", name), weights[name])
-        widen(("start", name), "sink", weights[name])
-    while "sink" in (came := _reached(rest)):
-        way: list[tuple[_Node, _Node]] = []
-        node: _Node = "sink"
-        while node != "source":
-            way.append((came[node], node))
-            node = came[node]
-        width = min(rest[one][other] for one, other in way)
-        for one, other in way:
-            rest[one][other] -= width
-            rest[other][one] += width
-    chosen = tuple(name for name in there if ("end", name) in came and ("start", name) not in came)
-    return sum(weights[name] for name in chosen), chosen
+    dependencies = {name: group.depends_on for name, group in config.groups.items()}
+    order = TopologicalSorter({name: {one.group for one in found} for name, found in dependencies.items()})
+    ended: dict[str, set[str]] = {}  # which groups have ended when one starts
+    for name in order.static_order():
+        ended[name] = {one.group for one in dependencies[name] if one.condition == "finished"}
+        ended[name].update(*(ended[one.group] for one in dependencies[name]))
+    there = {name for name in config.groups if weights.get(name)}
+    apart = {one: {other for other in there if one in ended[other] or other in ended[one]} for one in there}
+    chosen = _heaviest(there, apart, weights)
+    return sum(weights[name] for name in chosen), tuple(name for name in config.groups if name in chosen)
 
 
-def _reached(rest: Mapping[_Node, Mapping[_Node, int]]) -> dict[_Node, _Node]:
-    """Moments that the source reaches, each with its predecessor on a shortest path."""
-    came: dict[_Node, _Node] = {"source": "source"}
-    todo = deque[_Node](["source"])
-    while todo and "sink" not in came:
-        one = todo.popleft()
-        for other, width in rest[one].items():
-            if width and other not in came:
-                came[other] = one
-                todo.append(other)
-    return came
+def _heaviest(names: set[str], apart: _Graph, weights: Mapping[str, int]) -> set[str]:
+    """The heaviest of the sets in which no two are ``apart``, or a superset of it."""
+
+    def weight(some: set[str]) -> int:
+        return sum(weights[name] for name in some)
+
+    together = {name: names - apart[name] - {name} for name in names}
+    unrelated, taking_turns = _parts(names, apart), _parts(names, together)
+    if len(unrelated) > 1:
+        return set().union(*(_heaviest(part, apart, weights) for part in unrelated))
+    if len(taking_turns) > 1:
+        return max((_heaviest(part, apart, weights) for part in taking_turns), key=weight)
+    return max(({name} | together[name] for name in sorted(names)), key=weight, default=set())
+
+
+def _parts(names: set[str], graph: _Graph) -> list[set[str]]:
+    """The connected parts of a graph's nodes."""
+    left, found = set(names), list[set[str]]()
+    while left:
+        part, todo = set[str](), {min(left)}
+        while todo:
+            part |= todo
+            todo = set().union(*(graph[name] & names for name in todo)) - part
+        left -= part
+        found.append(part)
+    return found

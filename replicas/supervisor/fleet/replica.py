@@ -22,15 +22,14 @@ from replicas import errors
 from replicas.common.table import Machine
 from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
-from replicas.coordinator import Readiness
 from replicas.core.lives.ending import ASKED, ASKED_ACTIONS, LEAVING, UNWANTED, Asked, Request, request_of
 from replicas.core.lives.leases import UNHEARD_S
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, RestartReason, after_exit
 from replicas.core.lives.restarts import Restarts, RestartVerdict
 from replicas.status import ReplicaState, ReplicaStatus
-from replicas.supervisor.fleet.causes import Cause, Health
+from replicas.supervisor.fleet.causes import Cause, Health, lacks
+from replicas.supervisor.fleet.context import FleetContext, Neighbours
 from replicas.supervisor.fleet.course import Course, new_turns
-from replicas.supervisor.fleet.generation import Host, ShimStarter
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.run_state import SavedCause, ShimRecord
 
@@ -49,14 +48,14 @@ class Replica:
 
     def __init__(
         self,
+        context: FleetContext,
         group: GroupConfig,
         index: int,
-        host: Host,
+        fleet: Neighbours,
         restarts: Restarts,
         *,
         generation: int = 0,
         turns: asyncio.Semaphore | None = None,
-        start_shim: ShimStarter,
     ) -> None:
         self.group = group
         self.index = index
@@ -69,8 +68,7 @@ class Replica:
 
         The replica was stopped for good, and no process of it is left.
         """
-        self._host = host
-        self._start_shim = start_shim
+        self._context, self._fleet = context, fleet
         self._restarts = restarts
         self._turns = turns or new_turns()
         self._poke = asyncio.Event()
@@ -80,11 +78,11 @@ class Replica:
         self._begin()
 
     def _begin(self, before: Sequence[ShimHandle] = ()) -> None:
-        """Make what lives as long as one generation, after one with these nodes."""
-        self._course = Course(self, self._host, self._start_shim, before)
+        """Create the state of one generation; ``before``: the shims of the last one."""
+        self._course = Course(self, self._context, before)
         self._generation = self._course.generation
         self._health = Health()
-        self._mark = self._host.coordinator.progress(*self._key)
+        self._mark = self._context.coordinator.progress(*self._key)
         self.cause: Cause | None = None
         """Why the generation ends, once something has a reason for it."""
         self.last_exit = ""
@@ -97,6 +95,10 @@ class Replica:
     @property
     def _key(self) -> tuple[str, int]:
         return self.group.name, self.index
+
+    @property
+    def group_size(self) -> int:
+        return self._fleet.size(self.group.name)
 
     @property
     def members_generation(self) -> int:
@@ -278,8 +280,8 @@ class Replica:
                 generation.nodes[index].kill()
             return
         view = None
-        if self._host.on_channel(self.group.name):
-            view = health.view = self._host.coordinator.readiness(*self._key, self.life.generation)
+        if self._context.on_channel(self.group.name):
+            view = health.view = self._context.coordinator.readiness(*self._key, self.life.generation)
         ready = view.ready if view is not None else generation.started
         if ready and self.life.state == "starting":
             health.was_ready, health.left = True, False
@@ -323,9 +325,9 @@ class Replica:
     def progressed(self) -> bool | None:
         """Whether this generation made a new step or version; None: it is on no
         channel, or what it did for an earlier supervisor is not known."""
-        if self._adopted or not self._host.on_channel(self.group.name):
+        if self._adopted or not self._context.on_channel(self.group.name):
             return None
-        return self._host.coordinator.progress(*self._key) != self._mark
+        return self._context.coordinator.progress(*self._key) != self._mark
 
     # ------------------------------------------------------------ ending a generation
 
@@ -333,12 +335,12 @@ class Replica:
         self._ask(request_of(cause.reason), cause)
         self._apply(event, reason=cause.text)
         self._end_processes(self.group.stop_timeout_s, stacks=True)
-        self._host.fell(*self._key, cause.text)
+        self._fleet.fell(*self._key, cause.text)
 
     def fall(self, cause: Cause) -> None:
         """Note why the generation ends; others of its group may have to end, too."""
         self._ask(request_of(cause.reason), cause)
-        self._host.fell(*self._key, cause.text)
+        self._fleet.fell(*self._key, cause.text)
 
     def idle(self) -> None:
         """Handle the end of a sync, as reported by the coordinator."""
@@ -349,7 +351,7 @@ class Replica:
         self._course.take("stop", timeout_s, stacks=stacks)
 
     def _apply(self, event: ReplicaEvent, *, reason: str = "", restart_reason: RestartReason | None = None) -> None:
-        self._host.moved(self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason))
+        self._fleet.moved(self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason))
 
     # ------------------------------------------------------------ the task
 
@@ -370,15 +372,15 @@ class Replica:
         event = ReplicaEvent.BACKOFF_ELAPSED
         if self.life.state == "pending":
             event = ReplicaEvent.START
-            self._waits_for = self._host.waits_for(*self._key)
+            self._waits_for = self._fleet.waits_for(*self._key)
             due = not self._waits_for
         else:
             waited = self.life.state == "backoff" and self._now() >= self._resume_at
-            self._waits_for = self._host.may_resume(*self._key) if waited else ""
+            self._waits_for = self._fleet.may_resume(*self._key) if waited else ""
             due = waited and not self._waits_for
         if due:
             self._restarts.resumed()
-            self.life.generation = max(self.life.generation, self._host.starts.floor(*self._key))
+            self.life.generation = max(self.life.generation, self._context.floor(*self._key))
             self._apply(event)
             self._begin(self._generation.nodes)
         return due
@@ -440,7 +442,7 @@ class Replica:
         now, cause = self._now(), self.cause
         if self.asked == "restart":
             return RestartVerdict(self._restarts.resume_in_s(now) if cause and cause.reason == "group" else 0.0)
-        progressed = self._host.progressed(*self._key)
+        progressed = self._fleet.progressed(*self._key)
         ok, ran_s = cause is None, self._course.ran_s  # without the time that its last process took to die
         return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)
 
@@ -456,7 +458,7 @@ class Replica:
         """Failures in a row to which the next one would add, by the same rules."""
         lives, window_s = self.life.alive, self.group.restart.window_s
         well = lives and (
-            self._host.progressed(*self._key) is not False or self.life.starting_s(self._now()) >= window_s
+            self._fleet.progressed(*self._key) is not False or self.life.starting_s(self._now()) >= window_s
         )
         return 0 if well else self._restarts.cycles_of(self.index)
 
@@ -480,7 +482,7 @@ class Replica:
             replica=life.replica,
             state=self.state,
             generation=life.generation,
-            reason=_lacks(view) if self.state == "ready" else reason,
+            reason=lacks(view) if self.state == "ready" else reason,
             pid=nodes[0].main_pid if nodes and life.alive else None,
             restarts=sum(life.restarts.values()),
             state_age_s=life.state_age_s(now),
@@ -488,19 +490,10 @@ class Replica:
             versions=dict(view.versions) if view is not None else {},
             last_exit=self.last_exit,
             cycles=self._cycles,
-            nodes=tuple(share.node for share in self._host.shares(*self._key)),
+            nodes=tuple(share.node for share in self._context.resources.shares(*self._key)),
             pids=view.pids if view is not None else {},
             step=view.step if view is not None else None,
             open_s=view.open_s if view is not None else {},
             slots=view.slots if view is not None else {},
             lived_s=life.starting_s(now) if life.alive else 0.0,
         )
-
-
-def _lacks(view: Readiness | None) -> str:
-    """What a ready replica lacks: it may have joined before anything was committed, or
-    have refused the newest version."""
-    if view is None:
-        return ""
-    missing = ", ".join(f"no version of {name} yet" for name, version in view.versions.items() if not version)
-    return "; ".join(filter(None, (missing, view.reason)))

@@ -112,7 +112,7 @@ def _with_title(title: str, docstring: str | None) -> str:
 
 def _fields(kind: type) -> str:
     names = getattr(kind, "__struct_fields__", None) or getattr(kind, "__dataclass_fields__", ())
-    found = inspect.get_annotations(kind)
+    found = {name: one for base in reversed(kind.__mro__) for name, one in inspect.get_annotations(base).items()}
     return "\n".join(["```python", *(f"{name}: {found[name]}" for name in names), "```"]) if names else ""
 
 

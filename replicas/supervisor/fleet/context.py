@@ -1,0 +1,144 @@
+"""What the parts of one supervisor share: the fleet, its replicas and the nodes.
+
+Each part is given the one :class:`FleetContext` of the run, and the few other parts
+that it works with. Tests build a context of fakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from replicas import environ, errors
+from replicas.config.structs import Config
+from replicas.coordinator import Coordinator
+from replicas.core.lives.lifecycle import Transition
+from replicas.supervisor.fleet.awaited import Awaited
+from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.fleet.resources import Resources
+from replicas.supervisor.state.state import StateDir
+from replicas.supervisor.wire.orders import NodeSpec
+from replicas.telemetry.events import Event
+
+
+class Save(Protocol):
+    def __call__(self, *, order: bool = False) -> bool:
+        """Save the state that must survive a kill now; False: it could not be.
+
+        :param order: for good, or WorldError: then the order is refused.
+        """
+        ...
+
+
+class Neighbours(Protocol):
+    """What a replica asks of the fleet, where other replicas are concerned."""
+
+    def size(self, group: str) -> int: ...
+    def waits_for(self, group: str, replica: int) -> str:
+        """What a replica's first start waits for, as in "waits ..."; empty: its share
+        is now taken."""
+        ...
+
+    def may_resume(self, group: str, replica: int) -> str:
+        """What a replica whose delay is over waits for, likewise; empty: it may start
+        again.
+
+        A group that restarts as a whole waits for its last replica; and the share of
+        the machine is taken, which a reload may have changed.
+        """
+        ...
+
+    def fell(self, group: str, replica: int, text: str) -> None:
+        """Restart the other replicas of a group that restarts as a whole."""
+        ...
+
+    def progressed(self, group: str, replica: int) -> bool | None:
+        """Whether this generation made a new step or version; None: on no channel."""
+        ...
+
+    def moved(self, transition: Transition) -> None: ...
+
+
+def _no_agent(spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+    raise OSError("no node has joined")
+
+
+@dataclass(kw_only=True)
+class FleetContext:
+    """The shared parts of one run's supervisor. For the event loop's thread only.
+
+    :ivar config: the config in use; a reload replaces it.
+    :ivar emit: takes each event of the run.
+    :ivar say: takes a line for people.
+    :ivar spawn: runs a coroutine function in a task until the supervisor ends.
+    :ivar start_shim: starts a shim on the node that its replica holds; is given the
+        spec, and what to call after each change. OSError: it cannot be started.
+    :ivar changed: set when the fleet's monitor should look at once.
+    """
+
+    config: Config
+    state: StateDir
+    resources: Resources
+    emit: Callable[[Event], None]
+    say: Callable[[str], None]
+    save: Save
+    spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+    opened: Coordinator | None = None
+    """The coordinator, once it is made."""
+    start_shim: Callable[[NodeSpec, Callable[[], None]], ShimHandle] = _no_agent
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    awaited: Awaited = field(init=False)
+    """What of earlier supervisors keeps replicas from starting."""
+
+    def __post_init__(self) -> None:
+        self.awaited = Awaited(self.state.leases.write)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The run's coordinator. UsageError: the supervisor has not been entered."""
+        if self.opened is None:
+            raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
+        return self.opened
+
+    def look(self) -> None:
+        """Wake the fleet's monitor: something has changed."""
+        self.changed.set()
+
+    def on_channel(self, group: str) -> bool:
+        return any(group in one.groups for one in self.config.channels.values())
+
+    def environment(self) -> Mapping[str, str]:
+        """What each process of the run has in its environment."""
+        return {
+            environ.ENDPOINT: self.coordinator.endpoint,
+            environ.TOKEN_FILE: str(self.state.token_file),
+            environ.RUN: self.config.run.name,
+            environ.STATE_ID: self.state.identity,
+        }
+
+    def save_start(self, generation: int) -> str:
+        """Save that a generation of this number is about to start.
+
+        A start that no disk has noted would be one of which the next supervisor does
+        not know, and its number could be used again.
+
+        :return: the problem of the disk, in words, if it could not be saved.
+        """
+        leases = self.state.leases
+        try:
+            leases.reserve(generation)
+            leases.starts += 1
+            if not self.save():
+                leases.starts -= 1  # else the next write of the leases would call the state on disk old
+                return self.state.run_state.problem
+            leases.count()
+        except OSError as error:
+            return f"{leases.path}: {error.strerror or error}"
+        return ""
+
+    def floor(self, group: str, replica: int) -> int:
+        """The highest number of a generation that may have been used unknown to the
+        replica."""
+        return max(self.state.leases.floor, self.awaited.generation(group, replica))

@@ -1,0 +1,146 @@
+"""Mutated frames between agents and their supervisor: each is refused in a sentence, or
+is a message after all; nobody fails of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import msgspec
+
+from replicas.supervisor.agent import agent as agent_module
+from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.checks import Demand, Finding
+from replicas.supervisor.agent.containment import Containment
+from replicas.supervisor.agent.shims import Shims
+from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
+from tests.support.agents import Field
+from tests.support.fleets import group_of
+from tests.support.frames import MANY, mutants
+from tests.support.virtual import virtually
+
+MESSAGES = max(600, 4 * MANY)
+SPEC = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", ("x",), {"K": "v"}, "/", "/", 1.0, "nonce")
+
+
+class _Nothing:
+    """A containment that starts nothing."""
+
+    def start(self, *given: Any, **options: Any) -> None:
+        raise OSError("not here")
+
+
+class _Wire:
+    """Orders to an agent, and what it says."""
+
+    def __init__(self, orders: list[bytes]) -> None:
+        self._orders = orders
+        self.said: list[wire.AgentMessage] = []
+        self.answered = asyncio.Event()
+
+    async def send(self, message: bytes, /) -> None:
+        self.said.append(wire.decode_from_agent(message))
+        if isinstance(self.said[-1], wire.LogReply) and self.said[-1].number == 77:
+            self.answered.set()
+
+    async def recv(self) -> bytes:
+        await asyncio.sleep(0)
+        if self._orders:
+            return self._orders.pop(0)
+        await self.answered.wait()
+        return wire.encode(wire.Over())
+
+    async def close(self) -> None: ...
+
+
+def test_what_an_agent_is_told(tmp_path: Path) -> None:
+    real: list[wire.Order] = [
+        wire.Heard(1),
+        wire.Stop(nonce="nonce", timeout_s=1.0, stacks=True),
+        wire.Meet(nonce="nonce", host="h", port=1),
+        wire.Kill("nonce"),
+        wire.AskStacks("nonce"),
+        wire.Forget("nonce"),
+        wire.LogQuery(number=1, selection={"target": "a/0", "lines": 5}),
+        wire.LogQuery(number=1, selection=None),
+        wire.Examine(number=1, demand=Demand(processes=3), supervisor=4),
+        wire.Start(spec=SPEC.message()["spec"], memory_nbytes=1),
+    ]
+    welcome = wire.Welcome(run="r", supervisor="s", lease_s=0.0, adopt_s=0.0, endpoint="", token="", state_id="i")
+    frames = list(mutants([wire.encode(one) for one in real], seed=5, many=MESSAGES))
+
+    async def story() -> None:
+        line = _Wire([wire.encode(welcome), *frames, wire.encode(wire.LogQuery(number=77, selection={}))])
+
+        async def dial() -> tuple[Link, str]:
+            return line, ""
+
+        def make(changed: Any) -> Shims:
+            return Shims(cast("Containment", _Nothing()), tmp_path, changed)
+
+        agent = Agent("n", dial, make, tmp_path, local=True)
+        async with asyncio.timeout(60):
+            assert await agent.run() == 0
+        assert isinstance(line.said[0], wire.Hello)
+
+    with mock.patch.object(agent_module, "examine_node", return_value=()):
+        asyncio.run(story())
+
+
+def test_what_a_supervisor_is_told() -> None:
+    report = ExitReport("failed", "text", (RankExit(0, 1, lines=("a",)),))
+    state = wire.ShimState(
+        nonce="nonce",
+        group="a",
+        replica=0,
+        generation=1,
+        node=0,
+        pid=5,
+        main_pid=6,
+        rendezvous=("h", 1),
+        report=report.message()["report"],
+        remains=Remains(1.0, ((1, "x"),)).message(),
+        belongings={"ports": [["h", 1, 2]], "gpu": False, "processes": [[1, 2]]},
+        losses=(LogLoss(3, "file", "full").message(),),
+    )
+    hello = wire.Hello(release="r", node="n1", incarnation="i", pid=1, start_time=2, scope="s", shims=(state,))
+    real: list[wire.AgentMessage] = [
+        state,
+        hello,
+        wire.Beat(3),
+        wire.StacksFound(nonce="nonce", found={"a/0/0": "text"}),
+        wire.Cleaned(("nonce",)),
+        wire.LogReply(number=1, body=b"{}"),
+        wire.Examined(number=1, findings=(Finding("gpus", "ok", "none"),)),
+    ]
+
+    async def story() -> None:
+        field = Field((group_of("a"),), {})
+        cluster = field.cluster
+        link = _Deaf()
+        assert cluster.hello(hello, link, local=False, seen_at="h") == "n1"
+        refused = 0
+        for data in mutants([wire.encode(one) for one in real], seed=6, many=MESSAGES):
+            try:
+                message = wire.decode_from_agent(data)
+                if isinstance(message, wire.Hello):
+                    with contextlib.suppress(KeyError):
+                        cluster.hello(message, _Deaf(), local=False, seen_at="h")
+                    cluster.hello(hello, link, local=False, seen_at="h")
+                else:
+                    cluster.receive("n1", data)
+            except msgspec.DecodeError:
+                refused += 1
+        assert refused > MESSAGES / 4
+        assert "n1" in {node.name for node in cluster.status()}
+
+    virtually(story())
+
+
+class _Deaf:
+    def send(self, data: bytes) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,594 @@
+"""A replica's life on fake shims, step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from replicas import errors
+from replicas.config.structs import (
+    Config,
+    GroupConfig,
+    HealthConfig,
+    LogsConfig,
+    ResourcesConfig,
+    RestartConfig,
+    RunConfig,
+)
+from replicas.coordinator import Coordinator, GroupShape, Readiness
+from replicas.core.lives.lifecycle import Transition
+from replicas.core.lives.placement import Share
+from replicas.core.lives.restarts import Restarts
+from replicas.supervisor.agent.machine import Machine
+from replicas.supervisor.cleanup.inventory import Belongings
+from replicas.supervisor.fleet import course
+from replicas.supervisor.fleet.context import FleetContext
+from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.fleet.replica import Replica
+from replicas.supervisor.fleet.resources import Resources
+from replicas.supervisor.state.run_state import ShimRecord
+from replicas.supervisor.state.state import StateDir
+from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
+from replicas.telemetry.events import Event, HeldUp, ReplicaExited
+
+OK = ExitReport("ok")
+
+
+def config(tmp_path: Path, **changes: object) -> GroupConfig:
+    values: dict[str, object] = {"name": "a", "command": ("x",), "cwd": tmp_path, "launcher": "exec", **changes}
+    return GroupConfig(**values)  # type: ignore[arg-type]  # the tests give what the struct asks for
+
+
+class FakeShim:
+    """A shim that does what the test says."""
+
+    node, local, cgroup, start_time, stopping = "here", True, "", 0, False
+    over_at: float | None = None
+
+    def __init__(self, spec: NodeSpec, changed: Callable[[], None]) -> None:
+        self.spec = spec
+        self.pid = 0
+        self.main_pid: int | None = None
+        self.rendezvous: tuple[str, int] | None = None
+        self.report: ExitReport | None = None
+        self.gone = asyncio.Event()
+        self.remains: Remains | None = None
+        self.told: list[object] = []
+        self.silence_s = 0.0
+        self.belongings = Belongings()
+        self.losses: list[LogLoss] = []
+        self.last_stacks: dict[str, str] = {}
+        self._changed = changed
+
+    def started(self) -> None:
+        self.main_pid = 100 + self.spec.node
+        self._changed()
+
+    def ended(self, report: ExitReport, *, gone: bool = True) -> None:
+        self.report = report
+        if gone:
+            self.gone.set()
+        self._changed()
+
+    def poke(self) -> None:
+        self._changed()
+
+    def meet(self, host: str, port: int) -> None:
+        self.told.append((host, port))
+
+    def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
+        self.told.append(timeout_s)
+
+    async def stacks(self) -> Mapping[str, str]:
+        return {f"a/0/{self.spec.node}": "here"}
+
+    def kill(self) -> None:
+        self.told.append("kill")
+
+    def unheard_s(self) -> float:
+        return 0.0
+
+    def silent_s(self, now: float) -> float:
+        return self.silence_s
+
+    def abandon(self) -> None:
+        self.told.append("abandon")
+
+
+class FakeWorld:
+    """Supervisor and coordinator in one."""
+
+    endpoint = ""
+
+    def __init__(self, folder: Path, *, on_channel: bool) -> None:
+        run = RunConfig(name="test", state_dir=folder / "state")
+        self.config = Config(schema_version=1, run=run, groups={}, logs=LogsConfig(keep=7))
+        self.resources = Resources("here")
+        self.state = StateDir(folder / "state", "test")
+        self.view = Readiness(False, "nobody joined")
+        self.shims: list[FakeShim] = []
+        self.ended: list[tuple[str, int, int, str]] = []
+        self.failed = asyncio.Event()
+        self.open = True
+        self.full = ""
+        """The problem of the disk."""
+        self.at_work = ""
+        self.fallen: list[str] = []
+        self.said: list[str] = []
+        self.exits: list[ReplicaExited] = []
+        self.held_up: list[HeldUp] = []
+        self.context = FleetContext(
+            config=self.config,
+            state=self.state,
+            resources=self.resources,
+            emit=self.emit,
+            say=self.said.append,
+            save=lambda *, order=False: True,
+            spawn=cast("Any", None),
+            opened=cast("Coordinator", self),
+            start_shim=self.start,
+        )
+        self.context.on_channel = lambda group: on_channel  # type: ignore[method-assign]
+        self.context.save_start = lambda generation: self.full  # type: ignore[method-assign]
+
+    def readiness(self, group: str, replica: int, generation: int) -> Readiness:
+        return self.view
+
+    def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
+        self.ended.append((group, replica, generation, reason))
+
+    def size(self, group: str) -> int:
+        return 1
+
+    def waits_for(self, group: str, replica: int) -> str:
+        return "" if self.open else "for b, 2 GPUs (0 free)"
+
+    def may_resume(self, group: str, replica: int) -> str:
+        return ""
+
+    def fell(self, group: str, replica: int, text: str) -> None:
+        self.fallen.append(text)
+
+    def progressed(self, group: str, replica: int) -> bool | None:
+        return None
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, ReplicaExited):
+            self.exits.append(event)
+        if isinstance(event, HeldUp):
+            self.held_up.append(event)
+
+    def set_group(self, group: str, shape: GroupShape) -> None: ...
+
+    def set_draining(self, group: str, replica: int, generation: int) -> None: ...
+
+    def busy(self, group: str, replica: int) -> str:
+        return self.at_work
+
+    def progress(self, group: str, replica: int) -> tuple[int, ...]:
+        return ()
+
+    def moved(self, transition: Transition) -> None:
+        if transition.after == "failed":
+            self.failed.set()
+
+    def start(self, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+        self.shims.append(FakeShim(spec, changed))
+        return cast("ShimHandle", self.shims[-1])
+
+
+@asynccontextmanager
+async def living(
+    tmp_path: Path, *, on_channel: bool = False, full: str = "", **changes: object
+) -> AsyncIterator[tuple[Replica, FakeWorld]]:
+    world = FakeWorld(tmp_path, on_channel=on_channel)
+    world.full = full
+    world.state.acquire()
+    group = config(tmp_path, restart=RestartConfig(max_restarts=1, initial_delay_s=0.0), **changes)
+    shares = tuple(Share(group=group.name, node="here", gpus=(str(node),)) for node in range(group.nnodes))
+    asks = msgspec.structs.replace(group, resources=ResourcesConfig(gpus=1))
+    world.resources.plan(msgspec.structs.replace(world.config, groups={"a": asks}), Machine())
+    world.resources.keep(group, 0, shares)
+    replica = Replica(world.context, group, 0, world, Restarts(group.restart))
+    task = asyncio.create_task(replica.run())
+    try:
+        await settle()
+        yield replica, world
+        replica.stop()
+        for shim in world.shims:
+            shim.ended(shim.report or ExitReport("stopped"))
+        await asyncio.wait_for(task, 30)
+    finally:
+        task.cancel()
+        world.state.release()
+
+
+def state(replica: Replica) -> str:
+    return replica.life.state
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+
+
+async def settle() -> None:
+    """Let every task that can run do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.anyio
+async def test_two_nodes_are_introduced_and_ready_when_both_have_started(tmp_path: Path) -> None:
+    async with living(tmp_path, nnodes=2) as (replica, world):
+        zero, one = world.shims
+        zero.started()
+        zero.rendezvous = ("127.0.0.1", 5)
+        await settle()
+        assert one.told == [("127.0.0.1", 5)]
+        replica.check(time.monotonic())
+        assert state(replica) == "starting"
+        one.started()
+        replica.check(time.monotonic())
+        assert state(replica) == "ready"
+        assert replica.status(time.monotonic()).pid == 100
+
+
+@pytest.mark.anyio
+async def test_a_ready_replica_says_why_it_did_not_load_a_newer_version(tmp_path: Path) -> None:
+    async with living(tmp_path, on_channel=True) as (replica, world):
+        world.shims[0].started()
+        world.view = Readiness(True, "policy: version 2 was not loaded: no weights for b", versions={"policy": 1})
+        replica.check(time.monotonic())
+        found = replica.status(time.monotonic())
+        assert (found.state, found.reason) == ("ready", "policy: version 2 was not loaded: no weights for b")
+
+
+@pytest.mark.anyio
+async def test_a_new_generation_starts_only_when_the_old_one_is_gone(tmp_path: Path) -> None:
+    async with living(tmp_path, nnodes=2) as (replica, world):
+        zero, one = world.shims
+        zero.ended(ExitReport("failed", ranks=(RankExit(0, 3),)))
+        await settle()
+        assert one.told == [10.0]
+        assert world.ended == []
+        one.ended(ExitReport("stopped"), gone=False)
+        await settle()
+        assert world.ended == [("a", 0, 1, "rank 0 exited with code 3")]
+        assert world.fallen == ["rank 0 exited with code 3"]
+        (exit_,) = world.exits
+        assert (exit_.outcome, exit_.reason, exit_.ranks[0].code) == ("failed", "rank 0 exited with code 3", 3)
+        assert len(world.shims) == 2
+        one.ended(ExitReport("stopped"))
+        await settle()
+        assert len(world.shims) == 4
+        assert replica.life.restarts == {"exit": 1}
+        for shim in world.shims[2:]:
+            shim.ended(ExitReport("lost", text="gone"))
+        await settle()
+        assert state(replica) == "failed"
+        assert replica.life.reason == "gone; no restart is left of 1 in 600 s"
+
+
+HEALTH = HealthConfig(start_timeout_s=10, heartbeat_timeout_s=20, progress_timeout_s=30, load_deadline_s=40)
+SICK = {
+    "start_timeout": (False, Readiness(False, "rank 0 has not joined"), 11),
+    "heartbeat_timeout": (True, Readiness(True, heartbeat_age_s=21), 0),
+    "progress_timeout": (True, Readiness(True, heartbeat_age_s=1, progressed_s=31), 0),
+    "load_failed": (True, Readiness(False, "half", heartbeat_age_s=1, partial="half"), 0),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("reason", SICK)
+async def test_a_sick_replica_is_replaced(tmp_path: Path, reason: str) -> None:
+    first_ready, view, later = SICK[reason]
+    async with living(tmp_path, on_channel=True, health=HEALTH) as (replica, world):
+        now = time.monotonic()
+        world.view = Readiness(first_ready, "wait")
+        replica.check(now)
+        world.view = view
+        replica.check(now)
+        replica.check(now + later)
+        assert state(replica) == "draining"
+        assert world.shims[0].told == [10.0]
+        world.shims[0].ended(OK)  # it ends well when asked to, which does not make it well
+        await settle()
+        assert replica.life.restarts == {reason: 1}
+        assert replica.life.generation == 2
+
+
+@pytest.mark.anyio
+async def test_a_replica_that_does_not_load_in_time_is_replaced_unless_it_left(tmp_path: Path) -> None:
+    async with living(tmp_path, on_channel=True, health=HEALTH) as (replica, world):
+        now = time.monotonic()
+        for left in (True, False):
+            world.view = Readiness(True)
+            replica.check(now)
+            world.view = Readiness(False, "has version 1")
+            replica.check(now)
+            if left:
+                replica.member_lost(0, "left")
+            assert state(replica) == "starting"
+            replica.check(now + 41)
+            assert state(replica) == ("starting" if left else "draining")
+
+
+@pytest.mark.anyio
+async def test_a_frozen_member_ends_its_replica(tmp_path: Path) -> None:
+    async with living(tmp_path, on_channel=True) as (replica, _):
+        replica.member_lost(1, "exited")
+        assert state(replica) == "starting"
+        replica.member_lost(1, "lease")
+        assert state(replica) == "draining"
+        assert replica.life.reason == "rank 1 sent no heartbeat for 30 s"
+
+
+@pytest.mark.anyio
+async def test_a_shim_that_does_not_answer_is_killed_and_its_replica_replaced(tmp_path: Path) -> None:
+    async with living(tmp_path, nnodes=2) as (replica, world):
+        zero, one = world.shims
+        one.silence_s = 29.0
+        replica.check(time.monotonic())
+        assert state(replica) == "starting"
+        one.silence_s = 31.0
+        replica.check(time.monotonic())
+        assert state(replica) == "draining"
+        assert (zero.told, one.told) == ([10.0], [10.0, "kill"])
+        for shim in (zero, one):
+            shim.ended(ExitReport("lost", text="the shim was killed"))
+        await settle()
+        assert replica.life.restarts == {"lost": 1}
+        assert replica.last_exit == ""
+        assert replica.life.reason == "the shim of node 1 did not answer for 30 s"
+
+
+@pytest.mark.anyio
+async def test_a_shim_that_does_not_end_is_killed_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicas.supervisor.fleet.generation.STUCK_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.fleet.generation.PRESS_INTERVAL_S", 0.05)
+    async with living(tmp_path, stop_timeout_s=0.0) as (replica, world):
+        shim = world.shims[0]
+        shim.started()
+        replica.restart()
+        await until(lambda: shim.told.count("kill") > 3)
+        assert shim.told[0] == 0.0
+        assert (state(replica), len(world.shims)) == ("draining", 1)
+        shim.ended(ExitReport("lost", text="the shim was killed"))
+        await until(lambda: len(world.shims) == 2)
+        assert replica.life.restarts == {"requested": 1}
+
+
+@pytest.mark.anyio
+async def test_a_process_that_takes_long_to_die_is_named_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicas.supervisor.fleet.generation.STUCK_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.fleet.generation.PRESS_INTERVAL_S", 0.05)
+    async with living(tmp_path) as (replica, world):
+        shim = world.shims[0]
+        shim.started()
+        replica.check(time.monotonic())
+        shim.remains = Remains(time.time() - 60.0, ((7, "python serve.py"),))
+        shim.ended(ExitReport("lost", text="the shim was killed"), gone=False)
+        await until(lambda: state(replica) == "draining")
+        text = "the shim was killed; held up by process 7 (python serve.py): not dead 60 s after SIGKILL"
+        assert replica.life.reason == text
+        shim.remains = Remains(shim.remains.since - 10.0, ((7, "python serve.py"), (8, "")))
+        shim.poke()
+        await until(lambda: len(world.held_up) == 2)
+        assert [(one.pid, one.holder) for one in world.held_up] == [
+            (7, "process 7 (python serve.py)"),
+            (8, "process 8 (dying)"),
+        ]
+        assert replica.status(0.0).reason.endswith("process 8 (dying): not dead 70 s after SIGKILL")
+        await asyncio.sleep(0.2)  # several times the limits above
+        assert "kill" not in shim.told, "it does what can be done"
+        assert (state(replica), len(world.shims)) == ("draining", 1)
+        shim.gone.set()
+        shim.poke()
+        await until(lambda: len(world.shims) == 2)
+        assert replica.life.restarts == {"lost": 1}
+
+
+@pytest.mark.anyio
+async def test_requests_in_each_state(tmp_path: Path) -> None:
+    async with living(tmp_path) as (replica, world):
+        world.shims[0].started()
+        replica.restart()
+        assert state(replica) == "draining"
+        world.shims[0].ended(ExitReport("stopped"))
+        await settle()
+        assert (replica.life.generation, replica.life.restarts) == (2, {"requested": 1})
+        world.shims[1].ended(OK)
+        await settle()
+        assert state(replica) == "finished"
+        world.open = False
+        replica.restart()
+        await settle()
+        assert state(replica) == "pending"
+        assert replica.status(time.monotonic()).reason == "waits for b, 2 GPUs (0 free)"
+        replica.stop()
+        assert state(replica) == "drained"
+        with pytest.raises(errors.UsageError, match="replica a/0 is being stopped"):
+            replica.restart()
+
+
+@pytest.mark.anyio
+async def test_stopped_by_hand_it_rests_until_it_is_asked_to_start(tmp_path: Path) -> None:
+    async with living(tmp_path, on_channel=True) as (replica, world):
+        world.shims[0].started()
+        world.at_work = "policy: loads version 1"
+        replica.halt()
+        replica.check(time.monotonic())
+        assert (state(replica), world.shims[0].told) == ("draining", [])
+        world.at_work = ""
+        replica.idle()
+        assert world.shims[0].told == [10.0]
+        world.shims[0].ended(ExitReport("stopped"))
+        await settle()
+        assert (state(replica), replica.halted, replica.resting) == ("drained", True, True)
+        assert replica.last_exit == "stopped"
+        replica.restart()
+        await settle()
+        assert (state(replica), replica.life.generation, len(world.shims)) == ("starting", 2, 2)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("asked", [True, False])
+async def test_ranks_that_may_still_say_goodbye_are_not_declared_lost(tmp_path: Path, asked: bool) -> None:
+    """Children of the main process that end after it, as they were asked to."""
+    async with living(tmp_path) as (replica, world):
+        world.shims[0].started()
+        if asked:
+            replica.halt()
+        world.shims[0].ended(ExitReport("stopped" if asked else "failed", ranks=(RankExit(0, 1),)), gone=False)
+        await settle()
+        assert [reason for *_, reason in world.ended] == ([] if asked else ["rank 0 exited with code 1"])
+        world.shims[0].gone.set()
+        world.shims[0].poke()
+        await settle()
+        assert [reason for *_, reason in world.ended] == (["stopped"] if asked else ["rank 0 exited with code 1"])
+
+
+@pytest.mark.anyio
+async def test_a_change_of_mind_while_it_drains(tmp_path: Path) -> None:
+    async with living(tmp_path, on_channel=True) as (replica, world):
+        world.at_work = "policy: loads version 1"
+        replica.halt()
+        replica.restart()
+        world.at_work = ""
+        replica.check(time.monotonic())
+        world.shims[0].ended(ExitReport("stopped"))
+        await settle()
+        assert (state(replica), replica.life.restarts) == ("starting", {"requested": 1})
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("request_", ["stop", "halt"])
+async def test_one_that_is_adopted_and_stopped_at_once_ends(tmp_path: Path, request_: str) -> None:
+    """Its supervisor was killed while it was being scaled down, or stopped by hand."""
+    world = FakeWorld(tmp_path, on_channel=False)
+    group = config(tmp_path)
+    replica = Replica(world.context, group, 0, world, Restarts(group.restart))
+    record = ShimRecord(nonce="1", group="a", replica=0, generation=3)
+    shim = world.start(cast("NodeSpec", None), lambda: None)
+    replica.adopt(3, [record], [shim])
+    getattr(replica, request_)()
+    task = asyncio.create_task(replica.run())
+    await settle()
+    assert (state(replica), world.shims[0].told, len(world.shims)) == ("draining", [10.0], 1)
+    world.shims[0].ended(ExitReport("stopped"))
+    shim.changed()
+    await settle()
+    assert (state(replica), replica.halted, replica.over.is_set()) == (
+        "drained",
+        request_ == "halt",
+        request_ == "stop",
+    )
+    task.cancel()
+
+
+@pytest.mark.anyio
+async def test_a_shim_that_cannot_be_started_ends_those_of_the_other_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_for_one(world: FakeWorld, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+        if spec.node == 1 and spec.generation == 1:
+            raise OSError("no memory")
+        return start(world, spec, changed)
+
+    start = FakeWorld.start
+    monkeypatch.setattr(FakeWorld, "start", fails_for_one)
+    async with living(tmp_path, nnodes=2) as (replica, world):
+        (shim,) = world.shims
+        assert (shim.told, world.fallen) == ([0.0], ["a shim cannot be started: no memory"])
+        shim.ended(ExitReport("stopped"))
+        await settle()
+        assert (replica.life.restarts, len(world.shims)) == ({"lost": 1}, 3)
+
+
+@pytest.mark.anyio
+async def test_nothing_starts_that_the_disk_has_not_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits, says for what, and spends no restart."""
+    monkeypatch.setattr(course, "DISK_AGAIN_S", 0.01)
+    async with living(tmp_path, full="/state: No space left on device") as (replica, world):
+        await asyncio.sleep(0.03)
+        assert world.shims == []
+        assert state(replica) == "starting"
+        reason = replica.status(time.monotonic()).reason
+        assert reason == "waits for the disk of the state folder (/state: No space left on device)"
+        world.full = ""
+        await until(lambda: bool(world.shims))
+        world.shims[0].started()
+        replica.check(time.monotonic())
+        assert (state(replica), replica.life.generation, replica.life.restarts) == ("ready", 1, {})
+        assert replica.status(time.monotonic()).reason == ""
+
+
+@pytest.mark.anyio
+async def test_one_that_is_stopped_before_its_turn_is_never_started(tmp_path: Path) -> None:
+    world, group, turns = FakeWorld(tmp_path, on_channel=True), config(tmp_path), asyncio.Semaphore(0)
+    replica = Replica(world.context, group, 0, world, Restarts(group.restart), turns=turns)
+    task = asyncio.create_task(replica.run())
+    await settle()
+    replica.halt()
+    assert state(replica) == "draining"
+    turns.release()
+    await settle()
+    assert (state(replica), world.shims, replica.last_exit) == ("drained", [], "stopped")
+    replica.stop()
+    await asyncio.wait_for(task, 30)
+
+
+@pytest.mark.anyio
+async def test_what_an_earlier_supervisor_was_ending_starts_again_at_no_cost(tmp_path: Path) -> None:
+    async with living(tmp_path) as (replica, world):
+        world.shims[0].stopping = True
+        world.shims[0].ended(ExitReport("stopped"))
+        await settle()
+        assert (replica.life.restarts, world.exits[0].reason) == ({"requested": 1}, "it was being ended")
+
+
+@pytest.mark.anyio
+async def test_a_node_that_ends_well_leaves_the_health_of_the_others_as_it_is(tmp_path: Path) -> None:
+    async with living(tmp_path, on_channel=True, nnodes=2, health=HEALTH) as (replica, world):
+        now = time.monotonic()
+        world.view = Readiness(True)
+        replica.check(now)
+        world.shims[0].ended(OK)
+        await settle()
+        world.view = Readiness(True, heartbeat_age_s=21)
+        replica.check(now)
+        assert (state(replica), world.shims[1].told) == ("draining", [10.0])
+
+
+@pytest.mark.anyio
+async def test_only_nodes_that_run_have_stacks(tmp_path: Path) -> None:
+    async with living(tmp_path, nnodes=3) as (replica, world):
+
+        async def never() -> Mapping[str, str]:
+            raise TimeoutError
+
+        world.shims[0].ended(OK)
+        world.shims[1].stacks = never  # type: ignore[method-assign]  # its shim is frozen
+        assert await replica.stacks() == {"a/0, node 1": "its shim does not answer", "a/0/2": "here"}
+
+
+@pytest.mark.anyio
+async def test_stacks_of_all_nodes(tmp_path: Path) -> None:
+    async with living(tmp_path, nnodes=2) as (replica, world):
+        assert await replica.stacks() == {"a/0/0": "here", "a/0/1": "here"}
+        assert [shim.spec.env["CUDA_VISIBLE_DEVICES"] for shim in world.shims] == ["0", "1"]
