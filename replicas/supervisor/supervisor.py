@@ -627,7 +627,6 @@ class Supervisor:
             channels=coordinator.channel_statuses(),
             nodes=self._nodes.cluster.status(),
             event_loop_lag_s=coordinator.loop_lag_s,
-            sidecar_replacements=coordinator.sidecar_replacements(),
             refused=coordinator.refused(),
             state_dir=str(self.state.path),
             exit_code=ended.exit_code if ended is not None else None,
