@@ -17,7 +17,7 @@ from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
 from replicas.channel.operations.collectives import Collectives
 from replicas.channel.operations.operations import RankOperations
 from replicas.channel.operations.results import OperationCall
-from replicas.channel.pending import Pending, Receipt
+from replicas.channel.pending import Pending, Receipt, afresh
 from replicas.channel.session import Session
 from replicas.channel.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.filling import PublishJob, arena_like, reserve
@@ -469,7 +469,7 @@ class Channel(Collectives):
         if self._closed:
             raise self._usage("the channel is closed", "join again")
         if self._hub.over is not None:
-            raise self._hub.over.with_traceback(None)
+            raise afresh(self._hub.over)
 
     def _usage(self, text: str, hint: str) -> errors.ReplicasError:
         return self._hub.error(errors.UsageError, text, hint=hint)

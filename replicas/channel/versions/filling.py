@@ -18,7 +18,7 @@ import torch
 
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
-from replicas.channel.pending import Pending, Receipt, SessionEnd
+from replicas.channel.pending import Pending, Receipt, SessionEnd, afresh
 from replicas.channel.versions.holdings import Holder
 from replicas.common import own_loop
 from replicas.core.versions.manifest import Manifest, PartManifest, check_size
@@ -399,7 +399,7 @@ async def _lent(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, u
 
     def check() -> None:
         if hub.over is not None:
-            raise hub.over.with_traceback(None)
+            raise afresh(hub.over)
         if wanted() is None:
             raise hub.error(errors.Gone, "nobody waits for the slot any more", hint="")
 
