@@ -112,7 +112,10 @@ class Publisher(Part):
             verdict = self._verdict(job, error)
             if verdict is error:
                 raise
-            raise verdict from error
+            try:
+                raise verdict from error
+            finally:  # else it would keep this frame, which would keep it
+                del verdict
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
         hub = self._hub
