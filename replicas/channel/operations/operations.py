@@ -295,7 +295,7 @@ class RankOperations(Part):
         if isinstance(outcome, Receipt):
             job.pending.resolve(outcome)
         elif job.pending.fail(outcome):
-            self._hub.note_failure(job.pending)
+            self._hub.failures.note(job.pending)
         self._release(job)
 
     def _release(self, job: Job) -> None:

@@ -116,7 +116,7 @@ class Publisher(Part):
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
         hub = self._hub
-        if hub.leader and (earlier := hub.take_failure()) is not None:
+        if hub.leader and (earlier := hub.failures.take()) is not None:
             raise earlier
         started = time.monotonic()
         if not (hub.leader or feed.mode == "parts"):
@@ -438,7 +438,7 @@ class Publisher(Part):
                 self._hub.holdings.publishing.discard(job.version)
         job.admitted.fail(error)
         if job.pending.fail(error) and self._hub.leader:
-            self._hub.note_failure(job.pending)
+            self._hub.failures.note(job.pending)
         self._hub.holdings.protect()
 
     def _let_go(self, job: PublishJob, *, keep: bool) -> None:
