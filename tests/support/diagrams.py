@@ -12,6 +12,7 @@ from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, PUBL
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
 from replicas.core.lives.nodes import DUTY, NODE
+from replicas.core.lives.tenancy import TENANCY
 from replicas.supervisor.shim.phases import PHASES
 
 __all__ = ["PAGE", "TABLES", "with_tables"]
@@ -24,6 +25,7 @@ TABLES: tuple[Table[Any, Any], ...] = (
     GENERATION,
     NODE,
     DUTY,
+    TENANCY,
     PHASES,
     CHILD,
     MEMBER,

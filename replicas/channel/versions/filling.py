@@ -19,7 +19,7 @@ import torch
 from replicas import errors
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import Hub, as_wire_error
-from replicas.channel.session.pending import Promise, Receipt, SessionEnd
+from replicas.channel.session.pending import Promise, Receipt, SessionEnd, afresh
 from replicas.common import own_loop
 from replicas.core.base.manifest import Manifest, PartManifest, check_size
 from replicas.core.base.membership import PUBLISH_JOB, PublishJobEvent, PublishJobState
@@ -409,7 +409,7 @@ async def _lent(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, u
 
     def check() -> None:
         if hub.over is not None:
-            raise hub.over.with_traceback(None)
+            raise afresh(hub.over)
         if wanted() is None:
             raise hub.error(errors.Gone, "nobody waits for the slot any more", hint="")
 

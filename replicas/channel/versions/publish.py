@@ -112,7 +112,10 @@ class Publisher(Part):
             verdict = self._verdict(job, error)
             if verdict is error:
                 raise
-            raise verdict from error
+            try:
+                raise verdict from error
+            finally:  # else it would keep this frame, which would keep it
+                del verdict
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
         hub = self._hub
@@ -139,9 +142,8 @@ class Publisher(Part):
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
         """The replica's common verdict, or our own error if none comes."""
-        left = max(0.0, job.deadline - time.monotonic()) + 2 * GRACE_S
         try:
-            job.pending.wait(min(left, SECONDS_MAX))
+            job.pending.wait(min(job.left_s + 2 * GRACE_S, SECONDS_MAX))
         except errors.ReplicasError as verdict:
             local = isinstance(verdict, (errors.DeadlineExceeded, errors.Disconnected)) and not verdict.unanimous
             return error if local and isinstance(error, errors.ReplicasError) else verdict
@@ -205,10 +207,8 @@ class Publisher(Part):
         self._walking = None
         if job.state == "walking":
             job.pending.tell()  # by the interrupt
-            text = f"the publish on {self._hub.member} was interrupted"
-            self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
-        elif job.state == "over":
-            self._free(job)
+        text = f"the publish on {self._hub.member} was interrupted"
+        self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
     def _walked(self, job: PublishJob, device: str, pack_s: float) -> None:
         if job.state == "walking":

@@ -21,7 +21,7 @@ __all__ = ["INTERNAL", "body", "members", "public", "states"]
 INTERNAL = {
     "Coordinator": {"keep_decisions"},
     "Receipt": {"of"},
-    "Supervisor": {"emit", "environment", "fleet", "looked_at", "save", "say", "spawn", "told"},
+    "Supervisor": {"emit", "fleet", "looked_at", "save", "say", "spawn"},
     "Update": {"ended", "touched", "withdraw"},
 }
 """Names without an underscore that are there for other parts of this package, not for

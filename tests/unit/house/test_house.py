@@ -38,7 +38,7 @@ WAYS = {
     "weights": {*BOTTOM, "core", "memory"},
     "sidecar": {*BOTTOM, "core", "weights"},
     "channel": {*BOTTOM, "trust", "core", "memory", "weights", "sidecar"},
-    "coordinator": {*BOTTOM, "trust", "config", "core", "memory"},
+    "coordinator": {*BOTTOM, "trust", "config", "core", "memory", "telemetry"},
     "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator"},
     "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "coordinator", "control"},
     "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor"},
@@ -52,8 +52,8 @@ CODE_LINES_MAX = 34_650
 """A feature that needs more says in its commit what it removes instead."""
 LINES_MAX = 450
 LONG = {
-    "supervisor/supervisor.py": 769,
-    "supervisor/fleet/cluster.py": 679,
+    "supervisor/supervisor.py": 704,
+    "supervisor/fleet/cluster.py": 585,
     "core/moving/transfers.py": 652,
     "supervisor/fleet/fleet.py": 582,
     "coordinator/engine.py": 534,
@@ -61,12 +61,9 @@ LONG = {
     "supervisor/fleet/replica.py": 499,
     "coordinator/coordinator.py": 498,
     "channel/versions/publish.py": 486,
-    "core/members/roster.py": 480,
     "channel/channel.py": 473,
     "supervisor/shim/shim.py": 464,
     "config/file.py": 460,
-    "core/channel.py": 459,
-    "supervisor/agent/agent.py": 455,
     "core/operations/pairing.py": 454,
     "config/structs.py": 452,
 }
