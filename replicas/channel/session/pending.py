@@ -205,7 +205,7 @@ class Pending(Generic[T]):
             )
 
     def _look(self) -> bool:
-        """Whether there is an outcome; if so it counts as observed by the caller."""
+        """Return True if there is an outcome, which then counts as observed."""
         return self.done() and locked(self._ending, self._observe)
 
     def _observe(self) -> bool:

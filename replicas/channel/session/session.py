@@ -61,7 +61,7 @@ DIAL_PAUSE_S = 1.0
 FRUITLESS_PAUSE_S = 5.0
 """Longest pause after connections that brought no new message."""
 LIVED_S = 10.0
-"""A connection that lasted so long is no failed try, whatever it brought."""
+"""Seconds after which a connection is no failed try, whatever it brought."""
 MISSED_ACKS = 3
 SLACK_S = 0.5
 SILENCE_S = 10.0

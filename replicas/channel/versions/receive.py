@@ -216,7 +216,7 @@ class Receiver(Part):
         self._hub.send(ReceiveAsk(self._asks, after, *self._wish.bound))
 
     def _has_enough(self) -> bool:
-        """Whether the version served here, still held, is enough for the bound."""
+        """Return True if the version served here is enough for the bound, and held."""
         hub, bound = self._hub, self._wish.bound
         loaded, meta = hub.loaded, hub.holdings.meta(hub.loaded)
         return bound != Bound() and loaded in hub.arena.images() and is_enough(*bound, loaded, meta)
