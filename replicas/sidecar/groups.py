@@ -72,7 +72,7 @@ def _wait_nccl(work: Any, deadline: float) -> None:
 
 @dataclass(frozen=True, eq=False)
 class StartedWork:
-    """StartedWork operations, which :meth:`wait` completes."""
+    """Started operations, which :meth:`wait` completes."""
 
     works: Sequence[Any]
     deadline: float
