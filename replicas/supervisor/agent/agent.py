@@ -48,7 +48,7 @@ from replicas.core.lives.leases import BEAT_S, END_S, Tenancy, local_patience_s
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import examine_node
-from replicas.supervisor.agent.log_reader import LogReader
+from replicas.supervisor.agent.log_reader import NodeLogReaders
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.agent.orphans import clean_up
 from replicas.supervisor.agent.shims import Shims
@@ -126,7 +126,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._shims = make_shims(self._news.set)
-        self._logs = LogReader(state_dir / "logs")
+        self._logs = NodeLogReaders(state_dir / "logs")
         self._tenancy = Tenancy()
         self._welcome: wire.Welcome | None = None
         self._outbox: list[wire.AgentMessage] = []

@@ -204,7 +204,7 @@ class StateDir(LockedFolder):
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was under way; also if its state was unusable, or is lost.
+        """True if the run was under way; also if its state was unusable, or is lost.
 
         One that has ended in order, and left a lease, was not: its versions are gone.
         """
