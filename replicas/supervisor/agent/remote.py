@@ -6,26 +6,24 @@ import asyncio
 import logging
 import os
 import signal
-import ssl
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio.to_thread
-from websockets.asyncio.client import ClientConnection, connect
 
 from replicas import errors
 from replicas.config.values import no_text
 from replicas.linux import inherited, needs
-from replicas.linux.sockets import listener_uids, whose
 from replicas.messages import arguments
 from replicas.messages.bounds import encodable
-from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.agent_folder import AgentFolder
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.local import CONNECTING
 from replicas.supervisor.agent.machine import look
 from replicas.supervisor.agent.shims import Shims
+from replicas.trust.dial import PortConnection, dial
 from replicas.trust.way import way_to
 
 
@@ -54,29 +52,12 @@ class Invitation:
         self.token = token
 
 
-class _Connection(ClientConnection):
-    """A connection that shows no token to a port of this machine that others own."""
-
-    async def handshake(self, *given: Any, **options: Any) -> None:
-        uids = listener_uids(self.transport.get_extra_info("socket"))
-        if uids is not None and not (uids and uids <= {os.geteuid(), 0}):
-            raise ConnectionRefusedError(f"the port {whose(uids)}: the run's token was not shown to it")
-        await super().handshake(*given, **options)
+class _AgentConnection(PortConnection):
+    owners = frozenset({os.geteuid(), 0})
 
 
-async def _dial(to: Invitation) -> tuple[Link, str]:
-    way = way_to(to.endpoint, to.token)
-    try:
-        link = await connect(
-            way.url("/agent"),
-            additional_headers=way.headers,
-            ssl=way.context,
-            server_hostname=way.host if way.context is not None else None,
-            create_connection=cast("Any", _Connection),
-            **CONNECTING,
-        )
-    except ssl.SSLError as error:
-        raise way.refusal(error) or error from error
+async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
+    link = await dial(way_to(to.endpoint, to.token), "/agent", _AgentConnection, **CONNECTING)
     return link, str(link.transport.get_extra_info("sockname")[0])
 
 
