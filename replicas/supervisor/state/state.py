@@ -67,7 +67,7 @@ class StateDir(LockedFolder):
     :param longest_lease_s: of any node by the config, in seconds; 0: none gets one.
     """
 
-    patience_s = 13.0
+    patience_s = 8.0
 
     def __init__(self, path: Path, run: str, *, longest_lease_s: float = 0.0) -> None:
         super().__init__(path)
