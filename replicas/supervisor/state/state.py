@@ -111,6 +111,7 @@ class StateDir(LockedFolder):
         try:
             if self.path.is_dir():
                 private.close_to_others(self.path, once_ours="lock")
+            self._swept = False
             self._take()
             try:
                 self._begin(self.lock)
