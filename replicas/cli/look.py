@@ -320,7 +320,7 @@ def doctor(
 
 def _here(place: RunAddress) -> Iterator[Finding]:
     """Findings on this machine; with a living run also of its other nodes."""
-    from replicas.cli.checks import examine, supervisor_of  # imports the supervisor's inspection of the machine
+    from replicas.cli.doctor import examine, supervisor_of  # imports the supervisor's inspection of the machine
     from replicas.supervisor.agent.checks import Finding
 
     config = place.config
