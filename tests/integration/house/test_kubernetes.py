@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from replicas.cli.client import Client
-from replicas.cli.tokens import make
+from replicas.cli.token_command import make
 from replicas.status import ReplicaStatus, RunStatus
 from replicas.trust.tokens import OPERATOR_FILE
 from tests.support.house.manifests import container, documents, environment, expanded, status_of
