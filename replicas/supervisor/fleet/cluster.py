@@ -126,9 +126,10 @@ class Cluster:
         start: wire.Start | None = None,
     ) -> ShimHandle:
         def unheard_s() -> float:
-            if member.local or member.life.state == "up":
-                return 0.0 if member.local else self.silent_s(member.name)
-            return math.inf  # its last words may have arrived late, with the end of its connection
+            if member.local:
+                return 0.0
+            # Its last words may have arrived late, with the end of its connection.
+            return self.silent_s(member.name) if member.life.state == "up" else math.inf
 
         return ShimHandle(
             nonce, member.name, member.send, changed, start=start, local=member.local, unheard_s=unheard_s
@@ -195,7 +196,7 @@ class Cluster:
         member.incarnation, member.link, member.life.heard_at = hello.incarnation, link, now
         member.life.step("hello")
         member.process = ProcessRecord(hello.pid, hello.start_time)
-        member.local, member.release, member.labels = local, hello.release, dict(hello.labels)
+        member.life.leased, member.release, member.labels = not local, hello.release, dict(hello.labels)
         member.address = hello.address or seen_at
         member.limits_refused = hello.limits_refused
         member.machine = hello.machine or self._context.resources.machine

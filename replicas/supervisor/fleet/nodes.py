@@ -328,7 +328,8 @@ class Nodes:
             groups[group].nproc_per_node
             for group, index in resources.on(node)
             if group in groups
-            for _ in range(resources.nodes_of(group, index).count(node))
+            for share in resources.shares(group, index)
+            if share.node == node
         ]
         return Demand.of(self._context.config.logs, replicas=len(parts), ranks=sum(parts))
 

@@ -103,11 +103,6 @@ class Resources:
 
     # ------------------------------------------------------------ shares
 
-    @property
-    def free(self) -> tuple[str, ...]:
-        """GPUs of this machine that no replica holds."""
-        return self.free_on(self.local)
-
     def free_on(self, node: str) -> tuple[str, ...]:
         """GPUs of a node that no replica holds."""
         shares = [share for share in self._taken_shares() if share.node == node]
@@ -117,13 +112,6 @@ class Resources:
 
     def _taken_shares(self) -> list[Share]:
         return [*(share for held in self._held.values() for share in held), *self._ending.values()]
-
-    def held(self, group: str, index: int) -> tuple[str, ...]:
-        return tuple(gpu for share in self._held.get((group, index), ()) for gpu in share.gpus)
-
-    def nodes_of(self, group: str, index: int) -> tuple[str, ...]:
-        """The node of each part of a replica; none: it holds no share."""
-        return tuple(share.node for share in self._held.get((group, index), ()))
 
     @property
     def short(self) -> bool:
