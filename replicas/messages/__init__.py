@@ -81,6 +81,7 @@ from typing import TypeVar
 
 import msgspec
 
+from replicas.common.decoding import MALFORMED
 from replicas.messages import coordinator, member, values
 from replicas.messages.coordinator import *  # noqa: F403  # the names of their __all__
 from replicas.messages.coordinator import FromCoordinator
@@ -159,5 +160,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[Frame], data: bytes) -> Frame:
     """:raises msgspec.DecodeError: it is malformed."""
     try:
         return decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not convert these two
+    except MALFORMED as error:
         raise msgspec.DecodeError(str(error)) from error

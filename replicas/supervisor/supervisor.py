@@ -213,46 +213,56 @@ class Supervisor:
         config = self.config
         self.resources.plan(config, await self.check_plan(config))
         await _finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
-        async with AsyncExitStack() as stack:
-            stack.callback(self._release)
-            events = self._reporting.events = self.state.open_events(config.run.events_max_nbytes)
-            stack.callback(events.close)
-            self._tell_of_leases()
-            await stack.enter_async_context(self._nodes)  # before any other process is started
-            coordinator = self._context.opened = (
-                self._make_coordinator()
-            )  # opens the decision log, so not before the lock
-            self.state.tokens.check(coordinator.tokens.key)
-            for change in self.state.tokens.changes:
-                events.emit(change)
-            coordinator.wait_for_store = False  # those that come back to a new supervisor may not have so much time
-            await stack.enter_async_context(coordinator)
-            coordinator.subscribe(self._on_channel_event)
-            routes = [self._nodes.route(None, self._refused), *control_routes(self, commands=self, streams=self)]
-            await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
-            self.on_open()
-            stack.push_async_callback(self._nodes.finish)  # while it still has agents
-            await self._nodes.joined()
-            await coordinator.store_started()
-            helpers = [pid for pid in (coordinator.store_pid, self._nodes.agent_pid) if pid is not None]
-            for leftover in await _finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
-                events.emit(leftover)
-            self._tasks = await stack.enter_async_context(anyio.create_task_group())
-            saved = self.state.saved
-            groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
-            self._fleet = Fleet(self._context, saved=groups, wall=time.time(), adopted=self._nodes.adopted(config))
-            self._fleet.start()
-            if saved is not None:  # else older events may be missing
-                coordinator.expect(events.tally.members)
-            events.on_rotate = self.save
-            self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._door)
-            self.spawn(self._nodes.tend)
-            self._nodes.go_on()
-            if saved is not None and self._nodes.adopting:
-                self._resume(saved)
-            self.save()
-            self._stack = stack.pop_all()
+        stack = AsyncExitStack()
+        try:
+            await self._open(stack, config)
+        except BaseException as error:
+            crashed = self._tasks is not None and self._tasks.cancel_scope.cancel_called
+            if (crashed or isinstance(error, Exception)) and config.run.adopt_s and self.state.saved is not None:
+                self._leave("the start failed")  # what runs waits for the next one
+            if self._tasks is not None:
+                self._tasks.cancel_scope.cancel()
+            await stack.aclose()  # without the error, which must not be raised in a group
+            raise
+        self._stack = stack
         return self
+
+    async def _open(self, stack: AsyncExitStack, config: Config) -> None:
+        stack.callback(self._release)
+        events = self._reporting.events = self.state.open_events(config.run.events_max_nbytes)
+        stack.callback(events.close)
+        self._tell_of_leases()
+        await stack.enter_async_context(self._nodes)  # before any other process is started
+        coordinator = self._context.opened = self._make_coordinator()  # opens the decision log, so not before the lock
+        self.state.tokens.check(coordinator.tokens.key)
+        for change in self.state.tokens.changes:
+            events.emit(change)
+        coordinator.wait_for_store = False  # those that come back to a new supervisor may not have so much time
+        await stack.enter_async_context(coordinator)
+        coordinator.subscribe(self._on_channel_event)
+        routes = [self._nodes.route(None, self._refused), *control_routes(self, commands=self, streams=self)]
+        await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
+        self.on_open()
+        stack.push_async_callback(self._nodes.finish)  # while it still has agents
+        await self._nodes.joined()
+        await coordinator.store_started()
+        helpers = [pid for pid in (coordinator.store_pid, self._nodes.agent_pid) if pid is not None]
+        for leftover in await _finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
+            events.emit(leftover)
+        self._tasks = await stack.enter_async_context(anyio.create_task_group())
+        saved = self.state.saved
+        groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
+        self._fleet = Fleet(self._context, saved=groups, wall=time.time(), adopted=self._nodes.adopted(config))
+        self._fleet.start()
+        if saved is not None:  # else older events may be missing
+            coordinator.expect(events.tally.members)
+        events.on_rotate = self.save
+        self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._door)
+        self.spawn(self._nodes.tend)
+        self._nodes.go_on()
+        if saved is not None and self._nodes.adopting:
+            self._resume(saved)
+        self.save()
 
     def _tell_of_leases(self) -> None:
         """Say why no replica starts yet, if any lease keeps all from starting."""
@@ -627,7 +637,6 @@ class Supervisor:
             channels=coordinator.channel_statuses(),
             nodes=self._nodes.cluster.status(),
             event_loop_lag_s=coordinator.loop_lag_s,
-            sidecar_replacements=coordinator.sidecar_replacements(),
             refused=coordinator.refused(),
             state_dir=str(self.state.path),
             exit_code=ended.exit_code if ended is not None else None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from replicas.common.child import CHILD
 from replicas.common.table import Table
-from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, ROUND, SLOT, TRANSFER
+from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, PUBLISH_JOB, ROUND, SLOT, TRANSFER
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
 from replicas.core.lives.nodes import DUTY, NODE
@@ -30,6 +30,7 @@ TABLES: tuple[Table[Any, Any], ...] = (
     CHILD,
     MEMBER,
     PUBLISH,
+    PUBLISH_JOB,
     TRANSFER,
     OPERATION,
     LANE,

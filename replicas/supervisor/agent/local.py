@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from websockets.asyncio.client import connect
-
 from replicas import errors
 from replicas.common import own_code
 from replicas.linux import inherited
@@ -30,27 +28,20 @@ from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.orphans import remove_socket
 from replicas.supervisor.agent.shims import Shims
+from replicas.trust.dial import dial_socket
 
-CONNECTING: dict[str, Any] = {
-    "compression": None,
-    "proxy": None,
-    "open_timeout": 5.0,
-    "close_timeout": 1.0,
-    "ping_interval": None,
-    "max_size": 8 << 20,
-    "user_agent_header": None,
-}
+CONNECTING: dict[str, Any] = {"open_timeout": 5.0, "max_size": 8 << 20}
 """How any agent connects: beats are its pings."""
 
 
-async def dial_socket(path: Path) -> tuple[SupervisorLink, str]:
+async def dial_run(path: Path) -> tuple[SupervisorLink, str]:
     """Connect to the supervisor at the run's Unix socket."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
         with reachable(path) as name:
             await asyncio.get_running_loop().sock_connect(connection, name)
-        return await connect("ws://run/agent", sock=connection, **CONNECTING), ""
+        return await dial_socket(connection, "/agent", **CONNECTING), ""
     except BaseException:
         connection.close()
         raise
@@ -68,7 +59,7 @@ async def _run(options: argparse.Namespace) -> int:
 
     agent = Agent(
         options.node,
-        lambda: dial_socket(options.socket),
+        lambda: dial_run(options.socket),
         make,
         options.state_dir,
         limits_refused=containment.refused,

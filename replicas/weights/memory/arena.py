@@ -82,9 +82,9 @@ class Slot:
         return self._buffer
 
     def drop_buffer(self) -> None:
-        if self._buffer is not None:
-            self._buffer.close()
-            self._buffer = None
+        buffer, self._buffer = self._buffer, None  # first: a buffer of a slot is open
+        if buffer is not None:
+            buffer.close()
 
     @property
     def image(self) -> Manifest | None:
@@ -406,7 +406,10 @@ class Arena:
     def _fit(self, slot: Slot, nbytes: int, *, alone: bool) -> None:
         """Give the slot memory of exactly ``nbytes``, with its image's header."""
         if not _fits(slot, nbytes) or (not alone and slot.buffer.closed_to_writers):
-            slot.drop_buffer()
+            with self._lock:  # others look at the memory of all slots under it
+                old, slot._buffer = slot._buffer, None
+            if old is not None:
+                old.close()
             slot._buffer = self.pool.take(nbytes, len(self._slots), alone=alone)
         if alone:
             slot.buffer.close_to_writers()

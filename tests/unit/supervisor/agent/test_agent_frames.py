@@ -104,7 +104,7 @@ def test_what_a_supervisor_is_told() -> None:
         rendezvous=("h", 1),
         report=report.message()["report"],
         remains=Remains(1.0, ((1, "x"),)).message(),
-        belongings={"ports": [["h", 1, 2]], "gpu": False, "processes": [[1, 2]]},
+        belongings={"gpu": False, "processes": [[1, 2]]},
         losses=(LogLoss(3, "file", "full").message(),),
     )
     hello = wire.Hello(release="r", node="n1", incarnation="i", pid=1, start_time=2, scope="s", shims=(state,))

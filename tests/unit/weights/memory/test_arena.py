@@ -75,6 +75,39 @@ def test_memory_is_reused_when_it_fits_exactly() -> None:
     arena.close()
 
 
+class Prepares:
+    """Looks at all slots of an arena from another thread while a buffer is closed."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena, self.raised, self.over = arena, list[Exception](), threading.Event()
+
+    def buffer_closed(self, key: int) -> None:
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        self.over.wait(0.05)  # it may wait for this thread's lock, which is as good
+
+    def _run(self) -> None:
+        try:
+            self.arena.prepare(OTHER.image_nbytes)
+            self.arena.lent()
+        except Exception as error:  # noqa: BLE001  # whatever it is: the test fails by it
+            self.raised.append(error)
+        self.over.set()
+
+
+def test_no_other_thread_sees_memory_that_is_replaced() -> None:
+    arena = Arena(2, name="test")
+    slot = arena.acquire(1, MANIFEST)
+    assert slot is not None
+    arena.free(slot)
+    other = Prepares(arena)
+    slot.buffer.watchers.add(other)
+    assert arena.acquire(2, OTHER) is slot
+    assert other.over.wait(30)
+    assert other.raised == []
+    arena.close()
+
+
 def test_a_waiter_is_told_when_a_slot_may_be_had() -> None:
     changes: list[None] = []
     arena = Arena(1, name="test", on_change=lambda: changes.append(None))
