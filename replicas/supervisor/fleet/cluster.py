@@ -478,7 +478,7 @@ class Cluster:
         return [name for name, member in self._members.items() if member.life.duty != "open"]
 
     def is_empty(self, node: str) -> bool:
-        """Whether no shim is left there, or the node is lost."""
+        """Return True if the node has no shim left, or is lost."""
         member = self._members.get(node)
         return member is None or member.life.over or not member.living
 

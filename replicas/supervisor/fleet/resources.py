@@ -156,8 +156,7 @@ class Resources:
         self._held[group.name, index] = shares
 
     def hold(self, name: str, share: Share) -> Callable[[], None]:
-        """Hold a share for processes that belong to no replica any more; the result
-        frees it."""
+        """Hold a share for ending processes of no replica; return what frees it."""
         self._ending[name] = share
 
         def let_go() -> None:
@@ -177,7 +176,7 @@ class Resources:
         return len(held) == need.parts and all(good(share) for share in held)
 
     def misplaced(self, group: GroupConfig, index: int) -> bool:
-        """Whether it holds a place on a node that it would not be given any more."""
+        """Return True if the replica holds a place that it would not be given now."""
         need, offers = need_of(group), (self._offers.get(share.node) for share in self.shares(group.name, index))
         return any(offer is not None and not need.accepts(offer) for offer in offers)
 
