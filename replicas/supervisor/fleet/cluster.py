@@ -128,8 +128,7 @@ class Cluster:
         def unheard_s() -> float:
             if member.local:
                 return 0.0
-            # Its last words may have arrived late, with the end of its connection.
-            return self.silent_s(member.name) if member.life.state == "up" else math.inf
+            return self.silent_s(member.name) if member.life.state == "up" else math.inf  # its last words may come late
 
         return ShimHandle(
             nonce, member.name, member.send, changed, start=start, local=member.local, unheard_s=unheard_s

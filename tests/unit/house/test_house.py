@@ -53,14 +53,14 @@ CODE_LINES_MAX = 34_650
 LINES_MAX = 450
 LONG = {
     "supervisor/supervisor.py": 692,
-    "supervisor/fleet/cluster.py": 586,
+    "supervisor/fleet/cluster.py": 585,
     "core/moving/transfers.py": 652,
     "supervisor/fleet/fleet.py": 581,
     "coordinator/engine.py": 534,
     "core/versions/commits.py": 527,
     "supervisor/fleet/replica.py": 499,
     "coordinator/coordinator.py": 498,
-    "channel/versions/publish.py": 487,
+    "channel/versions/publish.py": 489,
     "channel/channel.py": 473,
     "supervisor/shim/shim.py": 464,
     "config/file.py": 460,
