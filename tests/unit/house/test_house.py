@@ -59,7 +59,7 @@ LONG = {
     "coordinator/engine.py": 534,
     "core/versions/commits.py": 527,
     "supervisor/fleet/replica.py": 499,
-    "coordinator/coordinator.py": 498,
+    "coordinator/coordinator.py": 496,
     "channel/versions/publish.py": 487,
     "core/members/roster.py": 480,
     "channel/channel.py": 473,
