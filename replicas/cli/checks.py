@@ -14,12 +14,11 @@ from replicas.cli.find_run import ENDPOINT_FILE, NotTrusted, read_endpoint, star
 from replicas.config.structs import Config
 from replicas.config.values import size_text
 from replicas.control.socket import SOCKET_FILE
-from replicas.linux.processes import start_time
+from replicas.linux.processes import command_line, processes, start_time
 from replicas.linux.sockets import listeners
 from replicas.supervisor.agent.checks import Demand, Finding, examine_machine, family
 from replicas.supervisor.agent.machine import Machine, look
-from replicas.supervisor.cleanup.inventory import Belongings
-from replicas.supervisor.cleanup.still_held import held
+from replicas.supervisor.cleanup.inventory import descriptors
 from replicas.supervisor.fleet.plans import notes, problems
 from replicas.supervisor.state.leftovers import lock_holders
 from replicas.supervisor.state.run_state import RunState
@@ -95,8 +94,7 @@ def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
     listening = [one for one, _ in listeners()]
     names = tuple(f"process {pid} (" for pid in ours)
     for key, host, port in wanted:
-        found = [held([Belongings(ports=(one,))]) for one in listening if one.port == port]
-        holders = [one[0].holder if one else "a process that has just ended" for one in found]
+        holders = [_holder(f"socket:[{one.inode}]") for one in listening if one.port == port]
         if not port:
             yield Finding("ports", "ok", f"{key}: any free one")
         elif not holders:
@@ -106,3 +104,11 @@ def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
         else:
             text = f"{key}: {host}:{port} is held by {', '.join(sorted(set(holders)))}"
             yield Finding("ports", "problem", text, "end that process, or choose another port (0: any free one)")
+
+
+def _holder(target: str) -> str:
+    """The first process found with a descriptor for ``target``."""
+    for pid in processes():
+        if target in descriptors(pid):
+            return f"process {pid} ({command_line(pid) or 'gone'})"
+    return "a process that has just ended, or cannot be looked into (another user's, or in another container)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,6 +38,7 @@ from replicas.messages import arguments
 from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown, text_of
 from replicas.messages.identity import Member
 from replicas.status import ChannelStatus, MemberStatus, StoreStatus
+from replicas.telemetry.tally import Tally
 from replicas.trust.certificate import PortKey, make_pem
 from replicas.trust.tokens import PLAIN, JoinToken, Tokens, another_key
 
@@ -135,6 +137,8 @@ class Coordinator:
         self.engine: Engine = Engine(
             configs, self._shapes, run=run, decisions=self._decisions, store=self._store, epochs=newest
         )
+        self._tally = Tally()
+        self.engine.subscribe(lambda event: self._tally.count(event, time.time()))
         self._book = ReadinessBook()
         self.keep_decisions = False
         """Keep the decision log at an orderly end, for a coordinator to continue."""
@@ -355,7 +359,8 @@ class Coordinator:
     def channel_statuses(self) -> tuple[ChannelStatus, ...]:
         """The state of each channel."""
         now = asyncio.get_running_loop().time()
-        return tuple(_channel_status(channel, now) for channel in self.engine.channels.values())
+        channels = self.engine.channels.values()
+        return tuple(self._tally.channel(_channel_status(channel, now)) for channel in channels)
 
     def store_status(self) -> StoreStatus:
         """The state of the store."""
@@ -368,11 +373,7 @@ class Coordinator:
 
     def sidecar_replacements(self) -> dict[str, int]:
         """Sidecars that were killed to replace a lane, by reason."""
-        totals: dict[str, int] = {}
-        for channel in self.engine.channels.values():
-            for reason, count in channel.lanes.replaced.items():
-                totals[reason] = totals.get(reason, 0) + count
-        return totals
+        return dict(self._tally.sidecars)
 
 
 # ------------------------------------------------------------ status
@@ -408,10 +409,6 @@ def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         committed_version=told.latest,
         digest=digest,
         members=tuple(members),
-        syncs=dict(told.syncs),
-        retries=dict(channel.ground.retries),
-        bytes_total=told.nbytes,
-        operations=dict(channel.operations.totals),
         last_sync=told.last,
         step=number_in(meta, "step"),
         step_before=None if fell is None else fell.before,

@@ -162,7 +162,7 @@ class Engine:
         session = self._sessions.get(member)
         state = channel.roster.get(member)
         if session is not None and state is not None and hello.resume_term == self.decisions.term:
-            channel.connected(member, now)
+            channel.roster.connected(member, now)
             self._attach(session, connection, hello.received, channel.welcome(state, session.received))
             return session
         if hello.resume_term == self.decisions.term:
@@ -198,7 +198,7 @@ class Engine:
         """Part of a message has arrived, a sign of life: the rest may take long."""
         channel, now = self._channel_of.get(session.member), self._now()
         if channel is not None:
-            channel.seen(session.member, now)
+            channel.roster.heard(session.member, now)
             if now - session.wrote_at >= ACK_BYTES_S:
                 session.send(wire.Ack())
 
@@ -206,7 +206,7 @@ class Engine:
         """The connection has ended; its member may come back with another one."""
         channel = self._channel_of.get(session.member)
         if session.detach(connection) and channel is not None:
-            channel.disconnected(session.member, self._now())
+            channel.roster.disconnected(session.member, self._now())
 
     def _accept(self, hello: wire.Hello) -> ChannelState:
         if hello.protocol != wire.PROTOCOL:
@@ -346,11 +346,11 @@ class Engine:
             return False
         now = self._now()
         self._break_silence(now)
-        channel.seen(member, now)
+        channel.roster.heard(member, now)
         session.acknowledge(frame.ack)
         if isinstance(frame.body, wire.Heartbeat):
             if session.connection is not None:
-                channel.measured(member, session.connection.rtt_s())
+                channel.roster.measured(member, session.connection.rtt_s())
             session.send(wire.Ack())
             return True
         accepted = session.accept(frame.seq)
@@ -438,9 +438,7 @@ class Engine:
                 if isinstance(event, effects.MemberLost):
                     self._on_lost(event)
                 elif isinstance(event, effects.SyncEnded):
-                    channel.told.ended(event.record)
-                elif isinstance(event, effects.CaughtUp):
-                    channel.told.nbytes += event.moved_nbytes
+                    channel.told.last = event.record
                 elif isinstance(event, effects.StepFell):
                     text = (
                         '%s: version %d has meta["step"] = %s after %s: was its trainer restarted without a checkpoint?'

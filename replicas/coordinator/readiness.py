@@ -147,14 +147,16 @@ class ReadinessBook:
 
 def _left(channel: ChannelState, group: str, replica: int, generation: int | None) -> set[int]:
     """Ranks of this generation (None: of any) that left in good order."""
-    names = ((name.split("/"), of) for name, (of, _) in channel.roster.left.items())
+    names = ((name.split("/"), of) for name, (of, _) in channel.roster.history.left.items())
     return {int(rank) for (g, r, rank), of in names if (g, int(r)) == (group, replica) and generation in (of, None)}
 
 
 def _stranded(channel: ChannelState, ranks: Sequence[MemberState], now: float) -> str:
     """Why ranks of a replica wait in vain: other ranks left some time ago."""
     names = {f"{state.member.replica_name}/" for state in ranks}
-    since = [at for name, (_, at) in channel.roster.left.items() if any(name.startswith(known) for known in names)]
+    since = [
+        at for name, (_, at) in channel.roster.history.left.items() if any(name.startswith(known) for known in names)
+    ]
     asking = [state for state in ranks if channel.rounds.wants(state.member, channel.commits.latest)]
     if not asking or not since or now - max(since) < STRANDED_S:
         return ""

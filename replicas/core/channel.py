@@ -12,8 +12,7 @@ step that has become possible, so no handler needs to know which steps wait for 
 *Cost.* A channel may have thousands of members. :meth:`ChannelState._settle` looks only
 at sets that are small when nothing is due (the roster's indices; the rounds that may
 advance; the members that are not live), so that a message costs the same at any number
-of members. Views carry differences: the members that joined and left since the last
-one. While many join in a row, a View waits to collect them.
+of members.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from replicas.common.backoff import Backoff
 from replicas.config.structs import ChannelConfig
 from replicas.core.base.effects import (
     Effect,
-    EpochStarted,
     MemberJoined,
     MemberLost,
     MemberQuarantined,
@@ -38,23 +36,20 @@ from replicas.core.draining import Drains
 from replicas.core.members.hosts import Hosts, Keeping, Place
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape, Roster
+from replicas.core.members.views import Views
 from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import Lanes
 from replicas.core.moving.links import Links
 from replicas.core.operations.operations import Operations, Trials
 from replicas.core.versions.commits import Commits
+from replicas.core.versions.load_watches import LoadWatches
 from replicas.core.versions.manifests import Joined
 from replicas.core.versions.recovery import Recovery, Told
 from replicas.core.versions.rounds import ReplicaView, Rounds
 from replicas.messages import FromMember
-from replicas.messages.bounds import REASON_LENGTH, text_of, texts_of
+from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
 
-WHOLE_VIEW = 32
-"""Up to this many members, every View names all of them."""
-VIEWS_PER_S = 5_000
-"""Long-run rate of Views, counted per receiving member; later changes wait."""
-VIEWS_AT_ONCE = 2_000
 QUARANTINE = Backoff(1.0, 300.0)
 SERVED_MAX_S = 30.0
 """A quarantined member is first served alone after at most this time."""
@@ -106,12 +101,8 @@ class ChannelState:
         self.trials = Trials(self.ground, self.operations.pairing)
         self.drains = Drains(self.ground, self.commits, self.rounds, self.operations)
         self.marks = self.ground.marks
-        self._watches: dict[Member, wire.WatchLoaded] = {}
-        self._view_epoch = past.epoch
-        self._view_members: frozenset[Member] = frozenset()
-        self._view_credit = float(VIEWS_AT_ONCE)
-        self._view_at = 0.0
-        self._loaded_once = 0
+        self.views = Views(self.roster, self.out)
+        self.watches = LoadWatches(self.roster, self.rounds, self.out)
 
     # ------------------------------------------------------------ calls of the shell
 
@@ -143,9 +134,9 @@ class ChannelState:
         self.out.append(MemberJoined(self.config.name, state.member))
         if self.commits.latest > self.told.latest:  # its Welcome leaves out what is still being recorded
             self.out.append(Send(member, self.commits.commit_message()))
-        if why := self.roster.was_isolated(member.name):  # the new process of a quarantined peer: tried at once
+        if why := self.roster.history.was_isolated(member.name):  # the new process of a quarantined peer: tried at once
             self.roster.isolate(state, why, now)
-            state.told_from = now + QUARANTINE.after(self.roster.note_isolation(member.name, now) - 2)
+            state.told_from = now + QUARANTINE.after(self.roster.history.note_isolation(member.name, now) - 2)
             self.out.append(MemberQuarantined(self.config.name, member, why))
         self._settle(now)
         return state, older
@@ -171,13 +162,13 @@ class ChannelState:
         self.hosts.lost(state)
         state.note = LOSS_WORDS.get(reason, reason)
         self.out.append(MemberLost(self.config.name, member, reason, state.observes))
-        self._watches.pop(member, None)
+        self.watches.lost(member)
         if state.observes:
             return
         if reason == "left":
-            self.roster.left[member.name] = (state.hello.generation, now)
+            self.roster.history.left[member.name] = (state.hello.generation, now)
         elif reason != "fenced":
-            self.roster.note_loss(member.name, now)
+            self.roster.history.note_loss(member.name, now)
         if state.is_peer:
             self.operations.lost(member, state.note, now)
             self.trials.look(now)
@@ -197,27 +188,6 @@ class ChannelState:
         if self._handle(state, message, now):
             state.progressed_at = now
         self._settle(now)
-
-    def seen(self, member: Member, now: float) -> None:
-        """Note a sign of life."""
-        if (state := self.roster.get(member)) is not None:
-            state.last_seen = max(state.last_seen, now)
-
-    def measured(self, member: Member, rtt_s: float) -> None:
-        """Note the member's recent round-trip time in seconds; 0: unknown."""
-        if rtt_s and (state := self.roster.get(member)) is not None:
-            state.rtt_s = rtt_s
-
-    def connected(self, member: Member, now: float) -> None:
-        """The member has reconnected."""
-        if (state := self.roster.get(member)) is not None:
-            state.cut_at = 0.0
-            self.seen(member, now)
-
-    def disconnected(self, member: Member, now: float) -> None:
-        """The member's connection ended: unless it reconnects soon, it is suspect."""
-        if (state := self.roster.get(member)) is not None:
-            state.cut_at = now
 
     def tick(self, now: float) -> None:
         """Check leases and deadlines."""
@@ -256,7 +226,7 @@ class ChannelState:
 
     def forget(self, group: str, replica: int, now: float) -> None:
         """Begin a new life of a replica: all its ranks are expected, and take part."""
-        self.roster.forget_left(group, replica)
+        self.roster.history.forget_left(group, replica)
         self.drains.end(group, replica)
         self._settle(now)
 
@@ -273,7 +243,7 @@ class ChannelState:
             return  # a pure source receives nothing and runs no collectives
         why = text_of(why, REASON_LENGTH)
         state.failures += 1
-        count = self.roster.note_isolation(member.name, now)
+        count = self.roster.history.note_isolation(member.name, now)
         count = count if state.is_peer else max(count, state.failures)
         wait_s = QUARANTINE.after(count)
         self.roster.isolate(state, why, now + wait_s)
@@ -306,9 +276,8 @@ class ChannelState:
         if self.config.peers:
             self.operations.advance(now)
         self.drains.advance()
-        self._answer_watches()
-        if self._view_epoch != self.roster.epoch and self._may_publish_view(now):
-            self._publish_view(now)
+        self.watches.answer()
+        self.views.advance(now)
 
     def _admit(self, now: float) -> None:
         """Admit joiners at a boundary: no transfer and no collective is under way."""
@@ -319,56 +288,6 @@ class ChannelState:
             for state in missing:
                 state.missed = 0
         self.roster.admit(now)
-
-    def _may_publish_view(self, now: float) -> bool:
-        """Rate-limit Views: 1,000 joins in a row must not cost a million messages."""
-        self._view_credit = min(float(VIEWS_AT_ONCE), self._view_credit + VIEWS_PER_S * (now - self._view_at))
-        self._view_at = now
-        if self._view_credit <= 0:
-            return False
-        self._view_credit -= len(self.roster)
-        return True
-
-    def _publish_view(self, now: float) -> None:
-        """Send every member the new epoch; in large channels only what changed."""
-        epoch, known = self.roster.epoch, self._view_epoch
-        live = self.roster.live
-        members = tuple(state.member for state in live)
-        interval_s = self.roster.tell_interval(now)
-        view = wire.View(epoch, members, heartbeat_interval_s=interval_s)
-        change = view
-        everybody = frozenset(members)
-        if len(members) > WHOLE_VIEW:
-            joined, left = sorted(everybody - self._view_members), sorted(self._view_members - everybody)
-            if len(joined) + len(left) < len(members):
-                change = wire.View(epoch, tuple(joined), known, tuple(left), interval_s)
-        self._view_epoch, self._view_members = epoch, everybody
-        self.out.append(EpochStarted(self.config.name, epoch, members))
-        for state in self.roster:
-            self.out.append(Send(state.member, change if state.view_epoch == known else view))
-            state.view_epoch = epoch
-
-    def _answer_watches(self) -> None:
-        """Answer watches of versions that all have loaded, even if those have left."""
-        loaded = self.rounds.loaded_by_all()
-        if loaded > self._loaded_once or (self._watches and self.rounds.refusals(1)):
-            self._loaded_once = max(loaded, self._loaded_once)
-            for member, watch in list(self._watches.items()):
-                self._watch(member, watch)
-
-    def _watch(self, member: Member, watch: wire.WatchLoaded) -> None:
-        """Answer the watch, or store it in place of this member's earlier one."""
-        refusals: dict[str, str] = {}
-        if watch.version > self._loaded_once:
-            refusals = self.rounds.refusals(watch.version)
-            targets = (state for state in self.roster if state.is_target and state.carries)
-            others = [state for state in targets if state.member.replica_name not in refusals]
-            if not refusals or any(state.loaded < watch.version for state in others):
-                self._watches[member] = watch
-                return
-        self._watches.pop(member, None)
-        version = max(watch.version, self._loaded_once)
-        self.out.append(Send(member, wire.WatchEnd(watch.watch, version, texts_of(refusals))))
 
     # ------------------------------------------------------------ messages
 
@@ -410,11 +329,11 @@ class ChannelState:
             case wire.LoadFailed():
                 version, why = min(message.version, commits.latest), text_of(message.error.message, REASON_LENGTH)
                 if state.is_target and state.carries:
-                    self.roster.unloaded.setdefault(member.replica_name, f"version {version}: {why}")
+                    self.roster.history.unloaded.setdefault(member.replica_name, f"version {version}: {why}")
                 self.rounds.failed(state, version, why, kept=message.kept)
             case wire.WatchLoaded():
-                self._answer_watches()
-                self._watch(member, message)
+                self.watches.answer()
+                self.watches.watch(member, message)
             case wire.OperationPost():
                 step, untagged = (-1, 1) if message.step is None else (message.step, 0)
                 self.marks.note(member.group, member.replica, step=step, operations=untagged)

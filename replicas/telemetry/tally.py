@@ -1,9 +1,10 @@
 """The counters of a run, as a fold of its events. Pure.
 
 Metrics, ``status`` and the state file all show the numbers of one :class:`Tally`;
-nothing else counts. The events suffice to rebuild it: apply :meth:`Tally.count` to
-each, in order, from the last :class:`~replicas.telemetry.events.RunStarted` that was
-not a resumption, which resets all counters.
+nothing else counts. (A coordinator without a supervisor has one of its own.) The events
+suffice to rebuild it: apply :meth:`Tally.count` to each, in order, from the last
+:class:`~replicas.telemetry.events.RunStarted` that was not a resumption, which resets
+all counters.
 """
 
 from __future__ import annotations
@@ -194,12 +195,13 @@ class Tally(msgspec.Struct):
         return replace(
             status,
             groups=tuple(groups),
-            channels=tuple(map(self._channel, status.channels)),
+            channels=tuple(map(self.channel, status.channels)),
             sidecar_replacements=dict(self.sidecars),
             refused=dict.fromkeys(status.refused, 0) | self.refused,
         )
 
-    def _channel(self, status: ChannelStatus) -> ChannelStatus:
+    def channel(self, status: ChannelStatus) -> ChannelStatus:
+        """The status of a channel with these counters."""
         name, operations = status.name, Counter[str]()
         for counts in self.operations.get(name, {}).values():
             operations.update(counts)

@@ -743,7 +743,7 @@ class World:
             if heartbeats:
                 for member, sim in self.members.items():
                     if sim not in frozen:
-                        self.state.seen(member, self.now)
+                        self.state.roster.heard(member, self.now)
                         sim.tell_pace()
             self.run(frozen)
             self.state.tick(self.now)

@@ -8,10 +8,11 @@ from typing import Any
 
 from replicas.common.child import CHILD
 from replicas.common.table import Table
-from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, ROUND, SLOT, TRANSFER
+from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, PUBLISH_JOB, ROUND, SLOT, TRANSFER
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
 from replicas.core.lives.nodes import DUTY, NODE
+from replicas.core.lives.tenancy import TENANCY
 from replicas.supervisor.shim.phases import PHASES
 
 __all__ = ["PAGE", "TABLES", "with_tables"]
@@ -24,10 +25,12 @@ TABLES: tuple[Table[Any, Any], ...] = (
     GENERATION,
     NODE,
     DUTY,
+    TENANCY,
     PHASES,
     CHILD,
     MEMBER,
     PUBLISH,
+    PUBLISH_JOB,
     TRANSFER,
     OPERATION,
     LANE,

@@ -23,5 +23,5 @@ def check_roster(roster: Roster) -> None:
         same = [one for one in known if one.member.replica_name == member.replica_name]
         assert roster.replica(member.group, member.replica) == same
     for version in {version for state in states for version in state.held} | {0}:
-        assert set(roster.holders(version)) == {state for state in states if version in state.held}
-        assert roster.lacking(version) == [state for state in carriers if version not in state.held]
+        assert set(roster.holders.of(version)) == {state for state in states if version in state.held}
+        assert roster.holders.lacking(version) == [state for state in carriers if version not in state.held]

@@ -34,6 +34,7 @@ the next publish or at close, so that fire-and-forget loses no failure.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import sys
 import threading
@@ -236,7 +237,7 @@ class Pending(Generic[T]):
         error = self._error
         try:
             if error is not None:
-                raise error.with_traceback(None)
+                raise afresh(error)
             return cast("T", self._value)
         finally:  # last: if an interrupt cuts in before, the failure is told again
             self._told = True
@@ -331,6 +332,20 @@ class Promise(Pending[T]):
     def untold_error(self) -> BaseException | None:
         """The failure if no caller has been told of it."""
         return None if self._told or not self.done() else self._error
+
+
+def afresh(error: BaseException) -> BaseException:
+    """A copy of an error that is kept, to raise it.
+
+    An error that is raised refers to the frames that it passes. If a kept one did, all
+    that its callers held would live as long: tensors, or the lease of a publish.
+    """
+    try:
+        made = copy.copy(error)
+    except Exception:  # noqa: BLE001  # an error of the user's, which cannot be copied
+        return error.with_traceback(None)
+    made.__cause__, made.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return made
 
 
 def _in_task_of(trio: Any) -> bool:

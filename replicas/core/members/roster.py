@@ -13,7 +13,7 @@ ranks of the peers, those of one life become live together. A generation that a
 supervisor has started ends the one before: ranks of that which are still members, as
 their machine could not tell of their end, are lost (:meth:`Roster.outlived`).
 
-An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on
+An identity that was lost :data:`FLAPS` times within a minute is on
 *probation* when it comes back: it is served and admitted only after a delay, twice as
 long each time, so that a program that dies right after each start does not interrupt
 the others each time.
@@ -33,7 +33,6 @@ targets that lack a version. A member's held versions change in many places, so
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -46,15 +45,14 @@ from replicas.common.backoff import Backoff
 from replicas.config.structs import ChannelConfig
 from replicas.core.base.membership import MEMBER
 from replicas.core.members.heartbeats import Heartbeats
+from replicas.core.members.history import History
+from replicas.core.members.holders import Holders
 from replicas.core.members.member_state import Held, Life, MemberState
 from replicas.core.members.preflight import carries_bytes, check_identity, check_join, kind, settings_of
 from replicas.messages import ChannelSettings, Hello
 from replicas.messages.identity import Member
 
 FLAPS = 3
-FLAP_WINDOW_S = 60.0
-ISOLATION_WINDOW_S = 600.0
-"""For this long, a quarantine makes the next one of the same identity longer."""
 CUT_S = 1.5
 """A member whose connection breaks reconnects at once, well within this time."""
 PROBATION = Backoff(1.0, 30.0)
@@ -93,23 +91,11 @@ class Roster:
         self._replicas: dict[tuple[str, int], dict[Member, MemberState]] = {}
         self._lives: dict[tuple[str, int], Life] = {}
         self._alike: dict[object, dict[Member, MemberState]] = {}
-        self._carriers: dict[Member, MemberState] = {}
-        """Targets that carry bytes."""
-        self._holders: dict[int, dict[Member, MemberState]] = {}
-        self._holding_carriers: Counter[int] = Counter()
+        self.holders = Holders()
         self._cached: tuple[int, tuple[MemberState, ...], tuple[MemberState, ...]] = (-1, (), ())
         """An epoch with its live members, and the targets of them that carry bytes."""
         self._heartbeats = Heartbeats()
-        self.seen: set[str] = set()
-        """Names of every identity that ever joined."""
-        self.left: dict[str, tuple[int, float]] = {}
-        """Generation and time of orderly leaves, by name, until the next join."""
-        self.unloaded: dict[str, str] = {}
-        """Why replicas failed to load since the last receipt, by name."""
-        self._losses: dict[str, deque[float]] = {}
-        self._isolations: dict[str, deque[float]] = {}
-        self._isolated: dict[str, str] = {}
-        """Why identities were quarantined that are gone and not tried again yet."""
+        self.history = History()
 
     def __iter__(self) -> Iterator[MemberState]:
         return iter(self._members.values())
@@ -168,9 +154,9 @@ class Roster:
         state.places = {held.version: held.place for held in hello.held if held.place is not None}
         state.loaded = hello.loaded
         state.resumed = not state.from_before
-        recent = [at for at in self._losses.get(member.name, ()) if now - at <= FLAP_WINDOW_S]
-        if len(recent) >= FLAPS:
-            state.not_before = now + PROBATION.after(len(recent) - FLAPS)
+        losses = self.history.losses(member.name, now)
+        if losses >= FLAPS:
+            state.not_before = now + PROBATION.after(losses - FLAPS)
         return state, older
 
     def outlived(self, hello: Hello) -> list[MemberState]:
@@ -206,12 +192,8 @@ class Roster:
             self._by_name[member.name] = self.apart[member] = state
             self._enter(state)
             self._alike.setdefault(kind(state.hello, self.config), {})[member] = state
-            self.left.pop(member.name, None)
-            self.seen.add(member.name)
-        if state.is_target and state.carries:
-            self._carriers[member] = state
-        for version in state.held:
-            self._note(state, version, held=True)
+            self.history.note_join(member.name)
+        self.holders.insert(state)
         state.held.on_change = partial(self._held_changed, state)
 
     def _enter(self, state: MemberState) -> None:
@@ -229,9 +211,7 @@ class Roster:
         if state is None:
             return None
         state.held.on_change = None
-        for version in state.held:
-            self._note(state, version, held=False)
-        self._carriers.pop(member, None)
+        self.holders.remove(state)
         self.apart.pop(member, None)
         if not state.observes:
             if self._by_name.get(member.name) is state:
@@ -243,24 +223,13 @@ class Roster:
         if state.live:
             self.epoch += 1
         if state.standing == "quarantined" and state.is_peer:
-            self._isolated[member.name] = state.note
+            self.history.note_isolated(member.name, state.note)
         state.step("lost")
         return state
 
     def _held_changed(self, state: MemberState, version: int, held: bool) -> None:
-        self._note(state, version, held=held)
+        self.holders.note(state, version, held=held)
         self.on_held(state)
-
-    def _note(self, state: MemberState, version: int, *, held: bool) -> None:
-        carries = state.member in self._carriers
-        if held:
-            self._holders.setdefault(version, {})[state.member] = state
-            self._holding_carriers[version] += carries
-            return
-        _discard(self._holders, version, state.member)
-        self._holding_carriers[version] -= carries
-        if version not in self._holders:
-            del self._holding_carriers[version]
 
     # ------------------------------------------------------------ lookups
 
@@ -280,24 +249,6 @@ class Roster:
         """Return the incarnations of each replica of ``group`` that has members."""
         replicas = ((index, members) for (name, index), members in self._replicas.items() if name == group)
         return {index: {member.incarnation for member in members} for index, members in replicas}
-
-    def forget_left(self, group: str, replica: int) -> None:
-        """Forget which ranks of the replica left in good order: they are expected."""
-        for name in [name for name in self.left if name.startswith(f"{group}/{replica}/")]:
-            del self.left[name]
-
-    def holders(self, version: int) -> list[MemberState]:
-        """Return members that hold the whole of ``version``, in no order."""
-        return list(self._holders.get(version, {}).values())
-
-    def lacking(self, version: int) -> list[MemberState]:
-        """Return targets that carry bytes, live or not, and lack ``version``.
-
-        It costs nothing when there are none.
-        """
-        if self._holding_carriers[version] == len(self._carriers):
-            return []
-        return [state for state in self._carriers.values() if version not in state.held]
 
     def others(self, hello: Hello) -> list[Hello]:
         """Return one Hello of each kind of members, to compare with.
@@ -391,33 +342,33 @@ class Roster:
         state.step("released")
         state.not_before = 0.0
 
-    # ------------------------------------------------------------ identities over time
+    # ------------------------------------------------------------ signs of life
 
-    def note_loss(self, name: str, now: float) -> None:
-        """Note a loss of the identity that was no orderly leave."""
-        self._losses.setdefault(name, deque(maxlen=16)).append(now)
+    def heard(self, member: Member, now: float) -> None:
+        """Note a sign of life."""
+        if (state := self.get(member)) is not None:
+            state.last_seen = max(state.last_seen, now)
 
-    def note_isolation(self, name: str, now: float) -> int:
-        """Count a quarantine of the identity; return the count of recent ones."""
-        times = self._isolations.setdefault(name, deque(maxlen=16))
-        times.append(now)
-        return len(times)
+    def measured(self, member: Member, rtt_s: float) -> None:
+        """Note the member's recent round-trip time in seconds; 0: unknown."""
+        if rtt_s and (state := self.get(member)) is not None:
+            state.rtt_s = rtt_s
 
-    def was_isolated(self, name: str) -> str:
-        """Return, once, why the identity was quarantined when it was last lost."""
-        return self._isolated.pop(name, "")
+    def connected(self, member: Member, now: float) -> None:
+        """The member has reconnected."""
+        if (state := self.get(member)) is not None:
+            state.cut_at = 0.0
+            self.heard(member, now)
+
+    def disconnected(self, member: Member, now: float) -> None:
+        """The member's connection ended: unless it reconnects soon, it is suspect."""
+        if (state := self.get(member)) is not None:
+            state.cut_at = now
 
     def keep_time(self, now: float) -> None:
         """Forget old losses and quarantines, and update the heartbeat patience."""
-        for known, window_s in ((self._losses, FLAP_WINDOW_S), (self._isolations, ISOLATION_WINDOW_S)):
-            for name, times in list(known.items()):
-                while times and now - times[0] > window_s:
-                    times.popleft()
-                if not times:
-                    del known[name]
+        self.history.forget_old(now)
         self._heartbeats.tick(self.heartbeat_interval_s, now)
-
-    # ------------------------------------------------------------ signs of life
 
     @property
     def shortest_lease_s(self) -> float:
@@ -426,11 +377,6 @@ class Roster:
     @property
     def heartbeat_interval_s(self) -> float:
         return self._heartbeats.interval_s(len(self._members), self.shortest_lease_s)
-
-    def take_unloaded(self) -> dict[str, str]:
-        """Why replicas failed to load since the last call, by name."""
-        found, self.unloaded = self.unloaded, {}
-        return found
 
     def welcome_settings(self, state: MemberState) -> ChannelSettings:
         """Return the settings for a Welcome, with the current heartbeat interval."""

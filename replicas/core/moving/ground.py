@@ -28,7 +28,6 @@ class Ground:
 
     :ivar out: the effects of the current event, in order.
     :ivar ids: unique numbers for attempts.
-    :ivar retries: number of repeated attempts by reason.
     :ivar quarantine: excludes a member from joint work.
     :ivar others_wait: whether a publish or an admission waits for the current publish
         to end.
@@ -45,7 +44,6 @@ class Ground:
     quarantine: Callable[[Member, str, float], None]
     others_wait: Callable[[float], bool]
     marks: HighWaterMarks = field(default_factory=HighWaterMarks)
-    retries: dict[str, int] = field(default_factory=dict)
     ids: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
@@ -59,6 +57,5 @@ class Ground:
         self.out.append(event)
 
     def retried(self, reason: str) -> None:
-        """Count another attempt of a transfer or an operation."""
-        self.retries[reason] = self.retries.get(reason, 0) + 1
+        """Report another attempt of a transfer or an operation."""
         self.emit(Retried(self.config.name, reason))

@@ -125,8 +125,6 @@ class Lanes:
         self._count = 0
         self._lanes: dict[str, Lane] = {}
         self._kept: Lane | None = None
-        self.replaced: dict[str, int] = {}
-        """Sidecars killed because their lane failed, by reason."""
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -267,7 +265,6 @@ class Lanes:
         self._out.extend(Send(member, LaneDrop(lane.name)) for member in here)
         self._out.append(SweepStore(lane.prefix))
         if reason and here:
-            self.replaced[reason] = self.replaced.get(reason, 0) + len(here)
             self._out.append(SidecarReplaced(self.roster.config.name, reason, len(here)))
 
     # ------------------------------------------------------------ between two transfers

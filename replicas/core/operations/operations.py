@@ -78,7 +78,6 @@ class Operations:
         self._running: dict[int, Operation] = {}
         self._vanished: dict[Member, str] = {}
         self.faults = Faults(ground.roster)
-        self.totals: dict[str, int] = {}
 
     @property
     def running(self) -> tuple[Operation, ...]:
@@ -295,7 +294,6 @@ class Operations:
         for post in operation.posts:
             self.reply(post, error, receipt)
         outcome = "ok" if error is None else type(error).__name__
-        self.totals[outcome] = self.totals.get(outcome, 0) + 1
         self._ground.emit(OperationEnded(self._roster.config.name, operation.kind, outcome, seconds))
         if not self._running:
             self._vanished.clear()

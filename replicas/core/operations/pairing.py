@@ -99,7 +99,7 @@ class Pairing:
             ranks = {"leader": [0], "each": [domain], "all": range(shape.world_size)}[self._ranks]
             ranks = [rank for rank in ranks if rank < shape.world_size]
             names += [f"{party.group}/{replica}/{rank}" for replica in range(shape.replicas) for rank in ranks]
-        return [name for name in names if name not in self._roster.seen]
+        return [name for name in names if name not in self._roster.history.joined]
 
     def expect_nobody(self) -> None:
         """Stop waiting for first joins: under another coordinator there was time."""
@@ -178,7 +178,7 @@ class Pairing:
             return errors.UsageError(f"{kind}: {root} is this member itself")
         if not any(root.startswith(f"{party.group}/") for party in self._roster.config.peers):
             return errors.UsageError(f"{kind}: {root!r} names no peer of this channel")
-        if root in self._roster.seen and self._roster.holder_of(root) is None:
+        if root in self._roster.history.joined and self._roster.holder_of(root) is None:
             hint = "it can be reached when it has joined again"
             return errors.PeersLost(f"{root} is lost", phase="wait", members=[root], hint=hint)
         return None
@@ -309,7 +309,7 @@ class Pairing:
         if not message.root or root >= 0 or any(post.message.root != message.root for post in heads):
             return None
         name = message.root
-        known = name in self._roster.seen
+        known = name in self._roster.history.joined
         kind: type[errors.ReplicasError] = errors.PeersLost if known else errors.UsageError
         return kind(
             f"{message.kind}: {message.root} is not a live member of this channel",

@@ -79,7 +79,7 @@ class CatchUp:
         hosts: set[int] = set()
         if main is not None:  # nothing else is sent to the hosts that a newer version serves
             busy = main.attempt.concerned | main.needers if main.payload is payload else busy
-            hosts = self._hosts(main.needers | main.verified) - {s.host for s in ground.roster.holders(version)}
+            hosts = self._hosts(main.needers | main.verified) - {s.host for s in ground.roster.holders.of(version)}
         waiting = [s for s in self._lacking(version, now) if s.member not in busy and s.host not in hosts]
         alone = [state for state in waiting if state.standing == "quarantined"]
         needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
@@ -133,7 +133,7 @@ class CatchUp:
     def _lacking(self, version: int, now: float) -> list[MemberState]:
         """Return the targets that lack it and are to be served now."""
         roster = self._ground.roster
-        due = [s for s in roster.lacking(version) if s.slow == self._slow and now >= s.retry_at]
+        due = [s for s in roster.holders.lacking(version) if s.slow == self._slow and now >= s.retry_at]
         due = [s for s in due if s.standing == "quarantined" or s.slow or now >= s.not_before]
         return [state for state in due if roster.available(state, now)]
 

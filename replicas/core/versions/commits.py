@@ -327,7 +327,7 @@ class Commits:
             version=publish.version,
             staging=self._ground.config.staging,
             digest=self.decided,
-            not_loaded=texts_of(self._roster.take_unloaded()),
+            not_loaded=texts_of(self._roster.history.take_unloaded()),
         )
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
@@ -358,7 +358,7 @@ class Commits:
 
     def _held_by_any(self, version: int) -> bool:
         roster = self._roster
-        return bool(roster.holders(version)) or any(version in state.parts for state in roster)
+        return bool(roster.holders.of(version)) or any(version in state.parts for state in roster)
 
     def _holders(self, version: int) -> set[Member]:
         return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}

@@ -62,26 +62,17 @@ class Told:
 
     :ivar latest: number of the newest recorded commit.
     :ivar digest: its digest; empty: unknown at the commit.
-    :ivar syncs: ended publishes by outcome.
-    :ivar nbytes: bytes that they moved.
-    :ivar last: the last of them.
+    :ivar last: the publish that ended last.
     """
 
     def __init__(self, latest: int, digest: str) -> None:
         self.latest = latest
         self.digest = digest
-        self.syncs: dict[str, int] = {}
-        self.nbytes = 0
         self.last: SyncRecord | None = None
 
     def recorded(self, decision: CommitDecision) -> None:
         if decision.kind == "commit":
             self.latest, self.digest = decision.version, decision.digest
-
-    def ended(self, record: SyncRecord) -> None:
-        self.last = record
-        self.syncs[record.outcome] = self.syncs.get(record.outcome, 0) + 1
-        self.nbytes += record.moved_nbytes
 
 
 class Recovery:
@@ -220,7 +211,7 @@ class Recovery:
             publishes.numbered = max(publishes.numbered, version)
             self._commits.learn(version, digests.pop())
             return
-        for state in self._roster.holders(version):
+        for state in self._roster.holders.of(version):
             state.forget(version)
             self._ground.send(state.member, wire.Discard(version))
 
@@ -235,7 +226,7 @@ class Recovery:
             if self._answer is not None:
                 self._read(self._described, self._answer, now)
             return
-        holder = min((state.member for state in self._roster.holders(version)), default=None)
+        holder = min((state.member for state in self._roster.holders.of(version)), default=None)
         self._described, self._answer = holder, None
         if holder is not None:
             self._ground.send(holder, wire.Describe(version))

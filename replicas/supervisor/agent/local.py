@@ -24,7 +24,7 @@ from replicas import errors
 from replicas.common import own_code
 from replicas.linux import inherited
 from replicas.linux.sockets import reachable
-from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.orphans import remove_socket
 from replicas.supervisor.agent.shims import Shims
@@ -34,7 +34,7 @@ CONNECTING: dict[str, Any] = {"open_timeout": 5.0, "max_size": 8 << 20}
 """How any agent connects: beats are its pings."""
 
 
-async def dial_run(path: Path) -> tuple[Link, str]:
+async def dial_run(path: Path) -> tuple[SupervisorLink, str]:
     """Connect to the supervisor at the run's Unix socket."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -62,7 +62,6 @@ async def _run(options: argparse.Namespace) -> int:
         lambda: dial_run(options.socket),
         make,
         options.state_dir,
-        local=True,
         limits_refused=containment.refused,
         wanted=wanted,
     )

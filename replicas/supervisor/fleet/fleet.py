@@ -386,13 +386,12 @@ class Fleet:
         if self.draining:
             raise errors.UsageError("the run is being drained")
 
-    async def scale(self, name: str, replicas: int, *, reason: DrainReason = "scaled") -> None:
+    async def scale(self, group: Group, replicas: int, *, reason: DrainReason = "scaled") -> None:
         """Start more without waiting, or drain the highest, even if cancelled.
 
         Of an external group only the expected number changes, for others to see.
         """
-        group = self.group(name)
-        before, configured = group.size, group.configured
+        name, before, configured = group.config.name, group.size, group.configured
         group.size, group.configured = replicas, group.config.replicas
         try:
             self.save(order=True)

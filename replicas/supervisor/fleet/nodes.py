@@ -17,13 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import anyio
+from msgspec.structs import replace
 
+import replicas
 from replicas import errors
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
@@ -34,8 +38,9 @@ from replicas.core.lives.leases import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
+from replicas.status import NodeStatus
 from replicas.supervisor.agent.checks import Demand, Finding
-from replicas.supervisor.fleet import node_checks
+from replicas.supervisor.agent.messages import Examine, Examined
 from replicas.supervisor.fleet.agent_route import agent_route
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.fleet.context import FleetContext
@@ -47,6 +52,10 @@ from replicas.supervisor.fleet.plans import may_grow
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import ShimRecord, machine
 from replicas.supervisor.wire.orders import ExitReport
+
+ANSWER_S = 40.0
+"""A driver that hangs takes 25 s of it."""
+_numbers = itertools.count(1)
 
 
 def lease_of(config: Config) -> float:
@@ -300,7 +309,7 @@ class Nodes:
         if node is not None:
             self._refuse_unknown(node)
         nodes = sorted(self.cluster.names()) if node is None else [node]
-        return await node_checks.examine(self.cluster, {one: self._demand(one) for one in nodes})
+        return await examine(self.cluster, {one: self._demand(one) for one in nodes})
 
     def _demand(self, node: str) -> Demand:
         groups, resources = self._context.config.groups, self._context.resources
@@ -351,3 +360,27 @@ class Nodes:
                 self._draining.discard(node)
 
         self._context.spawn(drain)
+
+
+async def examine(cluster: Cluster, demands: Mapping[str, Demand]) -> tuple[Finding, ...]:
+    """The findings of these nodes, by what the run asks of each."""
+    known = {node.name: node for node in cluster.status()}
+    found = await asyncio.gather(*(_examine(cluster, known[name], demand) for name, demand in demands.items()))
+    return tuple(replace(one, node=name) for name, each in zip(demands, found, strict=True) for one in each)
+
+
+async def _examine(cluster: Cluster, node: NodeStatus, demand: Demand) -> tuple[Finding, ...]:
+    if node.state in ("away", "lost"):
+        text = f"{node.state}: nothing is heard of its agent for {node.heard_age_s:.0f} s"
+        remedy = f"look at its machine, or forget it with: replicas drain --node {node.name}"
+        return (Finding("node", "problem", text, remedy),)
+    order = Examine(number=next(_numbers), demand=demand, supervisor=os.getpid() if node.local else 0)
+    try:
+        answer = await cluster.ask(node.name, order, Examined, ANSWER_S)
+    except TimeoutError:
+        text = f"its agent does not answer within {ANSWER_S:.0f} s"
+        return (Finding("node", "problem", text, "see what the agent says, and that it is of this release"),)
+    release = f"release {node.release}"
+    if node.release == replicas.__version__:
+        return (Finding("node", "ok", f"{node.state}, {release}"), *answer.findings)
+    return (Finding("node", "note", f"{release}, and the supervisor's is {replicas.__version__}"), *answer.findings)

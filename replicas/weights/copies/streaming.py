@@ -118,6 +118,22 @@ def copy_runs(
         raise Moved
 
 
+def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Stride and number of each axis that tells elements apart, by rising stride."""
+    return sorted((stride, axis) for axis, stride in enumerate(tensor.stride()) if stride and tensor.shape[axis] > 1)
+
+
+def gaps(tensor: torch.Tensor) -> list[int]:
+    """Axes along which the elements are several runs of bytes: gaps, or overlaps."""
+    found: list[int] = []
+    behind = 1
+    for stride, axis in _axes(tensor):
+        if found or stride != behind:
+            found.append(axis)
+        behind = stride * tensor.shape[axis]
+    return found
+
+
 class Private:
     """Private memory with the elements of tensors; without C code they themselves.
 
@@ -176,17 +192,11 @@ class _Runs:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        axes = sorted(
-            (stride, axis) for axis, stride in enumerate(tensor.stride()) if stride and tensor.shape[axis] > 1
-        )
         self.strides = [0] * tensor.ndim
-        offsets, count, behind = np.zeros(1, dtype=np.uintp), 1, 1
-        for stride, axis in axes:
+        offsets, count, apart = np.zeros(1, dtype=np.uintp), 1, gaps(tensor)
+        for stride, axis in _axes(tensor):
             self.strides[axis], extent = count, tensor.shape[axis]
-            if stride == behind:
-                behind = stride * extent
-            else:
-                behind = 0  # a gap, or an overlap
+            if axis in apart:
                 steps = np.arange(extent, dtype=np.uintp) * np.uintp(stride * tensor.itemsize)
                 offsets = (steps[:, None] + offsets).ravel()
             count *= extent

@@ -44,7 +44,6 @@ def census(*channels: Channel) -> dict[str, int]:
             "publishing": known.publishing,
             "doubtful": known.doubtful,
             "jobs": channel._publisher._jobs,
-            "unsettled": channel._publisher._unsettled,
             "transfers": channel._transfers._transfers,
             "manifests": channel._manifests._fetches,
             "lanes": channel._lanes._lanes,

@@ -130,7 +130,7 @@ async def test_one_that_is_being_packed_goes_on(source: World) -> None:
     go_on.set()
     await source.session.next(wire.Packed)
     await task
-    assert job.packed
+    assert job.filled
 
 
 async def test_another_number_for_a_publish_that_had_one_is_a_bug(source: World) -> None:

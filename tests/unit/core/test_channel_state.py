@@ -12,8 +12,8 @@ from replicas import messages as wire
 from replicas.config.structs import ChannelRole
 from replicas.core.base.effects import LoadFailed, MemberLost, ReplicaLoaded, Retried
 from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
-from replicas.core.channel import WHOLE_VIEW
 from replicas.core.members.roster import GroupShape
+from replicas.core.members.views import WHOLE_VIEW
 from replicas.messages.bounds import REASON_LENGTH, REASONS_MAX, TEXT_LENGTH
 from tests.support.channel_world import SimMember, World, channel_config
 
@@ -739,9 +739,9 @@ def test_a_member_has_one_watch_and_it_goes_with_it() -> None:
     assert [(m.watch, m.version) for m in trainer.seen if isinstance(m, wire.WatchEnd)] == [(1000, 1)]
     trainer.outbox.append(wire.WatchLoaded(1001, 2))
     world.run()
-    assert len(world.state._watches) == 1
+    assert len(world.state.watches) == 1
     world.lose(trainer)
-    assert not world.state._watches
+    assert not world.state.watches
 
 
 def test_what_was_loaded_by_all_stays_loaded_when_they_have_left() -> None:
@@ -792,7 +792,7 @@ def test_an_observer_takes_nobodys_place_and_its_world_is_not_asked_about() -> N
     ]
     world.run()
     assert all(one.member in world.state.roster for one in (ranks[0], *observers))
-    assert "rollout/0/1" in world.state.roster.left, "that rank has left, whoever looks on"
+    assert "rollout/0/1" in world.state.roster.history.left, "that rank has left, whoever looks on"
     with pytest.raises(errors.UsageError, match="replica must be 0 or more"):
         world.join("rollout/-1/0", observe=True)
 
@@ -851,8 +851,8 @@ def test_nothing_follows_from_what_is_said_of_a_member_that_is_gone() -> None:
     world.run()
     state, seen = world.state, len(trainer.seen)
     state.receive(target.member, wire.ReceiveAsk(1, 0, 0), world.now)
-    state.disconnected(target.member, world.now)
-    state.connected(target.member, world.now)
+    state.roster.disconnected(target.member, world.now)
+    state.roster.connected(target.member, world.now)
     state.lose(target.member, "lease", world.now)
     world._collect()
     world.run()
@@ -1002,7 +1002,7 @@ def test_a_holder_that_cannot_give_the_version_any_more_gives_way_to_another_one
     world.advance(10.0)
     assert late.held == {1}
     assert sum(version == 1 for version in holder.received) == 2
-    assert {state.member for state in world.state.roster.holders(1)} == {trainer.member, holder.member, late.member}
+    assert {state.member for state in world.state.roster.holders.of(1)} == {trainer.member, holder.member, late.member}
 
 
 def test_only_those_who_were_not_heard_are_pardoned_for_the_silence() -> None:

@@ -74,7 +74,9 @@ def test_virtual_targets_load_each_version(run: FakeRun) -> None:
         assert trainer.loaded(step, deadline=20).wait() == step
         assert target.weights["weight"].tolist() == [float(step)] * 3
     assert target.versions == [1, 2]
-    assert run.status().committed_version == 2
+    status = run.status()
+    assert (status.committed_version, status.syncs, status.version_nbytes) == (2, {"committed": 2}, 12)
+    assert status.committed_at is not None
 
 
 def test_a_load_that_fails_is_reported(run: FakeRun) -> None:

@@ -94,7 +94,9 @@ def running(coordinator: Coordinator) -> tuple[Operation, ...]:
 
 async def under_way(coordinator: Coordinator) -> Operation:
     """The operation that runs, as soon as its members have been told to go."""
-    await wait_until(lambda: any(operation.state == "running" for operation in running(coordinator)), "an operation runs")
+    await wait_until(
+        lambda: any(operation.state == "running" for operation in running(coordinator)), "an operation runs"
+    )
     return next(operation for operation in running(coordinator) if operation.state == "running")
 
 

@@ -68,7 +68,7 @@ def test_indices_follow_whatever_happens() -> None:
     states[0].held[3] = "digest"
     states[1].held[3] = "digest"
     check_roster(roster)
-    assert roster.lacking(3) == states[2:]
+    assert roster.holders.lacking(3) == states[2:]
     roster.leave_behind(states[2], "late", missed=3)
     roster.isolate(states[3], "mad", 50.0)
     check_roster(roster)
@@ -79,7 +79,7 @@ def test_indices_follow_whatever_happens() -> None:
     assert roster.admit(1.0)
     states[3].step("released")
     check_roster(roster)
-    assert roster.holders(4) == []
+    assert roster.holders.of(4) == []
 
 
 def test_a_newcomer_is_compared_with_one_of_each_kind() -> None:

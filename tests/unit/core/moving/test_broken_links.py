@@ -85,7 +85,7 @@ def live(world: World) -> list[str]:
 
 
 def failures(world: World) -> int:
-    return world.state.ground.retries.get("failed", 0)
+    return world.tally.retries.get("outer", {}).get("failed", 0)
 
 
 def probes(sim: SimMember) -> int:
@@ -118,7 +118,7 @@ def test_bytes_that_move_slowly_are_waited_for() -> None:
         sim.outbox.append(wire.OperationDone(sim.goes[-1].operation, 30.0))
     world.run()
     assert [verdict(sim, 2) for sim in sims] == ["ok"] * 3
-    assert not world.state.ground.retries
+    assert not world.tally.retries
 
 
 def test_a_standstill_that_is_nobodys_fault_ends_with_an_error_that_says_so() -> None:

@@ -108,7 +108,7 @@ def test_one_whose_connection_has_ended_is_waited_for_a_moment_only() -> None:
     world, trainer, (gone, _) = world_of(2)
     assert seconds_to_the_receipt(world, trainer) == (0.5, ())
     number = publish(world, trainer)
-    world.state.disconnected(gone.member, world.now)
+    world.state.roster.disconnected(gone.member, world.now)
     began = world.now
     while number not in trainer.verdicts:
         world.advance(0.5, frozen=(gone,))
@@ -116,7 +116,7 @@ def test_one_whose_connection_has_ended_is_waited_for_a_moment_only() -> None:
     assert receipt is not None
     assert receipt.lost == ("rollout/0/0",)
     assert world.now - began <= 2.0
-    world.state.connected(gone.member, world.now)
+    world.state.roster.connected(gone.member, world.now)
     world.advance(2.0)
     assert 2 in gone.held
     assert seconds_to_the_receipt(world, trainer) == (0.5, ())
@@ -125,9 +125,9 @@ def test_one_whose_connection_has_ended_is_waited_for_a_moment_only() -> None:
 def test_one_that_has_a_new_connection_at_once_is_not_left_out() -> None:
     world, trainer, (brief, _) = world_of(2)
     number = publish(world, trainer)
-    world.state.disconnected(brief.member, world.now)
+    world.state.roster.disconnected(brief.member, world.now)
     world.advance(1.0, frozen=(brief,))
-    world.state.connected(brief.member, world.now)
+    world.state.roster.connected(brief.member, world.now)
     world.advance(0.5)
     receipt = trainer.verdicts[number].receipt
     assert receipt is not None

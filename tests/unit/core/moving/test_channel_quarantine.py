@@ -310,7 +310,7 @@ def test_a_lane_that_fails_without_a_word_of_one_of_its_members_is_that_ones_fau
     [lane] = [message.lane for message in near.seen if isinstance(message, wire.LaneForm)]
     world.now += 15.0
     for sim in (trainer, near):
-        world.state.seen(sim.member, world.now)
+        world.state.roster.heard(sim.member, world.now)
     near.outbox.append(wire.LaneFailed(lane, wire.WireError("SyncError", "connection reset")))
     world.run(frozen=(far,))
     receipt = trainer.verdicts[number].receipt

@@ -104,7 +104,7 @@ def test_the_far_hold_up_nobody_by_forming_process_groups(rtt_s: float) -> None:
     world, trainer, _, far = three_hosts()
     other = world.join("rollout/2/0", machine="c", address=FAR)
     world.advance(1.0)
-    world.state.measured(other.member, rtt_s)
+    world.state.roster.measured(other.member, rtt_s)
     took, end = publish(world, trainer)
     assert took <= 1.0
     if rtt_s < 0.5:
@@ -127,14 +127,14 @@ def test_those_who_map_it_are_not_far() -> None:
     beside = world.join("rollout/2/0", machine="a", address=TRAINER)
     world.advance(1.0)
     for sim in (trainer, beside):
-        world.state.measured(sim.member, 0.6)
+        world.state.roster.measured(sim.member, 0.6)
     assert members(publish(world, trainer)[1]) == ["rollout/0/0", "rollout/1/0", "rollout/2/0"]
 
 
 def test_where_all_are_far_all_are_waited_for() -> None:
     world, trainer, near, far = three_hosts()
     for sim in (near, far):
-        world.state.measured(sim.member, 0.6)
+        world.state.roster.measured(sim.member, 0.6)
     _, end = publish(world, trainer)
     assert members(end) == ["rollout/0/0", "rollout/1/0"]
 
@@ -195,7 +195,7 @@ def test_who_must_not_be_dropped_is_waited_for() -> None:
 def test_those_without_whom_it_cannot_be_committed_are_waited_for(far_away: bool) -> None:
     world, trainer, _, far = three_hosts(min_targets=2)
     if far_away:
-        world.state.measured(far.member, 0.6)
+        world.state.roster.measured(far.member, 0.6)
     else:
         slow_host(world, FAR, 12.0)
     _, end = publish(world, trainer, deadline_s=30.0)

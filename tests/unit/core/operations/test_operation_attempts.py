@@ -340,7 +340,7 @@ def test_a_failure_is_tried_again_once_in_a_new_lane() -> None:
     assert [verdict(sim, 1) for sim in sims] == ["ok", "ok"]
     assert [go.attempt for go in sims[0].goes] == [1, 2]
     assert receipt(sims[0], 1).lost == ()
-    assert world.state.ground.retries == {"failed": 1}
+    assert world.tally.retries == {"outer": {"failed": 1}}
 
 
 def test_a_second_failure_ends_it_for_all_unless_somebody_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +435,7 @@ def test_a_failure_at_the_end_of_the_deadline_says_so() -> None:
     started(world, sims, stuck=[sims[1]], deadline_s=5.0)
     world.now += 4.9
     for sim in sims:
-        world.state.seen(sim.member, world.now)
+        world.state.roster.heard(sim.member, world.now)
     sims[1].outbox.append(wire.OperationFailed(sims[1].goes[0].operation, broken_pipe()))
     world.run()
     assert [verdict(sim, 1) for sim in sims] == ["DeadlineExceeded"] * 2
@@ -558,7 +558,7 @@ def test_flapping_peers_leave_nothing_behind() -> None:
             assert verdict(sim, turn + 1) == "ok"
         world.now += 70.0  # beyond the time in which flapping is held against it
         for sim in sims[:2]:
-            world.state.seen(sim.member, world.now)
+            world.state.roster.heard(sim.member, world.now)
         sims[2] = world.join("peer/2/0")
         sims[2].posts = sims[0].posts
         world.advance(0.5)

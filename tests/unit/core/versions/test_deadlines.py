@@ -176,7 +176,7 @@ def test_who_says_that_it_has_a_version_before_it_was_sent_is_not_believed(fault
     for _ in range(1 + (fault == "twice")):
         target.outbox.append(wire.TransferDone(offer.transfer, "digest-1", {}, 0.1, 0.01))
     world.run()
-    assert [state.member for state in world.state.roster.holders(1)] == [trainer.member]
+    assert [state.member for state in world.state.roster.holders.of(1)] == [trainer.member]
     assert number not in trainer.verdicts
 
 

@@ -1,0 +1,58 @@
+"""Which members hold a version, and which targets lack it: indices of a roster.
+
+They are kept up to date at each change, so that a look-up costs no walk over all
+members.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from replicas.core.members.member_state import MemberState
+from replicas.messages.identity import Member
+
+
+class Holders:
+    """The members of one roster by the versions that they hold."""
+
+    def __init__(self) -> None:
+        self._carriers: dict[Member, MemberState] = {}
+        """Targets that carry bytes."""
+        self._of: dict[int, dict[Member, MemberState]] = {}
+        self._carrying: Counter[int] = Counter()
+
+    def insert(self, state: MemberState) -> None:
+        if state.is_target and state.carries:
+            self._carriers[state.member] = state
+        for version in state.held:
+            self.note(state, version, held=True)
+
+    def remove(self, state: MemberState) -> None:
+        for version in state.held:
+            self.note(state, version, held=False)
+        self._carriers.pop(state.member, None)
+
+    def note(self, state: MemberState, version: int, *, held: bool) -> None:
+        """Note that the member holds the version now, or no longer."""
+        carries = state.member in self._carriers
+        if held:
+            self._of.setdefault(version, {})[state.member] = state
+            self._carrying[version] += carries
+            return
+        self._of[version].pop(state.member, None)
+        self._carrying[version] -= carries
+        if not self._of[version]:
+            del self._of[version], self._carrying[version]
+
+    def of(self, version: int) -> list[MemberState]:
+        """Return members that hold the whole of ``version``, in no order."""
+        return list(self._of.get(version, {}).values())
+
+    def lacking(self, version: int) -> list[MemberState]:
+        """Return targets that carry bytes, live or not, and lack ``version``.
+
+        It costs nothing when there are none.
+        """
+        if self._carrying[version] == len(self._carriers):
+            return []
+        return [state for state in self._carriers.values() if version not in state.held]

@@ -1,0 +1,57 @@
+"""Views: each member is told of every new epoch.
+
+Views carry differences: the members that joined and left since the last one. While many
+join in a row, a View waits to collect them: 1,000 joins must not cost a million
+messages.
+"""
+
+from __future__ import annotations
+
+from replicas import messages as wire
+from replicas.core.base.effects import Effect, EpochStarted, Send
+from replicas.core.members.roster import Roster
+from replicas.messages.identity import Member
+
+WHOLE_VIEW = 32
+"""Up to this many members, every View names all of them."""
+VIEWS_PER_S = 5_000
+"""Long-run rate of Views, counted per receiving member; later changes wait."""
+VIEWS_AT_ONCE = 2_000
+
+
+class Views:
+    """What the members of one channel know of its epochs."""
+
+    def __init__(self, roster: Roster, out: list[Effect]) -> None:
+        self._roster, self._out = roster, out
+        self._epoch = roster.epoch
+        self._members: frozenset[Member] = frozenset()
+        self._credit = float(VIEWS_AT_ONCE)
+        self._at = 0.0
+
+    def advance(self, now: float) -> None:
+        """Tell all members of a new epoch, if there is one and it is time."""
+        if self._epoch == self._roster.epoch:
+            return
+        self._credit = min(float(VIEWS_AT_ONCE), self._credit + VIEWS_PER_S * (now - self._at))
+        self._at = now
+        if self._credit > 0:
+            self._credit -= len(self._roster)
+            self._publish(now)
+
+    def _publish(self, now: float) -> None:
+        roster, known = self._roster, self._epoch
+        members = tuple(state.member for state in roster.live)
+        interval_s = roster.tell_interval(now)
+        view = wire.View(roster.epoch, members, heartbeat_interval_s=interval_s)
+        change = view
+        everybody = frozenset(members)
+        if len(members) > WHOLE_VIEW:
+            joined, left = sorted(everybody - self._members), sorted(self._members - everybody)
+            if len(joined) + len(left) < len(members):
+                change = wire.View(roster.epoch, tuple(joined), known, tuple(left), interval_s)
+        self._epoch, self._members = roster.epoch, everybody
+        self._out.append(EpochStarted(roster.config.name, roster.epoch, members))
+        for state in roster:
+            self._out.append(Send(state.member, change if state.view_epoch == known else view))
+            state.view_epoch = roster.epoch

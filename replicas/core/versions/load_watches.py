@@ -1,0 +1,47 @@
+"""Watches: members that wait until all targets have loaded a version."""
+
+from __future__ import annotations
+
+from replicas import messages as wire
+from replicas.core.base.effects import Effect, Send
+from replicas.core.members.roster import Roster
+from replicas.core.versions.rounds import Rounds
+from replicas.messages.bounds import texts_of
+from replicas.messages.identity import Member
+
+
+class LoadWatches:
+    """The watches of one channel; of each member the last one."""
+
+    def __init__(self, roster: Roster, rounds: Rounds, out: list[Effect]) -> None:
+        self._roster, self._rounds, self._out = roster, rounds, out
+        self._watches: dict[Member, wire.WatchLoaded] = {}
+        self._loaded_once = 0
+
+    def __len__(self) -> int:
+        return len(self._watches)
+
+    def lost(self, member: Member) -> None:
+        self._watches.pop(member, None)
+
+    def answer(self) -> None:
+        """Answer watches of versions that all have loaded, even if those have left."""
+        loaded = self._rounds.loaded_by_all()
+        if loaded > self._loaded_once or (self._watches and self._rounds.refusals(1)):
+            self._loaded_once = max(loaded, self._loaded_once)
+            for member, watch in list(self._watches.items()):
+                self.watch(member, watch)
+
+    def watch(self, member: Member, watch: wire.WatchLoaded) -> None:
+        """Answer the watch, or store it in place of this member's earlier one."""
+        refusals: dict[str, str] = {}
+        if watch.version > self._loaded_once:
+            refusals = self._rounds.refusals(watch.version)
+            targets = (state for state in self._roster if state.is_target and state.carries)
+            others = [state for state in targets if state.member.replica_name not in refusals]
+            if not refusals or any(state.loaded < watch.version for state in others):
+                self._watches[member] = watch
+                return
+        self._watches.pop(member, None)
+        version = max(watch.version, self._loaded_once)
+        self._out.append(Send(member, wire.WatchEnd(watch.watch, version, texts_of(refusals))))
