@@ -81,10 +81,10 @@ class WebSocket(asyncio.BufferedProtocol):
     """One connection, from its request on.
 
     :param left: called when it has ended.
+    :ivar headers: those of its request, with names in lower case.
     """
 
     headers: Mapping[str, str]
-    """Those of its request, once that was accepted."""
 
     def __init__(self, transport: asyncio.Transport, left: Callable[[], None]) -> None:
         self._transport = transport
@@ -111,7 +111,8 @@ class WebSocket(asyncio.BufferedProtocol):
         self._conn.receive_data(head)
         request = next(iter(self._conn.events_received()), None)
         if isinstance(request, Request):
-            self.headers = {name.lower(): value for name, value in reversed([*request.headers.raw_items()])}
+            named = reversed([*request.headers.raw_items()])  # of several of one name the first counts
+            self.headers = {name.lower(): value for name, value in named}
             if refusal := judge(self.headers):
                 answer = self._conn.reject(refusal[0], msgspec.json.encode({"error": refusal[1]}).decode())
                 del answer.headers["Content-Type"]
@@ -119,8 +120,6 @@ class WebSocket(asyncio.BufferedProtocol):
             else:
                 answer = self._conn.accept(request)
             self._conn.send_response(answer)
-        if self._conn.state is not State.OPEN:
-            self.on_malformed = lambda: None
         self._write_out()
         return self._conn.state is State.OPEN
 
@@ -247,7 +246,8 @@ class WebSocket(asyncio.BufferedProtocol):
         if not self._transport.is_closing():
             self._transport.write(b"".join(parts))
             if not all(parts):  # an empty part is the end
-                self._close_transport()
+                self._transport.close()
+                self._abort_later()
 
     # ------------------------------------------------------------ the end
 
@@ -256,10 +256,9 @@ class WebSocket(asyncio.BufferedProtocol):
         if self._conn.state is State.OPEN:
             self._conn.send_close(code, text.encode()[:_REASON_NBYTES].decode(errors="ignore"))
             self._write_out()
-        self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+        self._abort_later()
 
-    def _close_transport(self) -> None:
-        self._transport.close()
+    def _abort_later(self) -> None:
         self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     def cut(self) -> None:
