@@ -348,8 +348,8 @@ def test_a_failure_that_is_kept_keeps_nothing_of_its_callers() -> None:
             told.append((str(error), error.hint))
         return weakref.ref(held)
 
-    pending: Pending[int] = Pending("test")
-    pending._fail(errors.SyncError("too late", hint="sooner"))
+    pending: Promise[int] = Promise("test")
+    pending.fail(errors.SyncError("too late", hint="sooner"))
     gc.disable()
     try:
         assert call()() is None
