@@ -41,6 +41,7 @@ FRAGMENTS = 1024
 """Maximum fragments of one message (this library sends each message whole)."""
 TOO_BIG = 1009
 _REASON_NBYTES = 120
+_DATA = (Opcode.BINARY, Opcode.TEXT, Opcode.CONT)
 _NO_MESSAGE = b"\xc1"
 """A byte that MessagePack never uses; it replaces the content of a text frame."""
 _RTT = struct.Struct("<68xI")
@@ -77,6 +78,47 @@ class SocketRoute(BaseRoute):
         self.path, self.refusal, self.serve = path, refusal, serve
 
 
+class _Inbox:
+    """Messages that have come and were not handled.
+
+    :ivar full: so many that no more should be read. :ivar ended: no more come.
+    """
+
+    def __init__(self) -> None:
+        self._fragments: list[bytes] = []
+        self._messages: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self.full = self.ended = False
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def keep(self, frame: Frame) -> bool:
+        """Take a frame of data; False: its message has too many."""
+        self._fragments.append(_NO_MESSAGE if frame.opcode is Opcode.TEXT else bytes(frame.data))
+        if frame.fin:
+            self._messages.append(b"".join(self._fragments))
+            self._fragments.clear()
+            self._news.set()
+            self.full = self.full or len(self._messages) > MESSAGES_WAITING
+        return len(self._fragments) <= FRAGMENTS
+
+    def end(self) -> None:
+        self.ended = True
+        self._news.set()
+
+    async def next(self) -> bytes | None:
+        """The next message; None: there is none."""
+        while not self._messages:
+            if self.ended:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        message = self._messages.popleft()
+        self.full = self.full and bool(self._messages)
+        return message
+
+
 class WebSocket(asyncio.BufferedProtocol):
     """One connection, from its request on.
 
@@ -92,10 +134,8 @@ class WebSocket(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._conn = ServerProtocol(max_size=FRAME_NBYTES, logger=quiet)
         self._buffer = bytearray(READ_NBYTES)
-        self._fragments: list[bytes] = []
-        self._messages: deque[bytes] = deque()
-        self._news = asyncio.Event()
-        self._full = self._ended = self._paused = False
+        self._inbox = _Inbox()
+        self._paused = False
         self._writable = True
         self._resting: asyncio.TimerHandle | None = None
         self.pace = RateLimit(self._loop.time())
@@ -144,33 +184,21 @@ class WebSocket(asyncio.BufferedProtocol):
         began = time.perf_counter()
         self._conn.receive_data(data)
         for frame in self._conn.events_received():
-            if isinstance(frame, Frame):
-                self._keep(frame)
+            if isinstance(frame, Frame) and frame.opcode in _DATA and not self._inbox.keep(frame):
+                self.on_malformed()
+                self.cut()
         if self._conn.state is not State.OPEN:
-            self._end()
-        if self._writable or self._ended:
+            self._inbox.end()
+        if self._writable or self._inbox.ended:
             self._write_out()
         else:
             self._conn.data_to_send()  # discards pongs: the peer does not read
-        if not self._messages:
+        if not self._inbox:
             self.on_bytes()
-        self._full = self._full or len(self._messages) > MESSAGES_WAITING
         rest_s = self.pace.charge(time.perf_counter() - began, self._loop.time())
         if rest_s and self._resting is None:
             self._resting = self._loop.call_later(rest_s, self._rested)
         self._regulate()
-
-    def _keep(self, frame: Frame) -> None:
-        if frame.opcode not in (Opcode.BINARY, Opcode.TEXT, Opcode.CONT):
-            return
-        self._fragments.append(_NO_MESSAGE if frame.opcode is Opcode.TEXT else bytes(frame.data))
-        if frame.fin:
-            self._messages.append(b"".join(self._fragments))
-            self._fragments.clear()
-            self._news.set()
-        elif len(self._fragments) > FRAGMENTS:
-            self.on_malformed()
-            self.cut()
 
     def _rested(self) -> None:
         self._resting = None
@@ -178,35 +206,26 @@ class WebSocket(asyncio.BufferedProtocol):
 
     def _regulate(self) -> None:
         """Read from the transport, or pause."""
-        paused = self._full or self._resting is not None
+        paused = self._inbox.full or self._resting is not None
         if paused is not self._paused and not self._transport.is_closing():
             self._paused = paused
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     async def receive(self) -> bytes:
         """The next message. Ended: there is none."""
-        while not self._messages:
-            if self._ended:
-                raise Ended(too_big=self._conn.close_sent is not None and self._conn.close_sent.code == TOO_BIG)
-            self._news.clear()
-            await self._news.wait()
-        message = self._messages.popleft()
-        if self._full and not self._messages:
-            self._full = False
-            self._regulate()
+        message = await self._inbox.next()
+        if message is None:
+            raise Ended(too_big=self._conn.close_sent is not None and self._conn.close_sent.code == TOO_BIG)
+        self._regulate()
         return message
 
-    def _end(self) -> None:
-        self._ended = True
-        self._news.set()
-
     def eof_received(self) -> None:
-        self._end()
+        self._inbox.end()
 
     def connection_lost(self, _: Exception | None) -> None:
         if self._resting is not None:
             self._resting.cancel()
-        self._end()
+        self._inbox.end()
         self._left()
 
     # ------------------------------------------------------------ outgoing

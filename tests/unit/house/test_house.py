@@ -79,7 +79,6 @@ WIDE = {
     "channel/versions/receive.py: Receiver": _FACE,
     "channel/versions/update.py: Update": _FACE,
     "coordinator/coordinator.py: Coordinator": _FACE,
-    "coordinator/door.py: Door": "one connection's way in, step by step",
     "coordinator/engine.py: Engine": "an event is handled to its end in one place",
     "core/moving/transfers.py: Transfer": "one transfer in attempts; pulls between hosts will replace it",
     "sidecar/rank_side/handle.py: Sidecar": _FACE,
