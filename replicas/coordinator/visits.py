@@ -145,6 +145,9 @@ class Visit(asyncio.Protocol):
         self._source = source
         self._until = until
         self._loop = asyncio.get_running_loop()
+        self.began = time.perf_counter()
+        """When its turn came: a stranger pays for the time from then to its answer,
+        which is long where the loop has much else to do."""
         self.opening: asyncio.Task[None] | None = None
         """What makes the transport, which takes long if the peer is slow in its TLS."""
         self._head = b""
@@ -210,6 +213,7 @@ class Visit(asyncio.Protocol):
         if (admission := self.admission) is None:
             return b""
         admission.unproven.discard(self)
+        self.began = time.perf_counter() if self.is_secure else self.began
         if (probe := admission.answer_at_once(head)) is not None:
             return probe
         if not admission.knows(authorization_of(head)):
@@ -330,19 +334,19 @@ class Pages:
             if admission is None or not visit.is_stranger:
                 await self._app(scope, receive, send)
             else:
-                await self._for_stranger(admission, scope, receive, send)
+                await self._for_stranger(admission, visit.began, scope, receive, send)
         finally:
             visit.finish(scope["type"])
 
-    async def _for_stranger(self, admission: Admission, scope: Any, receive: Any, send: Any) -> None:
+    async def _for_stranger(self, admission: Admission, began: float, scope: Any, receive: Any, send: Any) -> None:
         names = [value.decode("latin-1") for name, value in scope["headers"] if name.decode("latin-1") in _NAMES]
         refusal = admission.problem(names)
         app = self._app if refusal is None else JSONResponse({"error": refusal[1]}, status_code=refusal[0])
-        loop, began = asyncio.get_running_loop(), time.perf_counter()
+        loop = asyncio.get_running_loop()
 
         async def send_once(message: Any) -> None:
             if message["type"] == "http.response.start":
-                admission.pace.charge(time.perf_counter() - began, loop.time())  # what it took to make the page
+                admission.pace.charge(time.perf_counter() - began, loop.time())
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 

@@ -41,6 +41,7 @@ FRAGMENTS = 1024
 """Maximum fragments of one message (this library sends each message whole)."""
 TOO_BIG = 1009
 _REASON_NBYTES = 120
+_DATA = (Opcode.BINARY, Opcode.TEXT, Opcode.CONT)
 _NO_MESSAGE = b"\xc1"
 """A byte that MessagePack never uses; it replaces the content of a text frame."""
 _RTT = struct.Struct("<68xI")
@@ -77,14 +78,55 @@ class SocketRoute(BaseRoute):
         self.path, self.refusal, self.serve = path, refusal, serve
 
 
+class _Inbox:
+    """Messages that have come and were not handled.
+
+    :ivar full: so many that no more should be read. :ivar ended: no more come.
+    """
+
+    def __init__(self) -> None:
+        self._fragments: list[bytes] = []
+        self._messages: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self.full = self.ended = False
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def keep(self, frame: Frame) -> bool:
+        """Take a frame of data; False: its message has too many."""
+        self._fragments.append(_NO_MESSAGE if frame.opcode is Opcode.TEXT else bytes(frame.data))
+        if frame.fin:
+            self._messages.append(b"".join(self._fragments))
+            self._fragments.clear()
+            self._news.set()
+            self.full = self.full or len(self._messages) > MESSAGES_WAITING
+        return len(self._fragments) <= FRAGMENTS
+
+    def end(self) -> None:
+        self.ended = True
+        self._news.set()
+
+    async def next(self) -> bytes | None:
+        """The next message; None: there is none."""
+        while not self._messages:
+            if self.ended:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        message = self._messages.popleft()
+        self.full = self.full and bool(self._messages)
+        return message
+
+
 class WebSocket(asyncio.BufferedProtocol):
     """One connection, from its request on.
 
     :param left: called when it has ended.
+    :ivar headers: those of its request, with names in lower case.
     """
 
     headers: Mapping[str, str]
-    """Those of its request, once that was accepted."""
 
     def __init__(self, transport: asyncio.Transport, left: Callable[[], None]) -> None:
         self._transport = transport
@@ -92,10 +134,8 @@ class WebSocket(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._conn = ServerProtocol(max_size=FRAME_NBYTES, logger=quiet)
         self._buffer = bytearray(READ_NBYTES)
-        self._fragments: list[bytes] = []
-        self._messages: deque[bytes] = deque()
-        self._news = asyncio.Event()
-        self._full = self._ended = self._paused = False
+        self._inbox = _Inbox()
+        self._paused = False
         self._writable = True
         self._resting: asyncio.TimerHandle | None = None
         self.pace = RateLimit(self._loop.time())
@@ -111,7 +151,8 @@ class WebSocket(asyncio.BufferedProtocol):
         self._conn.receive_data(head)
         request = next(iter(self._conn.events_received()), None)
         if isinstance(request, Request):
-            self.headers = {name.lower(): value for name, value in reversed([*request.headers.raw_items()])}
+            named = reversed([*request.headers.raw_items()])  # of several of one name the first counts
+            self.headers = {name.lower(): value for name, value in named}
             if refusal := judge(self.headers):
                 answer = self._conn.reject(refusal[0], msgspec.json.encode({"error": refusal[1]}).decode())
                 del answer.headers["Content-Type"]
@@ -119,8 +160,6 @@ class WebSocket(asyncio.BufferedProtocol):
             else:
                 answer = self._conn.accept(request)
             self._conn.send_response(answer)
-        if self._conn.state is not State.OPEN:
-            self.on_malformed = lambda: None
         self._write_out()
         return self._conn.state is State.OPEN
 
@@ -145,33 +184,21 @@ class WebSocket(asyncio.BufferedProtocol):
         began = time.perf_counter()
         self._conn.receive_data(data)
         for frame in self._conn.events_received():
-            if isinstance(frame, Frame):
-                self._keep(frame)
+            if isinstance(frame, Frame) and frame.opcode in _DATA and not self._inbox.keep(frame):
+                self.on_malformed()
+                self.cut()
         if self._conn.state is not State.OPEN:
-            self._end()
-        if self._writable or self._ended:
+            self._inbox.end()
+        if self._writable or self._inbox.ended:
             self._write_out()
         else:
             self._conn.data_to_send()  # discards pongs: the peer does not read
-        if not self._messages:
+        if not self._inbox:
             self.on_bytes()
-        self._full = self._full or len(self._messages) > MESSAGES_WAITING
         rest_s = self.pace.charge(time.perf_counter() - began, self._loop.time())
         if rest_s and self._resting is None:
             self._resting = self._loop.call_later(rest_s, self._rested)
         self._regulate()
-
-    def _keep(self, frame: Frame) -> None:
-        if frame.opcode not in (Opcode.BINARY, Opcode.TEXT, Opcode.CONT):
-            return
-        self._fragments.append(_NO_MESSAGE if frame.opcode is Opcode.TEXT else bytes(frame.data))
-        if frame.fin:
-            self._messages.append(b"".join(self._fragments))
-            self._fragments.clear()
-            self._news.set()
-        elif len(self._fragments) > FRAGMENTS:
-            self.on_malformed()
-            self.cut()
 
     def _rested(self) -> None:
         self._resting = None
@@ -179,35 +206,26 @@ class WebSocket(asyncio.BufferedProtocol):
 
     def _regulate(self) -> None:
         """Read from the transport, or pause."""
-        paused = self._full or self._resting is not None
+        paused = self._inbox.full or self._resting is not None
         if paused is not self._paused and not self._transport.is_closing():
             self._paused = paused
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     async def receive(self) -> bytes:
         """The next message. Ended: there is none."""
-        while not self._messages:
-            if self._ended:
-                raise Ended(too_big=self._conn.close_sent is not None and self._conn.close_sent.code == TOO_BIG)
-            self._news.clear()
-            await self._news.wait()
-        message = self._messages.popleft()
-        if self._full and not self._messages:
-            self._full = False
-            self._regulate()
+        message = await self._inbox.next()
+        if message is None:
+            raise Ended(too_big=self._conn.close_sent is not None and self._conn.close_sent.code == TOO_BIG)
+        self._regulate()
         return message
 
-    def _end(self) -> None:
-        self._ended = True
-        self._news.set()
-
     def eof_received(self) -> None:
-        self._end()
+        self._inbox.end()
 
     def connection_lost(self, _: Exception | None) -> None:
         if self._resting is not None:
             self._resting.cancel()
-        self._end()
+        self._inbox.end()
         self._left()
 
     # ------------------------------------------------------------ outgoing
@@ -247,7 +265,8 @@ class WebSocket(asyncio.BufferedProtocol):
         if not self._transport.is_closing():
             self._transport.write(b"".join(parts))
             if not all(parts):  # an empty part is the end
-                self._close_transport()
+                self._transport.close()
+                self._abort_later()
 
     # ------------------------------------------------------------ the end
 
@@ -256,10 +275,9 @@ class WebSocket(asyncio.BufferedProtocol):
         if self._conn.state is State.OPEN:
             self._conn.send_close(code, text.encode()[:_REASON_NBYTES].decode(errors="ignore"))
             self._write_out()
-        self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+        self._abort_later()
 
-    def _close_transport(self) -> None:
-        self._transport.close()
+    def _abort_later(self) -> None:
         self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     def cut(self) -> None:
