@@ -154,7 +154,9 @@ def _left(channel: ChannelState, group: str, replica: int, generation: int | Non
 def _stranded(channel: ChannelState, ranks: Sequence[MemberState], now: float) -> str:
     """Why ranks of a replica wait in vain: other ranks left some time ago."""
     names = {f"{state.member.replica_name}/" for state in ranks}
-    since = [at for name, (_, at) in channel.roster.history.left.items() if any(name.startswith(known) for known in names)]
+    since = [
+        at for name, (_, at) in channel.roster.history.left.items() if any(name.startswith(known) for known in names)
+    ]
     asking = [state for state in ranks if channel.rounds.wants(state.member, channel.commits.latest)]
     if not asking or not since or now - max(since) < STRANDED_S:
         return ""

@@ -30,6 +30,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from replicas import errors
 from replicas.common.logs import Log
 from replicas.config.values import NAME_ONE
+from replicas.coordinator.admission import NotYet
 from replicas.coordinator.connection_guard import (
     CLOSE_TIMEOUT_S,
     Charged,
@@ -41,7 +42,7 @@ from replicas.coordinator.connection_guard import (
     welcome,
 )
 from replicas.coordinator.door import Door
-from replicas.coordinator.engine import Engine, NotYet
+from replicas.coordinator.engine import Engine
 from replicas.coordinator.greeting import Greeting
 from replicas.coordinator.limits import hello_problem, message_problem, size_problem
 from replicas.coordinator.sessions import MemberSession

@@ -56,7 +56,6 @@ LONG = {
     "supervisor/fleet/cluster.py": 679,
     "core/moving/transfers.py": 652,
     "supervisor/fleet/fleet.py": 582,
-    "coordinator/engine.py": 534,
     "core/versions/commits.py": 527,
     "supervisor/fleet/replica.py": 499,
     "coordinator/coordinator.py": 498,
@@ -81,7 +80,6 @@ WIDE = {
     "channel/versions/update.py: Update": _FACE,
     "coordinator/coordinator.py: Coordinator": _FACE,
     "coordinator/door.py: Door": "one connection's way in, step by step",
-    "coordinator/engine.py: Engine": "an event is handled to its end in one place",
     "core/moving/transfers.py: Transfer": "one transfer in attempts; pulls between hosts will replace it",
     "sidecar/rank_side/handle.py: Sidecar": _FACE,
     "supervisor/agent/agent.py: Agent": _PROCESS,
@@ -314,7 +312,7 @@ def test_the_house_keeps_its_budget() -> None:
 
 def attributes(node: ast.ClassDef) -> set[str]:
     """Names that the class declares, or its methods assign on ``self``."""
-    declared = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+    declared: list[ast.expr] = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
     declared += [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
     return {one.id for one in declared if isinstance(one, ast.Name)} | {
         one.attr
