@@ -18,7 +18,7 @@ from replicas.channel.operations.operations import RankOperations
 from replicas.channel.operations.results import OperationCall
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import BYE_TIMEOUT_S, GRACE_S, Hub
-from replicas.channel.session.pending import Pending, Promise, Receipt
+from replicas.channel.session.pending import Pending, Promise, Receipt, afresh
 from replicas.channel.session.session import Session
 from replicas.channel.session.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.filling import PublishJob, arena_like, reserve
@@ -382,7 +382,7 @@ class Channel(Collectives):
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
                 text = "%s: copies on the GPU go on after %s s"
                 logger.warning(text, self.name, CLOSE_TIMEOUT_S)
-            failure = self._hub.take_failure()
+            failure = self._hub.failures.take()
         finally:
             self._hub.call(self._hub.leases.give_back, inside)
         if not self._left.wait_ended(CLOSE_TIMEOUT_S):
@@ -467,7 +467,7 @@ class Channel(Collectives):
         if self._closed:
             raise self._usage("the channel is closed", "join again")
         if self._hub.over is not None:
-            raise self._hub.over.with_traceback(None)
+            raise afresh(self._hub.over)
 
     def _usage(self, text: str, hint: str) -> errors.ReplicasError:
         return self._hub.error(errors.UsageError, text, hint=hint)

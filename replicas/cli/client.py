@@ -24,7 +24,7 @@ from replicas.common.decoding import MALFORMED
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Order
 from replicas.errors import Disconnected, ReplicasError, UsageError
 from replicas.linux.processes import is_stopped, start_time
-from replicas.linux.sockets import listener_uids, peer_uid, reachable, whose
+from replicas.linux.sockets import foreign, listener_uids, peer_uid, reachable, whose
 from replicas.status import RunStatus
 from replicas.trust.way import Way, way_to
 
@@ -167,11 +167,11 @@ class Client:
         """
         local = not self._host
         uids = frozenset({peer_uid(connection)}) if local else listener_uids(connection)
-        if uids is not None and self._owners is not None and not (uids and uids <= self._owners):
+        if foreign(uids, self._owners):
             raise Disconnected(f"{self.where} {whose(uids)}: nothing was sent to it", hint=self._why_silent())
         if self._way is None or not self._way.headers:
             return {}
-        if uids is not None and self._token_owners is not None and not (uids and uids <= self._token_owners):
+        if foreign(uids, self._token_owners):
             text = f"{self.where} {whose(uids)}: the token, which is another user's, was not shown to it"
             self._withheld = UsageError(text, hint="name the token with --token-file if it may be shown there")
             return {}

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Meta
 
 from replicas import errors
-from replicas.messages.bounds import REPLICAS_MAX
 from replicas.trust.tokens import Role
 
 RUN_HEADER = "Replicas-Run"
@@ -39,7 +38,7 @@ class Commands(Protocol):
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group: Name
-    replicas: Annotated[int, Meta(ge=0, le=REPLICAS_MAX)]
+    replicas: int
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

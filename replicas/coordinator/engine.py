@@ -28,8 +28,8 @@ from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
-from replicas.coordinator.admission import Admission
 from replicas.coordinator.decisions import DecisionLog
+from replicas.coordinator.newcomers import Newcomers
 from replicas.coordinator.sessions import Connection, Encoded, MemberSession
 from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.subscribers import Subscribers
@@ -96,7 +96,7 @@ class Engine:
             for name, config in channels.items()
         }
         self._sessions: dict[Member, MemberSession] = {}
-        self.admission: Admission = Admission(run, self.channels, self._sessions, process)
+        self.newcomers: Newcomers = Newcomers(run, self.channels, self._sessions, process)
         self._subscribers = Subscribers()
         self._outlets = {name: _Outlet() for name in channels}
         self._encoded = Encoded()
@@ -127,14 +127,14 @@ class Engine:
         :raises NotYet: it must come again.
         """
         now = self._now()
-        channel = self.admission.channel(hello)
+        channel = self.newcomers.channel(hello)
         self._break_silence(now)
         if hello.any_replica:
-            hello = msgspec.structs.replace(hello, replica=self.admission.replica(hello, channel), any_replica=False)
+            hello = msgspec.structs.replace(hello, replica=self.newcomers.replica(hello, channel), any_replica=False)
         if hello.observe or not self.vouch(hello):
             hello = msgspec.structs.replace(hello, proof="")
         member = hello.member
-        self.admission.check_incarnation(hello, channel)
+        self.newcomers.check_incarnation(hello, channel)
         session = self._sessions.get(member)
         state = channel.roster.get(member)
         if session is not None and state is not None and hello.resume_term == self.decisions.term:
@@ -146,8 +146,8 @@ class Engine:
         if session is not None:
             self.lose(member, "left")  # its Welcome never arrived, so it starts again
         store = self._store.address[0]
-        check_reach(hello, self.admission.process, address, seen_as or store, store)
-        watch = self.admission.watch(hello, member)
+        check_reach(hello, self.newcomers.process, address, seen_as or store, store)
+        watch = self.newcomers.watch(hello, member)
         session = MemberSession(member, channel)
         session.watch = watch
         self._sessions[member] = session

@@ -200,6 +200,11 @@ def catches(pid: int, signum: int) -> bool:
     return bool(int(mask, 16) >> (signum - 1) & 1)
 
 
+def is_marked(pid: int, nonces: str | Iterable[str]) -> bool:
+    """Return whether the process's environment has one of these shim nonces."""
+    return _has_mark(pid, _entries(nonces))
+
+
 def _has_mark(pid: int, entries: frozenset[bytes]) -> bool:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()

@@ -83,7 +83,15 @@ def listeners() -> Iterator[tuple[Listener, int]]:
             continue
 
 
-def whose(uids: frozenset[int]) -> str:
+def foreign(uids: frozenset[int] | None, owners: frozenset[int] | None) -> bool:
+    """Whether a port with these listeners may belong to others than ``owners``.
+
+    :param uids: as :func:`listener_uids` returns them. :param owners: None: any.
+    """
+    return uids is not None and owners is not None and not (uids and uids <= owners)
+
+
+def whose(uids: frozenset[int] | None) -> str:
     if not uids:
         return "is a port on which no process of this machine listens"
     return f"is of user {', '.join(map(str, sorted(uids)))}"

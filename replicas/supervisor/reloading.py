@@ -59,7 +59,7 @@ class Reloading:
         self._sizes: dict[str, int] = {}
         """New sizes of groups that have not been scaled to them yet."""
         self.adapt: Callable[[Config], Config] = lambda config: config
-        """Makes of each config that is read the one that is used."""
+        """Turns each config that is read into the config to use."""
 
     async def reload(
         self,
@@ -161,7 +161,8 @@ class Reloading:
 
     async def _remove(self, name: str) -> None:
         """Drain and forget the group, to the end even when the caller is cancelled."""
-        task = self._removals[name] = asyncio.create_task(self._fleet().scale(name, 0, reason="reloaded"))
+        fleet = self._fleet()
+        task = self._removals[name] = asyncio.create_task(fleet.scale(fleet.groups[name], 0, reason="reloaded"))
         task.add_done_callback(lambda _: self._removals.pop(name))
         await asyncio.shield(task)
 
@@ -173,7 +174,7 @@ class Reloading:
             await self._roll(group, cause, indices)
         size = self._sizes.pop(name, None)
         if size is not None and size != group.size:
-            await fleet.scale(name, size)
+            await fleet.scale(group, size)
 
     async def _roll(self, group: Group, cause: Cause, indices: Collection[int]) -> None:
         """Restart the replicas, rolling, until a newer reload takes over."""

@@ -5,10 +5,14 @@ the coordinator (store, sessions, control port) and the control socket, and give
 groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`. All commands arrive here:
 from an embedding program, the control port, the socket or a signal.
 
-Every event goes through :meth:`Supervisor.emit`. State that must survive a kill is
-written (:meth:`Supervisor.save`) before it takes effect. At the end the replicas end
-first, then the events close, then the agents end, and the coordinator and its port
-close last, so that ranks can leave in order. torch is never imported in this process.
+Every event goes through :meth:`Supervisor.emit` (:mod:`replicas.supervisor.reporting`).
+State that must survive a kill is written (:mod:`replicas.supervisor.saving`) before it
+takes effect. At the end the replicas end first, then the events close, then the agents
+end, and the coordinator and its port close last, so that ranks can leave in order.
+torch is never imported in this process.
+
+The class has a method for each order and each look at a run, as an embedding program
+calls them: therefore it has more of them than others.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
@@ -49,7 +53,6 @@ from replicas.status import RunStatus
 from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine, node_name
 from replicas.supervisor.fleet.awaited import words
-from replicas.supervisor.fleet.causes import FailureReports
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
@@ -57,46 +60,20 @@ from replicas.supervisor.fleet.nodes import Nodes, longest_lease_of
 from replicas.supervisor.fleet.plans import fitting, machine_for, refuse_unfit, with_sizes
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import Resources
+from replicas.supervisor.in_thread import finish_in_thread
 from replicas.supervisor.reloading import Reloading
+from replicas.supervisor.reporting import Reporting
+from replicas.supervisor.saving import Saving
 from replicas.supervisor.state.marks import check_mark
-from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_record, this_process
-from replicas.supervisor.state.run_state import machine as this_machine
+from replicas.supervisor.state.run_state import Saved
 from replicas.supervisor.state.state import StateDir
-from replicas.telemetry.event_log import EventLog
-from replicas.telemetry.events import ConnectionsRefused, Event, LeasesAwaited, Record, Reloaded, RunEnded, TokenChanged
+from replicas.telemetry.events import Event, LeasesAwaited, Record, Reloaded, RunEnded, TokenChanged
 from replicas.telemetry.metrics import Metrics
-from replicas.telemetry.scrapes import Scrapes
-from replicas.telemetry.tally import CounterDeltas
 from replicas.trust.tokens import ROLES, Role, Tokens
 
 log = Log("replicas.supervisor")
 
-T = TypeVar("T")
-
 _STUCK_LOOP_S = 10.0
-_REFUSALS_INTERVAL_S = 10.0
-_LAST_SCRAPE_S = 10.0
-"""How long at most an end waits for a Prometheus that has come regularly until then."""
-
-
-async def _finish_in_thread(
-    work: Callable[[], T], *, given_up: Callable[[], None] = lambda: None, undo: Callable[[], None] = lambda: None
-) -> T:
-    """Run ``work`` in a thread; a cancellation waits until the thread has ended.
-
-    It would go on while the caller undoes what it did. ``given_up`` is called at a
-    cancellation, ``undo`` after it if the work was done nevertheless.
-    """
-    task = asyncio.ensure_future(anyio.to_thread.run_sync(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        given_up()
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait((task,))
-        if task.exception() is None:
-            undo()
-        raise
 
 
 class Supervisor:
@@ -138,11 +115,8 @@ class Supervisor:
             save=self.save,
             spawn=self.spawn,
         )
-        self._events = EventLog(None)
-        self._failures = FailureReports()
-        self._refusals = CounterDeltas(_REFUSALS_INTERVAL_S)
-        self.metrics: Metrics = Metrics(self.status, lambda: self._events.tally)
-        self._report = report or log.info
+        self._reporting = Reporting(report or log.info, self.status)
+        self.metrics: Metrics = self._reporting.metrics
         self.on_open: Callable[[], None] = lambda: None
         """Called when agents can join, before the store is up."""
         self.on_tokens: Callable[[], None] = lambda: None
@@ -153,17 +127,12 @@ class Supervisor:
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
-        self._scrapes = Scrapes()
-        self._seen_off = asyncio.Event()
-        """Set when the metrics have told all how the run ended, or a hurry began."""
-        self._ended: RunEnded | None = None
         self._preempted = False
         self._crashed = False
         """Whether a task of this supervisor has failed, and ended it."""
         self.detached: bool = False
         """Whether the run goes on without this supervisor (:meth:`detach`)."""
-        self._helpers: dict[int, ProcessRecord] = {}
-        self._machine, self._process = this_machine(), this_process()
+        self._saving = Saving(self._context, self._nodes)
         self._door = self.config.control.socket or self.state.path / SOCKET_FILE
 
     def _make_coordinator(self) -> Coordinator:
@@ -181,7 +150,7 @@ class Supervisor:
             store_bind=config.store.bind,
             store_port=config.store.port,
             state_dir=config.run.state_dir,
-            epochs=self._events.tally.epochs,
+            epochs=self._reporting.events.tally.epochs,
             routes=[
                 self._nodes.route(access, self._refused),
                 *control_routes(self, commands=self, streams=self, access=access),
@@ -192,9 +161,9 @@ class Supervisor:
         return coordinator
 
     def _vouch(self, hello: Hello) -> bool:
-        """Whether it is of a replica that this supervisor runs.
+        """Return True if the member belongs to a replica that this supervisor runs.
 
-        :raises replicas.errors.Fenced: it poses as such.
+        :raises replicas.errors.Fenced: it claims to, and does not.
         """
         config, saved = self.config.groups.get(hello.group), self.state.saved
         shims = saved.shims if saved is not None else ()  # members of a run that is taken over come back first
@@ -222,47 +191,57 @@ class Supervisor:
         inherited.open_streams()
         config = self.config
         self.resources.plan(config, await self.check_plan(config))
-        await _finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
-        async with AsyncExitStack() as stack:
-            stack.callback(self._release)
-            self._events = self.state.open_events(config.run.events_max_nbytes)
-            stack.callback(self._events.close)
-            self._tell_of_leases()
-            await stack.enter_async_context(self._nodes)  # before any other process is started
-            coordinator = self._context.opened = (
-                self._make_coordinator()
-            )  # opens the decision log, so not before the lock
-            self.state.tokens.check(coordinator.tokens.key)
-            for change in self.state.tokens.changes:
-                self._events.emit(change)
-            coordinator.wait_for_store = False  # those that come back to a new supervisor may not have so much time
-            await stack.enter_async_context(coordinator)
-            coordinator.subscribe(self._on_channel_event)
-            routes = [self._nodes.route(None, self._refused), *control_routes(self, commands=self, streams=self)]
-            await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
-            self.on_open()
-            stack.push_async_callback(self._nodes.finish)  # while it still has agents
-            await self._nodes.joined()
-            await coordinator.store_started()
-            helpers = [pid for pid in (coordinator.store_pid, self._nodes.agent_pid) if pid is not None]
-            for leftover in await _finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
-                self._events.emit(leftover)
-            self._tasks = await stack.enter_async_context(anyio.create_task_group())
-            saved = self.state.saved
-            groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
-            self._fleet = Fleet(self._context, saved=groups, wall=time.time(), adopted=self._nodes.adopted(config))
-            self._fleet.start()
-            if saved is not None:  # else older events may be missing
-                coordinator.expect(self._events.tally.members)
-            self._events.on_rotate = self.save
-            self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._door)
-            self.spawn(self._nodes.tend)
-            self._nodes.go_on()
-            if saved is not None and self._nodes.adopting:
-                self._resume(saved)
-            self.save()
-            self._stack = stack.pop_all()
+        await finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
+        stack = AsyncExitStack()
+        try:
+            await self._open(stack, config)
+        except BaseException as error:
+            crashed = self._tasks is not None and self._tasks.cancel_scope.cancel_called
+            if (crashed or isinstance(error, Exception)) and config.run.adopt_s and self.state.saved is not None:
+                self._leave("the start failed")  # what runs waits for the next one
+            if self._tasks is not None:
+                self._tasks.cancel_scope.cancel()
+            await stack.aclose()  # without the error, which must not be raised in a group
+            raise
+        self._stack = stack
         return self
+
+    async def _open(self, stack: AsyncExitStack, config: Config) -> None:
+        stack.callback(self._release)
+        events = self._reporting.events = self.state.open_events(config.run.events_max_nbytes)
+        stack.callback(events.close)
+        self._tell_of_leases()
+        await stack.enter_async_context(self._nodes)  # before any other process is started
+        coordinator = self._context.opened = self._make_coordinator()  # opens the decision log, so not before the lock
+        self.state.tokens.check(coordinator.tokens.key)
+        for change in self.state.tokens.changes:
+            events.emit(change)
+        coordinator.wait_for_store = False  # those that come back to a new supervisor may not have so much time
+        await stack.enter_async_context(coordinator)
+        coordinator.subscribe(self._on_channel_event)
+        routes = [self._nodes.route(None, self._refused), *control_routes(self, commands=self, streams=self)]
+        await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
+        self.on_open()
+        stack.push_async_callback(self._nodes.finish)  # while it still has agents
+        await self._nodes.joined()
+        await coordinator.store_started()
+        helpers = [pid for pid in (coordinator.store_pid, self._nodes.agent_pid) if pid is not None]
+        for leftover in await finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
+            events.emit(leftover)
+        self._tasks = await stack.enter_async_context(anyio.create_task_group())
+        saved = self.state.saved
+        groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
+        self._fleet = Fleet(self._context, saved=groups, wall=time.time(), adopted=self._nodes.adopted(config))
+        self._fleet.start()
+        if saved is not None:  # else older events may be missing
+            coordinator.expect(events.tally.members)
+        events.on_rotate = self.save
+        self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._door)
+        self.spawn(self._nodes.tend)
+        self._nodes.go_on()
+        if saved is not None and self._nodes.adopting:
+            self._resume(saved)
+        self.save()
 
     def _tell_of_leases(self) -> None:
         """Say why no replica starts yet, if any lease keeps all from starting."""
@@ -270,7 +249,7 @@ class Supervisor:
         if unseen:
             nodes = tuple(dict.fromkeys(one.node for one in unseen))
             seconds = lost_after_s(max(one.lease_s for one in unseen))
-            self._events.emit(LeasesAwaited(nodes=nodes, seconds=seconds))
+            self._reporting.events.emit(LeasesAwaited(nodes=nodes, seconds=seconds))
             self.say(
                 f"the state does not say what an earlier supervisor has left: each replica waits up to {seconds:.0f} s "
                 f"for {words(nodes)}"
@@ -307,8 +286,9 @@ class Supervisor:
                 with anyio.CancelScope(shield=True):
                     await self.fleet.drain(reason="over")
                     self._conclude()
-                    await self._last_scrape()
-            self._events.close()  # ends its followers, and with them the control port's streams
+                    if not (self._preempted or self._crashed):
+                        await self._reporting.last_scrape()
+            self._reporting.events.close()  # ends its followers, and with them the control port's streams
         finally:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
@@ -319,20 +299,11 @@ class Supervisor:
 
     def _conclude(self) -> None:
         """Write the run's last event, once, and end all who follow the events."""
-        if self._events.finished:
+        if self._reporting.events.finished:
             return
-        self._count_refused()
+        self._reporting.count_refused(self.coordinator.refused())
         code, reason = (BUG, "an error in the supervisor") if self._crashed else (self.exit_code, "")
-        self._ended = RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end)
-        self.emit(self._ended)
-        self._events.finish()
-
-    async def _last_scrape(self) -> None:
-        """Let each Prometheus that comes regularly see how the run has ended."""
-        due_s = self._scrapes.due_s(time.monotonic())
-        if due_s and not (self._preempted or self._crashed):
-            with anyio.move_on_after(min(due_s, _LAST_SCRAPE_S)):
-                await self._seen_off.wait()
+        self._reporting.conclude(RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end))
 
     def _refused(self, reason: str) -> None:
         self.coordinator.engine.refused(reason)
@@ -370,7 +341,7 @@ class Supervisor:
         """
         await self.fleet.over.wait()
         if self.detached:
-            self._events.finish()
+            self._reporting.events.finish()
         else:
             await self.fleet.drain(reason="over")
             self._conclude()
@@ -410,13 +381,13 @@ class Supervisor:
         :raises replicas.errors.WorldError: the disk does not take the new size.
         """
         fleet = self.fleet
-        size = fleet.group(group).size
+        scaled = fleet.group(group)
         replicas = arguments.integer("scale: replicas", replicas, least=0, most=REPLICAS_MAX)
         fleet.refuse_while_draining()
-        if replicas > size:
+        if replicas > scaled.size:
             sizes = {name: one.size for name, one in fleet.groups.items()} | {group: replicas}
             refuse_unfit(with_sizes(self.config, sizes), self.resources.machine)
-        await fleet.scale(group, replicas)
+        await fleet.scale(scaled, replicas)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """Restart a replica (``group/index``) or all of a ``group`` after their sync.
@@ -447,7 +418,7 @@ class Supervisor:
         if self.detached:
             raise errors.UsageError("this supervisor has left the run", hint="drain it by the next one")
         if arguments.flag("drain: hurry", hurry):
-            self._seen_off.set()
+            self._reporting.hurry()
         await self.fleet.drain(target, hurry=hurry)
 
     async def preempt(self) -> None:
@@ -585,7 +556,9 @@ class Supervisor:
             this number, as far back as the file of events goes; 0: with the oldest.
             Default: from now on.
         """
-        return self._events.follow(None if after is None else arguments.integer("events: after", after, least=0))
+        return self._reporting.events.follow(
+            None if after is None else arguments.integer("events: after", after, least=0)
+        )
 
     # ------------------------------------------------------------ state
 
@@ -597,7 +570,7 @@ class Supervisor:
     @property
     def last_event(self) -> int:
         """Number of the newest event."""
-        return self._events.seq
+        return self._reporting.events.seq
 
     @property
     def logs(self) -> Path:
@@ -628,8 +601,8 @@ class Supervisor:
     def status(self) -> RunStatus:
         """The state of the run now; its counters are those of the events."""
         coordinator, fleet = self.coordinator, self.fleet
-        store = coordinator.store_status()
-        self._count_refused(time.monotonic())
+        store, ended = coordinator.store_status(), self._reporting.ended
+        self._reporting.count_refused(coordinator.refused(), time.monotonic())
         status = RunStatus(
             run=self.config.run.name,
             version=replicas.__version__,
@@ -645,10 +618,10 @@ class Supervisor:
             event_loop_lag_s=coordinator.loop_lag_s,
             refused=coordinator.refused(),
             state_dir=str(self.state.path),
-            exit_code=self._ended.exit_code if self._ended is not None else None,
-            ended_by=self._ended.reason if self._ended is not None else "",
+            exit_code=ended.exit_code if ended is not None else None,
+            ended_by=ended.reason if ended is not None else "",
         )
-        return self._events.tally.shown_in(status, time.time())
+        return self._reporting.events.tally.shown_in(status, time.time())
 
     @property
     def looked_at(self) -> float:
@@ -665,11 +638,7 @@ class Supervisor:
         :param client: the address of who asks: the end of the run waits up to 10 s
             until each address that comes regularly has seen it.
         """
-        now, over = time.monotonic(), self._ended is not None
-        self._scrapes.came(client, now, over=over)
-        if over and not self._scrapes.due_s(now):
-            self._seen_off.set()
-        return self.metrics.render(accept)
+        return self._reporting.scrape(accept, client)
 
     def live(self) -> bool:
         """Whether the store is up, and the event loop lags by less than 10 s."""
@@ -682,19 +651,14 @@ class Supervisor:
         self._tasks.start_soon(work)
 
     def say(self, text: str) -> None:
-        try:
-            self._report(text)
-        except BaseException:  # code of the program that embeds this: the run goes on
-            log.exception("report() failed on %s", text)
+        self._reporting.say(text)
 
     def emit(self, event: Event) -> None:
         """Pass an event to the event file, its followers and the counters.
 
         All events of the run go through here.
         """
-        self._events.emit(event)
-        if text := self._failures.text(event):
-            self.say(text)
+        self._reporting.emit(event)
         self._context.look()
 
     def save(self, *, order: bool = False) -> bool:
@@ -705,48 +669,17 @@ class Supervisor:
         :return: False: the disk does not take it.
         :raises replicas.errors.WorldError: that, for an order.
         """
-        if self._ended is not None and not self._goes_on:
+        if self._reporting.ended is not None and not self._goes_on:
             return True  # a state behind the last event would hide it, and the next start repeat the run
-        saved = self._fleet is None or self._save(sync=order)
+        if (fleet := self._fleet) is None:
+            return True
+        ends = "preempted" if self._preempted else "requested" if fleet.draining else ""
+        draining = "" if fleet.over.is_set() else ends
+        saved = self._saving.save(fleet, self._reporting.events, draining, sync=order)
         if order and not saved:
             text = f"the order is refused, as the state cannot be written: {self.state.run_state.problem}"
             raise errors.WorldError(text, hint="make room on its disk; what runs goes on")
         return saved
-
-    def _save(self, *, sync: bool) -> bool:
-        fleet, wall = self.fleet, time.time()
-        ended = "preempted" if self._preempted else "requested" if fleet.draining else ""
-        return self.state.run_state.save(
-            Saved(
-                starts=self.state.leases.starts,
-                run=self.config.run.name,
-                machine=self._machine,
-                supervisor=self._process,
-                at=wall,
-                seq=self._events.seq,
-                tally=self._events.tally,
-                groups=fleet.saved(wall),
-                shims=fleet.shims(),
-                helpers=self._helper_records(),
-                agents=self._nodes.cluster.records(),
-                port=int(self.endpoint.rpartition(":")[2]),
-                draining="" if fleet.over.is_set() else ended,
-            ),
-            sync=sync,
-        )
-
-    def _helper_records(self) -> tuple[ProcessRecord, ...]:
-        """Records of the store and the agent; looks up new processes only."""
-        known, self._helpers = self._helpers, {}
-        for pid in filter(None, (self.coordinator.store_pid, self._nodes.agent_pid)):
-            try:
-                found = known.get(pid) or process_record(pid)
-            except OSError as error:  # e.g. this process has no descriptor left
-                log.warning("process %d of the run cannot be looked up, and is not in the saved state: %s", pid, error)
-                continue
-            if found is not None:
-                self._helpers[pid] = found
-        return tuple(self._helpers.values())
 
     def _on_channel_event(self, event: ChannelEvent) -> None:
         self.emit(event)
@@ -757,12 +690,3 @@ class Supervisor:
                 replica.member_lost(event.member.rank, event.reason)
         elif isinstance(event, ReplicaIdle) and (replica := self.fleet.replica(event.group, event.replica)):
             replica.idle()
-
-    def _count_refused(self, now: float | None = None) -> None:
-        """Emit the refused connections since the last look, one event per reason.
-
-        At most every 10 s from :meth:`status`: neither a flood of connections nor one
-        of page requests can push older events out of the file.
-        """
-        for reason, count in self._refusals.since(self.coordinator.refused(), now):
-            self.emit(ConnectionsRefused(reason=reason, count=count))

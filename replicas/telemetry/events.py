@@ -137,9 +137,9 @@ class ReplicaExited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A replica waits with its start for resources that its old generation still holds.
+    """A replica waits with its start for what is left of its old generation.
 
-    ``what``: a port, GPU memory, or a process that does not die: then ``pid`` names it,
+    ``what``: GPU memory, or a process that does not die: then ``pid`` names it,
     and ``since`` is when it was killed (seconds since 1970). ``gave_up``: the replica
     no longer waits.
     """

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 
 from replicas.core.base.manifest import PartManifest
 from replicas.weights.layout import Places
 
+NAMED = 3
+"""Tensors that an error names."""
 CHUNK = 1 << 22
 """Elements looked at together: what is made of them stays in the caches."""
 
@@ -23,6 +27,12 @@ def not_finite(data: torch.Tensor, manifest: PartManifest) -> dict[str, int]:
         if (view.is_floating_point() or view.is_complex()) and (count := _count(view)):
             found[name] = found.get(name, 0) + count
     return found
+
+
+def in_words(found: dict[str, int]) -> str:
+    """The first tensors of :func:`not_finite` with their numbers, and how many more."""
+    named = ", ".join(f"{name!r} ({count:,})" for name, count in islice(found.items(), NAMED))
+    return named + (f" and {len(found) - NAMED} tensors more" if len(found) > NAMED else "")
 
 
 def _count(view: torch.Tensor) -> int:

@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from replicas.config.structs import GroupConfig
-from replicas.core.lives.leases import BEAT_S, END_S, Tenancy
+from replicas.core.lives.leases import BEAT_S, END_S
+from replicas.core.lives.tenancy import Tenancy
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine
@@ -138,7 +139,6 @@ class FakeAgent:
             release="test",
             node=self.name,
             incarnation=self.incarnation,
-            local=self.local,
             pid=5,
             start_time=6,
             scope=self.scope,

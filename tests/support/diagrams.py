@@ -3,20 +3,21 @@ writes them, a unit test compares."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from replicas.common.child import CHILD
 from replicas.common.table import Table
-from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, ROUND, SLOT, TRANSFER
+from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, PUBLISH_JOB, ROUND, SLOT, TRANSFER
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
 from replicas.core.lives.nodes import DUTY, NODE
+from replicas.core.lives.tenancy import TENANCY
 from replicas.supervisor.shim.phases import PHASES
+from tests.support.root import ROOT
 
 __all__ = ["PAGE", "TABLES", "with_tables"]
 
-PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+PAGE = ROOT / "docs" / "protocol.md"
 BEGIN, END = "<!-- tables -->\n", "\n<!-- end of tables -->"
 TABLES: tuple[Table[Any, Any], ...] = (
     REPLICA,
@@ -24,10 +25,12 @@ TABLES: tuple[Table[Any, Any], ...] = (
     GENERATION,
     NODE,
     DUTY,
+    TENANCY,
     PHASES,
     CHILD,
     MEMBER,
     PUBLISH,
+    PUBLISH_JOB,
     TRANSFER,
     OPERATION,
     LANE,

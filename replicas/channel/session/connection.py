@@ -6,24 +6,20 @@ token before TLS has shown that the port has the key that the token names.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import ssl
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, cast
-
-from websockets.asyncio.client import ClientConnection, connect
+from typing import Any, Protocol
 
 from replicas.common.logs import Log
-from replicas.linux.sockets import listener_uids, whose
-from replicas.trust.tls import SecureConnection, Tls
-from replicas.trust.way import Way, way_to
+from replicas.trust.dial import CLOSE_TIMEOUT_S as CLOSE_TIMEOUT_S
+from replicas.trust.dial import PortConnection
+from replicas.trust.dial import dial as dial_port
+from replicas.trust.way import way_to
 
 _quiet = Log("replicas.channel.websocket")
 _quiet.setLevel(logging.ERROR)
 
-CLOSE_TIMEOUT_S = 1.0
 MAX_FRAME_NBYTES = 256 << 20
 
 
@@ -54,35 +50,11 @@ in_process: dict[str, Callable[[str], Connection]] = {}
 (:mod:`replicas.testing`)."""
 
 
-class _Socket(ClientConnection):
-    """A connection that records when a byte came, and checks the port's owner and
-    key."""
+class _Socket(PortConnection):
+    """A connection that records when a byte came."""
 
     heard = 0.0
     fd = -1
-    token_owners: frozenset[int] | None = None
-    way: Way
-    _secure: SecureConnection | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        below = cast("asyncio.Transport", transport)
-        if self.way.context is not None:
-            self._secure = SecureConnection(self, Tls(self.way.context, self.way.host), quiet=True)
-            below.set_protocol(self._secure)
-            self._secure.connection_made(below)
-            below = self._secure.transport
-        super().connection_made(below)
-
-    async def handshake(self, *arguments: Any, **options: Any) -> None:
-        """Refuse a port that another user took while it was free, then shake hands."""
-        if self.token_owners is not None:
-            uids = listener_uids(self.transport.get_extra_info("socket"))
-            if uids is not None and not (uids and uids <= self.token_owners):
-                raise ConnectionRefusedError(f"the port {whose(uids)}: the run's token was not shown to it")
-        if self._secure is not None:
-            self._secure.start()
-            await self._secure.shaken
-        await super().handshake(*arguments, **options)
 
     def data_received(self, data: bytes) -> None:
         self.heard = time.monotonic()
@@ -106,34 +78,15 @@ async def dial(
     """
     if endpoint in in_process:
         return in_process[endpoint](token)
+
+    class Socket(_Socket):
+        owners = token_owners
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            reached()
+            super().__init__(*arguments, **options)
+
     way = way_to(endpoint, token)
-
-    def made(*arguments: Any, **options: Any) -> _Socket:
-        reached()
-        socket = _Socket(*arguments, **options)
-        socket.token_owners, socket.way = token_owners, way
-        return socket
-
-    try:
-        found = await _connected(way, made)
-    except ssl.SSLError as error:
-        raise way.refusal(error) or error from error
-    connection = cast("_Socket", found)
+    connection = await dial_port(way, "/session", Socket, open_timeout=None, max_size=MAX_FRAME_NBYTES, logger=_quiet)
     connection.fd = connection.transport.get_extra_info("socket").fileno()
     return connection
-
-
-async def _connected(way: Way, made: Callable[..., _Socket]) -> ClientConnection:
-    return await connect(
-        f"ws://{way.endpoint}/session",
-        additional_headers=way.headers,
-        compression=None,
-        proxy=None,
-        open_timeout=None,
-        close_timeout=CLOSE_TIMEOUT_S,
-        ping_interval=None,
-        max_size=MAX_FRAME_NBYTES,
-        logger=_quiet,
-        user_agent_header=None,
-        create_connection=made,  # type: ignore[arg-type]  # a factory works as well as the class
-    )

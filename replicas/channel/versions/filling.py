@@ -19,9 +19,10 @@ import torch
 from replicas import errors
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import Hub, as_wire_error
-from replicas.channel.session.pending import Promise, Receipt, SessionEnd
+from replicas.channel.session.pending import Promise, Receipt, SessionEnd, afresh
 from replicas.common import own_loop
 from replicas.core.base.manifest import Manifest, PartManifest, check_size
+from replicas.core.base.membership import PUBLISH_JOB, PublishJobEvent, PublishJobState
 from replicas.messages import Meta, Packed, PackFailed, PublishBegin, arguments
 from replicas.weights.copies.accelerator import accelerator, device_of
 from replicas.weights.copies.copying import Copier
@@ -39,7 +40,16 @@ BEAT_S = 0.03
 
 @dataclass(eq=False, repr=False)
 class PublishJob:
-    """One publish of this rank; fields change on the session thread."""
+    """One publish of this rank; fields change on the session thread.
+
+    :ivar number: among the replica's publishes; 0 until it has begun.
+    :ivar version: as the coordinator numbered it; 0 until then.
+    :ivar state: in :data:`~replicas.core.base.membership.PUBLISH_JOB`.
+    :ivar streaming: the coordinator has it sent while it is being filled.
+    :ivar unsettled: the caller has OutcomeUnknown, and the verdict may still come.
+    :ivar failed: the failure that this rank has reported.
+    :ivar timer: ends it at its deadline; unsettled: settles it without a verdict.
+    """
 
     asked_version: int | None
     deadline_s: float
@@ -49,29 +59,24 @@ class PublishJob:
     session_end: InitVar[SessionEnd | None] = None
     hold: bool = True  # GPU tensors are copied on the caller's stream
     check_finite: bool = False  # its values, before it is announced
-    number: int = 0  # among the replica's publishes; 0 until it has begun
-    version: int = 0  # as the coordinator numbered it; 0 until then
+    number: int = 0
+    version: int = 0
+    state: PublishJobState = "walking"
+    streaming: bool = False
+    unsettled: bool = False
     late_meta: Callable[[], Mapping[str, Any]] | None = None  # makes ``meta``
-    user_failed: bool = False  # ``late_meta`` raised
     copies: DeviceCopies | None = None  # on a device, under way or ended
     copier: Copier | None = None  # on the CPU
     slot: Slot | None = None
     manifest: PartManifest | None = None
     device: str = "cpu"
-    walked: bool = False  # the caller has done its whole part
-    walk_over: bool = False  # the caller has left the call, done or not
-    packed: bool = False  # its slot is filled
-    ready: bool = False  # all that Packed says is known, including ``digest``
-    told: bool = False  # Packed or Filled was sent
-    streaming: bool = False  # the coordinator has it sent while it is being filled
-    failed: PackFailed | None = None  # the failure reported by this rank
+    failed: PackFailed | None = None
     digest: str = ""
     digest_s: float = 0.0
     wait_s: float = 0.0
     pack_s: float = 0.0
     hold_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
-    settling: asyncio.TimerHandle | None = None  # settles it if no verdict follows
 
     def __post_init__(
         self, given_meta: Meta | Callable[[], Mapping[str, Any]], channel: str, session_end: SessionEnd | None
@@ -86,21 +91,29 @@ class PublishJob:
         self.pending: Promise[Receipt] = Promise(f"publish on {channel}", session_end)
         self.admitted: Promise[int] = Promise(f"admission of a publish on {channel}", session_end)
 
-    def ask_meta(self) -> None:
+    def step(self, event: PublishJobEvent) -> None:
+        self.state = PUBLISH_JOB.next(self.state, event)
+
+    def ask_meta(self, feed: Feed) -> None:
         """Call the user's ``meta`` function after the walk; its exceptions pass."""
         if self.late_meta is None:
             return
         try:
             found = self.late_meta()
         except BaseException:
-            self.user_failed = True
+            feed.user_failed = True
             raise
         self.meta = arguments.meta("publish: what meta() returned", found)
 
     @property
     def announced(self) -> bool:
-        """Whether the coordinator knows its local result: the next one may be told."""
-        return self.told or self.streaming or self.failed is not None
+        """Whether the next one may be told: the coordinator knows of this one."""
+        return self.streaming or self.unsettled or self.state in ("told", "failed")
+
+    @property
+    def filled(self) -> bool:
+        """Whether the coordinator may commit it."""
+        return self.state in ("filled", "ready", "told")
 
     @property
     def left_s(self) -> float:
@@ -140,11 +153,10 @@ class PublishJob:
             digest=self.digest if self.slot is not None and self.slot.image is not None else "",
         )
 
-    def stop_timers(self) -> None:
-        for timer in (self.timer, self.settling):
-            if timer is not None:
-                timer.cancel()
-        self.timer = self.settling = None
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class CopiesUnderWay:
@@ -276,7 +288,7 @@ class Filling:
         """Raise unless the publish still needs a slot."""
         if job.pending.done():
             job.pending.wait()
-        if job.walk_over or job.failed is not None:
+        if job.state != "walking":
             raise self._hub.error(errors.Gone, "the publish was interrupted", hint="")
 
 
@@ -397,7 +409,7 @@ async def _lent(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, u
 
     def check() -> None:
         if hub.over is not None:
-            raise hub.over.with_traceback(None)
+            raise afresh(hub.over)
         if wanted() is None:
             raise hub.error(errors.Gone, "nobody waits for the slot any more", hint="")
 

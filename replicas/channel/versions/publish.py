@@ -26,7 +26,8 @@ copies have arrived. Until then it belongs to them, even if the publish has ende
 
 **In order.** The coordinator refuses a version that a newer one has overtaken. A packed
 publish is therefore announced only when every earlier one was announced or cannot be
-packed any more (:meth:`Publisher._announce`).
+packed any more (:meth:`Publisher._announce`). What a rank has done of a publish is a
+state of :data:`~replicas.core.base.membership.PUBLISH_JOB`.
 
 **Our own failure** (no memory, no slot, unusable tensors, not admitted): the weights
 are walked to the end all the same, then the error is raised. PackFailed goes out first,
@@ -49,10 +50,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from replicas import errors
@@ -64,21 +64,18 @@ from replicas.core.base.manifest import PartManifest
 from replicas.messages import Filled, Packed, PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of
 from replicas.weights.feed import Feed, Mode
-from replicas.weights.finite import not_finite
+from replicas.weights.finite import in_words, not_finite
 from replicas.weights.memory.arena import Slot
 from replicas.weights.packing import Packing
 
 LATE_S = 15.0
 """Extra time of a publish past its deadline, once a new coordinator knows of it."""
-NAMED = 3
-"""Tensors that an error names."""
 
 
 class Publisher(Part):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._jobs: dict[int, PublishJob] = {}
-        self._unsettled: dict[int, PublishJob] = {}
         self._walking: PublishJob | None = None
         self._filling = Filling(hub, self._begun_to_fill, self._grown)
         self.copies = self._filling.copies
@@ -102,7 +99,7 @@ class Publisher(Part):
             self.copies.fence()
             self._fill(job, feed)
         except BaseException as error:
-            users = feed.user_failed or job.user_failed or not isinstance(error, Exception)
+            users = feed.user_failed or not isinstance(error, Exception)
             self._hub.call(self._fill_failed, job, self._as_error(job, error, users=users))
             if users or not isinstance(error, Exception):
                 job.pending.tell()
@@ -115,22 +112,25 @@ class Publisher(Part):
             verdict = self._verdict(job, error)
             if verdict is error:
                 raise
-            raise verdict from error
+            try:
+                raise verdict from error
+            finally:  # else it would keep this frame, which would keep it
+                del verdict
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
         hub = self._hub
-        if hub.leader and (earlier := hub.take_failure()) is not None:
+        if hub.leader and (earlier := hub.failures.take()) is not None:
             raise earlier
         started = time.monotonic()
         if not (hub.leader or feed.mode == "parts"):
             job.admitted.wait()
             feed.drain()
             pack_s = time.monotonic() - started
-            job.ask_meta()
+            job.ask_meta(feed)
             hub.call(self._walked, job, feed.device, pack_s)
             return
         manifest, packing = self._filling.fill(job, feed)
-        job.ask_meta()
+        job.ask_meta(feed)
         hub.call(self._packing, job, manifest, self._filling.device(feed), packing, started, time.monotonic())
 
     def _as_error(self, job: PublishJob, error: BaseException, *, users: bool) -> errors.ReplicasError:
@@ -142,9 +142,8 @@ class Publisher(Part):
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
         """The replica's common verdict, or our own error if none comes."""
-        left = max(0.0, job.deadline - time.monotonic()) + 2 * GRACE_S
         try:
-            job.pending.wait(min(left, SECONDS_MAX))
+            job.pending.wait(min(job.left_s + 2 * GRACE_S, SECONDS_MAX))
         except errors.ReplicasError as verdict:
             local = isinstance(verdict, (errors.DeadlineExceeded, errors.Disconnected)) and not verdict.unanimous
             return error if local and isinstance(error, errors.ReplicasError) else verdict
@@ -162,18 +161,21 @@ class Publisher(Part):
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
     def new_term(self) -> None:
-        for job in self._in_order():
-            job.streaming = job.told = False  # the new coordinator is told when it is packed
-            self._hub.send(job.begin_message(job.left_s if job.number in self._jobs else LATE_S))
+        for job in list(self._jobs.values()):
+            job.streaming = False
+            if job.state == "told":
+                job.step("forgotten")
+            self._hub.send(job.begin_message(LATE_S if job.unsettled else job.left_s))
             if job.failed is not None:
                 self._hub.send(job.failed)
         self._announce()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         for job in list(self._jobs.values()):
-            self._fail(job, error)
-        for job in list(self._unsettled.values()):
-            self._settle(job, None)
+            if job.unsettled:
+                self._settle(job, None)
+            else:
+                self._fail(job, error)
 
     def _begin_publish(self, job: PublishJob, walk: Holder) -> None:
         hub = self._hub
@@ -184,6 +186,7 @@ class Publisher(Part):
         if self._walking is not None:
             text = "publish was called while another thread is in it"
             error = hub.error(errors.UsageError, text, hint="publish from one thread")
+            job.step("end")
             job.admitted.fail(error)
             job.pending.fail(error)
             return
@@ -201,22 +204,25 @@ class Publisher(Part):
 
     def _walk_over(self, job: PublishJob) -> None:
         """The caller has left the walk, perhaps by an interrupt without any report."""
-        self._walking, job.walk_over = None, True
-        if not job.walked and job.failed is None:
+        self._walking = None
+        if job.state == "walking":
             job.pending.tell()  # by the interrupt
-            text = f"the publish on {self._hub.member} was interrupted"
-            self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
+        text = f"the publish on {self._hub.member} was interrupted"
+        self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
     def _walked(self, job: PublishJob, device: str, pack_s: float) -> None:
-        job.walked, job.pack_s = True, pack_s
-        self._filled(job, None, device)
-        job.ready = True
-        self._announce()
+        if job.state == "walking":
+            job.step("walked")
+            job.pack_s = pack_s
+            self._filled(job, None, device)
+            job.step("digested")
+            self._announce()
 
     def _packing(
         self, job: PublishJob, manifest: PartManifest, device: str, packing: Packing, started: float, returned: float
     ) -> None:
-        job.walked = True
+        if job.state == "walking":  # else it has ended, and the slot is freed when nothing writes to it
+            job.step("walked")
 
         def copied(done: Future[float] | None, at: float) -> None:
             self._hub.call(self._copied, job, manifest, device, done, at - started - job.wait_s)
@@ -231,7 +237,7 @@ class Publisher(Part):
 
     def _admitted(self, message: PublishAdmitted) -> None:
         job = self._jobs.get(message.publish)
-        if job is None:
+        if job is None or job.unsettled:
             return
         known = self._hub.holdings
         if job.version not in (0, message.version):
@@ -250,14 +256,14 @@ class Publisher(Part):
         job.pack_s = pack_s
         if held is not None and (error := held.exception()) is not None:
             self._free(job)
-            if job.number in self._jobs:
+            if job.state == "copying":
                 self._say_failed(job, error)
             return
         job.hold_s = held.result() if held is not None else 0.0
         self._filled(job, manifest, device)
 
     def _filled(self, job: PublishJob, manifest: PartManifest | None, device: str) -> None:
-        if job.number not in self._jobs:
+        if job.state != "copying":
             self._free(job)
             return
         if job.slot is not None:
@@ -265,17 +271,16 @@ class Publisher(Part):
             self._hub.arena.pin(job.slot)
             self._hub.holdings.note(job.version, device=device)
         self._hub.holdings.note(job.version, meta=job.meta)
-        job.packed, job.manifest, job.device = True, manifest, device
+        job.manifest, job.device = manifest, device
+        job.step("copied")
 
     def _digested(self, job: PublishJob, done: Future[str], digest_s: float) -> None:
-        if done.cancelled() or not job.packed:  # the copies have failed, or the publish has ended
+        if done.cancelled() or job.state != "filled":  # the copies have failed, or the publish has ended
             return
         error = done.exception()
         if isinstance(error, errors.ReplicasError):  # of a device
             self._let_go(job, keep=False)
-            job.packed = False
-            if job.number in self._jobs:
-                self._say_failed(job, error)
+            self._say_failed(job, error)
             return
         if error is not None:
             raise error
@@ -301,9 +306,7 @@ class Publisher(Part):
             self._ready(job)
         elif job.slot is slot:
             self._let_go(job, keep=False)
-            job.packed = False
-            if job.number in self._jobs:
-                self._say_failed(job, failure)
+            self._say_failed(job, failure)
 
     def _ready(self, job: PublishJob) -> None:
         """All that Packed says is known."""
@@ -311,29 +314,24 @@ class Publisher(Part):
             return
         if job.slot.image is not None:
             self._hub.holdings.note(job.version, digest=job.digest)
-        job.ready = True
+        job.step("digested")
         if job.streaming:
-            job.told = True
+            job.step("tell")
             self._hub.send(Filled(job.number, job.pack_s, job.digest, job.digest_s, job.slot.place, job.hold_s))
         else:
             self._announce()
 
     def _announce(self) -> None:
-        """Announce packed publishes in order, up to one that may still be packed."""
-        for job in self._in_order():
-            if job.announced:
-                continue
-            if job.ready:
-                job.told = True
+        """Tell of what is ready, in order, up to one that may still become so."""
+        for job in list(self._jobs.values()):
+            if job.state == "ready":
+                job.step("tell")
                 self._hub.send(job.packed_message())
-            elif job.number in self._jobs:
+            elif not job.announced:
                 return
 
-    def _in_order(self) -> list[PublishJob]:
-        return sorted((*self._unsettled.values(), *self._jobs.values()), key=lambda job: job.number)
-
     def _begun_to_fill(self, job: PublishJob, manifest: PartManifest, device: str) -> None:
-        if job.number not in self._jobs:
+        if job.state != "walking":
             return
         if not all(one.announced for one in self._jobs.values() if one.number < job.number):
             return  # announced as a whole when it is packed
@@ -348,20 +346,22 @@ class Publisher(Part):
 
     def manifest_of(self, manifest_hash: str) -> bytes | None:
         """Encoded manifest with this hash, of a publish without a verdict, or None."""
-        known = (job.manifest for job in self._in_order() if job.manifest is not None)
+        known = (job.manifest for job in self._jobs.values() if job.manifest is not None)
         found = next((manifest for manifest in known if manifest.hash == manifest_hash), None)
         return found.encode() if found is not None else None
 
     def _fill_failed(self, job: PublishJob, error: errors.ReplicasError) -> None:
         """Report a failed fill; the walk may go on."""
-        if job.walked:
+        if job.state not in ("walking", "over"):
             return  # the interrupt came after the last step: the publish goes on
         self._free(job)
-        if job.number not in self._jobs:
-            return
-        self._say_failed(job, error)
+        if job.state == "walking":
+            self._say_failed(job, error)
 
     def _say_failed(self, job: PublishJob, error: BaseException) -> None:
+        job.step("fail")
+        if job.unsettled:
+            return  # it has failed already
         wire = as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None)
         job.failed = PackFailed(job.number, wire)
         self._hub.send(job.failed)
@@ -390,10 +390,10 @@ class Publisher(Part):
         else:
             raise errors.InternalError("PublishEnd without a verdict", channel=self._hub.name)
         job = self._jobs.get(message.publish)
-        if (unsettled := self._unsettled.get(message.publish)) is not None:
-            self._settle(unsettled, outcome)
-        elif job is None:
+        if job is None:
             return
+        if job.unsettled:
+            self._settle(job, outcome)
         elif isinstance(outcome, Receipt):
             self._over(job)
             self._committed(job)
@@ -408,9 +408,9 @@ class Publisher(Part):
 
     def _overdue(self, job: PublishJob) -> None:
         hub = self._hub
-        if not job.packed:
+        if not job.filled:
             error = hub.no_answer("the publish", job.deadline_s)
-            if job.failed is None:
+            if job.state != "failed":
                 self._say_failed(job, error)  # the other ranks need not wait
             self._fail(job, error)
             return
@@ -419,22 +419,26 @@ class Publisher(Part):
 
     def _over(self, job: PublishJob) -> None:
         self._jobs.pop(job.number, None)
-        job.stop_timers()
+        job.step("end")
+        job.stop_timer()
         if self._hub.over is None:
             self._announce()
 
     def _fail(self, job: PublishJob, error: errors.ReplicasError) -> None:
-        self._over(job)
-        unknown = isinstance(error, errors.OutcomeUnknown) and self._hub.over is None
-        if unknown and job.packed:
-            self._unsettled[job.number] = job
-        elif job.packed:
-            self._let_go(job, keep=False)
+        filled = job.filled
+        if filled and isinstance(error, errors.OutcomeUnknown) and self._hub.over is None:
+            job.unsettled = True
+            job.stop_timer()
+            self._announce()
         else:
-            self._hub.holdings.publishing.discard(job.version)
+            self._over(job)
+            if filled:
+                self._let_go(job, keep=False)
+            else:
+                self._hub.holdings.publishing.discard(job.version)
         job.admitted.fail(error)
         if job.pending.fail(error) and self._hub.leader:
-            self._hub.note_failure(job.pending)
+            self._hub.failures.note(job.pending)
         self._hub.holdings.protect()
 
     def _let_go(self, job: PublishJob, *, keep: bool) -> None:
@@ -451,8 +455,7 @@ class Publisher(Part):
 
     def _settle(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
         """End an unsettled publish with its outcome; None: it will never be known."""
-        del self._unsettled[job.number]
-        job.stop_timers()
+        self._over(job)
         if isinstance(outcome, Receipt):
             self._committed(job)
         else:
@@ -462,15 +465,13 @@ class Publisher(Part):
 
     def settled(self, version: int, committed: bool) -> None:
         """A commit or discard; wait a while for the verdict, which says more."""
-        for job in list(self._unsettled.values()):
-            if job.version == version and job.settling is None:
-                job.settling = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
+        for job in [job for job in self._jobs.values() if job.unsettled]:
+            if job.version == version and job.timer is None:
+                job.timer = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
             if committed and job.version < version:
                 self._let_go(job, keep=False)  # the newer commit has made it useless
 
     def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:
-        if job.number not in self._unsettled:
-            return
         if committed:
             self._settle(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
             return
@@ -479,9 +480,7 @@ class Publisher(Part):
         self._settle(job, error)
 
 
-def _not_finite(hub: Hub, version: int, found: Mapping[str, int]) -> errors.ReplicasError:
-    named = ", ".join(f"{name!r} ({count:,})" for name, count in islice(found.items(), NAMED))
-    more = f" and {len(found) - NAMED} tensors more" if len(found) > NAMED else ""
-    text = f"version {version} has values that are not finite, in {named}{more}"
+def _not_finite(hub: Hub, version: int, found: dict[str, int]) -> errors.ReplicasError:
+    text = f"version {version} has values that are not finite, in {in_words(found)}"
     hint = "the training has diverged; publish without check_finite to send it all the same"
     return hub.error(errors.ManifestMismatch, text, version=version, phase="pack", hint=hint)

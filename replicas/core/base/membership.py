@@ -32,6 +32,12 @@ not mend. It ends as *done* or *failed* for all of them.
 whatever is granted afterwards, until all ranks serve the same version. It is *over*
 when no rank is left; ranks that join later begin another round.
 
+*A publish on its rank* is *walking* while the caller's thread goes through the weights,
+*copying* while bytes still arrive in the slot, *filled* until its digest is known, and
+*ready* until its turn to be *told* to the coordinator, which a new coordinator undoes.
+A rank that cannot publish has *failed*, and has said so; the verdict of the replica is
+still to come.
+
 *A slot* holds one version in a member's memory: *filling* while it is given to a
 writer, *held* when a version is complete in it, *leaving* when that is released while
 it is still being read. A slot that maps another member's memory starts as *held*.
@@ -146,6 +152,22 @@ ROUND: Table[RoundState, RoundEvent] = Table(
             "assigned": ("all_alike",),
             "over": ("emptied",),
         },
+    },
+)
+
+PublishJobState = Literal["walking", "copying", "filled", "ready", "told", "failed", "over"]
+PublishJobEvent = Literal["walked", "copied", "digested", "tell", "forgotten", "fail", "end"]
+
+PUBLISH_JOB: Table[PublishJobState, PublishJobEvent] = Table(
+    "a publish on its rank",
+    ("walking",),
+    {
+        "walking": {"copying": ("walked",), "failed": ("fail",), "over": ("end",)},
+        "copying": {"filled": ("copied",), "failed": ("fail",), "over": ("end",)},
+        "filled": {"ready": ("digested",), "failed": ("fail",), "over": ("end",)},
+        "ready": {"told": ("tell",), "over": ("end",)},
+        "told": {"ready": ("forgotten",), "over": ("end",)},
+        "failed": {"over": ("end",)},
     },
 )
 

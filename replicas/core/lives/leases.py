@@ -26,9 +26,9 @@ END_S = 4.0
 MARGIN_S = 1.0
 """Allowance for clocks of different speed and for processes that are slow to die."""
 UNHEARD_S = 2 * BEAT_S
-"""A node that is silent for longer is, for now, nobody to judge its processes by."""
+"""Do not blame a replica while its node has been silent for longer than this."""
 FROZEN_S = 10.0
-"""An agent of the supervisor's own machine that is silent for so long is replaced."""
+"""Silence after which the agent of the supervisor's own machine is replaced."""
 LAST_S = 3.0
 """Time for a last ping when the patience of a shim is over, in seconds."""
 
@@ -53,41 +53,3 @@ def outlives_s(adopt_s: float) -> float:
 def lost_after_s(lease_s: float) -> float:
     """How long after a beat the supervisor may start a node's replicas elsewhere."""
     return lease_s + END_S + MARGIN_S
-
-
-class Tenancy:
-    """The agent's end of a lease. Times are seconds of any one monotonic clock."""
-
-    def __init__(self) -> None:
-        self.until: float | None = None
-        """When everything must begin to end; None: there is no such time."""
-        self._lease_s = 0.0
-        self._sent: dict[int, float] = {}
-        self._number = 0
-
-    def granted(self, lease_s: float, asked_at: float) -> None:
-        """A supervisor has taken the agent, which had asked at ``asked_at``."""
-        self._lease_s = lease_s
-        self._sent.clear()
-        self.until = asked_at + lease_s if lease_s else None
-
-    def beat(self, now: float) -> int:
-        """The number of a beat that is sent now."""
-        self._number += 1
-        self._sent[self._number] = now
-        return self._number
-
-    def heard(self, number: int) -> None:
-        """The supervisor has heard this beat."""
-        sent_at = self._sent.pop(number, None)
-        if sent_at is not None and self._lease_s:
-            self.until = max(self.until or 0.0, sent_at + self._lease_s)
-        self._sent = {other: at for other, at in self._sent.items() if other > number}
-
-    def alone(self, now: float, patience_s: float) -> None:
-        """The supervisor is gone: go on for so long, and no longer than the lease."""
-        left = now + patience_s
-        self.until = left if self.until is None else min(self.until, left)
-
-    def over(self, now: float) -> bool:
-        return self.until is not None and now >= self.until

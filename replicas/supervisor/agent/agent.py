@@ -7,20 +7,21 @@ everything, which is
 
 * when the supervisor says that the run is over;
 * when its lease is over (:mod:`replicas.core.lives.leases`): nothing was heard of the
-  supervisor for so long, whatever the reason, and the replicas may be started
+  supervisor for that time, whatever the reason, and the replicas may be started
   elsewhere soon. Then it tries for a minute more to offer its node anew, unless its
   supervisor is plainly gone. The shims have the same lease, from the agent's pings:
-  so they end in time, too, if the agent is frozen or dead. Those of the supervisor's
-  own machine, where there is no lease, have a patience instead.
-* on the supervisor's own machine, where a closed connection means that its process is
-  gone: at once, or after ``adopt`` if no other supervisor has come by then;
+  so they end in time, too, if the agent is frozen or dead;
+* without a lease, as on the supervisor's own machine, when the connection is closed,
+  which means that the process of the supervisor is gone: at once, or after ``adopt`` if
+  no other supervisor has come by then. The shims have a patience instead of a lease;
 * when another supervisor comes, and the one before wanted no adoption.
 
 A signal to end (SIGTERM, SIGINT) makes a node leave in order: the supervisor moves its
 replicas first, or the next one does, within the lease; a second signal ends it at once.
-The agent of the supervisor's own machine ignores it: a signal to a
-whole session or process tree must not end it before the supervisor has ended the
-replicas.
+The agent of the supervisor's own machine ignores it: a signal to a whole session or
+process tree must not end it before the supervisor has ended the replicas. All else that
+differs there is what the supervisor's Welcome says. The states in which an agent can be
+are the table :data:`replicas.core.lives.tenancy.TENANCY`.
 
 Whatever a dead agent has left is ended by its shims, by the next agent of the node
 (``Clean``), or by the next supervisor.
@@ -32,7 +33,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,17 +45,15 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from replicas import __version__, errors
 from replicas.common.backoff import Backoff
 from replicas.common.logs import Log
-from replicas.core.lives.leases import BEAT_S, END_S, Tenancy, local_patience_s
+from replicas.core.lives.leases import BEAT_S, END_S, local_patience_s
+from replicas.core.lives.tenancy import Tenancy
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent import messages as wire
-from replicas.supervisor.agent.checks import examine_node
-from replicas.supervisor.agent.log_reader import LogReader
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.agent.orphans import clean_up
+from replicas.supervisor.agent.order_handler import OrderHandler
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.agent.token_file import TokenFile
 from replicas.supervisor.state.run_state import machine as scope
-from replicas.supervisor.wire.orders import Malformed
 
 log = Log("replicas.agent")
 
@@ -66,16 +65,15 @@ JOIN_S = 300.0
 """How long an agent that was never taken tries to reach its supervisor."""
 _ANSWER_S = 10.0
 _SILENCE_S = 5 * BEAT_S
-"""An agent of another machine that has heard nothing for so long dials again: a
-connection over a link that was broken for some seconds is mended by TCP only after as
-long again, a new one at once."""
+"""Silence after which an agent with a lease dials again: TCP mends a connection over a
+link that was broken for some seconds only after as long again, a new one works at
+once."""
 _GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when everything of the run ends."""
 _KILL_S = END_S - 1.0
-_CLEAN_AGAIN_S = 1.0
 
 
-class Link(Protocol):
+class SupervisorLink(Protocol):
     """A connection to a supervisor: whole frames, in order."""
 
     async def send(self, message: bytes, /) -> None: ...
@@ -98,18 +96,16 @@ class Agent:
         of the connection.
     :param wanted: whether to go on trying before any supervisor has answered.
     :param on_token: called with a new token for the next connection.
-    :param local: the supervisor of this machine has started it.
     :param machine: what the node offers; None: its supervisor knows.
     """
 
     def __init__(
         self,
         node: str,
-        dial: Callable[[], Awaitable[tuple[Link, str]]],
+        dial: Callable[[], Awaitable[tuple[SupervisorLink, str]]],
         make_shims: Callable[[Callable[[], None]], Shims],
         state_dir: Path,
         *,
-        local: bool = False,
         labels: Mapping[str, str] | None = None,
         machine: Machine | None = None,
         address: str = "",
@@ -118,46 +114,49 @@ class Agent:
         on_token: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.node = node
-        self._dial, self._state_dir, self._local = dial, state_dir, local
-        self._labels, self._machine, self._address = dict(labels or {}), machine, address
-        self._limits_refused, self._wanted = limits_refused, wanted
-        self._on_token = on_token
-        self._incarnation = secrets.token_hex(8)
+        self._dial, self._wanted, self._on_token = dial, wanted, on_token
+        self._address = address
+        self._hello = wire.Hello(
+            release=__version__,
+            node=node,
+            incarnation=secrets.token_hex(8),
+            pid=os.getpid(),
+            start_time=start_time(os.getpid()) or 0,
+            scope=scope(),
+            labels=dict(labels or {}),
+            machine=machine,
+            limits_refused=limits_refused,
+        )
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._shims = make_shims(self._news.set)
-        self._logs = LogReader(state_dir / "logs")
+        self._orders = OrderHandler(self._shims, state_dir, self._tell)
+        self._token = TokenFile(state_dir / "token")
         self._tenancy = Tenancy()
         self._welcome: wire.Welcome | None = None
         self._outbox: list[wire.AgentMessage] = []
-        self._empty_since: float | None = None
-        """When everything began to end with the lease; None: it has not."""
-        self._hang_up = asyncio.Event()
-        """Set when the lease ends: a connection from before is of no use any more."""
+        self._lease_ended_at: float | None = None
+        """When the last lease ended; a connection from before is of no use."""
         self._may_join = asyncio.Event()
         """Clear while what ends with the lease is not gone yet."""
         self._may_join.set()
-        self._over = ""
-        """Why everything ends; empty: it does not."""
-        self._code = 0
+        self._reason, self._code = "", 0
+        """Why it is leaving, or over, and its exit code."""
         self._stop = asyncio.Event()
-        self._leaving = ""
-        self._token = TokenFile(state_dir / "token")
-        self._examining = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def leave(self, reason: str) -> None:
         """Leave in order; the second time at once."""
-        if self._leaving or self._welcome is None or self._empty_since is not None:
+        if self._tenancy.state != "serving":
             self._end(reason)
-        else:
-            self._leaving = reason
-            self._tell(wire.Leaving(reason))
+            return
+        self._tenancy.step("leave")
+        self._reason = reason
+        self._tell(wire.Leaving(reason))
 
     async def run(self) -> int:
         """Serve until the end. Nothing that it started is left then.
 
-        :return: 0: the run is over, or this node was not needed any more; 1: the
+        :return: 0: the run is over, or this node was released; 1: the
             supervisor could not be reached within the lease, nor after it.
         :raises replicas.errors.WorldError: no supervisor took it.
         """
@@ -169,8 +168,8 @@ class Agent:
         finally:
             with anyio.CancelScope(shield=True):
                 await self._end_everything()
-                await self._cancelled(*work, *self._tasks)
-        log.info("node %s: %s", self.node, self._over)
+                await self._cancelled(*work, *self._orders.tasks)
+        log.info("node %s: %s", self.node, self._reason)
         return self._code
 
     @staticmethod
@@ -180,8 +179,9 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _end(self, reason: str, code: int = 0) -> None:
-        if not self._over:
-            self._over, self._code = reason, code
+        if not self._tenancy.ended:
+            self._tenancy.step("end")
+            self._reason, self._code = reason, code
             self._stop.set()
 
     async def _end_everything(self) -> None:
@@ -191,19 +191,19 @@ class Agent:
             async with asyncio.timeout(_KILL_S):
                 await self._shims.empty.wait()
         self._shims.kill_all()
-        await self._shims.empty.wait()  # what SIGKILL does not end now is swept again and again
+        await self._shims.empty.wait()  # what SIGKILL does not end now is swept until it is gone
         await self._shims.aclose()
 
     # ------------------------------------------------------------ time
 
     async def _watch(self) -> None:
         """Ping the shims, send beats, and end everything when the lease is over."""
-        while True:
+        while not self._tenancy.ended:
             now = self._loop.time()
-            if self._tenancy.over(now) and (self._local or self._leaving):
-                self._end(_UNREACHED, 1)
-                return
             if self._tenancy.over(now):
+                if self._tenancy.state == "leaving" or not self._tenancy.leased:
+                    self._end(_UNREACHED, 1)
+                    return
                 await self._end_with_lease()
             if self._welcome is None and not self._wanted():
                 self._end("the supervisor that started it is gone", 1)
@@ -216,12 +216,14 @@ class Agent:
             await asyncio.sleep(BEAT_S if until is None else max(0.01, min(BEAT_S, until - now)))
 
     async def _end_with_lease(self) -> None:
-        """End everything, as it may start elsewhere soon; then offer the node anew."""
+        """End all replicas, as they may start elsewhere; then offer the node anew."""
         log.warning("node %s: %s within the lease: everything of the run ends here", self.node, _UNREACHED)
-        self._empty_since = self._loop.time()
+        self._tenancy.step("lease_over")
+        self._lease_ended_at = self._loop.time()
         self._may_join.clear()
-        self._hang_up.set()  # what is on its way is too late: orders, and the answer to a Hello
         await self._end_everything()
+        if self._tenancy.state == "ending":
+            self._tenancy.step("empty")
         self._tenancy.until = None
         self._may_join.set()
 
@@ -229,9 +231,9 @@ class Agent:
 
     async def _serve(self) -> None:
         failures, give_up_at = 0, self._loop.time() + JOIN_S
-        while not self._over:
+        while not self._tenancy.ended:
             await self._may_join.wait()
-            self._hang_up.clear()
+            began_after = self._lease_ended_at
             try:
                 link, seen = await self._dial()
             except (InvalidStatus, errors.UsageError) as error:
@@ -240,13 +242,13 @@ class Agent:
                     raise errors.WorldError(problem) from None
             except (OSError, InvalidHandshake, TimeoutError) as error:
                 problem = str(error) or type(error).__name__
-                if self._is_of_no_use(error):
+                if self._should_give_up(error):
                     self._end(_UNREACHED, 1)
                     return
             else:
                 try:
                     self._shims.address = self._address or seen
-                    await self._converse(link)
+                    await self._converse(link, began_after)
                     failures = 0
                 except _Refused as error:
                     raise errors.WorldError(str(error)) from None
@@ -261,62 +263,74 @@ class Agent:
             failures += 1
 
     def _is_final(self, error: InvalidStatus | errors.UsageError) -> bool:
-        """Whether who answers there does not take this node, and never did.
+        """Return True if the refusal is permanent: no supervisor counts on this node.
 
         While replicas run here, somebody else may have the port for a moment: then the
         lease alone decides.
         """
         refused = isinstance(error, errors.UsageError) or error.response.status_code in (401, 403)
-        return refused and (self._welcome is None or self._empty_since is not None)
+        return refused and not self._tenancy.serves
 
-    def _is_of_no_use(self, error: Exception) -> bool:
-        """Whether nobody can be expected any more, who would use this empty node.
+    def _should_give_up(self, error: Exception) -> bool:
+        """Return True if this empty node should stop waiting for a supervisor.
 
         Where the connection is refused, the machine is there and its supervisor is not.
         """
-        if not self._shims.empty.is_set() or (self._empty_since is None and not self._leaving):
+        if not self._shims.empty.is_set() or self._tenancy.state not in ("leaving", "ending", "rejoining"):
             return False
-        late = self._empty_since is not None and self._loop.time() - self._empty_since > REJOIN_S
+        ended_at = self._lease_ended_at if self._tenancy.state != "leaving" else None
+        late = ended_at is not None and self._loop.time() - ended_at > REJOIN_S
         return late or isinstance(error, ConnectionRefusedError)
 
     def _disconnected(self) -> None:
-        if not self._local or self._welcome is None or self._over:
+        if self._welcome is None or self._tenancy.leased or not self._tenancy.serves:
             return
         if not self._welcome.adopt_s:
             self._end("the supervisor is gone", 1)
         else:
             self._tenancy.alone(self._loop.time(), self._welcome.adopt_s)
 
-    async def _converse(self, link: Link) -> None:
+    def _is_stale(self, began_after: float | None) -> bool:
+        """Return True if what this connection brings is for processes that are ended.
+
+        :param began_after: when the last lease had ended before it was begun.
+        """
+        return self._tenancy.ended or self._lease_ended_at != began_after
+
+    async def _converse(self, link: SupervisorLink, began_after: float | None) -> None:
+        """Say Hello, and obey until the connection ends or is stale."""
         asked_at = self._loop.time()
-        if self._hang_up.is_set():
+        if self._is_stale(began_after):
             return
-        await link.send(wire.encode(self._hello()))
+        self._outbox.clear()
+        hello = msgspec.structs.replace(self._hello, address=self._shims.address, shims=self._shims.all())
+        await link.send(wire.encode(hello))
         async with asyncio.timeout(_ANSWER_S):
             answer = _order(await link.recv())
-        if self._hang_up.is_set():
-            return  # it takes a node whose processes are being ended
+        if self._is_stale(began_after):
+            return
         if isinstance(answer, wire.Refused):
             if answer.again:
                 raise TimeoutError(answer.message)
             raise _Refused(answer.message)
         if not isinstance(answer, wire.Welcome):
             raise _Refused(f"the supervisor answered {type(answer).__name__} to a Hello")
-        before, self._welcome, self._empty_since = self._welcome, answer, None
+        before, self._welcome = self._welcome, answer
+        self._tenancy.step("welcome")
         if before is None or before.supervisor != answer.supervisor:
             log.info("node %s: joined run %s", self.node, answer.run)
         if before is not None and before.supervisor != answer.supervisor and not before.adopt_s:
             self._shims.end(_GRACE_S)  # the supervisor before wanted no adoption
         self._take(answer, asked_at)
-        if self._leaving:
-            self._tell(wire.Leaving(self._leaving))
+        if self._tenancy.state == "leaving":
+            self._tell(wire.Leaving(self._reason))
         writer = asyncio.create_task(self._write(link))
         try:
-            while not self._over:
-                async with asyncio.timeout(None if self._local else _SILENCE_S):  # each beat is answered
+            while not self._tenancy.ended:
+                async with asyncio.timeout(_SILENCE_S if answer.lease_s else None):  # each beat is answered
                     data = await link.recv()
-                if self._hang_up.is_set() or self._over:
-                    return  # what it said was for processes that are ended
+                if self._is_stale(began_after):
+                    return
                 try:
                     order = _order(data)
                 except _Refused as error:
@@ -326,31 +340,14 @@ class Agent:
         finally:
             await self._cancelled(writer)
 
-    def _hello(self) -> wire.Hello:
-        self._outbox.clear()
-        return wire.Hello(
-            release=__version__,
-            node=self.node,
-            incarnation=self._incarnation,
-            local=self._local,
-            pid=os.getpid(),
-            start_time=start_time(os.getpid()) or 0,
-            scope=scope(),
-            address=self._shims.address,
-            labels=self._labels,
-            machine=self._machine,
-            limits_refused=self._limits_refused,
-            shims=self._shims.all(),
-        )
-
     def _take(self, welcome: wire.Welcome, asked_at: float) -> None:
         before = self._tenancy.until
         self._tenancy.granted(welcome.lease_s, asked_at)
         self._shims.lease_until = self._tenancy.until  # of shims that are started before the next look
-        if self._local:
+        self._shims.patience_s = 0.0 if welcome.lease_s else local_patience_s(welcome.adopt_s)
+        if welcome.state_id:
             self._shims.identity = welcome.state_id
-            self._shims.patience_s = local_patience_s(welcome.adopt_s)
-        else:
+        if welcome.token:
             self._token.keep(welcome.token)
         self._renewed(before)
 
@@ -360,7 +357,7 @@ class Agent:
         if before is not None and before - now < 2 * BEAT_S:
             self._shims.look(now, self._tenancy.until)
 
-    async def _write(self, link: Link) -> None:
+    async def _write(self, link: SupervisorLink) -> None:
         while True:
             await self._news.wait()
             self._news.clear()
@@ -373,8 +370,6 @@ class Agent:
         self._outbox.append(message)
         self._news.set()
 
-    # ------------------------------------------------------------ orders
-
     def _obey(self, order: wire.Order) -> None:
         match order:
             case wire.Heard(number):
@@ -382,65 +377,12 @@ class Agent:
                 self._tenancy.heard(number)
                 self._renewed(before)
             case wire.NewToken(member, operator):
-                if not self._local:
-                    self._token.keep(member)
+                self._token.keep(member)
                 self._on_token(operator)
-            case wire.Start():
-                try:
-                    self._shims.start(order)
-                except Malformed as error:
-                    log.error("an order to start is malformed: %s", error)
-            case wire.Stop(nonce=nonce, timeout_s=timeout_s, stacks=stacks):
-                self._shims.stop(nonce, timeout_s, stacks=stacks)
-            case wire.Meet(nonce=nonce, host=host, port=port):
-                self._shims.meet(nonce, host, port)
-            case wire.Kill(nonce):
-                self._shims.kill(nonce)
-            case wire.AskStacks(nonce):
-                self._spawn(self._find_stacks(nonce))
-            case wire.Forget(nonce):
-                self._shims.forget(nonce)
-            case wire.Clean(shims):
-                self._spawn(self._clean(shims))
-            case wire.LogQuery():
-                self._spawn(self._read_logs(order))
-            case wire.Examine():
-                self._spawn(self._examine(order))
             case wire.Over(reason):
                 self._end(reason)
             case _:
-                log.error("an unexpected %s of the supervisor", type(order).__name__)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _find_stacks(self, nonce: str) -> None:
-        with contextlib.suppress(TimeoutError):  # the supervisor has a deadline of its own
-            self._tell(wire.StacksFound(nonce=nonce, found=await self._shims.stacks(nonce)))
-
-    async def _clean(self, shims: tuple[wire.ShimLeft, ...]) -> None:
-        left = [shim for shim in shims if shim.nonce not in self._shims]
-        while left and not self._over:
-            try:
-                gone = await anyio.to_thread.run_sync(clean_up, left)
-            except OSError as error:  # e.g. this process has no descriptor left
-                log.error("what an earlier agent has left cannot be ended yet: %s", error)
-                await asyncio.sleep(_CLEAN_AGAIN_S)
-                continue
-            self._tell(wire.Cleaned(gone))
-            left = [shim for shim in left if shim.nonce not in gone]
-
-    async def _read_logs(self, query: wire.LogQuery) -> None:
-        self._tell(await self._logs.answer(query))
-
-    async def _examine(self, order: wire.Examine) -> None:
-        async with self._examining:
-            findings = await anyio.to_thread.run_sync(
-                examine_node, self._state_dir, order.supervisor, order.demand, abandon_on_cancel=True
-            )
-        self._tell(wire.Examined(number=order.number, findings=findings))
+                self._orders.obey(order)
 
 
 def _order(data: str | bytes) -> wire.Order:

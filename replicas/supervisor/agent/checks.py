@@ -26,8 +26,8 @@ from replicas.linux.processes import descendants
 from replicas.linux.smi import gpu_processes
 from replicas.supervisor.agent.machine import Machine, look
 from replicas.supervisor.state import leftovers
+from replicas.supervisor.state.locked_folder import identity_of
 from replicas.supervisor.state.run_state import RunState
-from replicas.supervisor.state.state import identity_of
 
 _SMI_TIMEOUT_S = 5.0
 _DISK_NBYTES = 1 << 30

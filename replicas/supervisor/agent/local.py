@@ -20,37 +20,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from websockets.asyncio.client import connect
-
 from replicas import errors
 from replicas.common import own_code
 from replicas.linux import inherited
 from replicas.linux.sockets import reachable
-from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.orphans import remove_socket
 from replicas.supervisor.agent.shims import Shims
+from replicas.trust.dial import dial_socket
 
-CONNECTING: dict[str, Any] = {
-    "compression": None,
-    "proxy": None,
-    "open_timeout": 5.0,
-    "close_timeout": 1.0,
-    "ping_interval": None,
-    "max_size": 8 << 20,
-    "user_agent_header": None,
-}
+CONNECTING: dict[str, Any] = {"open_timeout": 5.0, "max_size": 8 << 20}
 """How any agent connects: beats are its pings."""
 
 
-async def dial_socket(path: Path) -> tuple[Link, str]:
+async def dial_run(path: Path) -> tuple[SupervisorLink, str]:
     """Connect to the supervisor at the run's Unix socket."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
         with reachable(path) as name:
             await asyncio.get_running_loop().sock_connect(connection, name)
-        return await connect("ws://run/agent", sock=connection, **CONNECTING), ""
+        return await dial_socket(connection, "/agent", **CONNECTING), ""
     except BaseException:
         connection.close()
         raise
@@ -60,7 +51,7 @@ async def _run(options: argparse.Namespace) -> int:
     containment = Containment(options.run, root=options.cgroup, lock=options.lock, limited=options.limited)
 
     def wanted() -> bool:
-        """Whether the supervisor that started it lives; asked until it has answered."""
+        """Return True while the supervisor that started this agent lives."""
         return os.getppid() == int(options.parent)
 
     def make(changed: Callable[[], None]) -> Shims:
@@ -68,10 +59,9 @@ async def _run(options: argparse.Namespace) -> int:
 
     agent = Agent(
         options.node,
-        lambda: dial_socket(options.socket),
+        lambda: dial_run(options.socket),
         make,
         options.state_dir,
-        local=True,
         limits_refused=containment.refused,
         wanted=wanted,
     )

@@ -82,7 +82,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first message of an agent.
 
     :ivar incarnation: random, new for each process of an agent.
-    :ivar local: a supervisor of this machine started it; ``machine`` is then None.
+    :ivar machine: what the node offers; None: its supervisor is on the same machine.
     :ivar scope: where its pids are valid (boot and pid namespace).
     :ivar address: at which ranks of other nodes reach those of this one.
     """
@@ -91,7 +91,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     release: _Word
     node: _Word
     incarnation: _Mark
-    local: bool = False
     pid: _Pid
     start_time: _Number
     scope: _Word
@@ -150,7 +149,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     :ivar lease_s: how long it may go on without being heard; 0: without limit, as the
         end of the supervisor cannot be missed on its own machine.
     :ivar adopt_s: how long it goes on when the supervisor is gone.
-    :ivar token: for the ranks of this node.
+    :ivar token: for the ranks of this node; empty: they have the supervisor's.
+    :ivar state_id: identity of the state folder; empty: the agent has one of its own.
     """
 
     run: str

@@ -24,7 +24,7 @@ from replicas.linux import cgroups, private
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import MARK, SHIM, command_line, send_signal, signal_name
 from replicas.supervisor.cleanup.inventory import Belongings
-from replicas.supervisor.cleanup.sweeping import UNSEEN, Sweep
+from replicas.supervisor.cleanup.sweeping import UNSEEN, Sweep, by_mark
 from replicas.supervisor.logs.pump import is_pump
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
@@ -310,7 +310,7 @@ class Node:
     async def _sweep(self) -> None:
         """Kill what the shim has left, however long it takes, and report the rest."""
         groups = [Path(self.spec.cgroup)] if self.spec.cgroup else []
-        sweep = Sweep([self.spec.nonce], groups=groups, known=dict(self.belongings.processes))
+        sweep = Sweep(by_mark([self.spec.nonce]), groups=groups, known=dict(self.belongings.processes))
         began, timeout_s, interval_s = time.time(), _SWEEP_S, 0.05
         while True:
             try:

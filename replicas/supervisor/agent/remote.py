@@ -1,61 +1,30 @@
-"""``replicas agent``: join a run's supervisor over the network, and serve as a node.
-
-The state folder of an agent belongs to it alone while it lives::
-
-    <state_dir>/lock    flock'ed by the agent and its shims
-    <state_dir>/id      identity of the folder; in the environment of its processes
-    <state_dir>/token   what its ranks show to the coordinator (mode 0600)
-    <state_dir>/logs/   as in the state folder of a supervisor
-
-An agent that starts where another one was killed waits until the shims of that have
-ended, kills those that are slow or frozen, and sweeps what is left by the folder's
-identity.
-"""
+"""``replicas agent``: join a run's supervisor over the network, and serve as a node."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import logging
-import math
 import os
 import signal
-import ssl
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio.to_thread
-from websockets.asyncio.client import ClientConnection, connect
 
 from replicas import errors
-from replicas.common.logs import Log
 from replicas.config.values import no_text
-from replicas.linux import inherited, needs, private
-from replicas.linux.processes import command_line, signal_each
-from replicas.linux.sockets import listener_uids, whose
+from replicas.linux import inherited, needs
 from replicas.messages import arguments
 from replicas.messages.bounds import encodable
-from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent.agent import Agent, SupervisorLink
+from replicas.supervisor.agent.agent_folder import AgentFolder
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.local import CONNECTING
 from replicas.supervisor.agent.machine import look
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.state import leftovers
-from replicas.supervisor.state.state import give_identity
+from replicas.trust.dial import PortConnection, dial
 from replicas.trust.way import way_to
-
-log = Log("replicas.agent")
-
-_SETTLE_S = 8.0
-"""How long processes of a dead agent may take to end by themselves."""
-_SETTLE_INTERVAL_S = 0.05
-_ORPHANS_S = 300.0
-_SAY_INTERVAL_S = 60.0
-_SWEEP_S = 5.0
-"""Shorter than a lease: what a dead link has swallowed of a dial comes ever later."""
 
 
 class Invitation:
@@ -83,113 +52,16 @@ class Invitation:
         self.token = token
 
 
-class _Connection(ClientConnection):
-    """A connection that shows no token to a port of this machine that others own."""
-
-    async def handshake(self, *given: Any, **options: Any) -> None:
-        uids = listener_uids(self.transport.get_extra_info("socket"))
-        if uids is not None and not (uids and uids <= {os.geteuid(), 0}):
-            raise ConnectionRefusedError(f"the port {whose(uids)}: the run's token was not shown to it")
-        await super().handshake(*given, **options)
+class _AgentConnection(PortConnection):
+    owners = frozenset({os.geteuid(), 0})
 
 
-async def _dial(to: Invitation) -> tuple[Link, str]:
-    way = way_to(to.endpoint, to.token)
-    try:
-        link = await connect(
-            way.url("/agent"),
-            additional_headers=way.headers,
-            ssl=way.context,
-            server_hostname=way.host if way.context is not None else None,
-            create_connection=cast("Any", _Connection),
-            **CONNECTING,
-        )
-    except ssl.SSLError as error:
-        raise way.refusal(error) or error from error
+async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
+    link = await dial(way_to(to.endpoint, to.token), "/agent", _AgentConnection, **CONNECTING)
     return link, str(link.transport.get_extra_info("sockname")[0])
 
 
-class _Folder:
-    """The state folder of an agent, while this process has it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lock = -1
-        self._made = False
-
-    def acquire(self) -> str:
-        """Take the folder, and end what a dead agent has left; return its identity.
-
-        Blocks up to about 15 s; longer while shims of a dead agent do not die.
-
-        :raises replicas.errors.UsageError: another agent has it, or it is unusable.
-        :raises replicas.errors.WorldError: they have not died within 5 minutes.
-        """
-        try:
-            self._made = not self.path.exists()
-            private.make_folder(self.path)
-            self.lock = private.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            text = f"cannot use the state folder {self.path}: {error.strerror or error}"
-            raise errors.UsageError(text, hint="name another one with --state-dir") from error
-        self._take()
-        identity = give_identity(self.path)
-        leftovers.sweep(None, identity, _SWEEP_S)
-        private.make_folder(self.path / "logs")
-        return identity
-
-    def _take(self) -> None:
-        """Lock it; the end of a flock is not announced, so ask again and again."""
-        settled_at, give_up_at = (time.monotonic() + limit_s for limit_s in (_SETTLE_S, _ORPHANS_S))
-        said_at = -math.inf
-        while not self._locked():
-            now = time.monotonic()
-            if now > settled_at:
-                orphans = self._orphans()
-                if now > give_up_at:
-                    pids = leftovers.lock_holders(self.path / "lock")
-                    raise errors.WorldError(
-                        f"processes of an earlier agent in {self.path} do not die: {', '.join(map(str, pids))}",
-                        hint="see what they wait for; restart the machine, or name another folder with --state-dir",
-                    )
-                if orphans and now - said_at > _SAY_INTERVAL_S:
-                    said_at = now
-                    log.warning("shims of an earlier agent have the state folder: %s; they are killed", orphans)
-                signal_each(orphans, signal.SIGKILL, leftovers.is_orphan)
-            time.sleep(_SETTLE_INTERVAL_S)
-
-    def _locked(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
-
-    def _orphans(self) -> list[int]:
-        """Shims of a dead agent that hold the lock; none: those that did are dying.
-
-        :raises replicas.errors.UsageError: a living agent, or somebody who cannot be
-            seen from here, holds it.
-        """
-        holders = leftovers.lock_holders(self.path / "lock")
-        orphans = [pid for pid in holders if leftovers.is_orphan(pid)]
-        others = [command_line(pid) for pid in holders if pid not in orphans]
-        if any(line and not line.startswith("[") for line in others) or not (holders or self._locked()):
-            raise errors.UsageError(
-                f"another agent uses the state folder {self.path}", hint="name another one with --state-dir"
-            )
-        return orphans
-
-    def release(self, *, failed: bool = False) -> None:
-        """Give it up; one that was made for a start that ``failed`` goes with it."""
-        if failed and self._made and not any((self.path / "logs").glob("*")):
-            private.remove_tree(self.path)
-        with contextlib.suppress(OSError):  # the disk is read-only by now: the next agent writes another token
-            private.remove(self.path / "token")
-        if self.lock >= 0:
-            os.close(self.lock)
-
-
-async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: _Folder, address: str) -> int:
+async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: AgentFolder, address: str) -> int:
     identity = await anyio.to_thread.run_sync(folder.acquire)
     machine = await anyio.to_thread.run_sync(look)
     containment = Containment(f"agent-{name}", lock=folder.lock, limited=True)
@@ -231,7 +103,7 @@ def serve_node(to: Invitation, *, name: str, labels: Mapping[str, str], state_di
     inherited.put_in_order()
     logging.basicConfig(format="%(asctime)s replicas: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     logging.getLogger("websockets").setLevel(logging.WARNING)
-    folder = _Folder(state_dir)
+    folder = AgentFolder(state_dir)
     failed = True
     try:
         code = asyncio.run(_serve(to, name, labels, folder, address))

@@ -1,4 +1,4 @@
-"""Inventory of a node's processes, with their listening TCP ports and use of GPUs.
+"""Inventory of a node's processes, and whether they use GPUs.
 
 The shim takes it (:class:`Stocktaking`) soon after the start, once a minute, and before
 it ends its processes, and reports it to the supervisor: a killed rank cannot be asked
@@ -13,24 +13,21 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from replicas.linux.processes import start_time
-from replicas.linux.sockets import Listener, listeners
 
 _FIRST_S = 5.0
 _INTERVAL_S = 60.0
-_MAX_EACH = 512
+_MAX_PROCESSES = 512
 
 
 class Belongings(NamedTuple):
     """What processes hold; ``processes``: pid and start time of each."""
 
-    ports: tuple[Listener, ...] = ()
     gpu: bool = False
     processes: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Belongings:
         return cls(
-            ports=tuple(Listener(*port) for port in data["ports"]),
             gpu=bool(data["gpu"]),
             processes=tuple((int(pid), int(start)) for pid, start in data["processes"]),
         )
@@ -41,7 +38,6 @@ class Belongings(NamedTuple):
 
 def take(pids: Iterable[int]) -> Belongings:
     """The inventory of these processes; of one that ends meanwhile, as far as seen."""
-    inodes: set[int] = set()
     gpu = False
     processes: list[tuple[int, int]] = []
     for pid in pids:
@@ -49,16 +45,8 @@ def take(pids: Iterable[int]) -> Belongings:
         if start is None:
             continue
         processes.append((pid, start))
-        for target in descriptors(pid):
-            if target.startswith("socket:["):
-                inodes.add(int(target[8:-1]))
-            elif target.startswith("/dev/nvidia") and target[11:].isdigit():
-                gpu = True
-    return Belongings(
-        ports=tuple(one for one, _ in (listeners() if inodes else ()) if one.inode in inodes)[:_MAX_EACH],
-        gpu=gpu,
-        processes=tuple(processes)[:_MAX_EACH],
-    )
+        gpu = gpu or any(one.startswith("/dev/nvidia") and one[11:].isdigit() for one in descriptors(pid))
+    return Belongings(gpu, tuple(processes)[:_MAX_PROCESSES])
 
 
 class Stocktaking:
@@ -79,9 +67,8 @@ class Stocktaking:
     def last_time(self, now: float) -> Belongings | None:
         """The inventory joined with the last one (some may be gone), if changed."""
         found, old = take(self._pids()), self._last
-        ports = dict.fromkeys((*found.ports, *old.ports))
         processes = dict.fromkeys((*found.processes, *old.processes))
-        return self._note(Belongings(tuple(ports)[:_MAX_EACH], old.gpu or found.gpu, tuple(processes)[:_MAX_EACH]), now)
+        return self._note(Belongings(old.gpu or found.gpu, tuple(processes)[:_MAX_PROCESSES]), now)
 
     def _note(self, found: Belongings, now: float) -> Belongings | None:
         self._look_at = now + _INTERVAL_S

@@ -1,26 +1,22 @@
-"""What holds up a replica: dying processes, and what a dead generation still holds.
+"""What holds up a replica: dying processes, and the GPU memory of a dead generation.
 
-A port is held by a process that inherited or received the listening socket, GPU memory
-by the driver, which frees it late. :func:`wait_clear` waits for both, up to a limit:
-then the holder is reported, and the next generation starts nevertheless.
+The driver frees that memory late. :meth:`HoldUps.until_clear` waits for it, up to a
+limit: then the holder is reported, and the next generation starts nevertheless.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import anyio.to_thread
 
 from replicas.common.foreign import one_line
 from replicas.linux.processes import command_line
 from replicas.linux.smi import gpu_processes
-from replicas.linux.sockets import listeners
-from replicas.supervisor.cleanup.inventory import Belongings, descriptors
+from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.wire.orders import Remains
 from replicas.telemetry.events import Event, HeldUp
 
@@ -28,6 +24,9 @@ CLEAR_S = 10.0
 """How long the next generation waits for the resources of the old one."""
 _LOOK_INTERVAL_S = 0.1
 _SMI_TIMEOUT_S = 5.0
+
+Held = tuple[str, str]
+"""``512 MiB on GPU 0``, and its holder ``process 1234 (python serve.py)``."""
 
 
 class HoldUps:
@@ -65,14 +64,27 @@ class HoldUps:
         self._waits = what
 
     async def until_clear(self, old: Sequence[Belongings], pause: Callable[[float], Awaitable[bool]]) -> None:
-        """Wait for the last generation's resources, as :func:`wait_clear` does."""
+        """Wait for the GPU memory of the last generation, up to :data:`CLEAR_S`.
 
-        def told(held: StillHeld) -> None:
-            self._waits = f"waits for {held.what}, held by {held.holder}"
-            self._emit(self._event(what=held.what, holder=held.holder, gave_up=False))
-
-        for held in await wait_clear(old, told, pause):
-            self._emit(self._event(what=held.what, holder=held.holder, gave_up=True))
+        :param pause: waits for some seconds; False: give up.
+        """
+        pids = frozenset(pid for one in old if one.gpu for pid, _ in one.processes)
+        deadline = time.monotonic() + CLEAR_S
+        told: set[Held] = set()
+        while pids:
+            try:
+                found = await anyio.to_thread.run_sync(gpu_memory, pids)
+            except OSError as error:  # e.g. this process has no descriptor left
+                found = {("GPU memory", f"unknown: it cannot be looked for ({error.strerror or error})")}
+            for what, holder in sorted(found - told):
+                self._waits = f"waits for {what}, held by {holder}"
+                self._emit(self._event(what=what, holder=holder, gave_up=False))
+            told |= found
+            left_s = deadline - time.monotonic()
+            if not found or left_s <= 0 or not await pause(min(_LOOK_INTERVAL_S, left_s)):
+                for what, holder in sorted(found):
+                    self._emit(self._event(what=what, holder=holder, gave_up=True))
+                break
         self._waits = ""
 
 
@@ -80,79 +92,15 @@ def _named(pid: int, command: str) -> str:
     return f"process {pid} ({command or 'dying'})" if pid else "a process that is not seen from here"
 
 
-class StillHeld(NamedTuple):
-    """``port 127.0.0.1:8000``, and its holder ``process 1234 (python serve.py)``."""
-
-    what: str
-    holder: str
-
-
-async def wait_clear(
-    old: Sequence[Belongings],
-    told: Callable[[StillHeld], None],
-    pause: Callable[[float], Awaitable[bool]],
-    *,
-    timeout_s: float = CLEAR_S,
-) -> list[StillHeld]:
-    """Wait until nothing that an old generation had is held any more.
-
-    :param told: called once for each resource that is still held.
-    :param pause: waits for some seconds; False: give up.
-    :return: what is still held after ``timeout_s``.
-    """
-    if not any(one.ports or one.gpu for one in old):
-        return []
-    deadline = time.monotonic() + timeout_s
-    known: set[StillHeld] = set()
-    while True:
-        try:
-            found = await anyio.to_thread.run_sync(held, old)  # for 5 s at most
-        except OSError as error:  # e.g. this process has no descriptor left
-            why = f"unknown: it cannot be looked for ({error.strerror or error})"
-            found = [StillHeld("what the old generation had", why)]
-        for one in found:
-            if one not in known:
-                known.add(one)
-                told(one)
-        left_s = deadline - time.monotonic()
-        if not found or left_s <= 0 or not await pause(min(_LOOK_INTERVAL_S, left_s)):
-            return found
-
-
-def held(old: Sequence[Belongings]) -> list[StillHeld]:
-    """What old generations still hold. Blocks: with a GPU up to 5 s for nvidia-smi."""
-    return [found for one in old for found in (*_ports(one), *_gpu(one))]
-
-
-def _ports(old: Belongings) -> list[StillHeld]:
-    inodes = {one.inode for one in old.ports}
-    found: list[StillHeld] = []
-    for one, _ in listeners() if inodes else ():
-        if one.inode in inodes:
-            where = f"[{one.address}]" if ":" in one.address else one.address
-            found.append(StillHeld(f"port {where}:{one.port}", _holder(f"socket:[{one.inode}]")))
-    return found
-
-
-def _gpu(old: Belongings) -> list[StillHeld]:
-    if not old.gpu:
-        return []
+def gpu_memory(pids: Collection[int]) -> set[Held]:
+    """GPU memory that these processes still have, or had. Blocks up to 5 s."""
     try:
         users = gpu_processes(_SMI_TIMEOUT_S)
     except (OSError, subprocess.CalledProcessError):
-        return []  # no nvidia-smi, or it fails
+        return set()  # no nvidia-smi, or it fails
     except subprocess.TimeoutExpired:
-        return [StillHeld("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")]
-    pids = {pid for pid, _ in old.processes}
-    return [StillHeld(one_line(f"{used} MiB on GPU {gpu}"), _name(pid)) for pid, gpu, used, _ in users if pid in pids]
-
-
-def _holder(target: str) -> str:
-    """The first process found with a descriptor for ``target``."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # names are enough
-        if target in descriptors(int(pid)):
-            return _name(int(pid))
-    return "a process that cannot be looked into (another user's, or in another container)"
+        return {("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")}
+    return {(one_line(f"{used} MiB on GPU {gpu}"), _name(pid)) for pid, gpu, used, _ in users if pid in pids}
 
 
 def _name(pid: int) -> str:

@@ -1,11 +1,10 @@
 """SIGKILL the processes of dead shims until none is left. Standard library only.
 
 A shim ends its own tree. If it was killed, its agent sweeps what it leaves; if both
-were, the next agent or supervisor does. Processes of a shim are found in three ways: by
-its control group, by the mark in their environment, and by pid and start time as the
-shim last reported them. Only the last way finds a process that is dying: the kernel
-frees its memory, and the environment with it, before it closes the devices and notifies
-the parent.
+were, the next agent or supervisor does. All of them use :class:`Sweep`, with finders of
+their own. Processes of a shim are found in three ways: by its control group, by the
+mark in their environment, and by pid and start time as the shim last reported them.
+Only the last way finds a process that was dying before the sweep began.
 
 Two kinds of helpers outlive the other processes for a moment, as they clean up after
 them:
@@ -16,7 +15,9 @@ them:
   ``TRACKERS_MAX_S`` in all (:class:`Grace`, which the shim uses, too).
 
 A process may take long to die of SIGKILL (a driver that frees GPU memory, a file server
-that does not answer, a freezer): :meth:`Sweep.run` returns it, to be called again.
+that does not answer, a freezer): :meth:`Sweep.run` returns it, to be called again. A
+process is signalled through a pidfd, and only while it has the start time with which it
+was found.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from replicas.linux import cgroups
-from replicas.linux.processes import is_resource_tracker, marked, signal_each, signal_marked, start_time
+from replicas.linux.processes import is_marked, is_resource_tracker, marked, signal_each, start_time
 from replicas.supervisor.logs.pump import ALONE_S, is_pump
 
 TRACKERS_S = 0.5
@@ -39,6 +40,9 @@ UNSEEN = 0
 _PUMP_ENDS_S = 0.5
 _QUIET_LOOKS = 2
 _INTERVAL_S = 0.02
+
+Finder = Callable[[], Mapping[int, int]]
+"""Returns living processes: pid, and start time in clock ticks from boot, of each."""
 
 
 class Grace:
@@ -61,52 +65,69 @@ class Grace:
 class Sweep:
     """One sweep, over one or more calls of :meth:`run`.
 
-    :param nonces: marks of the dead shims.
-    :param groups: control groups in which they started everything.
+    What was found once is killed until it is gone: the kernel frees the memory of a
+    dying process, and the environment with it, before it closes the devices and
+    notifies the parent.
+
+    :param finders: each returns what is to be killed as far as it sees that now.
+    :param groups: control groups all of whose processes are to be killed.
     :param known: pids and start times that the shims last reported.
     """
 
-    def __init__(
-        self, nonces: Iterable[str], *, groups: Iterable[Path] = (), known: Mapping[int, int] | None = None
-    ) -> None:
-        self._nonces = frozenset(nonces)
+    def __init__(self, *finders: Finder, groups: Iterable[Path] = (), known: Mapping[int, int] | None = None) -> None:
+        self._finders = finders
         self._groups = list(groups)
         self._known = dict(known or {})
         self._pumps_until = time.monotonic() + ALONE_S + _PUMP_ENDS_S
         self._grace = Grace()
 
     def run(self, timeout_s: float) -> list[int]:
-        """Kill the processes, and return what is left after ``timeout_s``. Blocks."""
-        return sorted(until_quiet(self._once, timeout_s))
+        """Kill until nothing is seen twice; what is left after the time. Blocks."""
+        deadline = time.monotonic() + timeout_s
+        quiet = 0
+        while True:
+            left = self.once()
+            quiet = 0 if left else quiet + 1
+            if quiet >= _QUIET_LOOKS or (left and time.monotonic() > deadline):
+                return sorted(left)
+            time.sleep(_INTERVAL_S)  # they are not our children: their end is not announced
 
-    def _once(self) -> set[int]:
+    def once(self) -> set[int]:
         """Kill all that is seen now; return it, except what became another user's."""
         now = time.monotonic()
+        for find in self._finders:
+            self._known.update(find())
         known = self._known = {pid: start for pid, start in self._known.items() if start_time(pid) == start}
         inside = {group: cgroups.members(group) for group in self._groups}
         grouped = {pid for pids in inside.values() for pid in pids}
-        there = {*marked(self._nonces), *known, *grouped}
+        there = {*known, *grouped}
         spared = self._grace.spared(there, now)
         if now < self._pumps_until:
             spared |= {pid for pid in there if is_pump(pid)}
         for group, pids in inside.items():
             kill_group(group, pids, spared)
-        ours = signal_marked(self._nonces, signal.SIGKILL, but=spared)
-        ours += signal_each(known.keys() - spared, signal.SIGKILL, lambda pid: start_time(pid) == known[pid])
+        ours = signal_each(known.keys() - spared, signal.SIGKILL, lambda pid: start_time(pid) == known[pid])
         self._groups = [group for group in self._groups if not _removed(group)]
         return {*ours, *grouped, *spared} or ({UNSEEN} if self._groups else set())
 
 
-def until_quiet(look: Callable[[], set[int]], timeout_s: float) -> set[int]:
-    """Call ``look``, which kills, until it sees nothing twice; what it sees. Blocks."""
-    deadline = time.monotonic() + timeout_s
-    quiet = 0
-    while True:
-        left = look()
-        quiet = 0 if left else quiet + 1
-        if quiet >= _QUIET_LOOKS or (left and time.monotonic() > deadline):
-            return left
-        time.sleep(_INTERVAL_S)  # they are not our children: their end is not announced
+def finder(look: Callable[[], Iterable[int]], is_one: Callable[[int], bool]) -> Finder:
+    """A finder of the processes that ``look`` returns.
+
+    :param is_one: asked again when the start time is known, as a pid can be reused.
+    """
+
+    def find() -> dict[int, int]:
+        starts = {pid: start_time(pid) for pid in look()}
+        return {pid: start for pid, start in starts.items() if start is not None and is_one(pid)}
+
+    return find
+
+
+def by_mark(nonces: Iterable[str]) -> Finder:
+    """A finder of the processes that were started with one of these shims' marks."""
+    some = frozenset(nonces)
+    return finder(lambda: marked(some), lambda pid: is_marked(pid, some))
 
 
 def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None:
@@ -117,7 +138,7 @@ def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None
 
 
 def _removed(group: Path) -> bool:
-    """Whether it is gone, or stays without a process, as another user's is in it."""
+    """Return True if the group is gone, or must stay for another user's process."""
     try:
         return cgroups.remove(group)
     except OSError:

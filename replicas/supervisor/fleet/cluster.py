@@ -24,7 +24,7 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -32,14 +32,13 @@ from replicas.common.foreign import one_line
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
 from replicas.core.lives.leases import BEAT_S, lost_after_s
-from replicas.core.lives.nodes import SILENT_S, DutyEvent, NodeLife, NodeState
+from replicas.core.lives.nodes import DutyEvent, NodeState
 from replicas.status import NodeStatus
 from replicas.supervisor.agent import messages as wire
-from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.agent.messages import Hello, Order, ShimState
+from replicas.supervisor.agent.messages import Hello, ShimState
+from replicas.supervisor.fleet.admission import Admission, AgentLink, NodeEntry
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord
 from replicas.supervisor.wire.orders import ExitReport, Malformed, NodeSpec
 from replicas.telemetry.events import NodeChanged
@@ -47,52 +46,7 @@ from replicas.telemetry.events import NodeChanged
 log = Log("replicas.supervisor")
 
 _DRAINED = "the node is drained"
-NODES_MAX = 4096
 Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
-
-
-class AgentLink(Protocol):
-    """A connection to an agent."""
-
-    def send(self, data: bytes) -> None:
-        """Send without waiting; after its end nothing is sent."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _Node:
-    """One node and its agent."""
-
-    def __init__(self, name: str, *, local: bool, now: float) -> None:
-        self.name, self.local = name, local
-        self.life = NodeLife(now, leased=not local)
-        self.incarnation = ""
-        self.process: ProcessRecord | None = None
-        self.address = ""
-        self.release = ""
-        self.labels: dict[str, str] = {}
-        self.machine = Machine()
-        self.limits_refused = ""
-        self.link: AgentLink | None = None
-        self.drain = 0
-        """Number of the drain that is under way, or has been done; 0: there is none."""
-        self.handles: dict[str, ShimHandle] = {}
-        self.cleaning: dict[str, ShimHandle] = {}
-        """Of an earlier agent of the node, until the present one has ended them."""
-        self.scope = ""
-        """Where pids of the agent are valid."""
-        self.elsewhere: list[tuple[float, dict[str, ShimHandle]]] = []
-        """Of earlier agents of that name elsewhere, and when their lease is over."""
-
-    def send(self, order: Order) -> None:
-        if self.link is not None:
-            self.link.send(wire.encode(order))
-
-    @property
-    def living(self) -> list[ShimHandle]:
-        there = itertools.chain(*(handles.values() for _, handles in self.elsewhere))
-        return [one for one in (*self.handles.values(), *self.cleaning.values(), *there) if not one.gone.is_set()]
 
 
 class Cluster:
@@ -115,10 +69,13 @@ class Cluster:
         leaving: Callable[[str, str], None],
     ) -> None:
         self._context, self._lease_s, self._outlives_s = context, lease_s, outlives_s
-        self._is_own, self._leaving = is_own, leaving
+        self._leaving = leaving
         self._local = context.resources.local
         self.awaited = context.awaited
-        self._members: dict[str, _Node] = {}
+        self._members: dict[str, NodeEntry] = {}
+        self._admission = Admission(
+            self._members, context.awaited, lease_s=lease_s, outlives_s=outlives_s, is_own=is_own
+        )
         self._loop = asyncio.get_running_loop()
         self._clock = PauseClock(math.inf)
         self.incarnation = secrets.token_hex(8)
@@ -163,15 +120,15 @@ class Cluster:
     def _handle(
         self,
         nonce: str,
-        member: _Node,
+        member: NodeEntry,
         changed: Callable[[], None] = lambda: None,
         *,
         start: wire.Start | None = None,
     ) -> ShimHandle:
         def unheard_s() -> float:
-            if member.local or member.life.state == "up":
-                return 0.0 if member.local else self.silent_s(member.name)
-            return math.inf  # its last words may have arrived late, with the end of its connection
+            if member.local:
+                return 0.0
+            return self.silent_s(member.name) if member.life.state == "up" else math.inf  # its last words may come late
 
         return ShimHandle(
             nonce, member.name, member.send, changed, start=start, local=member.local, unheard_s=unheard_s
@@ -192,7 +149,7 @@ class Cluster:
             if agent.local and agent.scope != scope:
                 gone.add(agent.node)
             local = agent.local and agent.node == self._local
-            member = self._members[agent.node] = _Node(agent.node, local=local, now=now)
+            member = self._members[agent.node] = NodeEntry(agent.node, local=local, now=now)
             member.incarnation, member.process, member.scope = agent.incarnation, agent.process, agent.scope
             member.life.lease_s = max(agent.lease_s, self._lease_s)
             if agent.draining:
@@ -222,13 +179,13 @@ class Cluster:
         :param seen_at: the address from which it came.
         :return: the name of its node; empty: it was refused.
         """
-        if refusal := self._refusal(hello, local=local) or self._ungranted(hello, local=local):
+        if refusal := self._admission.refusal(hello, local=local):
             link.send(wire.encode(refusal))
             return ""
         now, name = self._loop.time(), hello.node
         member = self._members.get(name)
         if member is None:
-            member = self._members[name] = _Node(name, local=local, now=now)
+            member = self._members[name] = NodeEntry(name, local=local, now=now)
         if member.link is not None:
             member.link.close()
         before, again = member.life.state, member.incarnation == hello.incarnation
@@ -238,7 +195,7 @@ class Cluster:
         member.incarnation, member.link, member.life.heard_at = hello.incarnation, link, now
         member.life.step("hello")
         member.process = ProcessRecord(hello.pid, hello.start_time)
-        member.local, member.release, member.labels = local, hello.release, dict(hello.labels)
+        member.life.leased, member.release, member.labels = not local, hello.release, dict(hello.labels)
         member.address = hello.address or seen_at
         member.limits_refused = hello.limits_refused
         member.machine = hello.machine or self._context.resources.machine
@@ -270,65 +227,14 @@ class Cluster:
             adopt_s=context.config.run.adopt_s,
             endpoint="" if local else context.coordinator.endpoint,
             token="" if local else tokens.text("member"),
-            state_id=context.state.identity,
+            state_id=context.state.identity if local else "",
         )
 
     def _new_token(self) -> wire.NewToken:
         tokens = self._context.coordinator.tokens
         return wire.NewToken(tokens.text("member"), tokens.text("operator"))
 
-    def _refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
-        if hello.protocol != wire.PROTOCOL:
-            text = f"this agent speaks protocol {hello.protocol}, the supervisor {wire.PROTOCOL}: install one release"
-            return wire.Refused(message=text)
-        if hello.node not in self._members and len(self._members) >= NODES_MAX:
-            return wire.Refused(message=f"a run has {NODES_MAX:,} nodes at most", again=True)
-        if local and not self._is_own(hello):
-            return wire.Refused(message="another agent of this machine has taken the place of this one")
-        member = self._members.get(hello.node)
-        if member is not None and member.incarnation != hello.incarnation:
-            if member.local != local:
-                return wire.Refused(message=f"{hello.node} is the supervisor's own node: give it another --name")
-            if member.life.state == "up" and self._loop.time() - member.life.heard_at < SILENT_S:
-                return wire.Refused(message=f"node {hello.node} has an agent already ({member.address})", again=True)
-        return None if local else self._offered_twice(hello)
-
-    def _ungranted(self, hello: Hello, *, local: bool) -> wire.Refused | None:
-        """The refusal of an agent whose lease cannot be written down."""
-        lease_s = self._outlives_s if local else self._lease_s
-        if not lease_s:  # it ends with this supervisor, which nobody follows before
-            self.awaited.seen(hello.incarnation)
-            return None
-        lease = Lease(
-            node=hello.node,
-            incarnation=hello.incarnation,
-            local=local,
-            scope=hello.scope,
-            lease_s=lease_s,
-            process=ProcessRecord(hello.pid, hello.start_time) if local else None,
-        )
-        problem = self.awaited.grant(lease)
-        if problem:
-            log.error("node %s is not taken: its lease cannot be written down: %s", hello.node, problem)
-            return wire.Refused(message=f"the supervisor cannot write its lease down: {problem}", again=True)
-        return None
-
-    def _offered_twice(self, hello: Hello) -> wire.Refused | None:
-        """The refusal of an agent whose GPUs another agent beside it offers."""
-        gpus = set(hello.machine.gpus if hello.machine is not None else ())
-        for member in self._members.values():
-            beside = member.name != hello.node and member.scope == hello.scope and not member.life.over
-            if beside and (shared := sorted(gpus.intersection(member.machine.gpus))):
-                text = (
-                    f"node {member.name} is on the same machine and offers its GPUs {', '.join(shared)} already: "
-                    "give each agent its own CUDA_VISIBLE_DEVICES"
-                )
-                if member.local:
-                    text += ", or set [cluster] local = false"
-                return wire.Refused(message=text, again=member.life.state == "away")
-        return None
-
-    def _inherit(self, member: _Node, scope: str) -> None:
+    def _inherit(self, member: NodeEntry, scope: str) -> None:
         """Have a new agent of the node end what the earlier one has left, if it can."""
         handles = member.cleaning | member.handles
         left = {nonce: handle for nonce, handle in handles.items() if not handle.gone.is_set()}
@@ -341,7 +247,7 @@ class Cluster:
             handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
 
     @staticmethod
-    def _wait_for_lease(member: _Node, handles: dict[str, ShimHandle], *, since: float) -> None:
+    def _wait_for_lease(member: NodeEntry, handles: dict[str, ShimHandle], *, since: float) -> None:
         """Have shims of an agent elsewhere end with its lease."""
         until = since + lost_after_s(member.life.lease_s)
         member.elsewhere.append((until, handles))
@@ -349,7 +255,7 @@ class Cluster:
             handle.over_at = until
             handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
 
-    def _compare(self, member: _Node, states: tuple[ShimState, ...]) -> None:
+    def _compare(self, member: NodeEntry, states: tuple[ShimState, ...]) -> None:
         """Bring what the agent has and what it should have together."""
         told = {state.nonce: state for state in states}
         for nonce, handle in list(member.handles.items()):
@@ -364,7 +270,7 @@ class Cluster:
         for state in told.values():
             self._state(member, state)
 
-    def _state(self, member: _Node, state: ShimState) -> None:
+    def _state(self, member: NodeEntry, state: ShimState) -> None:
         handle = member.handles.get(state.nonce)
         if handle is None and not state.gone:  # of a replica that runs elsewhere by now, or of another supervisor
             handle = self._stranger(member, state)
@@ -377,7 +283,7 @@ class Cluster:
             if member.life.duty != "open":
                 self._nodes_changed()
 
-    def _stranger(self, member: _Node, state: ShimState) -> ShimHandle:
+    def _stranger(self, member: NodeEntry, state: ShimState) -> ShimHandle:
         if len(member.handles) >= wire.SHIMS_MAX:
             raise msgspec.DecodeError(f"it names more than {wire.SHIMS_MAX:,} shims")
 
@@ -445,7 +351,7 @@ class Cluster:
         else:
             self._away(member, "closed")
 
-    def _away(self, member: _Node, event: Literal["closed", "silent"]) -> None:
+    def _away(self, member: NodeEntry, event: Literal["closed", "silent"]) -> None:
         if member.life.step(event):
             self._offer(member)
             self._changed(member, "up")
@@ -469,7 +375,7 @@ class Cluster:
             self._context.say("all leases of an earlier supervisor are over")
             self._nodes_changed()
 
-    def _end_elsewhere(self, member: _Node, now: float) -> None:
+    def _end_elsewhere(self, member: NodeEntry, now: float) -> None:
         """Take what an agent of that name had elsewhere for ended, with its lease."""
         over = [handles for until, handles in member.elsewhere if now > until]
         member.elsewhere = [(until, handles) for until, handles in member.elsewhere if now <= until]
@@ -478,7 +384,7 @@ class Cluster:
         if over:
             self._settle(member)
 
-    def _settle(self, member: _Node) -> None:
+    def _settle(self, member: NodeEntry) -> None:
         """Forget leases of earlier agents of the node of which nothing is left."""
         if not (member.elsewhere or member.cleaning):
             self.awaited.end(member.name, but=member.incarnation)
@@ -488,7 +394,7 @@ class Cluster:
         member = self._members.get(node)
         return self._loop.time() - member.life.heard_at if member is not None else 0.0
 
-    def _lose(self, member: _Node, event: Literal["left", "lease_over"], reason: str) -> None:
+    def _lose(self, member: NodeEntry, event: Literal["left", "lease_over"], reason: str) -> None:
         """Note that nothing of this node is left: its replicas may start elsewhere."""
         before = member.life.state
         member.life.step(event)
@@ -502,7 +408,7 @@ class Cluster:
         for handle in lost:
             handle.end(ExitReport("node", text=f"node {member.name} was lost: {reason}"))
 
-    def _offer(self, member: _Node) -> None:
+    def _offer(self, member: NodeEntry) -> None:
         resources = self._context.resources
         if member.life.over:
             resources.withdraw(member.name)
@@ -513,7 +419,7 @@ class Cluster:
         else:
             resources.open(member.name, is_open)
 
-    def _changed(self, member: _Node, before: NodeState, reason: str = "") -> None:
+    def _changed(self, member: NodeEntry, before: NodeState, reason: str = "") -> None:
         after = member.life.state
         if after != before and not self._over and not (member.local and after == "up"):
             self._context.emit(
@@ -548,7 +454,7 @@ class Cluster:
         self._nodes_changed()
         return member.drain
 
-    def _ask(self, member: _Node, event: DutyEvent) -> None:
+    def _ask(self, member: NodeEntry, event: DutyEvent) -> None:
         member.life.ask(event)
         member.drain = 0 if member.life.duty == "open" else member.drain or next(self._drains)
 
@@ -571,7 +477,7 @@ class Cluster:
         return [name for name, member in self._members.items() if member.life.duty != "open"]
 
     def is_empty(self, node: str) -> bool:
-        """Whether no shim is left there, or the node is lost."""
+        """Return True if the node has no shim left, or is lost."""
         member = self._members.get(node)
         return member is None or member.life.over or not member.living
 

@@ -17,27 +17,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import anyio
-from starlette.requests import Request
-from starlette.routing import WebSocketRoute
-from starlette.websockets import WebSocket
+from msgspec.structs import replace
 
+import replicas
 from replicas import errors
 from replicas.config.structs import Config
-from replicas.control.access import Access
+from replicas.control.access import ByToken
 from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.control.socket import SOCKET_FILE
+from replicas.coordinator.websocket import SocketRoute
 from replicas.core.lives.leases import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
+from replicas.status import NodeStatus
 from replicas.supervisor.agent.checks import Demand, Finding
-from replicas.supervisor.fleet import node_checks
+from replicas.supervisor.agent.messages import Examine, Examined
 from replicas.supervisor.fleet.agent_route import agent_route
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.fleet.context import FleetContext
@@ -49,6 +52,10 @@ from replicas.supervisor.fleet.plans import may_grow
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import ShimRecord, machine
 from replicas.supervisor.wire.orders import ExitReport
+
+ANSWER_S = 40.0
+"""A driver that hangs takes 25 s of it."""
+_numbers = itertools.count(1)
 
 
 def lease_of(config: Config) -> float:
@@ -80,7 +87,7 @@ class Nodes:
         self._started = False
         self._left = False
         self.adopting = False
-        """Whether something of an earlier supervisor goes on."""
+        """Whether agents of an earlier supervisor go on."""
 
     @property
     def cluster(self) -> Cluster:
@@ -239,7 +246,7 @@ class Nodes:
         return found
 
     def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
-        """End a shim that nobody takes over; it keeps its share until it is gone."""
+        """End a shim of no present replica; it keeps its share until it is gone."""
         share = Share(group=record.group, node=record.agent, gpus=record.gpus, memory_nbytes=record.memory_nbytes)
         let_go = self._context.resources.hold(record.nonce, share)
 
@@ -254,19 +261,10 @@ class Nodes:
 
     # ------------------------------------------------------------ the route
 
-    def route(self, access: Access | None, refused: Callable[[str], None]) -> WebSocketRoute:
+    def route(self, access: ByToken | None, refused: Callable[[str], None]) -> SocketRoute:
         """The route at which agents join; ``access`` None: of the run's own socket."""
-
-        def problem(websocket: WebSocket) -> str:
-            assert access is not None
-            return access(Request({**websocket.scope, "type": "http", "method": "GET"}))
-
-        return agent_route(
-            lambda: self._cluster,
-            refused,
-            None if access is None else problem,
-            lambda: self._context.coordinator.tokens,
-        )
+        by_headers = None if access is None else access.by_headers
+        return agent_route(lambda: self._cluster, refused, by_headers, lambda: self._context.coordinator.tokens)
 
     # ------------------------------------------------------------ while it runs
 
@@ -297,7 +295,7 @@ class Nodes:
             raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {', '.join(known) or 'none'}")
 
     def refuse_while_away(self) -> None:
-        """UsageError: nodes are away that may know no token but the one that ends."""
+        """UsageError: a node that is away may know only the token that ends."""
         away = self.cluster.unreached()
         if away:
             names = ", ".join(node or "one that is not known" for node in away)
@@ -311,7 +309,7 @@ class Nodes:
         if node is not None:
             self._refuse_unknown(node)
         nodes = sorted(self.cluster.names()) if node is None else [node]
-        return await node_checks.examine(self.cluster, {one: self._demand(one) for one in nodes})
+        return await examine(self.cluster, {one: self._demand(one) for one in nodes})
 
     def _demand(self, node: str) -> Demand:
         groups, resources = self._context.config.groups, self._context.resources
@@ -319,7 +317,8 @@ class Nodes:
             groups[group].nproc_per_node
             for group, index in resources.on(node)
             if group in groups
-            for _ in range(resources.nodes_of(group, index).count(node))
+            for share in resources.shares(group, index)
+            if share.node == node
         ]
         return Demand.of(self._context.config.logs, replicas=len(parts), ranks=sum(parts))
 
@@ -362,3 +361,27 @@ class Nodes:
                 self._draining.discard(node)
 
         self._context.spawn(drain)
+
+
+async def examine(cluster: Cluster, demands: Mapping[str, Demand]) -> tuple[Finding, ...]:
+    """The findings of these nodes, by what the run asks of each."""
+    known = {node.name: node for node in cluster.status()}
+    found = await asyncio.gather(*(_examine(cluster, known[name], demand) for name, demand in demands.items()))
+    return tuple(replace(one, node=name) for name, each in zip(demands, found, strict=True) for one in each)
+
+
+async def _examine(cluster: Cluster, node: NodeStatus, demand: Demand) -> tuple[Finding, ...]:
+    if node.state in ("away", "lost"):
+        text = f"{node.state}: nothing is heard of its agent for {node.heard_age_s:.0f} s"
+        remedy = f"look at its machine, or forget it with: replicas drain --node {node.name}"
+        return (Finding("node", "problem", text, remedy),)
+    order = Examine(number=next(_numbers), demand=demand, supervisor=os.getpid() if node.local else 0)
+    try:
+        answer = await cluster.ask(node.name, order, Examined, ANSWER_S)
+    except TimeoutError:
+        text = f"its agent does not answer within {ANSWER_S:.0f} s"
+        return (Finding("node", "problem", text, "see what the agent says, and that it is of this release"),)
+    release = f"release {node.release}"
+    if node.release == replicas.__version__:
+        return (Finding("node", "ok", f"{node.state}, {release}"), *answer.findings)
+    return (Finding("node", "note", f"{release}, and the supervisor's is {replicas.__version__}"), *answer.findings)

@@ -5,14 +5,8 @@
    catches the signal (else it would die of it) is signalled through a pidfd.
    faulthandler's text has no end mark: it is complete when the file has not grown for
    ``STILL_S``.
-2. Ranks that never joined, or do not answer within ``ANSWER_S`` (stopped, or in
-   uninterruptible sleep), are described from ``/proc``: their state, and the place of
-   each thread in the kernel.
-3. With ``last_words``, when the ranks are about to be ended anyway: a rank that never
-   joined, catches SIGABRT (Python with ``PYTHONFAULTHANDLER``, which the supervisor
-   sets) and would simply die of SIGTERM, gets SIGABRT instead, which writes its stacks
-   to its own log, without a core file. A rank with a handler for SIGTERM is spared
-   until it is to be killed.
+2. Of ranks that never joined, or do not answer within ``ANSWER_S`` (stopped, or in
+   uninterruptible sleep), the state of the process is told.
 """
 
 from __future__ import annotations
@@ -20,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
-import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,13 +27,8 @@ ANSWER_S = 2.0
 """How long a rank may take to write its stacks, in seconds."""
 STILL_S = 0.15
 _LOOK_INTERVAL_S = 0.05
-_ABORT_S = 1.0
-LAST_WORDS_S = 0.3
-"""How long a rank may take to write its stacks before it is killed, in seconds."""
 _MESSAGE_NBYTES = 100 << 10
 _MAX_NBYTES = 256 << 10
-_MAX_THREADS = 64
-_KERNEL_FRAMES = 6
 
 
 class Stack(NamedTuple):
@@ -73,17 +60,13 @@ class StackDump:
 
     :param root: process below which the ranks must be.
     :param ranks: rank by pid, where known otherwise.
-    :param last_words: True if the ranks are about to be ended.
     :ivar look_at: when :meth:`look` must be called.
-    :ivar mute: rank by pid of those that have not joined.
     """
 
-    def __init__(self, root: int, log_dir: Path, ranks: Mapping[int, int], now: float, *, last_words: bool) -> None:
-        self._last_words = last_words
+    def __init__(self, root: int, log_dir: Path, ranks: Mapping[int, int], now: float) -> None:
         self._found: dict[int, tuple[int, str]] = {}
         self._sizes: dict[int, tuple[int, float]] = {}
         self._asked: dict[int, Asked] = {}
-        self._aborted: list[int] = []
         self._until = now + ANSWER_S
         self.look_at = now
         with contextlib.suppress(FileNotFoundError):  # nobody has joined
@@ -91,33 +74,22 @@ class StackDump:
                 asked = stacks.parse(path)
                 if asked is not None and _ask(asked, root):
                     self._asked[asked.pid] = asked
-        self.mute = {pid: rank for pid, rank in ranks.items() if pid not in self._asked}
-        self._mute_described = False
-        self._root = root
+        for pid, rank in ranks.items():
+            if pid not in self._asked:
+                hint = f"py-spy dump --pid {pid} shows what it does"
+                self._found[pid] = (rank, f"it has not joined a channel, {_state(pid)}; {hint}\n")
 
     def look(self, now: float, *, last: bool = False) -> list[Stack] | None:
         """Return the stacks, by rank; None: not all are written, unless ``last``."""
-        if last:
-            self._until, self._last_words = now, False
         self.look_at = now + _LOOK_INTERVAL_S
         for pid in [pid for pid in self._asked if self._answered(pid, now)]:
             asked = self._asked.pop(pid)
             self._found[pid] = (asked.rank, _take(asked.path))
-        if self._asked and now < self._until:
+        if self._asked and now < self._until and not last:
             return None
         for pid, asked in self._asked.items():
-            text = f"it did not show its stacks within {ANSWER_S:g} s\n{describe(pid)}"
+            text = f"it did not show its stacks within {ANSWER_S:g} s, {_state(pid)}\n"
             self._found[pid] = (asked.rank, f"{_take(asked.path)}{text}")
-        self._asked = {}
-        if not self._mute_described:
-            self._mute_described = True
-            for pid, rank in self.mute.items():
-                self._found[pid] = (rank, f"it has not joined a channel\n{describe(pid)}")
-            if self._last_words:
-                self._aborted = _abort_speakers(self.mute, self._root)
-                self._until = now + _ABORT_S
-        if self._aborted and now < self._until and any(start_time(pid) is not None for pid in self._aborted):
-            return None  # the aborted ranks are still writing
         return sorted(Stack(rank, pid, text) for pid, (rank, text) in self._found.items())
 
     def _answered(self, pid: int, now: float) -> bool:
@@ -140,7 +112,6 @@ class Stacks:
         self._show = show
         self._dump: StackDump | None = None
         self._then: Callable[[], None] | None = None
-        self._mute: Iterable[int] = ()
 
     @property
     def wakes(self) -> list[float]:
@@ -148,11 +119,9 @@ class Stacks:
 
     def ask(self, ranks: Mapping[int, int], now: float, then: Callable[[], None] | None = None) -> None:
         """Start a dump, unless one is running; ``then``: ends the ranks afterwards."""
-        if self._dump is None or (then is not None and self._then is None):
-            self._dump = StackDump(os.getpid(), self._log_dir, ranks, now, last_words=then is not None)
-        if then is not None:
-            self._then = then
-            self._mute = self._dump.mute
+        if self._dump is None:
+            self._dump = StackDump(os.getpid(), self._log_dir, ranks, now)
+        self._then = then or self._then
 
     def on_time(self, now: float) -> None:
         """Finish the dump, if it is due and complete."""
@@ -170,11 +139,6 @@ class Stacks:
         if dump is not None:
             self._show(dump.look(now, last=True) or [])
 
-    def last_words(self) -> bool:
-        """SIGABRT, once, to the ranks spared earlier; True if there are any."""
-        mute, self._mute = self._mute, ()
-        return bool(_abort_speakers(mute, os.getpid(), but_term=False))
-
 
 def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
     """Rank by pid of a node's ranks: torchrun's children, or the program itself."""
@@ -187,29 +151,6 @@ def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
         if rank.isdigit():
             found[pid] = int(rank)
     return found
-
-
-def _abort_speakers(pids: Iterable[int], root: int, *, but_term: bool = True) -> list[int]:
-    """SIGABRT processes below ``root``; ``but_term``: not those that catch SIGTERM."""
-    below = [pid for pid in pids if is_below(pid, root) and catches(pid, signal.SIGABRT)]
-    chosen = [pid for pid in below if not (but_term and catches(pid, signal.SIGTERM))]
-    for pid in chosen:
-        _without_core(pid)
-    return [pid for pid in chosen if signal_each([pid], signal.SIGABRT, lambda one: is_below(one, root))]
-
-
-def _without_core(pid: int) -> None:
-    """Disable the core file of a rank, which would be as large as its memory.
-
-    core(5): a core piped to a program is written even with a limit of 0, but not with a
-    limit of 1 byte, which is also too small for a file.
-    """
-    try:
-        hard = resource.prlimit(pid, resource.RLIMIT_CORE)[1]
-        soft = 0 if hard == 0 else 1
-        resource.prlimit(pid, resource.RLIMIT_CORE, (soft, hard))
-    except (ProcessLookupError, PermissionError):
-        return  # it has ended, or changed its user
 
 
 def _ask(asked: Asked, root: int) -> bool:
@@ -239,34 +180,10 @@ def _take(path: Path) -> str:
     return text
 
 
-def describe(pid: int) -> str:
-    """State of a process, and the place of each thread, as far as the kernel tells."""
-    folder = Path(f"/proc/{pid}")
-    status = dict(line.partition(":")[::2] for line in _read(folder / "status").splitlines())
-    if "State" not in status:
-        return "it is gone\n"
-    try:
-        tasks = sorted((folder / "task").iterdir(), key=lambda task: int(task.name))
-    except (FileNotFoundError, ProcessLookupError):
-        return "it is gone\n"
-    lines = [f"state {status['State'].strip()}, {len(tasks)} threads, {status.get('VmRSS', ' 0 kB').strip()} resident"]
-    for task in tasks[:_MAX_THREADS]:
-        lines += _thread(task)
-    if len(tasks) > _MAX_THREADS:
-        lines.append(f"and {len(tasks) - _MAX_THREADS} other threads")
-    return "\n".join(lines) + "\n"
-
-
-def _thread(task: Path) -> list[str]:
-    stat = _read(task / "stat")
-    state = stat.rpartition(")")[2].split()[:1]
-    where = _read(task / "wchan").strip()
-    words = [f"thread {task.name} ({_read(task / 'comm').strip()}): {state[0] if state else 'gone'}"]
-    if where not in ("", "0"):
-        words.append(f"in {where}")
-    kernel = [line.partition("] ")[2].partition("+")[0] for line in _read(task / "stack").splitlines()]
-    frames = [f"    kernel: {' < '.join(kernel[:_KERNEL_FRAMES])}"] if any(kernel) else []
-    return ["  " + ", ".join(words), *frames]
+def _state(pid: int) -> str:
+    """The state of a process, such as ``state D (disk sleep)``, as the kernel tells."""
+    status = dict(line.partition(":")[::2] for line in _read(Path(f"/proc/{pid}/status")).splitlines())
+    return f"state {status['State'].strip()}" if "State" in status else "it is gone"
 
 
 def _read(path: Path) -> str:

@@ -68,7 +68,7 @@ from replicas.linux.processes import (
 from replicas.supervisor.cleanup.inventory import Belongings, Stocktaking
 from replicas.supervisor.cleanup.sweeping import Grace, kill_group
 from replicas.supervisor.shim.deaths import DeathWatch, Ends, StoppedWatch, exit_report
-from replicas.supervisor.shim.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
+from replicas.supervisor.shim.dumps import Stack, Stacks, ranks_below, short
 from replicas.supervisor.shim.lease import Lease
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
@@ -352,10 +352,7 @@ class Shim:
         if self._phases.now == "running":
             self._tell_stock(self._stock.on_time(now))
         if now >= self._phases.kill_at:
-            if self._stacks.last_words():
-                self._phases.kill_at = now + LAST_WORDS_S
-            else:
-                self._kill(now)
+            self._kill(now)
 
     def _kill(self, now: float) -> None:
         """SIGKILL every process, and report those that do not die of it."""

@@ -16,7 +16,7 @@ from replicas.linux import cgroups, private
 from replicas.linux.helpers import apart, interpreter, python_module
 from replicas.linux.processes import Child
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
-from replicas.supervisor.wire import orders
+from replicas.supervisor.wire import guard, orders
 from replicas.supervisor.wire.guard import GUARD, pack
 from replicas.supervisor.wire.orders import NodeSpec
 
@@ -111,4 +111,4 @@ def _scratch_folder(spec: NodeSpec) -> Path:
 
 def guard_command() -> list[str]:
     """Command line of the guard, run as a file and not as a module, for speed."""
-    return [interpreter(), "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+    return [interpreter(), "-I", "-S", guard.__file__]

@@ -13,9 +13,8 @@ A process belongs to a run whose supervisor is dead if one of these is true:
   still has its supervisor are left to that one.
 
 Records of pids and control groups are valid only on the machine, and in the boot and
-pid namespace, in which they were written. A process is signalled through a pidfd, and
-only while its start time is the one that was found. This process and its ancestors are
-never touched, whatever their environment says.
+pid namespace, in which they were written. This process and its ancestors are never
+touched, whatever their environment says.
 
 While the supervisor of the state file lives, only ``identity`` counts, for marks that
 its records do not name (``replicas doctor`` asks so).
@@ -25,8 +24,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
-import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -41,10 +38,9 @@ from replicas.linux.processes import (
     descendants,
     parents,
     processes,
-    signal_each,
     start_time,
 )
-from replicas.supervisor.cleanup.sweeping import Grace, until_quiet
+from replicas.supervisor.cleanup.sweeping import Sweep
 from replicas.supervisor.state.run_state import Saved, ShimRecord
 from replicas.telemetry.events import How, LeftoverFound
 
@@ -100,20 +96,16 @@ def sweep(
 ) -> list[LeftoverFound]:
     """Kill what :func:`find` finds, to the end; ``swept``: it is gone. Blocks."""
     seen: dict[tuple[int, int], LeftoverFound] = {}
-    grace = Grace()
 
-    def look() -> set[int]:
+    def look() -> dict[int, int]:
         found = find(saved, identity, spare=spare, kept=kept)
-        there = {one.pid for one in found}
-        spared = grace.spared(there, time.monotonic())
         for one in found:
             seen.setdefault((one.pid, one.start_time), one)
-            if one.pid not in spared:
-                _kill(one)
-        return there
+        return {one.pid: one.start_time for one in found}
 
-    if look():  # usually there is nothing, and one look is enough
-        until_quiet(look, timeout_s)
+    killing = Sweep(look)
+    if killing.once():  # usually there is nothing, and one look is enough
+        killing.run(timeout_s)
     for record in saved.shims if saved is not None and saved.of_this_machine() else ():
         if record.cgroup and record.nonce not in kept:
             cgroups.leave(Path(record.cgroup), run=True)
@@ -127,10 +119,6 @@ def lock_holders(lock: Path) -> list[int]:
     """Processes that hold the lock on this file, by ``/proc/<pid>/fdinfo``."""
     there = lock.stat()
     return [pid for pid in processes() if pid != os.getpid() and _holds(pid, there)]
-
-
-def _kill(one: LeftoverFound) -> None:
-    signal_each([one.pid], signal.SIGKILL, lambda pid: start_time(pid) == one.start_time)
 
 
 _Candidate = tuple[int, How, ShimRecord | None]
@@ -184,13 +172,13 @@ def _words(pid: int, file: str) -> list[bytes]:
 
 
 def is_orphan(pid: int) -> bool:
-    """Whether it is a shim, and what started it (supervisor or agent) is dead."""
+    """Return True for a shim whose starter (supervisor or agent) is dead."""
     starter = _starter(pid)
     return starter is not None and parents(pid)[:1] != [starter]
 
 
 def _has_supervisor(pid: int) -> bool:
-    """Whether it is a shim and still the child of the supervisor that started it."""
+    """Return True for a shim that is still the child of what started it."""
     starter = _starter(pid)
     return starter is not None and parents(pid)[:1] == [starter]
 

@@ -23,24 +23,17 @@ random, and in the environment of the run's processes. A path is none: container
 share their processes have the same paths, and a folder that was removed and made again
 is a different one under the same name.
 
-The lock gives a run to one supervisor. A killed supervisor's shims still hold it, but
-end by themselves within some seconds; a process that holds it even then (a frozen shim)
-is swept like all other leftovers, by record and mark.
+The lock gives a run to one supervisor (:mod:`replicas.supervisor.state.locked_folder`).
+A process that holds it after a supervisor's death (a frozen shim) is swept like all
+other leftovers, by record and mark.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import re
-import secrets
-import socket
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -49,41 +42,17 @@ from replicas import errors
 from replicas.common.logs import Log
 from replicas.control.exit_codes import PREEMPTED
 from replicas.linux import private
-from replicas.linux.processes import start_time
 from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.heritage import Heritage, heritage
 from replicas.supervisor.state.leases import Lease, Leases
-from replicas.supervisor.state.run_state import RunState, Saved, machine
+from replicas.supervisor.state.locked_folder import SWEEP_S, LockedFolder, Owner, give_identity
+from replicas.supervisor.state.run_state import RunState, Saved
 from replicas.supervisor.state.token_files import TokenFiles
 from replicas.telemetry.event_log import EventLog, read
 from replicas.telemetry.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
 from replicas.trust.tokens import Role, Tokens
 
 log = Log("replicas.supervisor")
-
-_SETTLE_S = 8.0
-"""How long processes of a dead supervisor may take to end by themselves."""
-_SWEEP_S = 5.0
-_SETTLE_INTERVAL_S = 0.05
-_IDENTITY = re.compile(rb"[0-9a-f]{32}")
-
-
-def identity_of(folder: Path) -> str:
-    """The id of this state folder; empty: none. OSError: it cannot be read."""
-    try:
-        found = private.read(folder / "id").strip()
-    except FileNotFoundError:
-        return ""
-    return found.decode() if _IDENTITY.fullmatch(found) else ""
-
-
-def give_identity(folder: Path) -> str:
-    """The id of this state folder, created if missing. Hold the run's lock."""
-    found = identity_of(folder)
-    if not found:
-        found = secrets.token_hex(16)
-        private.replace(folder / "id", found.encode())
-    return found
 
 
 class AlreadySupervised(errors.UsageError):
@@ -92,14 +61,16 @@ class AlreadySupervised(errors.UsageError):
     default_hint = "stop that one, or give this run another name"
 
 
-class StateDir:
+class StateDir(LockedFolder):
     """The state folder, from :meth:`acquire` to :meth:`release`.
 
     :param longest_lease_s: of any node by the config, in seconds; 0: none gets one.
     """
 
+    patience_s = 8.0
+
     def __init__(self, path: Path, run: str, *, longest_lease_s: float = 0.0) -> None:
-        self.path = path
+        super().__init__(path)
         self.run = run
         self.logs = path / "logs"
         self.token_file = path / "token"
@@ -121,19 +92,11 @@ class StateDir:
 
         Programs that others have started still use it.
         """
-        self.given_up = threading.Event()
-        """Set it to give up the run: :meth:`acquire` then stops waiting."""
         self.leftovers: list[LeftoverFound] = []
         """Processes that kept a dead supervisor's lock; :meth:`acquire` killed them."""
         self._left: Saved | None = None
         self._cut_short = False
-        self._lock: int | None = None
-
-    @property
-    def lock(self) -> int:
-        """Descriptor of the held lock, which shims inherit and so keep taken."""
-        assert self._lock is not None
-        return self._lock
+        self._swept = False
 
     def acquire(self) -> None:
         """Take the run, and read the state that a dead supervisor left.
@@ -148,12 +111,12 @@ class StateDir:
         try:
             if self.path.is_dir():
                 private.close_to_others(self.path, once_ours="lock")
-            lock = private.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT, make_folder=True)
+            self._swept = False
+            self._take()
             try:
-                self._take(lock)
-                self._begin(lock)
+                self._begin(self.lock)
             except BaseException:
-                os.close(lock)
+                self._unlock()
                 raise
         except OSError as error:
             elsewhere = error.filename not in (None, str(self.path))
@@ -162,13 +125,12 @@ class StateDir:
             raise errors.UsageError(
                 f"cannot use the state folder {self.path}: {what}", hint=f"{mend}, or set run.state_dir in the config"
             ) from error
-        self._lock = lock
 
     def _begin(self, lock: int) -> None:
-        crashed = bool(_Owner.of(lock).start)
+        crashed = bool(Owner.of(lock).start)
         self.leases.load()
         os.ftruncate(lock, 0)
-        os.pwrite(lock, _Owner.this().line(), 0)
+        os.pwrite(lock, Owner.this().line(), 0)
         private.remove(self.endpoint_file)
         self.identity = give_identity(self.path)
         self._left = self.saved = self.run_state.load()
@@ -208,58 +170,42 @@ class StateDir:
 
         :param kept: marks of shims that go on, with all of theirs.
         """
-        found = leftovers.sweep(self._left, self.identity, _SWEEP_S, spare=spare, kept=kept)
+        found = leftovers.sweep(self._left, self.identity, SWEEP_S, spare=spare, kept=kept)
         if self._left is not None and self.saved is None:
             self.run_state.remove()
         return found
 
-    def _take(self, lock: int) -> None:
-        deadline = time.monotonic() + _SETTLE_S
-        swept = False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                owner = _Owner.of(lock)
-                if owner.alive:
-                    raise AlreadySupervised(
-                        f'run "{self.run}" is already supervised by process {owner.pid} ({self.path / "lock"})'
-                    ) from None
-                if time.monotonic() > deadline:
-                    if owner.elsewhere:
-                        raise AlreadySupervised(
-                            f'run "{self.run}" is supervised by process {owner.pid} on host "{owner.host}", or what that '
-                            f"has left there still runs ({self.path / 'lock'} is shared with it)",
-                            hint="stop it there, or give this run another name or another run.state_dir",
-                        ) from None
-                    if swept:
-                        pids = leftovers.lock_holders(self.path / "lock")
-                        raise AlreadySupervised(
-                            f'processes of an earlier supervisor of run "{self.run}" (pid {owner.pid}) are still alive: '
-                            f"{', '.join(map(str, pids)) or 'not to be seen from here'}",
-                            hint="end them, or give this run another name",
-                        ) from None
-                    swept = True
-                    self._sweep_orphans()
-                    deadline = time.monotonic() + _SETTLE_S
-                # the end of a flock is not announced: try again
-                if self.given_up.wait(_SETTLE_INTERVAL_S):
-                    raise errors.WorldError(f'the start of run "{self.run}" was given up') from None
-
-    def _sweep_orphans(self) -> None:
-        """Kill the processes that hold a dead supervisor's lock.
+    def _free(self, lock: int) -> None:
+        """Kill, once, the processes that hold a dead supervisor's lock.
 
         Another may take it at any moment: the state counts only if its writer is dead.
         """
-        saved = self.run_state.peek()
+        saved = None if self._swept else self.run_state.peek()
+        self._swept = True
         if saved is None or saved.supervisor is None or not saved.of_this_machine() or saved.supervisor.alive():
             return
-        self.leftovers += leftovers.sweep(saved, "", _SWEEP_S)
+        self.leftovers += leftovers.sweep(saved, "", SWEEP_S)
+
+    def _taken(self, owner: Owner) -> AlreadySupervised:
+        lock = self.path / "lock"
+        if owner.alive:
+            return AlreadySupervised(f'run "{self.run}" is already supervised by process {owner.pid} ({lock})')
+        return AlreadySupervised(
+            f'run "{self.run}" is supervised by process {owner.pid} on host "{owner.host}", or what that '
+            f"has left there still runs ({lock} is shared with it)",
+            hint="stop it there, or give this run another name or another run.state_dir",
+        )
+
+    def _not_dying(self, owner: Owner, holders: list[int]) -> AlreadySupervised:
+        return AlreadySupervised(
+            f'processes of an earlier supervisor of run "{self.run}" (pid {owner.pid}) are still alive: '
+            f"{', '.join(map(str, holders)) or 'not to be seen from here'}",
+            hint="end them, or give this run another name",
+        )
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was under way; also if its state was unusable, or is lost.
+        """True if the run was under way; also if its state was unusable, or is lost.
 
         One that has ended in order, and left a lease, was not: its versions are gone.
         """
@@ -314,7 +260,6 @@ class StateDir:
         """
         if self._lock is None:
             return
-        lock, self._lock = self._lock, None
         try:
             if ended and not left:
                 self.leases.remove()
@@ -325,9 +270,9 @@ class StateDir:
             if self.run_state.peek() is None:  # nobody will resume it
                 self.tokens.remove()
             private.remove(self.endpoint_file)
-            os.ftruncate(lock, 0)
+            os.ftruncate(self._lock, 0)
         finally:
-            os.close(lock)
+            self._unlock()
 
     def _leave(self, left: tuple[Lease, ...], *, ended: bool) -> None:
         try:
@@ -340,40 +285,3 @@ class StateDir:
 
     def log_dir(self, group: str, replica: int, generation: int) -> Path:
         return self.logs / group / str(replica) / f"gen-{generation}"
-
-
-class _Owner(NamedTuple):
-    """The supervisor that the lock file names.
-
-    :ivar pid: ``unknown``: not signed yet, or an abandoned shim holds it.
-    :ivar machine: where the pid is valid; empty: an older release did not write it.
-    """
-
-    pid: str = "unknown"
-    start: str = ""
-    machine: str = ""
-    host: str = ""
-
-    @classmethod
-    def this(cls) -> _Owner:
-        return cls(str(os.getpid()), str(start_time(os.getpid())), machine(), socket.gethostname() or "?")
-
-    @classmethod
-    def of(cls, lock: int) -> _Owner:
-        words = os.pread(lock, 512, 0).decode(errors="replace").split()
-        if len(words) not in (2, 4) or not all(word.isdigit() for word in words[:2]):
-            return cls()
-        return cls(*words)
-
-    def line(self) -> bytes:
-        return " ".join(self).encode()
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether it is on another machine or in a container that shares the folder."""
-        return bool(self.machine) and self.machine != machine()
-
-    @property
-    def alive(self) -> bool:
-        """Whether this very process lives, as far as can be seen from here."""
-        return bool(self.start) and not self.elsewhere and start_time(int(self.pid)) == int(self.start)

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, starmap
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ import torch
 from replicas.errors import ManifestMismatch, ReplicasError
 from replicas.messages.bounds import text_of
 from replicas.weights.copies import streaming
-from replicas.weights.copies.streaming import Addresses, Moved, Private
+from replicas.weights.copies.streaming import Addresses, MemoryMoved, Private
 from replicas.weights.copies.tensors import is_copied, why_unusable, written_as_bits
 
 STEP_NBYTES = 4 << 20
@@ -42,8 +43,11 @@ STEP_NBYTES = 4 << 20
 faster."""
 LOOK = 2048
 """How many tensors are looked at together: so many fit the CPU caches."""
+RUNS_MAX = 1 << 16
+"""Runs of bytes that are copied together: each takes some 40 bytes of index arrays, and
+no other Python thread runs while they are made and copied."""
 TIMES = 100
-"""How often memory is looked for that moves again and again."""
+"""How often a step is tried whose tensors move meanwhile."""
 
 _SHAPE, _DTYPE, _ON_CPU = map(operator.attrgetter, ("shape", "dtype", "is_cpu"))
 
@@ -274,7 +278,7 @@ class HostCopies:
                 if self._load:
                     _written(self._found.tensors[some])
                 return
-            except Moved:
+            except MemoryMoved:
                 if cut.axis >= 0:
                     raise unusable(
                         self._name(cut.first), self._found.tensors[cut.first], "was freed or resized"
@@ -311,7 +315,7 @@ class HostCopies:
     def _copy_others(self, cut: Cut, numbers: npt.NDArray[np.intp]) -> None:
         """By torch, and private memory: with casts and strides."""
         pieces = self._views()
-        pairs = []
+        pairs: list[_Pair] = []
         for index in (numbers + cut.first).tolist():
             tensor, piece = cut.rows_of(self._alias(index)), cut.rows_of(pieces[index])
             if not is_copied(tensor.dtype):  # not every torch copies it: ours may be integers already
@@ -321,6 +325,10 @@ class HostCopies:
             elif not is_copied(tensor.dtype):
                 piece, tensor = written_as_bits(piece, tensor)
             pairs.append((tensor, piece))
+        for few in _few_runs(pairs):
+            self._copy_pairs(few)
+
+    def _copy_pairs(self, pairs: Sequence[_Pair]) -> None:
         tensors, ours = [one for one, _ in pairs], [one for _, one in pairs]
         with torch.inference_mode() if any(map(torch.Tensor.is_inference, tensors)) else torch.no_grad():
             private = Private(tensors)
@@ -335,7 +343,7 @@ class HostCopies:
         with torch.no_grad():
             tensor = self._found.tensors[index].detach()
         if tensor.shape != self._kinds.shapes[index] or tensor.dtype is not self._kinds.dtypes[index]:
-            raise Moved
+            raise MemoryMoved
         return tensor
 
     def _look_again(self, some: slice) -> None:
@@ -349,6 +357,36 @@ class HostCopies:
                 raise unusable(self._name(index), tensor, why)
             if not tensor.is_cpu:
                 raise unusable(self._name(index), tensor, f"was on the cpu, and is on {tensor.device}")
+
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor of the user's, or a part of one, and the same part of our piece."""
+
+
+def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
+    """All pairs, in lists of at most :data:`RUNS_MAX` runs of the users' bytes."""
+    few: list[_Pair] = []
+    total = 0
+    for tensor, piece, runs in chain.from_iterable(starmap(_parts, pairs)):
+        if few and total + runs > RUNS_MAX:
+            yield few
+            few, total = [], 0
+        few.append((tensor, piece))
+        total += runs
+    yield few
+
+
+def _parts(tensor: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """A pair and its number of runs; of too many: parts along the longest axis."""
+    axes = [] if tensor.is_contiguous() else streaming.gaps(tensor)
+    runs = math.prod(tensor.shape[axis] for axis in axes)
+    if runs <= RUNS_MAX:
+        yield tensor, piece, runs
+        return
+    axis = max(axes, key=tensor.shape.__getitem__)
+    rows = max(1, tensor.shape[axis] * RUNS_MAX // runs)
+    for some in zip(torch.split(tensor, rows, axis), torch.split(piece, rows, axis), strict=True):
+        yield from _parts(*some)
 
 
 def _written(tensors: Sequence[torch.Tensor]) -> None:

@@ -55,7 +55,7 @@ _ALIGNED = 64
 _POINTER, _STORAGE, _ROOM = torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 
 
-class Moved(Exception):
+class MemoryMoved(Exception):
     """The memory of a tensor is not where it was found; nothing was copied."""
 
 
@@ -112,10 +112,26 @@ def copy_runs(
     It needs :data:`available`.
 
     :param past_caches: the result of :func:`pays` for the whole copy.
-    :raises Moved: ``check`` is not true.
+    :raises MemoryMoved: ``check`` is not true.
     """
     if not _copy(check, to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), threads, int(past_caches)):
-        raise Moved
+        raise MemoryMoved
+
+
+def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Stride and number of each axis that tells elements apart, by rising stride."""
+    return sorted((stride, axis) for axis, stride in enumerate(tensor.stride()) if stride and tensor.shape[axis] > 1)
+
+
+def gaps(tensor: torch.Tensor) -> list[int]:
+    """Axes along which the elements are several runs of bytes: gaps, or overlaps."""
+    found: list[int] = []
+    behind = 1
+    for stride, axis in _axes(tensor):
+        if found or stride != behind:
+            found.append(axis)
+        behind = stride * tensor.shape[axis]
+    return found
 
 
 class Private:
@@ -150,13 +166,13 @@ class Private:
             self.views[number] = view.conj() if tensor.is_conj() else view
 
     def take(self) -> None:
-        """Fill the private memory from the tensors; raises :class:`Moved`."""
+        """Fill the private memory from the tensors; raises :class:`MemoryMoved`."""
         if self._tensors:
             check, theirs = self._found()
             copy_runs(check, self._places, theirs, self._sizes)
 
     def give(self) -> None:
-        """Write the private memory to the tensors; raises :class:`Moved`."""
+        """Write the private memory to the tensors; raises :class:`MemoryMoved`."""
         if self._tensors:
             check, theirs = self._found()
             copy_runs(check, theirs, self._places, self._sizes)
@@ -176,17 +192,11 @@ class _Runs:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        axes = sorted(
-            (stride, axis) for axis, stride in enumerate(tensor.stride()) if stride and tensor.shape[axis] > 1
-        )
         self.strides = [0] * tensor.ndim
-        offsets, count, behind = np.zeros(1, dtype=np.uintp), 1, 1
-        for stride, axis in axes:
+        offsets, count, apart = np.zeros(1, dtype=np.uintp), 1, gaps(tensor)
+        for stride, axis in _axes(tensor):
             self.strides[axis], extent = count, tensor.shape[axis]
-            if stride == behind:
-                behind = stride * extent
-            else:
-                behind = 0  # a gap, or an overlap
+            if axis in apart:
                 steps = np.arange(extent, dtype=np.uintp) * np.uintp(stride * tensor.itemsize)
                 offsets = (steps[:, None] + offsets).ravel()
             count *= extent

@@ -32,7 +32,7 @@ from replicas.messages import (
     encode,
 )
 from tests.support.channels import ChannelWorld, channel_world, freeze, wait_until
-from tests.support.proxy import Proxy
+from tests.support.machine.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
 
@@ -362,7 +362,7 @@ async def test_sessions_go_on_after_their_connections_were_cut() -> None:
 
 
 async def test_a_silent_coordinator_cannot_hang_a_publish(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("hub", "versions.publish"):
+    for module in ("session.hub", "versions.publish"):
         monkeypatch.setattr(f"replicas.channel.{module}.GRACE_S", 0.5)
     async with channel_world() as world, Proxy(world.endpoint) as proxy:
         world.endpoint = proxy.endpoint
@@ -383,7 +383,7 @@ async def test_a_silent_coordinator_cannot_hang_a_publish(monkeypatch: pytest.Mo
 
 
 async def test_a_silent_coordinator_after_the_bytes_left_is_an_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("hub", "versions.publish"):
+    for module in ("session.hub", "versions.publish"):
         monkeypatch.setattr(f"replicas.channel.{module}.GRACE_S", 0.5)
     async with channel_world() as world, Proxy(world.endpoint) as proxy:
         world.endpoint = proxy.endpoint

@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 
 from replicas import environ
-from replicas.cli import checks as looks
+from replicas.cli import doctor as looks
 from replicas.cli import main as cli
 from replicas.cli.find_run import RunAddress
 from replicas.linux.processes import MARK
-from replicas.supervisor.state.state import give_identity
+from replicas.supervisor.state.locked_folder import give_identity
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import alive
 

@@ -20,6 +20,7 @@ from replicas import errors
 from replicas.linux import private
 from replicas.supervisor import Supervisor
 from replicas.supervisor.fleet.local_agent import AGENT
+from replicas.supervisor.state.state import StateDir
 from tests.integration.supervisor.agent.test_agents import again, publishing, told, versions
 from tests.integration.supervisor.test_supervisor_embedded import config
 from tests.support.nodes import ready
@@ -102,6 +103,31 @@ async def test_a_program_leaves_its_run_to_the_next_supervisor(tmp_path: Path) -
         await second.drain()
         with pytest.raises(errors.UsageError, match="being drained"):
             await second.detach()
+    assert not any(pid is not None and alive(pid) for pid, _ in before)
+
+
+@pytest.mark.anyio
+async def test_a_start_that_fails_ends_nothing_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state folder takes no file any more, once everything else is open."""
+    given = config(tmp_path, a={})
+    given["run"]["adopt"] = "60s"
+    async with Supervisor(given) as first:
+        await first.wait_ready(timeout=30)
+        before = [(one.pid, one.generation) for one in first.status().groups[0].replicas]
+        await first.detach()
+
+    def full(*_: object, **__: object) -> None:
+        raise errors.WorldError("cannot write to the state folder: No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(errors.WorldError, match="No space left"):
+        patch.setattr(StateDir, "write", full)
+        async with Supervisor(given):
+            pytest.fail("it must not start")
+    assert all(pid is not None and alive(pid) for pid, _ in before)
+    async with Supervisor(given) as third:
+        await third.wait_ready(timeout=30)
+        assert [(one.pid, one.generation) for one in third.status().groups[0].replicas] == before
+        await third.drain()
     assert not any(pid is not None and alive(pid) for pid, _ in before)
 
 

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replicas import environ
 from replicas.linux.processes import MARK, start_time
-from replicas.supervisor.state import leftovers, state
+from replicas.supervisor.state import leftovers, locked_folder
 from replicas.supervisor.state.run_state import ProcessRecord, Saved, ShimRecord, machine, this_process
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.telemetry.events import ConnectionsRefused, RunStarted, StateSetAside
@@ -286,7 +286,8 @@ def test_leftovers_are_found_by_record_mark_and_identity_and_nothing_else_is_tou
 def test_a_dead_supervisors_process_that_keeps_the_lock_is_swept_only_if_it_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "_SETTLE_S", 0.2)
+    monkeypatch.setattr(locked_folder, "SETTLE_S", 0.2)
+    monkeypatch.setattr(StateDir, "patience_s", 0.5)
     folder = StateDir(tmp_path, "r")
     lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -20,6 +20,7 @@ from replicas import errors
 from replicas.core.lives.lifecycle import ReplicaEvent, Transition
 from replicas.linux import private
 from replicas.supervisor import Supervisor
+from replicas.supervisor.reporting import Reporting
 from replicas.supervisor.state.run_state import AgentRecord, Saved, SavedGroup
 from replicas.supervisor.state.state import AlreadySupervised
 from tests.support.runs import alive
@@ -220,13 +221,13 @@ async def test_a_preemption_that_a_kill_has_cut_short_does_not_go_on_elsewhere(t
 async def test_a_prometheus_that_comes_regularly_sees_how_the_run_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, wait = asyncio.Event(), Supervisor._last_scrape
+    waits, wait = asyncio.Event(), Reporting.last_scrape
 
-    async def noted(supervisor: Supervisor) -> None:
+    async def noted(reporting: Reporting) -> None:
         waits.set()
-        await wait(supervisor)
+        await wait(reporting)
 
-    monkeypatch.setattr(Supervisor, "_last_scrape", noted)
+    monkeypatch.setattr(Reporting, "last_scrape", noted)
 
     async def look(endpoint: str) -> str:
         def get() -> str:
@@ -239,7 +240,7 @@ async def test_a_prometheus_that_comes_regularly_sees_how_the_run_ended(
     fails = {"command": [sys.executable, "-c", "raise SystemExit(7)"], "restart": {"max_restarts": 0}}
     async with Supervisor(config(tmp_path, a=fails)) as supervisor:
         for ago_s in (600.0, 0.0):
-            supervisor._scrapes.came("127.0.0.1", time.monotonic() - ago_s)
+            supervisor._reporting._scrapes.came("127.0.0.1", time.monotonic() - ago_s)
         looking = asyncio.create_task(look(supervisor.endpoint))
         assert await supervisor.run_until_done() == 1
         status = supervisor.status()

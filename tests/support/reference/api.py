@@ -21,7 +21,7 @@ __all__ = ["INTERNAL", "body", "members", "public", "states"]
 INTERNAL = {
     "Coordinator": {"keep_decisions"},
     "Receipt": {"of"},
-    "Supervisor": {"emit", "environment", "fleet", "looked_at", "save", "say", "spawn", "told"},
+    "Supervisor": {"emit", "fleet", "looked_at", "save", "say", "spawn"},
     "Update": {"ended", "touched", "withdraw"},
 }
 """Names without an underscore that are there for other parts of this package, not for
@@ -111,9 +111,10 @@ def _with_title(title: str, docstring: str | None) -> str:
 
 
 def _fields(kind: type) -> str:
-    names = getattr(kind, "__struct_fields__", None) or getattr(kind, "__dataclass_fields__", ())
+    names: Any = getattr(kind, "__struct_fields__", None) or getattr(kind, "__dataclass_fields__", ())
     found = {name: one for base in reversed(kind.__mro__) for name, one in inspect.get_annotations(base).items()}
-    return "\n".join(["```python", *(f"{name}: {found[name]}" for name in names), "```"]) if names else ""
+    lines = (f"{name}: {found[name]}".replace("'", '"') for name in names)
+    return "\n".join(["```python", *lines, "```"]) if names else ""
 
 
 def _code(name: str, function: Any, *, bound: bool = False) -> str:

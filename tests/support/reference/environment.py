@@ -27,7 +27,7 @@ OTHERS = {
     "OMP_NUM_THREADS": "Set for a rank whose group has ``resources.cpu_threads``; 1 in sidecars and in the store.",
     "OPENBLAS_NUM_THREADS": "Set to 1 in sidecars.",
     "MKL_NUM_THREADS": "Set to 1 in sidecars.",
-    "PYTHONFAULTHANDLER": "Set to 1 for a rank, so that a stuck one can show its stacks. The group's ``env`` wins.",
+    "PYTHONFAULTHANDLER": "Set to 1 for a rank, so that one that crashes shows its stacks. The group's ``env`` wins.",
     "PYTHONPATH": "Set for our own processes, so that they run the same code as their parent. A "
     "user's program gets what its config says.",
     "NOTIFY_SOCKET": "Read and removed by the supervisor: systemd's socket for READY and STATUS.",

@@ -82,7 +82,7 @@ def gpu_group(name: str, replicas: int = 1) -> GroupConfig:
 def test_a_plan_counts_the_replicas_that_were_scaled() -> None:
     async def scenario() -> None:
         async with reloadable(gpu_group("a", 2)) as (reloading, made, yard):
-            await made.scale("a", 8)
+            await made.scale(made.groups["a"], 8)
             more = config_of(gpu_group("a", 2), gpu_group("b"))
             with pytest.raises(errors.BadConfig, match=r"9 GPUs are asked for at once \(a: 8 replicas x 1, b: 1\)"):
                 await reloading.reload(more)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,15 +59,15 @@ def test_no_state_is_saved_behind_the_last_event_of_a_run(tmp_path: Path, monkey
     }
     made, saves = Supervisor(given), list[bool]()
 
-    def save(*, sync: bool) -> bool:
+    def save(*_: object, sync: bool) -> bool:
         saves.append(sync)
         return True
 
-    monkeypatch.setattr(made, "_fleet", object())
-    monkeypatch.setattr(made, "_save", save)
+    monkeypatch.setattr(made, "_fleet", SimpleNamespace(draining=False, over=asyncio.Event()))
+    monkeypatch.setattr(made._saving, "save", save)
     assert made.save()
     assert saves == [False]
-    monkeypatch.setattr(made, "_ended", RunEnded(exit_code=0))
+    monkeypatch.setattr(made._reporting, "ended", RunEnded(exit_code=0))
     assert made.save()
     assert made.save(order=True)
     assert saves == [False]

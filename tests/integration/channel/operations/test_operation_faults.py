@@ -23,7 +23,7 @@ from replicas.coordinator import Coordinator
 from replicas.core.operations.operation import Operation
 from replicas.sidecar.rank_side import handle
 from tests.support.channels import ChannelWorld, channel_world, wait_until
-from tests.support.proxy import Proxy
+from tests.support.machine.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
 
@@ -94,7 +94,9 @@ def running(coordinator: Coordinator) -> tuple[Operation, ...]:
 
 async def under_way(coordinator: Coordinator) -> Operation:
     """The operation that runs, as soon as its members have been told to go."""
-    await wait_until(lambda: any(operation.state == "running" for operation in running(coordinator)), "an operation runs")
+    await wait_until(
+        lambda: any(operation.state == "running" for operation in running(coordinator)), "an operation runs"
+    )
     return next(operation for operation in running(coordinator) if operation.state == "running")
 
 

@@ -22,7 +22,7 @@ from replicas.control.exit_codes import CUT, SUPERVISED, USAGE
 from replicas.linux.processes import MARK as PROCESS_MARK
 from replicas.linux.processes import SHIM, command_line, descendants
 from replicas.supervisor.fleet.local_agent import AGENT
-from replicas.supervisor.state.state import identity_of
+from replicas.supervisor.state.locked_folder import identity_of
 from replicas.trust.tokens import OPERATOR_FILE
 from tests.support.nodes import (
     AGENT_COMMAND,

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import MARK
-from replicas.supervisor.cleanup.sweeping import Sweep
+from replicas.supervisor.cleanup.sweeping import Sweep, by_mark
 from replicas.supervisor.logs.pump import READ_NBYTES
 from replicas.supervisor.wire.orders import LogLoss
-from tests.support.disks import fill, small_disk
+from tests.support.machine.disks import fill, small_disk
 from tests.support.programs import group
 from tests.support.runs import alive, eventually, running
 from tests.support.shims import ShimUnderTest, pump_of, shim
@@ -212,7 +212,7 @@ def test_the_last_lines_of_a_shim_that_was_killed_are_in_the_log(tmp_path: Path)
         kill(one.popen.pid, signal.SIGKILL)
         one.popen.wait(30)
         with ThreadPoolExecutor() as threads:
-            swept = threads.submit(Sweep([nonce]).run, 20.0)
+            swept = threads.submit(Sweep(by_mark([nonce])).run, 20.0)
             eventually(lambda: not alive(left), "the end of what the shim left behind")
             kill(pump, signal.SIGCONT)
             assert swept.result(30) == []

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -329,3 +331,29 @@ def test_an_interrupt_while_others_are_woken_is_raised_on_the_main_thread_only(f
     thread.join(30)
     assert ended == [True], "a wake-up of the program's does not end the session thread"
     assert woken == [1]
+
+
+def test_a_failure_that_is_kept_keeps_nothing_of_its_callers() -> None:
+    """Without a collection: what they held may be a lease, or gigabytes."""
+
+    class Held: ...
+
+    told: list[tuple[str, str]] = []
+
+    def call() -> weakref.ref[Held]:
+        held = Held()
+        try:
+            pending.wait(30)
+        except errors.SyncError as error:
+            told.append((str(error), error.hint))
+        return weakref.ref(held)
+
+    pending: Promise[int] = Promise("test")
+    pending.fail(errors.SyncError("too late", hint="sooner"))
+    gc.disable()
+    try:
+        assert call()() is None
+        assert call()() is None
+    finally:
+        gc.enable()
+    assert told == [("too late (sooner)", "sooner")] * 2

@@ -17,8 +17,8 @@ from replicas.channel.versions.filling import PublishJob
 from replicas.messages import Meta
 from replicas.weights.feed import Feed
 from replicas.weights.packing import Packing
+from tests.support.channel.scripted import World
 from tests.support.channels import wait_until
-from tests.support.scripted import World
 
 pytestmark = pytest.mark.anyio
 
@@ -54,7 +54,7 @@ async def publish(world: World, version: int, meta: Callable[[], Meta] | None = 
     )
     world.tell(wire.PublishAdmitted((await world.session.next(wire.PublishBegin)).publish, version))
     await task
-    await wait_until(lambda: job.packed, "it is copied")
+    await wait_until(lambda: job.filled, "it is copied")
     return job
 
 
@@ -67,12 +67,12 @@ async def test_the_later_one_waits_for_the_earlier_one(source: World, digests: l
         last = await publish(source, version)
     digests[1].set_result("second")
     digests[2].set_result("third")
-    await wait_until(lambda: last.ready, "the last is ready")
+    await wait_until(lambda: last.state == "ready", "the last is ready")
     assert told(source) == []
     source.new_coordinator()
     assert told(source) == []
     digests[0].set_result("first")
-    await wait_until(lambda: last.told, "it is told")
+    await wait_until(lambda: last.state == "told", "it is told")
     assert told(source) == [1, 2, 3]
 
 
@@ -81,14 +81,14 @@ async def test_one_that_fails_holds_up_nobody(source: World, digests: list[Futur
     await publish(source, 5)
     second = await publish(source, 6)
     digests[1].set_result("second")
-    await wait_until(lambda: second.ready, "it is ready")
+    await wait_until(lambda: second.state == "ready", "it is ready")
     assert told(source) == []
     error = errors.NoCapacity("no room")
     if end == "verdict":
         source.tell(wire.PublishEnd(1, error=wire.WireError.of(error)))
     else:
         digests[0].set_exception(error)
-    await wait_until(lambda: second.told, "it is told")
+    await wait_until(lambda: second.state == "told", "it is told")
     assert told(source) == ([2] if end == "verdict" else [1, 2])
 
 
@@ -100,7 +100,7 @@ async def test_nothing_is_sent_ahead_of_an_earlier_one(source: World, digests: l
     assert told(source) == []
     digests[0].set_result("first")
     digests[1].set_result("second")
-    await wait_until(lambda: second.told, "it is told")
+    await wait_until(lambda: second.state == "told", "it is told")
     third = await publish(source, 7)
     assert third.streaming
     assert told(source) == [3]

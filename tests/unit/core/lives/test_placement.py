@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.core.lives.leases import END_S, MARGIN_S, Tenancy, lost_after_s
+from replicas.core.lives.leases import END_S, MARGIN_S, lost_after_s
 from replicas.core.lives.placement import Need, Offer, Share, place
+from replicas.core.lives.tenancy import Tenancy
 
 
 def node(name: str, gpus: int = 0, **more: Any) -> Offer:

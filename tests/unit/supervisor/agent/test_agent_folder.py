@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import pytest
 
 from replicas import errors
 from replicas.linux import private
-from replicas.supervisor.agent import remote
-from replicas.supervisor.agent.remote import _Folder
+from replicas.supervisor.agent import agent_folder, remote
+from replicas.supervisor.agent.agent_folder import AgentFolder
+from replicas.supervisor.cleanup import sweeping
+from replicas.supervisor.state import leftovers, locked_folder
 
 SHIM, AGENT, DYING = 71, 72, 73
 LINES = {SHIM: "python -m shim", AGENT: "replicas agent", DYING: "[python]"}
@@ -31,23 +33,28 @@ def held(folder: Path, by: Collection[int], dies: bool = True) -> Iterator[list[
     fcntl.flock(lock, fcntl.LOCK_EX)
     killed: list[int] = []
 
-    def kill(pids: list[int], signum: int, still: Any) -> None:
+    def kill(pids: Iterable[int], signum: int, still: Any) -> list[int]:
         assert signum == signal.SIGKILL
         killed.extend(pids)
         if dies:
             fcntl.flock(lock, fcntl.LOCK_UN)
+        return [*pids]
 
-    leftovers = mock.Mock(lock_holders=lambda _: [*by], is_orphan=lambda pid: pid == SHIM)
-    given: dict[str, Any] = {"leftovers": leftovers, "signal_each": kill, "command_line": LINES.get}
     try:
-        with mock.patch.multiple(remote, **given, _SETTLE_S=0.0, _ORPHANS_S=0.2, _SETTLE_INTERVAL_S=0.01):
+        with (
+            mock.patch.multiple(leftovers, lock_holders=lambda _: [*by], is_orphan=lambda pid: pid == SHIM),
+            mock.patch.multiple(sweeping, start_time=lambda pid: pid, signal_each=kill),
+            mock.patch.multiple(locked_folder, SETTLE_S=0.0, _LOOK_INTERVAL_S=0.01),
+            mock.patch.multiple(AgentFolder, patience_s=0.2),
+            mock.patch.object(agent_folder, "command_line", LINES.get),
+        ):
             yield killed
     finally:
         os.close(lock)
 
 
 def test_shims_of_a_dead_agent_are_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = _Folder(tmp_path / "a")
+    folder = AgentFolder(tmp_path / "a")
     with held(folder.path, [SHIM, DYING]) as killed:
         assert len(folder.acquire()) == 32
         assert killed == [SHIM]
@@ -57,7 +64,7 @@ def test_shims_of_a_dead_agent_are_killed(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("holders", [(AGENT,), (SHIM, AGENT), ()])
 def test_a_living_agent_and_one_that_cannot_be_seen_keep_it(tmp_path: Path, holders: tuple[int, ...]) -> None:
-    folder = _Folder(tmp_path / "a")
+    folder = AgentFolder(tmp_path / "a")
     with held(folder.path, holders) as killed, pytest.raises(errors.UsageError, match="another agent uses"):
         folder.acquire()
     assert killed == []
@@ -69,7 +76,7 @@ def test_what_does_not_die_is_no_error_of_the_user(
     tmp_path: Path, holder: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The unit of an agent tries again after a WorldError."""
-    folder = _Folder(tmp_path / "a")
+    folder = AgentFolder(tmp_path / "a")
     with (
         caplog.at_level(logging.WARNING),
         held(folder.path, [holder], dies=False),
@@ -81,7 +88,7 @@ def test_what_does_not_die_is_no_error_of_the_user(
 
 
 def test_an_agent_that_was_never_taken_leaves_no_folder(tmp_path: Path) -> None:
-    def refused(to: remote.Invitation, name: str, labels: Any, folder: _Folder, address: str) -> Any:
+    def refused(to: remote.Invitation, name: str, labels: Any, folder: AgentFolder, address: str) -> Any:
         async def serve() -> int:
             folder.acquire()
             raise errors.WorldError("the supervisor refuses this node")
@@ -96,12 +103,12 @@ def test_an_agent_that_was_never_taken_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_an_agent_that_ran_something_stays(tmp_path: Path) -> None:
-    folder = _Folder(tmp_path / "a")
+    folder = AgentFolder(tmp_path / "a")
     folder.acquire()
     (tmp_path / "a" / "logs" / "rollout").mkdir()
     folder.release(failed=True)
     assert (tmp_path / "a" / "logs" / "rollout").exists()
-    again = _Folder(tmp_path / "a")
+    again = AgentFolder(tmp_path / "a")
     again.acquire()
     again.release(failed=True)
     assert (tmp_path / "a" / "id").exists(), "it was there before"

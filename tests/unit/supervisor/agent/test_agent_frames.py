@@ -11,16 +11,16 @@ from unittest import mock
 
 import msgspec
 
-from replicas.supervisor.agent import agent as agent_module
 from replicas.supervisor.agent import messages as wire
-from replicas.supervisor.agent.agent import Agent, Link
+from replicas.supervisor.agent import order_handler
+from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from tests.support.agents import Field
+from tests.support.channel.frames import MANY, mutants
 from tests.support.fleets import group_of
-from tests.support.frames import MANY, mutants
 from tests.support.virtual import virtually
 
 MESSAGES = max(600, 4 * MANY)
@@ -76,18 +76,18 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
     async def story() -> None:
         line = _Wire([wire.encode(welcome), *frames, wire.encode(wire.LogQuery(number=77, selection={}))])
 
-        async def dial() -> tuple[Link, str]:
+        async def dial() -> tuple[SupervisorLink, str]:
             return line, ""
 
         def make(changed: Any) -> Shims:
             return Shims(cast("Containment", _Nothing()), tmp_path, changed)
 
-        agent = Agent("n", dial, make, tmp_path, local=True)
+        agent = Agent("n", dial, make, tmp_path)
         async with asyncio.timeout(60):
             assert await agent.run() == 0
         assert isinstance(line.said[0], wire.Hello)
 
-    with mock.patch.object(agent_module, "examine_node", return_value=()):
+    with mock.patch.object(order_handler, "examine_node", return_value=()):
         asyncio.run(story())
 
 
@@ -104,7 +104,7 @@ def test_what_a_supervisor_is_told() -> None:
         rendezvous=("h", 1),
         report=report.message()["report"],
         remains=Remains(1.0, ((1, "x"),)).message(),
-        belongings={"ports": [["h", 1, 2]], "gpu": False, "processes": [[1, 2]]},
+        belongings={"gpu": False, "processes": [[1, 2]]},
         losses=(LogLoss(3, "file", "full").message(),),
     )
     hello = wire.Hello(release="r", node="n1", incarnation="i", pid=1, start_time=2, scope="s", shims=(state,))

@@ -82,7 +82,7 @@ class World:
         self.welcome = self.welcomes(local=local, adopt_s=adopt_s)
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
-        self.agent = Agent("n1", self._dial, self._shims, folder, local=local)
+        self.agent = Agent("n1", self._dial, self._shims, folder)
         self.running = asyncio.create_task(self.agent.run())
 
     @staticmethod

@@ -20,8 +20,8 @@ LEASE_S = 30.0
 class Line:
     """A supervisor that takes an agent, and is silent after ``answers`` beats."""
 
-    def __init__(self, answers: int) -> None:
-        self._answers = answers
+    def __init__(self, answers: int, *, lease_s: float) -> None:
+        self._answers, self._lease_s = answers, lease_s
         self._orders: asyncio.Queue[bytes] = asyncio.Queue()
         self.closed = False
 
@@ -29,7 +29,7 @@ class Line:
         match wire.decode_from_agent(message):
             case wire.Hello():
                 known = {"run": "r", "supervisor": "1", "endpoint": "", "token": "t", "state_id": ""}
-                self._say(wire.Welcome(lease_s=LEASE_S, adopt_s=20.0, **known))
+                self._say(wire.Welcome(lease_s=self._lease_s, adopt_s=20.0, **known))
             case wire.Beat(number) if self._answers:
                 self._answers -= 1
                 self._say(wire.Heard(number))
@@ -52,19 +52,19 @@ def shims(_: Any) -> Any:
     return fake
 
 
-@pytest.mark.parametrize(("local", "dials"), [(False, 2), (True, 1)])
-def test_an_agent_that_hears_nothing_dials_again(tmp_path: Path, *, local: bool, dials: int) -> None:
-    """But not the one of the supervisor's machine, whose connection cannot break
-    alone."""
+@pytest.mark.parametrize(("lease_s", "dials"), [(LEASE_S, 2), (0.0, 1)])
+def test_an_agent_that_hears_nothing_dials_again(tmp_path: Path, lease_s: float, dials: int) -> None:
+    """But not one without a lease, as that of the supervisor's machine, whose
+    connection cannot break alone."""
 
     async def story() -> None:
         lines: list[Line] = []
 
         async def dial() -> tuple[Line, str]:
-            lines.append(Line(answers=10 if not lines else 1000))
+            lines.append(Line(answers=10 if not lines else 1000, lease_s=lease_s))
             return lines[-1], "10.0.0.2"
 
-        agent = Agent("n1", dial, shims, tmp_path, local=local)
+        agent = Agent("n1", dial, shims, tmp_path)
         running = asyncio.create_task(agent.run())
         await asyncio.sleep(9.5)
         assert len(lines) == 1

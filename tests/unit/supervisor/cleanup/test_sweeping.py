@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from replicas.linux import cgroups
 from replicas.supervisor.cleanup import sweeping
-from replicas.supervisor.cleanup.sweeping import TRACKERS_MAX_S, TRACKERS_S, Grace
+from replicas.supervisor.cleanup.sweeping import TRACKERS_MAX_S, TRACKERS_S, Grace, Sweep, finder
 from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.run_state import Saved, ShimRecord, machine
 
@@ -56,3 +57,29 @@ def test_control_groups_of_another_machine_are_left_alone(
     monkeypatch.setattr(cgroups, "leave", lambda group, *, run: left.append(group))
     leftovers.sweep(saved, "", 0.1)
     assert left == ([tmp_path] if found else [])
+
+
+def test_what_was_found_once_is_killed_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a dying process is empty: no mark finds it any more."""
+    starts = {1: 10, 2: 20}
+    tries: list[list[int]] = []
+
+    def kill(pids: Iterable[int], signum: int, still: Callable[[int], bool]) -> list[int]:
+        tries.append([pid for pid in pids if still(pid)])
+        return tries[-1]
+
+    monkeypatch.setattr(sweeping, "start_time", starts.get)
+    monkeypatch.setattr(sweeping, "signal_each", kill)
+    looks = iter([{1: 10}, {2: 20}])
+    sweep = Sweep(lambda: next(looks, {}), known={3: 30})
+    assert [sweep.once() for _ in range(3)] == [{1}, {1, 2}, {1, 2}]
+    starts[1] = 11  # the pid is another process's
+    assert sweep.once() == {2}
+    starts.clear()
+    assert sweep.run(5.0) == []
+    assert tries[:4] == [[1], [1, 2], [1, 2], [2]]
+
+
+def test_a_pid_that_is_reused_while_it_is_looked_for_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "start_time", {1: 10, 2: 20}.get)
+    assert finder(lambda: [1, 2, 3], lambda pid: pid == 2)() == {2: 20}

@@ -18,7 +18,7 @@ from replicas.errors import UsageError, WorldError
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Demand
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.fleet.node_checks import ANSWER_S, examine
+from replicas.supervisor.fleet.nodes import ANSWER_S, examine
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.wire.orders import ExitReport, NodeSpec
 from replicas.telemetry.events import HeldUp, NodeChanged
@@ -358,7 +358,7 @@ async def test_a_drain_that_is_undone_sends_no_agent_away() -> None:
             await asyncio.wait_for(drained, 5)
         await asyncio.sleep(60)
         assert made.where("a/1") == "n1"
-        await made.fleet.scale("a", 1)
+        await made.fleet.scale(made.fleet.groups["a"], 1)
         await asyncio.sleep(10)
         assert not one.over
         assert changes(made, "n1")[-1] == "up"

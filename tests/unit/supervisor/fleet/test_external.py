@@ -107,12 +107,12 @@ def test_others_than_expected_are_shown_while_they_are_there_and_scaling_is_a_hi
             yard.joins("a/4", "y")
             await asyncio.sleep(1)
             assert yard.states() == {"a/0": "ready", "a/4": "ready"}
-            await made.scale("a", 2)
+            await made.scale(made.groups["a"], 2)
             await asyncio.sleep(1)
             assert yard.states() == {"a/0": "ready", "a/1": "pending", "a/4": "ready"}
             assert (made.groups["a"].status(0.0).size, yard.shapes["a"].replicas) == (2, 2)
             assert [one for _, one in yard.events if isinstance(one, Scaled)] == [Scaled(group="a", before=1, after=2)]
-            await made.scale("a", 0)
+            await made.scale(made.groups["a"], 0)
             yard.joins("a/4")
             await asyncio.sleep(1)
             assert yard.states() == {"a/0": "ready"}, "it goes on as long as others let it"

@@ -123,7 +123,7 @@ def test_whatever_happens_no_budget_is_exceeded(seed: int) -> None:
                 if work is not None:
                     yard.spawn(functools.partial(work, target))
                 elif chance.random() < 0.5:
-                    yard.spawn(functools.partial(made.scale, "a", number))
+                    yard.spawn(functools.partial(made.scale, made.groups["a"], number))
                 if made.over.is_set():
                     made.reset_failed()
             spent: list[float] = []
@@ -298,11 +298,11 @@ async def test_scaling_down_drains_the_highest_and_the_index_goes_on_where_it_wa
     async with fleet(group_of("a", replicas=3), on_channel={"a"}) as (made, yard):
         await made.wait_ready(made.groups.values())
         yard.syncs["a/2"] = "busy"
-        scaling = asyncio.create_task(made.scale("a", 2))
+        scaling = asyncio.create_task(made.scale(made.groups["a"], 2))
         await asyncio.sleep(5)
         assert yard.states()["a/2"] == "draining"
         assert yard.shapes["a"].replicas == 2
-        again = asyncio.create_task(made.scale("a", 3))  # while it still drains
+        again = asyncio.create_task(made.scale(made.groups["a"], 3))  # while it still drains
         del yard.syncs["a/2"]
         await asyncio.gather(scaling, again)
         await made.wait_ready(made.groups.values())
@@ -406,7 +406,7 @@ async def test_what_there_is_not_is_named() -> None:
 async def test_what_a_dead_supervisor_had_spent_is_spent() -> None:
     group = group_of("a", restart={"max_restarts": 2, "no_progress_cycles": 0}, replicas=2)
     async with fleet(group, lives={"a/0": [DIES, DIES, Life()]}) as (made, yard):
-        await made.scale("a", 3)
+        await made.scale(made.groups["a"], 3)
         await asyncio.sleep(20)
         saved = made.saved(wall=0.0)
     assert (saved["a"].size, saved["a"].configured, len(saved["a"].spent)) == (3, 2, 2)
@@ -441,7 +441,7 @@ async def test_a_roll_passes_over_those_that_are_scaled_away() -> None:
             made.roll(made.groups["a"], made.all(), Cause("reload", "its config has changed"))
         )
         await asyncio.sleep(1)
-        await made.scale("a", 1)
+        await made.scale(made.groups["a"], 1)
         await asyncio.wait_for(rolling, 100)
         assert made.groups["a"].restarts_by_reason() == {"reload": 1}
         assert len(yard.shims["a/2"]) == 1
@@ -668,6 +668,7 @@ async def test_gpus_of_processes_that_do_not_go_away_are_not_free() -> None:
         drain = asyncio.create_task(made.drain("a"))
         await asyncio.sleep(40)
         assert yard.states() == {"a/0": "drained", "a/1": "draining"}
-        assert (yard.resources.held("a", 0), yard.resources.held("a", 1)) == ((), ("1",))
+        assert yard.resources.shares("a", 0) == ()
+        assert [share.gpus for share in yard.resources.shares("a", 1)] == [("1",)]
         await drain
-        assert yard.resources.held("a", 1) == ()
+        assert yard.resources.shares("a", 1) == ()

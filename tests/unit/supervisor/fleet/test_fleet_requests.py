@@ -40,7 +40,7 @@ async def test_the_run_can_be_drained_while_removed_groups_are_on_their_way() ->
     groups = (group_of("a"), group_of("b", depends_on=["a"], stop_timeout_s=60.0), group_of("c"))
     async with fleet(*groups, lives={"b": [Life(stop_s=30.0)]}) as (made, yard):
         await made.wait_ready(made.groups.values())
-        removing = [asyncio.create_task(made.scale(name, 0, reason="reloaded")) for name in ("a", "b")]
+        removing = [asyncio.create_task(made.scale(made.groups[name], 0, reason="reloaded")) for name in ("a", "b")]
         await asyncio.sleep(3)
         assert sorted(made.groups) == ["b", "c"]
         began = yard.now
@@ -104,7 +104,7 @@ async def test_a_roll_leaves_those_alone_that_are_drained_meanwhile() -> None:
 @history
 async def test_a_group_without_replicas_is_not_restarted() -> None:
     async with fleet(group_of("a")) as (made, _):
-        await made.scale("a", 0)
+        await made.scale(made.groups["a"], 0)
         with pytest.raises(UsageError, match="group a has no replicas"):
             await made.restart("a")
 
@@ -169,10 +169,10 @@ async def test_a_scale_that_nobody_waits_for_goes_on() -> None:
     async with fleet(group_of("a", replicas=2), lives={"a": [Life(stop_s=5.0)]}) as (made, yard):
         await made.wait_ready(made.groups.values())
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(made.scale("a", 1), 1)
+            await asyncio.wait_for(made.scale(made.groups["a"], 1), 1)
         await asyncio.sleep(10)
         assert yard.states() == {"a/0": "ready"}
-        await made.scale("a", 2)
+        await made.scale(made.groups["a"], 2)
         await made.wait_ready(made.groups.values())
         assert len(yard.shims["a/1"]) == 2
 
@@ -181,7 +181,7 @@ async def test_a_scale_that_nobody_waits_for_goes_on() -> None:
 async def test_a_group_that_is_scaled_to_none_is_not_finished() -> None:
     groups = (group_of("a", replicas=2), group_of("b", depends_on=["a:finished"]))
     async with fleet(*groups, stop_when=("a",)) as (made, yard):
-        await made.scale("a", 0)
+        await made.scale(made.groups["a"], 0)
         await asyncio.sleep(5)
         assert (made.over.is_set(), yard.states()) == (False, {"b/0": "pending"})
 
@@ -189,7 +189,7 @@ async def test_a_group_that_is_scaled_to_none_is_not_finished() -> None:
 @history
 async def test_a_group_that_is_scaled_to_none_keeps_no_run_going() -> None:
     async with fleet(group_of("a"), group_of("b"), lives={"b": [DONE]}) as (made, _):
-        await made.scale("a", 0)
+        await made.scale(made.groups["a"], 0)
         await made.over.wait()
         assert made.exit_code == 0
 
@@ -207,7 +207,7 @@ async def test_a_kill_in_the_roll_of_a_reload_does_not_lose_the_new_size() -> No
         saved = saved_of(made, yard)
     async with fleet(new, saved=saved) as (made, yard):
         assert made.groups["a"].size == 4
-        await made.scale("a", 3)
+        await made.scale(made.groups["a"], 3)
         saved = saved_of(made, yard)
     async with fleet(new, saved=saved) as (made, _):
         assert made.groups["a"].size == 3
@@ -232,11 +232,11 @@ async def test_a_group_that_comes_back_goes_on_with_its_generations() -> None:
     group, other = group_of("a"), group_of("b")
     async with fleet(group, other) as (made, yard):
         await made.wait_ready(made.groups.values())
-        await made.scale("a", 0, reason="reloaded")
+        await made.scale(made.groups["a"], 0, reason="reloaded")
         made.adopt(group)
         assert made.groups["a"].replicas[0].life.generation == 1
         await made.wait_ready(made.groups.values())
-        await made.scale("a", 0, reason="reloaded")
+        await made.scale(made.groups["a"], 0, reason="reloaded")
         saved = saved_of(made, yard)
     async with fleet(other, saved=saved) as (made, yard):
         saved = saved_of(made, yard)

@@ -21,12 +21,12 @@ from replicas.coordinator.decisions import DecisionLog
 from replicas.linux import stacks
 from replicas.linux.processes import start_time
 from replicas.supervisor.logs.log_file import RotatedFile
-from replicas.supervisor.state import state
+from replicas.supervisor.state import locked_folder
 from replicas.supervisor.state.run_state import ProcessRecord, Saved, ShimRecord, machine
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.telemetry.events import RunEnded
 from replicas.trust.tokens import Tokens
-from tests.support.users import ATTACKER, needs_users
+from tests.support.machine.users import ATTACKER, needs_users
 
 THESIS = b"my thesis"
 
@@ -184,7 +184,8 @@ def test_who_has_the_lock_is_said_also_when_it_is_elsewhere(
 ) -> None:
     """Locks reach across hosts on NFS, and across containers that share a volume; pids
     do not."""
-    monkeypatch.setattr(state, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(locked_folder, "SETTLE_S", 0.0)
+    monkeypatch.setattr(StateDir, "patience_s", 0.0)
     descriptor = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     os.write(descriptor, signed.format(pid=os.getpid(), start=start_time(os.getpid()), machine=machine()).encode())

@@ -1,0 +1,97 @@
+"""The state folder of an agent on a machine of its own, while this process has it.
+
+::
+
+    <state_dir>/lock    flock'ed by the agent and its shims
+    <state_dir>/id      identity of the folder; in the environment of its processes
+    <state_dir>/token   what its ranks show to the coordinator (mode 0600)
+    <state_dir>/logs/   as in the state folder of a supervisor
+
+An agent that starts where another one was killed waits until the shims of that have
+ended, kills those that are slow or frozen, and sweeps what is left by the folder's
+identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from pathlib import Path
+
+from replicas import errors
+from replicas.common.logs import Log
+from replicas.linux import private
+from replicas.linux.processes import command_line
+from replicas.supervisor.cleanup.sweeping import Sweep, finder
+from replicas.supervisor.state import leftovers
+from replicas.supervisor.state.locked_folder import SWEEP_S, LockedFolder, Owner, give_identity, take_lock
+
+log = Log("replicas.agent")
+
+_SAY_INTERVAL_S = 60.0
+
+
+class AgentFolder(LockedFolder):
+    """The state folder, from :meth:`acquire` to :meth:`release`."""
+
+    patience_s = 300.0
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._made = False
+        self._said_at = -math.inf
+
+    def acquire(self) -> str:
+        """Take the folder, and end what a dead agent has left; return its identity.
+
+        Blocks up to about 15 s; longer while shims of a dead agent do not die.
+
+        :raises replicas.errors.UsageError: another agent has it, or it is unusable.
+        :raises replicas.errors.WorldError: they have not died within 5 minutes.
+        """
+        try:
+            self._made = not self.path.exists()
+            self._take()
+        except OSError as error:
+            text = f"cannot use the state folder {self.path}: {error.strerror or error}"
+            raise errors.UsageError(text, hint="name another one with --state-dir") from error
+        identity = give_identity(self.path)
+        leftovers.sweep(None, identity, SWEEP_S)
+        private.make_folder(self.path / "logs")
+        return identity
+
+    def _free(self, lock: int) -> None:
+        """Kill the shims of a dead agent that hold the lock.
+
+        :raises replicas.errors.UsageError: a living agent, or somebody who cannot be
+            seen from here, holds it.
+        """
+        holders = leftovers.lock_holders(self.path / "lock")
+        orphans = [pid for pid in holders if leftovers.is_orphan(pid)]
+        others = [command_line(pid) for pid in holders if pid not in orphans]
+        if any(line and not line.startswith("[") for line in others) or not (holders or take_lock(lock)):
+            raise self._taken(Owner())
+        if orphans and time.monotonic() - self._said_at > _SAY_INTERVAL_S:
+            self._said_at = time.monotonic()
+            log.warning("shims of an earlier agent have the state folder: %s; they are killed", orphans)
+        Sweep(finder(lambda: orphans, leftovers.is_orphan)).once()
+
+    def _taken(self, owner: Owner) -> errors.ReplicasError:
+        return errors.UsageError(
+            f"another agent uses the state folder {self.path}", hint="name another one with --state-dir"
+        )
+
+    def _not_dying(self, owner: Owner, holders: list[int]) -> errors.ReplicasError:
+        return errors.WorldError(
+            f"processes of an earlier agent in {self.path} do not die: {', '.join(map(str, holders))}",
+            hint="see what they wait for; restart the machine, or name another folder with --state-dir",
+        )
+
+    def release(self, *, failed: bool = False) -> None:
+        """Give it up; one that was made for a start that ``failed`` goes with it."""
+        if failed and self._made and not any((self.path / "logs").glob("*")):
+            private.remove_tree(self.path)
+        with contextlib.suppress(OSError):  # the disk is read-only by now: the next agent writes another token
+            private.remove(self.path / "token")
+        self._unlock()

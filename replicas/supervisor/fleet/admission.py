@@ -1,0 +1,145 @@
+"""One node of a run with its agent, and which agents a run takes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from replicas.common.logs import Log
+from replicas.core.lives.nodes import SILENT_S, NodeLife
+from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.machine import Machine
+from replicas.supervisor.agent.messages import Hello, Order
+from replicas.supervisor.fleet.awaited import Awaited
+from replicas.supervisor.fleet.handle import ShimHandle
+from replicas.supervisor.state.leases import Lease
+from replicas.supervisor.state.run_state import ProcessRecord
+
+log = Log("replicas.supervisor")
+
+NODES_MAX = 4096
+
+
+class AgentLink(Protocol):
+    """A connection to an agent."""
+
+    def send(self, data: bytes) -> None:
+        """Send without waiting; after its end nothing is sent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NodeEntry:
+    """One node and its agent."""
+
+    def __init__(self, name: str, *, local: bool, now: float) -> None:
+        self.name = name
+        self.life = NodeLife(now, leased=not local)
+        self.incarnation = ""
+        self.process: ProcessRecord | None = None
+        self.address = ""
+        self.release = ""
+        self.labels: dict[str, str] = {}
+        self.machine = Machine()
+        self.limits_refused = ""
+        self.link: AgentLink | None = None
+        self.drain = 0
+        """Number of the drain that is under way, or has been done; 0: there is none."""
+        self.handles: dict[str, ShimHandle] = {}
+        self.cleaning: dict[str, ShimHandle] = {}
+        """Of an earlier agent of the node, until the present one has ended them."""
+        self.scope = ""
+        """Where pids of the agent are valid."""
+        self.elsewhere: list[tuple[float, dict[str, ShimHandle]]] = []
+        """Of earlier agents of that name elsewhere, and when their lease is over."""
+
+    @property
+    def local(self) -> bool:
+        """Whether it is the supervisor's own machine, whose agent has no lease."""
+        return not self.life.leased
+
+    def send(self, order: Order) -> None:
+        if self.link is not None:
+            self.link.send(wire.encode(order))
+
+    @property
+    def living(self) -> list[ShimHandle]:
+        there = itertools.chain(*(handles.values() for _, handles in self.elsewhere))
+        return [one for one in (*self.handles.values(), *self.cleaning.values(), *there) if not one.gone.is_set()]
+
+
+class Admission:
+    """Refuses agents, and grants leases to the others.
+
+    :param nodes: of the run, by name.
+    :param is_own: tells whether this supervisor has started, or taken over, the agent
+        of a Hello that came through the run's own socket.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[str, NodeEntry],
+        awaited: Awaited,
+        *,
+        lease_s: float,
+        outlives_s: float,
+        is_own: Callable[[Hello], bool],
+    ) -> None:
+        self._nodes, self._awaited, self._is_own = nodes, awaited, is_own
+        self._lease_s, self._outlives_s = lease_s, outlives_s
+        self._loop = asyncio.get_running_loop()
+
+    def refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
+        """Return why this agent is not taken; None: it is, and its lease is on disk."""
+        if hello.protocol != wire.PROTOCOL:
+            text = f"this agent speaks protocol {hello.protocol}, the supervisor {wire.PROTOCOL}: install one release"
+            return wire.Refused(message=text)
+        if hello.node not in self._nodes and len(self._nodes) >= NODES_MAX:
+            return wire.Refused(message=f"a run has {NODES_MAX:,} nodes at most", again=True)
+        if local and not self._is_own(hello):
+            return wire.Refused(message="another agent of this machine has taken the place of this one")
+        entry = self._nodes.get(hello.node)
+        if entry is not None and entry.incarnation != hello.incarnation:
+            if entry.local != local:
+                return wire.Refused(message=f"{hello.node} is the supervisor's own node: give it another --name")
+            if entry.life.state == "up" and self._loop.time() - entry.life.heard_at < SILENT_S:
+                return wire.Refused(message=f"node {hello.node} has an agent already ({entry.address})", again=True)
+        return (None if local else self._offered_twice(hello)) or self._ungranted(hello, local=local)
+
+    def _ungranted(self, hello: Hello, *, local: bool) -> wire.Refused | None:
+        """The refusal of an agent whose lease cannot be written down."""
+        lease_s = self._outlives_s if local else self._lease_s
+        if not lease_s:  # it ends with this supervisor, which nobody follows before
+            self._awaited.seen(hello.incarnation)
+            return None
+        lease = Lease(
+            node=hello.node,
+            incarnation=hello.incarnation,
+            local=local,
+            scope=hello.scope,
+            lease_s=lease_s,
+            process=ProcessRecord(hello.pid, hello.start_time) if local else None,
+        )
+        problem = self._awaited.grant(lease)
+        if problem:
+            log.error("node %s is not taken: its lease cannot be written down: %s", hello.node, problem)
+            return wire.Refused(message=f"the supervisor cannot write its lease down: {problem}", again=True)
+        return None
+
+    def _offered_twice(self, hello: Hello) -> wire.Refused | None:
+        """The refusal of an agent whose GPUs another agent beside it offers."""
+        gpus = set(hello.machine.gpus if hello.machine is not None else ())
+        for entry in self._nodes.values():
+            beside = entry.name != hello.node and entry.scope == hello.scope and not entry.life.over
+            if beside and (shared := sorted(gpus.intersection(entry.machine.gpus))):
+                text = (
+                    f"node {entry.name} is on the same machine and offers its GPUs {', '.join(shared)} already: "
+                    "give each agent its own CUDA_VISIBLE_DEVICES"
+                )
+                if entry.local:
+                    text += ", or set [cluster] local = false"
+                return wire.Refused(message=text, again=entry.life.state == "away")
+        return None

@@ -1,0 +1,96 @@
+"""What a run tells others: its events, lines for people, and metrics.
+
+Every event of the run goes through :meth:`Reporting.emit`: to the file of events, its
+followers and the counters. The last one says how the run ended, and each Prometheus
+that comes regularly sees that before the control port closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+import anyio
+
+from replicas.common.logs import Log
+from replicas.status import RunStatus
+from replicas.supervisor.fleet.causes import FailureReports
+from replicas.telemetry.event_log import EventLog
+from replicas.telemetry.events import ConnectionsRefused, Event, RunEnded
+from replicas.telemetry.metrics import Metrics
+from replicas.telemetry.scrapes import Scrapes
+from replicas.telemetry.tally import CounterDeltas
+
+log = Log("replicas.supervisor")
+
+_REFUSALS_INTERVAL_S = 10.0
+_LAST_SCRAPE_S = 10.0
+"""How long at most an end waits for a Prometheus that has come regularly until then."""
+
+
+class Reporting:
+    """The events, lines and metrics of one run.
+
+    :param report: called with each line for people.
+    :param status: the status of the run, for the metrics.
+    :ivar events: those of the run, in its file once that is open.
+    :ivar ended: the run's last event, once it is over.
+    """
+
+    def __init__(self, report: Callable[[str], None], status: Callable[[], RunStatus]) -> None:
+        self.events = EventLog(None)
+        self.ended: RunEnded | None = None
+        self.metrics = Metrics(status, lambda: self.events.tally)
+        self._report = report
+        self._failures = FailureReports()
+        self._refusals = CounterDeltas(_REFUSALS_INTERVAL_S)
+        self._scrapes = Scrapes()
+        self._seen_off = asyncio.Event()
+        """Set when the metrics have told all how the run ended, or a hurry began."""
+
+    def say(self, text: str) -> None:
+        """Pass a line to people."""
+        try:
+            self._report(text)
+        except BaseException:  # code of the program that embeds this: the run goes on
+            log.exception("report() failed on %s", text)
+
+    def emit(self, event: Event) -> None:
+        """Pass an event to the event file, its followers and the counters."""
+        self.events.emit(event)
+        if text := self._failures.text(event):
+            self.say(text)
+
+    def count_refused(self, refused: Mapping[str, int], now: float | None = None) -> None:
+        """Emit the refused connections since the last look, one event per reason.
+
+        At most every 10 s where ``now`` is given: neither a flood of connections nor
+        one of page requests can push older events out of the file.
+        """
+        for reason, count in self._refusals.since(refused, now):
+            self.emit(ConnectionsRefused(reason=reason, count=count))
+
+    def conclude(self, ended: RunEnded) -> None:
+        """Write the run's last event, and end all who follow the events."""
+        self.ended = ended
+        self.emit(ended)
+        self.events.finish()
+
+    def hurry(self) -> None:
+        """Let the end of the run wait for no scrape."""
+        self._seen_off.set()
+
+    async def last_scrape(self) -> None:
+        """Let each Prometheus that comes regularly see how the run has ended."""
+        if due_s := self._scrapes.due_s(time.monotonic()):
+            with anyio.move_on_after(min(due_s, _LAST_SCRAPE_S)):
+                await self._seen_off.wait()
+
+    def scrape(self, accept: str, client: str) -> tuple[bytes, str]:
+        """See :meth:`replicas.Supervisor.scrape`."""
+        now, over = time.monotonic(), self.ended is not None
+        self._scrapes.came(client, now, over=over)
+        if over and not self._scrapes.due_s(now):
+            self._seen_off.set()
+        return self.metrics.render(accept)

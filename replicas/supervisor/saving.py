@@ -1,0 +1,62 @@
+"""Writes the state that must survive when the supervisor is killed."""
+
+from __future__ import annotations
+
+import time
+
+from replicas.common.logs import Log
+from replicas.supervisor.fleet.context import FleetContext
+from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.nodes import Nodes
+from replicas.supervisor.state.run_state import ProcessRecord, Saved, machine, process_record, this_process
+from replicas.telemetry.event_log import EventLog
+
+log = Log("replicas.supervisor")
+
+
+class Saving:
+    """Writes state.json of a run."""
+
+    def __init__(self, context: FleetContext, nodes: Nodes) -> None:
+        self._context, self._nodes = context, nodes
+        self._machine, self._process = machine(), this_process()
+        self._helpers: dict[int, ProcessRecord] = {}
+
+    def save(self, fleet: Fleet, events: EventLog, draining: str, *, sync: bool) -> bool:
+        """Write the state of now; False: the disk does not take it.
+
+        :param draining: why the whole run is being drained; empty: it is not.
+        :param sync: it survives a crash of the machine, too.
+        """
+        state, wall = self._context.state, time.time()
+        return state.run_state.save(
+            Saved(
+                starts=state.leases.starts,
+                run=self._context.config.run.name,
+                machine=self._machine,
+                supervisor=self._process,
+                at=wall,
+                seq=events.seq,
+                tally=events.tally,
+                groups=fleet.saved(wall),
+                shims=fleet.shims(),
+                helpers=self._helper_records(),
+                agents=self._nodes.cluster.records(),
+                port=int(self._context.coordinator.endpoint.rpartition(":")[2]),
+                draining=draining,
+            ),
+            sync=sync,
+        )
+
+    def _helper_records(self) -> tuple[ProcessRecord, ...]:
+        """Records of the store and the agent; looks up new processes only."""
+        known, self._helpers = self._helpers, {}
+        for pid in filter(None, (self._context.coordinator.store_pid, self._nodes.agent_pid)):
+            try:
+                found = known.get(pid) or process_record(pid)
+            except OSError as error:  # e.g. this process has no descriptor left
+                log.warning("process %d of the run cannot be looked up, and is not in the saved state: %s", pid, error)
+                continue
+            if found is not None:
+                self._helpers[pid] = found
+        return tuple(self._helpers.values())

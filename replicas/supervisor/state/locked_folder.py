@@ -1,0 +1,168 @@
+"""A state folder that one process has at a time, and what keeps its lock after a kill.
+
+::
+
+    <folder>/lock   flock'ed by the process that has the folder, and by its shims
+    <folder>/id     identity of the folder; in the environment of its processes
+
+The shims of a killed process still hold its lock, but end by themselves within
+:data:`SETTLE_S`. Processes that hold the lock even then (a frozen shim) are swept, if
+they certainly are a dead owner's: each kind of folder tells by its own finders.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from replicas import errors
+from replicas.linux import private
+from replicas.linux.processes import start_time
+from replicas.supervisor.state import leftovers
+from replicas.supervisor.state.run_state import machine
+
+SETTLE_S = 8.0
+"""How long processes of a dead owner may take to end by themselves."""
+SWEEP_S = 5.0
+_LOOK_INTERVAL_S = 0.05
+_IDENTITY = re.compile(rb"[0-9a-f]{32}")
+
+
+class LockedFolder:
+    """A state folder, while this process has it.
+
+    :cvar patience_s: how long a dead owner's processes may take to die of SIGKILL.
+    """
+
+    patience_s: ClassVar[float]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.given_up = threading.Event()
+        """Set it to give up: waiting for the lock then ends with a WorldError."""
+        self._lock: int | None = None
+
+    @property
+    def lock(self) -> int:
+        """Descriptor of the held lock, which shims inherit and so keep taken."""
+        assert self._lock is not None
+        return self._lock
+
+    def _take(self) -> None:
+        """Make the folder if it is missing, and lock it. Blocks.
+
+        :raises OSError: the folder cannot be made or written.
+        :raises replicas.errors.ReplicasError: :meth:`_taken` or :meth:`_not_dying`, or
+            ``given_up`` was set.
+        """
+        lock = private.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT, make_folder=True)
+        try:
+            self._wait_for(lock)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
+
+    def _wait_for(self, lock: int) -> None:
+        settled_at = time.monotonic() + SETTLE_S
+        while not take_lock(lock):
+            owner, late_s = Owner.of(lock), time.monotonic() - settled_at
+            if owner.alive or (owner.elsewhere and late_s > 0):
+                raise self._taken(owner)
+            if late_s > self.patience_s:
+                raise self._not_dying(owner, leftovers.lock_holders(self.path / "lock"))
+            if late_s > 0:
+                self._free(lock)
+            if self.given_up.wait(_LOOK_INTERVAL_S):  # the end of a flock is not announced
+                raise errors.WorldError(f"the start in {self.path} was given up")
+
+    def _free(self, lock: int) -> None:
+        """Kill what holds the lock, if it is a dead owner's; called again and again."""
+        raise NotImplementedError
+
+    def _taken(self, owner: Owner) -> errors.ReplicasError:
+        """The error for a folder that a living process has."""
+        raise NotImplementedError
+
+    def _not_dying(self, owner: Owner, holders: list[int]) -> errors.ReplicasError:
+        """The error for processes of a dead owner that SIGKILL does not end in time."""
+        raise NotImplementedError
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def take_lock(lock: int) -> bool:
+    """Lock it, if no other process has locked it; return whether it is ours."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def identity_of(folder: Path) -> str:
+    """Return the id of this state folder, or "" if it has none.
+
+    :raises OSError: it cannot be read.
+    """
+    try:
+        found = private.read(folder / "id").strip()
+    except FileNotFoundError:
+        return ""
+    return found.decode() if _IDENTITY.fullmatch(found) else ""
+
+
+def give_identity(folder: Path) -> str:
+    """Return the id of this state folder; give it one if it has none. Hold its lock."""
+    found = identity_of(folder)
+    if not found:
+        found = secrets.token_hex(16)
+        private.replace(folder / "id", found.encode())
+    return found
+
+
+class Owner(NamedTuple):
+    """The process that the lock file names; agents do not sign theirs.
+
+    :ivar pid: ``unknown``: not signed yet, or an abandoned shim holds it.
+    :ivar machine: where the pid is valid; empty: an older release did not write it.
+    """
+
+    pid: str = "unknown"
+    start: str = ""
+    machine: str = ""
+    host: str = ""
+
+    @classmethod
+    def this(cls) -> Owner:
+        return cls(str(os.getpid()), str(start_time(os.getpid())), machine(), socket.gethostname() or "?")
+
+    @classmethod
+    def of(cls, lock: int) -> Owner:
+        words = os.pread(lock, 512, 0).decode(errors="replace").split()
+        if len(words) not in (2, 4) or not all(word.isdigit() for word in words[:2]):
+            return cls()
+        return cls(*words)
+
+    def line(self) -> bytes:
+        return " ".join(self).encode()
+
+    @property
+    def elsewhere(self) -> bool:
+        """True if the owner is on another machine, or in another pid namespace."""
+        return bool(self.machine) and self.machine != machine()
+
+    @property
+    def alive(self) -> bool:
+        """True if the owner lives, as far as can be seen from here."""
+        return bool(self.start) and not self.elsewhere and start_time(int(self.pid)) == int(self.start)

@@ -1,0 +1,73 @@
+"""Open a WebSocket to a control port, and show the token to nobody else.
+
+Before the request, and with it the token, is sent, the kernel is asked whose port it is
+(on this machine), and TLS has shown that the port has the key that the token names.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import Any, TypeVar, cast
+
+from websockets.asyncio.client import ClientConnection, connect
+
+from replicas.linux.sockets import foreign, listener_uids, whose
+from replicas.trust.way import Way
+
+CLOSE_TIMEOUT_S = 1.0
+_OPTIONS: dict[str, Any] = {
+    "compression": None,
+    "proxy": None,
+    "close_timeout": CLOSE_TIMEOUT_S,
+    "ping_interval": None,
+    "user_agent_header": None,
+}
+
+
+class PortConnection(ClientConnection):
+    """A connection that sends no request to a port that others than ``owners`` own.
+
+    :ivar owners: users of this machine; None: any.
+    """
+
+    owners: frozenset[int] | None = None
+
+    async def handshake(self, *given: Any, **options: Any) -> None:
+        if self.owners is not None:
+            uids = listener_uids(self.transport.get_extra_info("socket"))
+            if foreign(uids, self.owners):
+                raise ConnectionRefusedError(f"the port {whose(uids)}: the run's token was not shown to it")
+        await super().handshake(*given, **options)
+
+
+Made = TypeVar("Made", bound=PortConnection)
+
+
+async def dial(way: Way, path: str, made: type[Made], **options: Any) -> Made:
+    """Connect by ``way``.
+
+    :param made: the class of the connection; it is made once TCP has connected.
+    :param options: further ones of websockets' ``connect``.
+    :raises replicas.errors.UsageError: the port has another key, or no TLS.
+    :raises OSError, websockets.exceptions.WebSocketException: it did not answer so.
+    """
+    host = way.host if way.context is not None else None
+    try:
+        found = await connect(
+            way.url(path),
+            additional_headers=way.headers,
+            ssl=way.context,
+            server_hostname=host,
+            create_connection=made,
+            **_OPTIONS,
+            **options,
+        )
+    except ssl.SSLError as error:
+        raise way.refusal(error) or error from error
+    return cast("Made", found)
+
+
+async def dial_socket(sock: socket.socket, path: str, **options: Any) -> ClientConnection:
+    """Speak over a connected Unix socket, at which the kernel tells who asks."""
+    return await connect(f"ws://run{path}", sock=sock, **_OPTIONS, **options)
