@@ -16,9 +16,7 @@ then this host was cut off (:mod:`replicas.core.members.heartbeats`).
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -31,8 +29,10 @@ from replicas.common.patience import PauseClock
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
 from replicas.coordinator.decisions import DecisionLog
-from replicas.coordinator.sessions import Connection, Encoded, MemberSession, ProcessWatch
+from replicas.coordinator.newcomers import Newcomers
+from replicas.coordinator.sessions import Connection, Encoded, MemberSession
 from replicas.coordinator.store import StoreWatcher
+from replicas.coordinator.subscribers import Subscribers
 from replicas.core.base import effects
 from replicas.core.base.effects import CommitDecision, Effect, Event, StoreChanged
 from replicas.core.channel import ChannelState
@@ -53,15 +53,6 @@ ACK_BYTES_S = 1.0
 """Interval of the acks to a member while a long message arrives in parts."""
 SETTLE_S = 0.5
 """Time after a pause before members and deadlines are judged."""
-
-
-def _end_program(error: BaseException) -> None:
-    """Raise from the event loop, which is the program's, what is to end the program."""
-    raise error
-
-
-class NotYet(Exception):
-    """A Hello that cannot be answered now; its member comes again by itself."""
 
 
 class _Outlet:
@@ -86,12 +77,10 @@ class Engine:
         store: StoreWatcher,
         epochs: Mapping[str, int] | None = None,
     ) -> None:
-        self.run = run
         self.decisions = decisions
         self._store = store
         self._keeper = MemoryHolder()
         beacon, process = own_beacon(), own_process()
-        self._process = process
         here = ((process.boot_id, process.pid_namespace, beacon.uid), beacon)
         self.channels = {
             name: ChannelState(
@@ -107,10 +96,8 @@ class Engine:
             for name, config in channels.items()
         }
         self._sessions: dict[Member, MemberSession] = {}
-        self._channel_of: dict[Member, ChannelState] = {}
-        self._callbacks: list[Callable[[Event], None]] = []
-        self._ends = False
-        """Whether one of them has ended the program."""
+        self.newcomers: Newcomers = Newcomers(run, self.channels, self._sessions, process)
+        self._subscribers = Subscribers()
         self._outlets = {name: _Outlet() for name in channels}
         self._encoded = Encoded()
         self._silence = Silence()
@@ -127,18 +114,7 @@ class Engine:
         """
 
     def subscribe(self, callback: Callable[[Event], None]) -> None:
-        self._callbacks.append(callback)
-
-    def emit(self, event: Event) -> None:
-        for callback in self._callbacks:
-            try:
-                callback(event)
-            except BaseException as error:  # of the program: what is under way here must come to its end
-                log.exception("a subscriber failed on %r", event)
-                ends = isinstance(error, (KeyboardInterrupt, SystemExit)) and not self._ends
-                if ends and threading.current_thread() is threading.main_thread():
-                    self._ends = True  # once: the program cleans up after it on this loop
-                    asyncio.get_running_loop().call_soon(_end_program, error)
+        self._subscribers.add(callback)
 
     # ------------------------------------------------------------ sessions
 
@@ -151,14 +127,14 @@ class Engine:
         :raises NotYet: it must come again.
         """
         now = self._now()
-        channel = self._accept(hello)
+        channel = self.newcomers.channel(hello)
         self._break_silence(now)
         if hello.any_replica:
-            hello = msgspec.structs.replace(hello, replica=self._free_replica(hello, channel), any_replica=False)
+            hello = msgspec.structs.replace(hello, replica=self.newcomers.replica(hello, channel), any_replica=False)
         if hello.observe or not self.vouch(hello):
             hello = msgspec.structs.replace(hello, proof="")
         member = hello.member
-        self._check_incarnation(hello, channel)
+        self.newcomers.check_incarnation(hello, channel)
         session = self._sessions.get(member)
         state = channel.roster.get(member)
         if session is not None and state is not None and hello.resume_term == self.decisions.term:
@@ -170,12 +146,11 @@ class Engine:
         if session is not None:
             self.lose(member, "left")  # its Welcome never arrived, so it starts again
         store = self._store.address[0]
-        check_reach(hello, self._process, address, seen_as or store, store)
-        watch = self._watch(hello, member)
-        session = MemberSession(member)
+        check_reach(hello, self.newcomers.process, address, seen_as or store, store)
+        watch = self.newcomers.watch(hello, member)
+        session = MemberSession(member, channel)
         session.watch = watch
         self._sessions[member] = session
-        self._channel_of[member] = channel
         try:
             state, older = channel.join(hello, address, now)
             state.granted_at = now
@@ -196,7 +171,7 @@ class Engine:
 
     def _heard(self, session: MemberSession) -> None:
         """Part of a message has arrived, a sign of life: the rest may take long."""
-        channel, now = self._channel_of.get(session.member), self._now()
+        channel, now = self._channel(session.member), self._now()
         if channel is not None:
             channel.roster.heard(session.member, now)
             if now - session.wrote_at >= ACK_BYTES_S:
@@ -204,71 +179,14 @@ class Engine:
 
     def detach(self, session: MemberSession, connection: Connection) -> None:
         """The connection has ended; its member may come back with another one."""
-        channel = self._channel_of.get(session.member)
+        channel = self._channel(session.member)
         if session.detach(connection) and channel is not None:
             channel.roster.disconnected(session.member, self._now())
 
-    def _accept(self, hello: wire.Hello) -> ChannelState:
-        if hello.protocol != wire.PROTOCOL:
-            raise errors.UsageError(
-                f"protocol {hello.protocol} is spoken by the member, {wire.PROTOCOL} by the coordinator",
-                hint="install the same version of torch-replicas everywhere",
-            )
-        if hello.run and hello.run != self.run:
-            raise errors.UsageError(
-                f'the member belongs to run "{hello.run}", this coordinator serves run "{self.run}"',
-                hint="check REPLICAS_ENDPOINT and REPLICAS_RUN",
-            )
-        channel = self.channels.get(hello.channel)
-        if channel is None:
-            known = ", ".join(sorted(self.channels)) or "none"
-            raise errors.UnknownChannel(
-                f'there is no channel "{hello.channel}" in run "{self.run}"',
-                channel=hello.channel,
-                hint=f"its channels: {known}",
-            )
-        return channel
-
-    def _check_incarnation(self, hello: wire.Hello, channel: ChannelState) -> None:
-        """Raise Fenced for a Hello that names another member's incarnation.
-
-        All members know that, and an observer, which shows no mark, is not that member.
-        """
-        owner = self._channel_of.get(hello.member)
-        state = owner.roster.get(hello.member) if owner is not None else None
-        if state is not None and (owner is not channel or state.observes != hello.observe):
-            raise errors.Fenced(f"{hello.member} is another member's incarnation", members=[hello.member.name])
-
-    def _free_replica(self, hello: wire.Hello, channel: ChannelState) -> int:
-        """An index that no replica has, for rank 0, which tells its other ranks.
-
-        It is the one that this process has already, on this channel (its Welcome was
-        lost) or another one; else the lowest.
-        """
-        if hello.rank != 0:
-            text = f'replica="auto" is for rank 0 of a replica, not for rank {hello.rank}'
-            raise errors.UsageError(text, channel=hello.channel, hint="give it the index that rank 0 was given")
-        if channel.recovery.active:
-            raise NotYet("members of an earlier coordinator may come back for their indices")
-        for member in self._sessions:
-            if member.incarnation == hello.incarnation:
-                return member.replica
-        same = (one for other in self.channels.values() for one in other.roster if one.hello.process == hello.process)
-        known = (one.member.replica for one in same if one.member.group == hello.group)
-        wanted = itertools.chain(known, itertools.count())
-        return next(index for index in wanted if not channel.roster.replica(hello.group, index))
-
-    def _watch(self, hello: wire.Hello, member: Member) -> ProcessWatch | None:
-        process, here = hello.process, self._process
-        if (process.boot_id, process.pid_namespace) != (here.boot_id, here.pid_namespace):
-            return None
-        try:
-            return ProcessWatch(process, asyncio.get_running_loop())
-        except ProcessLookupError:
-            raise errors.Fenced(f"{member}: process {process.pid} is already gone") from None
-        except OSError as exc:
-            log.warning("%s: its process cannot be watched (%s): only its lease tells of its death", member, exc)
-            return None
+    def _channel(self, member: Member) -> ChannelState | None:
+        """Return the channel of a member that has a session."""
+        session = self._sessions.get(member)
+        return session.channel if session is not None else None
 
     def _fence(self, member: Member) -> None:
         session = self._sessions.get(member)
@@ -279,7 +197,6 @@ class Engine:
 
     def _forget(self, member: Member) -> None:
         session = self._sessions.pop(member, None)
-        self._channel_of.pop(member, None)
         if session is not None:
             session.close()
 
@@ -296,7 +213,7 @@ class Engine:
 
     def lose(self, member: Member, reason: str) -> None:
         """Lose the member for good."""
-        if (channel := self._channel_of.get(member)) is not None:
+        if (channel := self._channel(member)) is not None:
             channel.lose(member, reason, self._now())
             self._apply(channel)
 
@@ -331,7 +248,7 @@ class Engine:
     def store_changed(self, up: bool) -> None:
         """The store has ended, or a new one listens at another address."""
         for name in self.channels:
-            self.emit(StoreChanged(name, up))
+            self._subscribers.emit(StoreChanged(name, up))
         for channel in self.channels.values():
             if up:
                 channel.store_moved(self._now())
@@ -341,7 +258,7 @@ class Engine:
 
     def receive(self, session: MemberSession, frame: wire.MemberFrame) -> bool:
         """Handle a frame; False: it is out of order, the connection must be closed."""
-        member, channel = session.member, self._channel_of.get(session.member)
+        member, channel = session.member, self._channel(session.member)
         if channel is None:
             return False
         now = self._now()
@@ -450,7 +367,7 @@ class Engine:
                     what = "refused" if event.kept else "did not load"
                     name = f"{event.group}/{event.replica}"
                     log.warning("%s: %s %s version %d: %s", event.channel, name, what, event.version, event.reason)
-                self.emit(event)
+                self._subscribers.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:
         found: Joined | errors.ReplicasError

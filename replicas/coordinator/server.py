@@ -31,8 +31,9 @@ from replicas import errors
 from replicas.common.logs import Log
 from replicas.config.values import NAME_ONE
 from replicas.coordinator.door import Door
-from replicas.coordinator.engine import Engine, NotYet
+from replicas.coordinator.engine import Engine
 from replicas.coordinator.limits import hello_problem, message_problem, size_problem
+from replicas.coordinator.newcomers import NotYet
 from replicas.coordinator.sessions import MemberSession
 from replicas.coordinator.visits import KEY, REQUEST_TIMEOUT_S, STALL_TIMEOUT_S, Admission, Pages, Visit
 from replicas.coordinator.websocket import CLOSE_TIMEOUT_S, TOO_BIG, Ended, SocketRoute, WebSocket, quiet

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from replicas.core.channel import ChannelState
 from replicas.linux.processes import START_TIME, stat_fields
 from replicas.messages import Ack, FromCoordinator, Refused, Welcome, encode_body, encode_frame
 from replicas.messages.identity import Member, ProcessIdentity
@@ -75,8 +76,9 @@ class Encoded:
 class MemberSession:
     """The outbox and the message numbers of one member's session."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, channel: ChannelState) -> None:
         self.member = member
+        self.channel = channel
         self.received = 0
         self.sent = 0
         self.refused = 0

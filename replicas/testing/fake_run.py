@@ -148,7 +148,7 @@ class FakeRun:
         return {
             environ.ENDPOINT: self.endpoint,
             environ.TOKEN_FILE: f"/proc/{os.getpid()}/fd/{self._token_fd}",
-            environ.RUN: self._coordinator.engine.run,
+            environ.RUN: self._coordinator.engine.newcomers.run,
             environ.GROUP: group,
             environ.REPLICA: str(replica),
             "RANK": str(rank),

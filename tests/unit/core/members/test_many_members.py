@@ -14,6 +14,7 @@ from bench.scale_model import Rates, chain_s, leaders_of, messages_of, messages_
 from replicas import messages as wire
 from replicas.coordinator.sessions import Encoded, MemberSession
 from replicas.core.base.manifest import Manifest, PartManifest
+from replicas.core.channel import ChannelState
 from replicas.core.members.member_state import Held, MemberState
 from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.versions import manifests
@@ -90,6 +91,11 @@ def test_a_newcomer_is_compared_with_one_of_each_kind() -> None:
     assert len(roster.others(hello)) == 1
     again = msgspec.structs.replace(hello, replica=0, incarnation="later")
     assert roster.others(again)[0].replica != 0, "not with what it replaces"
+
+
+def session_of(group: str) -> MemberSession:
+    channel = ChannelState(channel_config(), {}, run="outer", term=1, store=lambda: ("127.0.0.1", 1))
+    return MemberSession(Member(group, 0, 0, "x"), channel)
 
 
 # ------------------------------------------------------------ heartbeats
@@ -236,7 +242,7 @@ WELCOME = wire.Welcome(1, wire.ChannelSettings("target", 5.0, 2, "leader", "lead
 
 @pytest.mark.anyio
 async def test_what_is_sent_in_one_turn_is_written_at_once() -> None:
-    session, connection = MemberSession(Member("rollout", 0, 0, "x")), Wire(room=100)
+    session, connection = session_of("rollout"), Wire(room=100)
     session.attach(connection, 0, WELCOME)
     session.send(wire.Commit(1, "d", "m"))
     session.send(wire.Ack())
@@ -257,7 +263,7 @@ async def test_what_is_sent_in_one_turn_is_written_at_once() -> None:
 
 @pytest.mark.anyio
 async def test_what_a_slow_connection_does_not_take_waits() -> None:
-    session, connection = MemberSession(Member("rollout", 0, 0, "x")), Wire(room=1)
+    session, connection = session_of("rollout"), Wire(room=1)
     session.attach(connection, 0, WELCOME)
     await asyncio.sleep(0)
     session.send(wire.Commit(1, "d", "m"))
@@ -274,7 +280,7 @@ async def test_what_a_slow_connection_does_not_take_waits() -> None:
 
 @pytest.mark.anyio
 async def test_a_new_connection_gets_what_was_not_acknowledged() -> None:
-    session, first, second = MemberSession(Member("rollout", 0, 0, "x")), Wire(room=9), Wire(room=9)
+    session, first, second = session_of("rollout"), Wire(room=9), Wire(room=9)
     session.attach(first, 0, WELCOME)
     for version in (1, 2):
         session.send(wire.Commit(version, "d", "m"))
