@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import replicas
-from tests.support.flood import KINDS, flood
+from tests.support.machine.flood import KINDS, flood
 from tests.support.programs import SERVES, group
 from tests.support.runs import Run, eventually, running
 

@@ -89,7 +89,7 @@ class Nodes:
         self._started = False
         self._left = False
         self.adopting = False
-        """Whether something of an earlier supervisor goes on."""
+        """Whether agents of an earlier supervisor go on."""
 
     @property
     def cluster(self) -> Cluster:
@@ -248,7 +248,7 @@ class Nodes:
         return found
 
     def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
-        """End a shim that nobody takes over; it keeps its share until it is gone."""
+        """End a shim of no present replica; it keeps its share until it is gone."""
         share = Share(group=record.group, node=record.agent, gpus=record.gpus, memory_nbytes=record.memory_nbytes)
         let_go = self._context.resources.hold(record.nonce, share)
 
@@ -306,7 +306,7 @@ class Nodes:
             raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {', '.join(known) or 'none'}")
 
     def refuse_while_away(self) -> None:
-        """UsageError: nodes are away that may know no token but the one that ends."""
+        """UsageError: a node that is away may know only the token that ends."""
         away = self.cluster.unreached()
         if away:
             names = ", ".join(node or "one that is not known" for node in away)
@@ -328,7 +328,8 @@ class Nodes:
             groups[group].nproc_per_node
             for group, index in resources.on(node)
             if group in groups
-            for _ in range(resources.nodes_of(group, index).count(node))
+            for share in resources.shares(group, index)
+            if share.node == node
         ]
         return Demand.of(self._context.config.logs, replicas=len(parts), ranks=sum(parts))
 

@@ -112,7 +112,7 @@ def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 def fitting(
     saved: Mapping[str, SavedGroup], config: Config, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, SavedGroup]:
-    """A dead supervisor's groups; sizes that no longer fit are the config's."""
+    """A dead supervisor's groups; sizes that do not fit here are the config's."""
     sizes = {
         name: saved[name].size
         for name, group in config.groups.items()

@@ -23,8 +23,8 @@ from websockets.exceptions import ConnectionClosed
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape, connection_guard, door, server, sessions
 from replicas.core.base.effects import Send
+from tests.support.channel.members import Client
 from tests.support.channels import wait_until
-from tests.support.members import Client
 from tests.support.runs import alive
 
 pytestmark = pytest.mark.anyio

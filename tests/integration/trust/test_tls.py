@@ -32,9 +32,9 @@ from replicas.coordinator import Coordinator, door, greeting
 from replicas.trust.certificate import PortKey, make_pem
 from replicas.trust.tokens import JoinToken
 from replicas.trust.way import way_to
+from tests.support.channel.members import Client
 from tests.support.channels import POLICY, ChannelWorld, wait_until
-from tests.support.members import Client
-from tests.support.proxy import Proxy
+from tests.support.machine.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
 

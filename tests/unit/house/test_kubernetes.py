@@ -22,8 +22,8 @@ from replicas.config.structs import Config
 from replicas.environ import JOIN
 from replicas.integrations.gate import READYZ
 from replicas.supervisor.agent.remote import Invitation
-from tests.support.leader_worker_set import LeaderWorkerSet
-from tests.support.manifests import FOLDER, container, documents, environment, expanded, pods
+from tests.support.house.leader_worker_set import LeaderWorkerSet
+from tests.support.house.manifests import FOLDER, container, documents, environment, expanded, pods
 
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 ROLLOUTS = {"rollout-deployment.yaml": "Deployment", "rollout-leaderworkerset.yaml": "LeaderWorkerSet"}

@@ -19,7 +19,7 @@ from replicas.supervisor.state.run_state import (
     this_process,
 )
 from replicas.telemetry.tally import Histogram, Tally
-from tests.support.full_disk import file_size_limit
+from tests.support.machine.full_disk import file_size_limit
 
 STATE = Saved(
     run="r",
