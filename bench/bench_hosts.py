@@ -4,8 +4,8 @@ trainer's host?
     python bench/bench_hosts.py [--quick] [--repetitions N] [--rate RATE]
 
 Hosts are network, mount and process namespaces of this machine, joined by a bridge
-(``tests/support/networks.py``; needs root). A trainer on the first, and one or two
-targets on each of 1, 2, 3 others. Measured from the call of ``publish`` until all
+(``tests/support/machine/networks.py``; needs root). A trainer on the first, and one or
+two targets on each of 1, 2, 3 others. Measured from the call of ``publish`` until all
 targets have read the first value of each tensor, against a broadcast of one flat buffer
 of the same bytes by ProcessGroupGloo between one process on each host, and that after
 one copy of the bytes at the sender: the least that leaves the trainer its weights to go
@@ -33,7 +33,7 @@ from bench.shapes import nbytes_of_set
 from bench.support import Bar, Rank, Spread, busy_ratio, machine, rank, rotated, run_bench, show, write
 from bench.sync_contenders import Contender, Library, Read, check, last, race
 from replicas import Coordinator
-from tests.support.networks import Machine, Network, hosts, why_no_hosts
+from tests.support.machine.networks import Machine, Network, hosts, why_no_hosts
 
 HOSTS = (2, 3, 4)
 LIBRARY = "replicas"

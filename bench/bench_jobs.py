@@ -37,7 +37,8 @@ Measure = Callable[[Path], float]
 @contextmanager
 def slurm(folder: Path) -> Iterator[list[Measure] | str]:
     """What measures on a cluster; a text: why there is none."""
-    from tests.engines import slurm_cluster, test_slurm
+    from tests.engines import test_slurm
+    from tests.engines.programs import slurm_cluster
 
     if reason := slurm_cluster.why_no_slurm():
         yield reason
@@ -50,7 +51,8 @@ def slurm(folder: Path) -> Iterator[list[Measure] | str]:
 @contextmanager
 def ray(_: Path) -> Iterator[list[Measure] | str]:
     try:
-        from tests.engines import ray_cluster, test_ray_job
+        from tests.engines import test_ray_job
+        from tests.engines.programs import ray_cluster
     except ModuleNotFoundError as error:
         yield f"needs {error.name}"
         return

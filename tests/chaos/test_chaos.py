@@ -24,12 +24,12 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.anatomy import Anatomy
-from tests.chaos.attack import Attack, choose
-from tests.chaos.faults import Fault, deck
-from tests.chaos.invariants import Invariants
-from tests.chaos.recovery import Recovery
 from tests.chaos.report import Report
-from tests.chaos.rig import GUEST, Shape, World, open_world
+from tests.chaos.syncs.attack import Attack, choose
+from tests.chaos.syncs.faults import Fault, deck
+from tests.chaos.syncs.invariants import Invariants
+from tests.chaos.syncs.recovery import Recovery
+from tests.chaos.syncs.rig import GUEST, Shape, World, open_world
 from tests.support.runs import eventually
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))

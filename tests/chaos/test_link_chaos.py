@@ -2,10 +2,10 @@
 each, the invariants.
 
 A coordinator on A, a trainer on B, two targets each on C and D, all of them peers of
-``outer``; see :mod:`tests.chaos.link_faults` for what is done to them. Without more it
-goes on for half a minute. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or
-a longer one (``make chaos ROUNDS=500 SEED=3``): the same seed deals the same faults,
-ways, rates and times. ``CHAOS_LINK_ONLY="cut"``: only such.
+``outer``; see :mod:`tests.chaos.links.link_faults` for what is done to them. Without
+more it goes on for half a minute. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another
+history or a longer one (``make chaos ROUNDS=500 SEED=3``): the same seed deals the same
+faults, ways, rates and times. ``CHAOS_LINK_ONLY="cut"``: only such.
 
 What is checked besides I1 to I3 and I7 (:mod:`tests.chaos.written`): I4: targets on
 hosts that no fault touches serve new versions while it lasts, and all are whole again
@@ -26,13 +26,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.far_world import PLACES, A, B, C, D, FarWorld, Scene, far_world
-from tests.chaos.link_faults import Trouble, done, troubles
+from tests.chaos.links.far_world import PLACES, A, B, C, D, FarWorld, Scene, far_world
+from tests.chaos.links.link_faults import Trouble, done, troubles
 from tests.chaos.report import Report
 from tests.chaos.written import ALLOWED, Written
-from tests.support.load import Load
+from tests.support.machine.load import Load
+from tests.support.machine.switch import why_no_switch
 from tests.support.runs import eventually
-from tests.support.switch import why_no_switch
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
 SECONDS = float(os.environ.get("CHAOS_LINK_SECONDS", "30"))
@@ -41,8 +41,8 @@ SEED = int(os.environ.get("CHAOS_SEED", "7"))
 ONLY = os.environ.get("CHAOS_LINK_ONLY", "")
 REACH_S = 8.0
 RECOVERY_S = 30.0
-"""On a machine that has time for it (:meth:`tests.support.load.Load.bar_s`). The table
-shows what it really took."""
+"""On a machine that has time for it (:meth:`tests.support.machine.load.Load.bar_s`).
+The table shows what it really took."""
 STORE_KEYS = 600
 SIDECARS = 3
 """Of each rank on a channel, at most, once all is whole."""

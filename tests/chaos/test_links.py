@@ -9,9 +9,9 @@ The bars: whoever still can be reached serves a version that was decided after t
 within ``REACH_S`` of it, and again and again while it lasts; within ``WHOLE_S`` of the
 heal a version is committed that nobody is missing from, and served by all. On a machine
 that is busy with other things they are multiplied by the root of how many times longer
-than on a quiet one what computes takes meanwhile (:mod:`tests.support.load`). ``make
-chaos-links`` runs all cases and shows what each took; ``ONLY="host A"`` those with
-these words in their names; without ``CHAOS_LINKS=all`` a few are run.
+than on a quiet one what computes takes meanwhile (:mod:`tests.support.machine.load`).
+``make chaos-links`` runs all cases and shows what each took; ``ONLY="host A"`` those
+with these words in their names; without ``CHAOS_LINKS=all`` a few are run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.far_world import A, B, C, D, FarWorld, Scene, far_world
+from tests.chaos.links.far_world import A, B, C, D, FarWorld, Scene, far_world
 from tests.chaos.written import ALLOWED, Written
-from tests.support.load import Load
-from tests.support.switch import MBIT_NBYTES, Shape, why_no_switch
+from tests.support.machine.load import Load
+from tests.support.machine.switch import MBIT_NBYTES, Shape, why_no_switch
 
 pytestmark = pytest.mark.timeout(400)
 

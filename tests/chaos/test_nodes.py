@@ -2,10 +2,11 @@
 each, the invariants.
 
 A supervisor with ``adopt`` on A, agents on B, C and D, a trainer that publishes in a
-loop and six rollouts, placed by the supervisor; see :mod:`tests.chaos.node_faults` for
-what is done to them. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or a
-longer one (``make chaos-nodes ROUNDS=200 SEED=3``); ``CHAOS_NODE_ONLY="power cut"``:
-only such; ``CHAOS_PAIRS=1``: two at once in every round.
+loop and six rollouts, placed by the supervisor; see
+:mod:`tests.chaos.nodes.node_faults` for what is done to them. ``CHAOS_SEED`` and
+``CHAOS_ROUNDS`` choose another history or a longer one (``make chaos-nodes ROUNDS=200
+SEED=3``); ``CHAOS_NODE_ONLY="power cut"``: only such; ``CHAOS_PAIRS=1``: two at once in
+every round.
 
 What is checked besides I1 and I2 (:mod:`tests.chaos.written`): no two processes of one
 replica are alive at once, on whichever hosts, and no two have one generation; no GPU
@@ -26,11 +27,11 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.census import now
-from tests.chaos.node_facts import Facts, Table
-from tests.chaos.node_faults import NodeFault, deck
-from tests.chaos.node_world import NodeWorld, node_world, wait_whole
-from tests.support.load import Load
-from tests.support.switch import why_no_switch
+from tests.chaos.nodes.node_facts import Facts, Table
+from tests.chaos.nodes.node_faults import NodeFault, deck
+from tests.chaos.nodes.node_world import NodeWorld, node_world, wait_whole
+from tests.support.machine.load import Load
+from tests.support.machine.switch import why_no_switch
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))

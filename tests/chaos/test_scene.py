@@ -31,7 +31,7 @@ MINUTES = float(os.environ.get("SCENE_MINUTES", "0.7"))
 SEED = int(os.environ.get("SCENE_SEED", "1"))
 A_MINUTE = 20
 """Events."""
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parent / "programs"
 CLI = [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())"]
 PATIENCE_S = 120.0
 """Until all serve the newest version again, on a machine that is busy with other
@@ -43,7 +43,7 @@ def config(out: Path, *, load_deadline_s: int = 60) -> str:
     return f"""
 [groups.trainer]
 nproc_per_node = 2
-command = ["{HERE}/scene_trainer.py", "{out}"]
+command = ["{PROGRAMS}/scene_trainer.py", "{out}"]
 env = {{ TORCHINDUCTOR_CACHE_DIR = "{out}/inductor" }}
 stop_timeout = "3s"
 restart = {{ policy = "always", {often} }}
@@ -51,7 +51,7 @@ health = {{ load_deadline = "{load_deadline_s}s" }}
 [groups.rollout]
 launcher = "exec"
 replicas = 3
-command = ["{HERE}/scene_rollout.py", "{out}"]
+command = ["{PROGRAMS}/scene_rollout.py", "{out}"]
 stop_timeout = "3s"
 restart = {{ policy = "always", {often} }}
 health = {{ load_deadline = "{load_deadline_s}s" }}

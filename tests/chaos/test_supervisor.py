@@ -23,10 +23,10 @@ import pytest
 
 from replicas.control.exit_codes import CUT, DONE
 from tests.chaos.report import Report
-from tests.chaos.tree_attack import Attack
-from tests.chaos.tree_facts import Facts
-from tests.chaos.tree_faults import ENDS_RUN, Fault, deck
-from tests.chaos.tree_world import Picture, Process, TreeShape, TreeWorld, alive, open_tree
+from tests.chaos.tree.tree_attack import Attack
+from tests.chaos.tree.tree_facts import Facts
+from tests.chaos.tree.tree_faults import ENDS_RUN, Fault, deck
+from tests.chaos.tree.tree_world import Picture, Process, TreeShape, TreeWorld, alive, open_tree
 from tests.support.runs import eventually
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))

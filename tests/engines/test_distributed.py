@@ -12,7 +12,7 @@ import pytest
 from tests.engines.test_trainers import model
 from tests.support.runs import running
 
-PROGRAM = Path(__file__).parent / "distributed_trainer.py"
+PROGRAM = Path(__file__).parent / "programs" / "distributed_trainer.py"
 STEPS = 3
 
 

@@ -19,7 +19,7 @@ import replicas
 from replicas import errors
 from replicas.integrations.ray import Handle, coordinator, find, options
 from replicas.linux.processes import command_line, descendants
-from tests.engines.ray_cluster import Raylets, raylets
+from tests.engines.programs.ray_cluster import Raylets, raylets
 from tests.support.runs import alive, eventually
 
 CHANNELS = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.programs import ROLLOUT, TRAINER, commits
-from tests.engines.ray_cluster import Raylets, raylets
+from tests.engines.programs.cluster_programs import ROLLOUT, TRAINER, commits
+from tests.engines.programs.ray_cluster import Raylets, raylets
 from tests.engines.test_ray_run import RUN
 from tests.support.runs import MARK, ROOT, eventually
 

@@ -18,8 +18,8 @@ import pytest
 from replicas.cli.client import Client
 from replicas.linux.processes import command_line
 from replicas.status import RunStatus
-from tests.engines.programs import ROLLOUT, TRAINER, commits
-from tests.engines.ray_cluster import Raylets, raylets
+from tests.engines.programs.cluster_programs import ROLLOUT, TRAINER, commits
+from tests.engines.programs.ray_cluster import Raylets, raylets
 from tests.support.runs import MARK, ROOT, eventually
 
 RUN = f"""

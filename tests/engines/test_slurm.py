@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.programs import ROLLOUT, TRAINER, commits
-from tests.engines.slurm_cluster import UNPACKED, Slurm, slurm, why_no_slurm
+from tests.engines.programs.cluster_programs import ROLLOUT, TRAINER, commits
+from tests.engines.programs.slurm_cluster import UNPACKED, Slurm, slurm, why_no_slurm
 from tests.support.runs import eventually
 
 RUN = f"""

@@ -20,7 +20,7 @@ from replicas.integrations.lightning import PublishCallback as LightningPublish
 from replicas.integrations.transformers import PublishCallback
 from replicas.integrations.weight_sync import Wait
 from replicas.sources import hf
-from tests.engines.listener import Listener, listening
+from tests.engines.programs.listener import Listener, listening
 
 Weights = dict[str, torch.Tensor]
 SAMPLES = [

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from replicas import errors
-from tests.engines.one_url import one_url
+from tests.engines.programs.one_url import one_url
 from tests.support.runs import Run, eventually, running
 
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parent / "programs"
 MODEL = Path(sys.prefix) / "model"
 SERVERS = f"""
 [groups.server]
 replicas = 2
 launcher = "exec"
-command = ["{HERE}/lookalike.py"]
+command = ["{PROGRAMS}/lookalike.py"]
 restart = {{ initial_delay = "100ms" }}
 """
 
@@ -48,7 +48,7 @@ def training(folder: Path, kind: str, steps: int, servers: str = SERVERS, **opti
         text = f"""
 [groups.trainer]
 launcher = "exec"
-command = ["{HERE}/trl_trainer.py", "{kind}", "{MODEL}", "{steps}", "{url}"]
+command = ["{PROGRAMS}/trl_trainer.py", "{kind}", "{MODEL}", "{steps}", "{url}"]
 restart = {{ max_restarts = 0 }}
 [groups.trainer.env]
 HF_HUB_OFFLINE = "1"

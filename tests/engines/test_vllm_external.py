@@ -13,7 +13,7 @@ from pathlib import Path
 
 from replicas.linux.processes import die_with_parent
 from tests.engines.world import MODEL, START_S, VLLM_OPTIONS, World
-from tests.support.manifests import container, environment, status_of
+from tests.support.house.manifests import container, environment, status_of
 from tests.support.runs import MARK, ROOT, Run, eventually, running
 
 EXTERNAL = """
@@ -65,7 +65,7 @@ def test_a_server_that_others_start_is_ready_when_it_serves_a_version(tmp_path: 
     with socket.create_server((ADDRESS, 0)) as free:
         port = free.getsockname()[1]
     serve = ("-m", "replicas.integrations.vllm", "serve", str(MODEL), *VLLM_OPTIONS, "--port", f"{port}")
-    trainer = (str(Path(__file__).parent / "trainer.py"), "port")
+    trainer = (str(Path(__file__).parent / "programs" / "trainer.py"), "port")
     with running(tmp_path, EXTERNAL) as run, started(run, "trainer-jobset.yaml", *trainer, MODEL=str(MODEL)):
         world = World(run)
         with started(run, "rollout-deployment.yaml", *serve, REPLICAS_GROUP="server", **SERVER) as server:

@@ -32,7 +32,11 @@ WORDS = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests/engines/tiny_engine.py"), str(tmp_path_factory.mktemp("tiny"))]
+    command = [
+        sys.executable,
+        str(ROOT / "tests/engines/programs/tiny_engine.py"),
+        str(tmp_path_factory.mktemp("tiny")),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])

@@ -31,7 +31,7 @@ def run_text(*options: str) -> str:
     return f"""
 [groups.trainer]
 launcher = "exec"
-command = ["{Path(__file__).parent}/trainer.py", "port"]
+command = ["{Path(__file__).parent}/programs/trainer.py", "port"]
 [groups.trainer.env]
 MODEL = "{MODEL}"
 [groups.server]

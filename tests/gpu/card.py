@@ -1,5 +1,5 @@
 """The GPU that the tests in this folder use: a real one, or the fake of
-:mod:`tests.support.fake_accelerator`.
+:mod:`tests.support.devices.fake_accelerator`.
 
 A real one if ``GPU_TESTS=real``, as `make gpu` sets it: these tests count all memory
 that is in use on it, and so run alone there. On the fake every line runs but CUDA's and
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from replicas.weights.copies.accelerator import Accelerator, accelerator
-from tests.support.fake_accelerator import NAME, PREFIX, FakeAccelerator
+from tests.support.devices.fake_accelerator import NAME, PREFIX, FakeAccelerator
 
 __all__ = [
     "BACKEND",

@@ -28,7 +28,8 @@ from replicas import errors
 from replicas.weights.packing import Packer, Packing
 from tests.gpu import card
 from tests.support.channels import ChannelWorld, channel_world
-from tests.support.ranks import ROOT, RankProcess
+from tests.support.ranks import RankProcess
+from tests.support.root import ROOT
 
 __all__ = ["NUMEL", "GpuRank", "GpuWorld", "gpu_world"]
 

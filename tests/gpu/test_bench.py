@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.gpu.card import REAL
-from tests.support.ranks import ROOT
+from tests.support.root import ROOT
 
 
 @pytest.mark.skipif(REAL, reason="`make gpu` runs it, with nobody else on the GPU")

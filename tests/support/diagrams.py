@@ -3,7 +3,6 @@ writes them, a unit test compares."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from replicas.common.child import CHILD
@@ -14,10 +13,11 @@ from replicas.core.lives.lifecycle import REPLICA
 from replicas.core.lives.nodes import DUTY, NODE
 from replicas.core.lives.tenancy import TENANCY
 from replicas.supervisor.shim.phases import PHASES
+from tests.support.root import ROOT
 
 __all__ = ["PAGE", "TABLES", "with_tables"]
 
-PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+PAGE = ROOT / "docs" / "protocol.md"
 BEGIN, END = "<!-- tables -->\n", "\n<!-- end of tables -->"
 TABLES: tuple[Table[Any, Any], ...] = (
     REPLICA,

@@ -26,11 +26,11 @@ import torch
 
 import replicas
 from replicas import errors
-from tests.support.memory import statistics
+from tests.support.channel.memory import statistics
+from tests.support.root import ROOT
 
 __all__ = ["ELEMENTS", "RankProcess"]
 
-ROOT = Path(__file__).resolve().parents[2]
 ELEMENTS = 300_000
 """More than a megabyte: its memory is made ahead of time, as that of real weights."""
 PATIENCE_S = 60.0

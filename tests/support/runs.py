@@ -28,6 +28,7 @@ from replicas.linux.processes import start_time
 from replicas.linux.sockets import SocketAddress
 from replicas.status import RunStatus
 from replicas.supervisor.state.run_state import decode
+from tests.support.root import ROOT
 
 __all__ = [
     "MARK",
@@ -41,7 +42,6 @@ __all__ = [
     "shared_memory",
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 TORCH_SEGMENT = re.compile(r"torch_(\d+)_")
 """What torch's shared memory is called; the number is the pid of the process that made
 it."""

@@ -23,9 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.root import ROOT
+
 __all__ = ["bounds", "lowest", "main"]
 
-ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "3.11"
 PYTHONS = ("3.11", "3.12", "3.13")
 EXTRAS = ("demo", "dev")

@@ -15,7 +15,7 @@ from replicas.core.lives.ordering import enough, is_done, is_good, is_lost, is_o
 from replicas.core.lives.restarts import Restarts
 from replicas.status import GroupStatus, ReplicaState
 from replicas.supervisor.fleet.replica import Replica
-from replicas.supervisor.state.run_state import SavedCause, SavedGroup, SavedReplica, Spent
+from replicas.supervisor.state.run_state import SavedCause, SavedGroup, SavedReplica, SavedRestart
 
 
 class Group:
@@ -72,7 +72,7 @@ class Group:
                 )
                 for index, one in sorted(known.items())
             },
-            spent=tuple(Spent(wall - age, replica) for age, replica in self.rules.ages(now)),
+            spent=tuple(SavedRestart(wall - age, replica) for age, replica in self.rules.ages(now)),
         )
 
     def use(self, config: GroupConfig) -> None:

@@ -26,16 +26,14 @@ from typing import Any, Self
 
 import anyio
 from msgspec.structs import replace
-from starlette.requests import Request
-from starlette.routing import WebSocketRoute
-from starlette.websockets import WebSocket
 
 import replicas
 from replicas import errors
 from replicas.config.structs import Config
-from replicas.control.access import Access
+from replicas.control.access import ByToken
 from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.control.socket import SOCKET_FILE
+from replicas.coordinator.websocket import SocketRoute
 from replicas.core.lives.leases import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
@@ -263,19 +261,10 @@ class Nodes:
 
     # ------------------------------------------------------------ the route
 
-    def route(self, access: Access | None, refused: Callable[[str], None]) -> WebSocketRoute:
+    def route(self, access: ByToken | None, refused: Callable[[str], None]) -> SocketRoute:
         """The route at which agents join; ``access`` None: of the run's own socket."""
-
-        def problem(websocket: WebSocket) -> str:
-            assert access is not None
-            return access(Request({**websocket.scope, "type": "http", "method": "GET"}))
-
-        return agent_route(
-            lambda: self._cluster,
-            refused,
-            None if access is None else problem,
-            lambda: self._context.coordinator.tokens,
-        )
+        by_headers = None if access is None else access.by_headers
+        return agent_route(lambda: self._cluster, refused, by_headers, lambda: self._context.coordinator.tokens)
 
     # ------------------------------------------------------------ while it runs
 

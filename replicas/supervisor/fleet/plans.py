@@ -40,7 +40,7 @@ def refuse_unfit(config: Config, machine: Machine) -> None:
 
 
 def may_grow(config: Config) -> bool:
-    """Whether agents on other machines can join the run."""
+    """Return True if agents on other machines can join the run."""
     return not config.cluster.local or not is_loopback(config.control.host)
 
 

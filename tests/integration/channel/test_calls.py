@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.support.calls import limit_s
+from tests.support.channel.calls import limit_s
 from tests.support.root import ROOT
 
 SEED = os.environ.get("PROPERTY_SEED", "0")
@@ -24,6 +24,6 @@ EVERY = 3
 
 @pytest.mark.timeout(limit_s(COUNT) + 60)
 def test_whatever_is_passed_only_that_call_fails() -> None:
-    command = [sys.executable, "-m", "tests.support.calls", str(COUNT), SEED, str(EVERY)]
+    command = [sys.executable, "-m", "tests.support.channel.calls", str(COUNT), SEED, str(EVERY)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s(COUNT) + 30, check=False)
     assert not done.returncode, done.stdout + done.stderr[-10_000:]

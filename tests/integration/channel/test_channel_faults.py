@@ -32,7 +32,7 @@ from replicas.messages import (
     encode,
 )
 from tests.support.channels import ChannelWorld, channel_world, freeze, wait_until
-from tests.support.proxy import Proxy
+from tests.support.machine.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
 

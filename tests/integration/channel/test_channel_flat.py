@@ -16,7 +16,7 @@ from replicas.channel import Channel, Update
 from replicas.channel.session.pending import Promise
 from replicas.channel.versions.filling import PublishJob
 from tests.support.channels import channel_world, wait_until
-from tests.support.proxy import Proxy
+from tests.support.machine.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
 
@@ -48,7 +48,7 @@ def census(*channels: Channel) -> dict[str, int]:
             "manifests": channel._manifests._fetches,
             "lanes": channel._lanes._lanes,
             "watches": channel._watches._loads,
-            "failures": channel._hub._failures,
+            "failures": channel._hub.failures,
             "outbox": channel._hub.session._outbox,
         }
         found.update({f"{name} of {index}": len(table) for name, table in tables.items()})

@@ -3,8 +3,8 @@ the channel goes on.
 
 A sample of the lines and moments; all of them: ``INTERRUPTS=3000 pytest
 tests/integration/channel/test_interrupts.py``, or ``python -m
-tests.support.interrupts``. Each in a process of its own, whose main thread nobody else
-interrupts.
+tests.support.channel.interrupts``. Each in a process of its own, whose main thread
+nobody else interrupts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from tests.support.interrupts import DEEDS
+from tests.support.channel.interrupts import DEEDS
 from tests.support.root import ROOT
 
 TIMES = int(os.environ.get("INTERRUPTS", "0"))
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60.0)
 
 
 def harness(*arguments: str) -> None:
-    command = [sys.executable, "-m", "tests.support.interrupts", "--seed", "0", *arguments]
+    command = [sys.executable, "-m", "tests.support.channel.interrupts", "--seed", "0", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert not done.returncode, done.stdout + done.stderr
 

@@ -16,7 +16,7 @@ from replicas.config.structs import Config
 from replicas.control import exit_codes
 from replicas.errors import BadConfig
 from replicas.telemetry.events import ReloadRefused
-from tests.support.mutants import assert_told_well, mutant
+from tests.support.house.mutants import assert_told_well, mutant
 
 COUNT, PARTS = 1000, 4
 THROUGH_A_PROCESS = range(0, 1000, 25)

@@ -27,7 +27,7 @@ from replicas.core.base.effects import CommitDecision, MemberLost, StoreChanged
 from replicas.core.base.manifest import PartManifest, TensorSpec
 from replicas.core.versions.fetching import pieces
 from replicas.messages.identity import ProcessIdentity
-from tests.support.members import Client
+from tests.support.channel.members import Client
 from tests.support.runs import alive
 
 pytestmark = pytest.mark.anyio

@@ -19,10 +19,10 @@ import torch
 import replicas
 from replicas import errors
 from replicas.channel import Channel, Receipt, Update
+from tests.support.channel.coordinator_process import CoordinatorProcess
 from tests.support.channels import POLICY, wait_until
-from tests.support.coordinator_process import CoordinatorProcess
+from tests.support.machine.proxy import Proxy
 from tests.support.programs import PUBLISHES, RECEIVES
-from tests.support.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
 

@@ -32,8 +32,8 @@ from replicas.sidecar import wire as sidecar_wire
 from replicas.sidecar.wire import GroupSpec
 from replicas.supervisor.wire import orders
 from tests.integration.coordinator.test_security import framed, is_well, raw_session
-from tests.support.frames import mutants
-from tests.support.members import Client
+from tests.support.channel.frames import mutants
+from tests.support.channel.members import Client
 from tests.support.runs import alive
 from tests.support.shims import shim
 from tests.support.sidecars import start_forkserver

@@ -29,8 +29,8 @@ from replicas.linux.sockets import SocketAddress
 from replicas.sidecar import wire as sidecar_wire
 from tests.integration.coordinator.test_frames import attached, forked, messages, recorded, requests, say, use_store
 from tests.integration.coordinator.test_security import framed, raw_session
-from tests.support.frames import MANY, mutants
-from tests.support.members import Client
+from tests.support.channel.frames import MANY, mutants
+from tests.support.channel.members import Client
 from tests.support.ranks import RankProcess
 from tests.support.sidecars import start_forkserver
 from tests.unit.control.test_control_orders import Run

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from replicas.coordinator import GroupShape
-from tests.support.host_rank import ELEMENTS, TENSORS
-from tests.support.host_ranks import HostRank, host_world
-from tests.support.networks import Machine, Traffic, why_no_hosts
+from tests.support.channel.host_rank import ELEMENTS, TENSORS
+from tests.support.channel.host_ranks import HostRank, host_world
+from tests.support.machine.networks import Machine, Traffic, why_no_hosts
 
 pytestmark = pytest.mark.anyio
 

@@ -145,7 +145,6 @@ import sys
 sys.modules["matplotlib"] = None
 sys.path.insert(0, {str(EXAMPLES / "grpo")!r})
 import demo
-from tests.support.root import ROOT
 sys.argv = ["demo.py", "--patience", "0", "--out", {str(tmp_path / "out")!r}]
 sys.exit(demo.main())
 """

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from replicas.cli.client import Client
-from replicas.cli.tokens import make
+from replicas.cli.token_command import make
 from replicas.status import ReplicaStatus, RunStatus
 from replicas.trust.tokens import OPERATOR_FILE
-from tests.support.manifests import container, documents, environment, expanded, status_of
-from tests.support.networks import Machine, hosts, why_no_hosts
+from tests.support.house.manifests import container, documents, environment, expanded, status_of
+from tests.support.machine.networks import Machine, hosts, why_no_hosts
 from tests.support.runs import ROOT, alive, eventually
 
 LABELS = "metadata.labels['leaderworkerset.sigs.k8s.io/{}-index']"

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.networks import Machine
+from tests.support.machine.networks import Machine
+from tests.support.machine.switch import MBIT_NBYTES, ROOT, Shape, Switch, switched_hosts, why_no_switch
 from tests.support.runs import eventually
-from tests.support.switch import MBIT_NBYTES, ROOT, Shape, Switch, switched_hosts, why_no_switch
 
 IP_UDP_NBYTES = 28
 """Headers of one datagram."""
@@ -236,7 +236,7 @@ def test_a_rate_is_kept_and_used(rate_nbytes_s: float, nbytes: int) -> None:
 
 DIES = """
 import subprocess, sys, time
-from tests.support.switch import switched_hosts
+from tests.support.machine.switch import switched_hosts
 with switched_hosts(2) as switch:
     subprocess.Popen(switch.hosts[0].command("sh", "-c", "setsid sleep 987 & sleep 988"))
     while len(switch.hosts[0].processes("sleep")) < 2:

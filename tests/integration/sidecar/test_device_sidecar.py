@@ -27,10 +27,10 @@ from replicas.weights.loading import views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.packing import stage
-from tests.support import fake_accelerator, far_accelerator
 from tests.support.channels import wait_until
-from tests.support.device_memory import lingering_nbytes
-from tests.support.fake_accelerator import FakeAccelerator, fake_memory_nbytes
+from tests.support.devices import fake_accelerator, far_accelerator
+from tests.support.devices.device_memory import lingering_nbytes
+from tests.support.devices.fake_accelerator import FakeAccelerator, fake_memory_nbytes
 from tests.support.sidecars import lane, read_segments, segments_of, shared_forkserver
 
 pytestmark = pytest.mark.anyio

@@ -27,8 +27,8 @@ from replicas.sidecar.rank_side.client import Forkserver, OtherRelease
 from replicas.sidecar.rank_side.handle import SidecarDied
 from replicas.supervisor.agent.forkservers import KeptForkserver
 from tests.support.channels import wait_until
+from tests.support.machine.users import ATTACKER, needs_users, stranger
 from tests.support.sidecars import start_forkserver
-from tests.support.users import ATTACKER, needs_users, stranger
 
 pytestmark = pytest.mark.anyio
 

@@ -18,8 +18,8 @@ from replicas.sidecar.rank_side.client import Forkserver
 from replicas.sidecar.rank_side.handle import Sidecar, SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec
 from replicas.weights.memory.buffers import Buffer
-from tests.support.networks import Machine, network, why_no_networks
-from tests.support.remote_sidecars import remote_forkservers, remote_store
+from tests.support.channel.remote_sidecars import remote_forkservers, remote_store
+from tests.support.machine.networks import Machine, network, why_no_networks
 from tests.support.sidecars import Lane, lane, read_segments, segments_of, shared_forkserver, write_segments
 
 pytestmark = pytest.mark.anyio

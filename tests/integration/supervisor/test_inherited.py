@@ -20,9 +20,9 @@ import pytest
 from replicas import errors
 from replicas.control.exit_codes import USAGE
 from replicas.linux import inherited
+from tests.support.machine.users import needs_users
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
-from tests.support.users import needs_users
 
 DAEMON = (sys.executable, "-m", "replicas.supervisor")
 COMMAND_LINE = (sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())")
@@ -82,7 +82,7 @@ def test_a_mount_point_whose_name_is_no_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["memfd_create", "pidfd_open", "pidfd_send_signal"])
 def test_a_supervisor_names_a_call_of_the_kernel_that_is_denied(tmp_path: Path, call: str) -> None:
-    command = (sys.executable, "-m", "tests.support.seccomp", call, *DAEMON)
+    command = (sys.executable, "-m", "tests.support.machine.seccomp", call, *DAEMON)
     with running(tmp_path, group("a", SLEEPS), command=command) as run:
         assert run.wait() == USAGE
         assert f"{call} is refused: Operation not permitted" in run.lines[-1]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from replicas.control.exit_codes import PREEMPTED
-from tests.support.notify import FakeSystemd
+from tests.support.machine.notify import FakeSystemd
 from tests.support.programs import IGNORES, SLEEPS, group
 from tests.support.runs import Run, eventually, running
 

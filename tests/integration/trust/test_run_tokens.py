@@ -21,8 +21,8 @@ from replicas.telemetry.events import TokenChanged, decode
 from replicas.trust.certificate import PortKey
 from replicas.trust.tokens import JoinToken
 from tests.integration.supervisor.fleet.test_external import EXTERNAL, SERVES, TRAINS, Others
-from tests.support.full_disk import file_size_limit
-from tests.support.networks import hosts, why_no_hosts
+from tests.support.machine.full_disk import file_size_limit
+from tests.support.machine.networks import hosts, why_no_hosts
 from tests.support.nodes import Agent, over_nodes, ready, states, there
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import ROOT, Run, eventually, running

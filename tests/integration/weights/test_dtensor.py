@@ -11,10 +11,10 @@ from tests.support.root import ROOT
 
 
 def test_four_ranks_pack_and_load_dtensors(tmp_path: Path) -> None:
-    """What is checked is in ``tests/support/dtensor_rank.py``."""
+    """What is checked is in ``tests/support/channel/dtensor_rank.py``."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.dtensor_rank", str(rank), str(tmp_path / "store")],
+            [sys.executable, "-m", "tests.support.channel.dtensor_rank", str(rank), str(tmp_path / "store")],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

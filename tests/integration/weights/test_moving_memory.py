@@ -2,7 +2,7 @@
 each tensor is copied as it was or as it is, or a typed error names it, and the process
 lives.
 
-At length: ``python -m tests.support.moving all 10000 SEED``.
+At length: ``python -m tests.support.channel.moving all 10000 SEED``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ pytestmark = [
 
 
 def test_memory_that_moves() -> None:
-    command = [sys.executable, "-m", "tests.support.moving", "all", str(TIMES), SEED]
+    command = [sys.executable, "-m", "tests.support.channel.moving", "all", str(TIMES), SEED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert not done.returncode, done.stdout + done.stderr[-10_000:]

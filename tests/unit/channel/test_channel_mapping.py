@@ -17,7 +17,7 @@ from replicas import messages as wire
 from replicas.memory import beacon
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.arena import Arena, Slot
-from tests.support.scripted import MANIFEST, World
+from tests.support.channel.scripted import MANIFEST, World
 
 pytestmark = pytest.mark.anyio
 

@@ -23,7 +23,7 @@ from replicas.messages import Segment
 from replicas.messages.identity import Member
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Slot
-from tests.support.scripted import MANIFEST, ME, World
+from tests.support.channel.scripted import MANIFEST, ME, World
 
 pytestmark = pytest.mark.anyio
 

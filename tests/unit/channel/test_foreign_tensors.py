@@ -22,7 +22,7 @@ from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import load_into
 from replicas.weights.memory.arena import Arena
 from replicas.weights.packing import Packer, stage
-from tests.support.packing import pack
+from tests.support.channel.packing import pack
 
 
 class Wrapper(torch.Tensor):

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from replicas.cli import checks as doctor
+from replicas.cli import doctor
 from replicas.cli import find_run as find
 from replicas.cli import main as cli
 from replicas.linux.sockets import listener_uids
-from tests.support.users import ATTACKER, needs_users, stranger
+from tests.support.machine.users import ATTACKER, needs_users, stranger
 
 TOKEN = "the-crown-jewels"
 

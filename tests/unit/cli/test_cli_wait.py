@@ -9,7 +9,7 @@ import pytest
 
 from replicas.cli import base as cli_base
 from replicas.cli import main as cli
-from replicas.cli import orders as cli_wait
+from replicas.cli import order_commands as cli_wait
 from replicas.cli.find_run import RunAddress
 from replicas.control.commands import Answer
 from replicas.errors import Disconnected, UsageError, WorldError

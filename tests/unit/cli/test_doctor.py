@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.cli import checks as cli_checks
+from replicas.cli import doctor as cli_checks
 from replicas.config import file as config_file
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent import checks as doctor

@@ -11,7 +11,7 @@ from replicas.config import file as config_file
 from replicas.errors import BadConfig
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.plans import notes, problems
-from tests.support.mutants import assert_told_well, mutant
+from tests.support.house.mutants import assert_told_well, mutant
 
 HERE = Machine(gpus=("0", "1"), cpus=4, memory_nbytes=1 << 34)
 COUNT = 100

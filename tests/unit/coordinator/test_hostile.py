@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from replicas import errors
 from replicas import messages as wire
+from tests.support.channel.hostile import any_hello, any_message
 from tests.support.channel_world import SimMember, World, peer_config
-from tests.support.hostile import any_hello, any_message
 
 SOME = st.lists(st.tuples(st.sampled_from(["say", "say", "say", "run", "time"]), any_message()), max_size=15)
 

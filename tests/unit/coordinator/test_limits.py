@@ -17,8 +17,8 @@ from replicas.coordinator.limits import RateLimit, hello_problem, message_proble
 from replicas.errors import SyncError
 from replicas.messages.bounds import HELLO_NBYTES, OPERATION_NBYTES, VERSION_MAX
 from replicas.messages.identity import ProcessIdentity
+from tests.support.channel.hostile import any_message
 from tests.support.channel_world import World
-from tests.support.hostile import any_message
 
 HELLO = wire.Hello(
     protocol=wire.PROTOCOL,

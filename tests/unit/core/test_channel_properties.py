@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replicas import messages as wire
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.recovery import RECOVERY_S
+from tests.support.channel.rosters import check_roster
 from tests.support.channel_world import SimMember, World, channel_config
-from tests.support.rosters import check_roster
 
 SOURCES = ("trainer/0/0", "trainer/1/0")
 NAMES = (*SOURCES, "rollout/0/0", "rollout/0/1", "rollout/1/0", "rollout/1/1")

@@ -15,15 +15,15 @@ import pytest
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from replicas import environ
-from replicas.cli import agent as cli_agent
+from replicas.cli import agent_command as cli_agent
 from replicas.cli import main as cli
 from replicas.config.file import parse
 from replicas.config.structs import Config
 from replicas.environ import JOIN
 from replicas.integrations.gate import READYZ
 from replicas.supervisor.agent.remote import Invitation
-from tests.support.leader_worker_set import LeaderWorkerSet
-from tests.support.manifests import FOLDER, container, documents, environment, expanded, pods
+from tests.support.house.leader_worker_set import LeaderWorkerSet
+from tests.support.house.manifests import FOLDER, container, documents, environment, expanded, pods
 
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 ROLLOUTS = {"rollout-deployment.yaml": "Deployment", "rollout-leaderworkerset.yaml": "LeaderWorkerSet"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import replicas
-from tests.support.call_pools import unknown
+from tests.support.channel.call_pools import unknown
 
 
 def test_something_can_be_drawn_for_every_public_parameter() -> None:

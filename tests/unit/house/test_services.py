@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.cli import agent
+from replicas.cli import agent_command as agent
 from replicas.cli import main as cli
 from replicas.control import exit_codes
 from replicas.environ import JOIN

@@ -12,7 +12,7 @@ import pytest
 
 from replicas.linux import private
 from replicas.linux.private import NotPrivate
-from tests.support.users import ATTACKER, needs_users
+from tests.support.machine.users import ATTACKER, needs_users
 
 
 def mode(path: Path) -> int:

@@ -22,7 +22,7 @@ from replicas.memory import door, kept
 from replicas.memory.beacon import find, own_beacon
 from replicas.memory.door import Door, fetch, is_open
 from replicas.messages import Beacon, SlotPlace
-from tests.support.memory import Child
+from tests.support.channel.memory import Child
 from tests.support.runs import eventually
 
 CLONE_NEWNET = 0x40000000

@@ -23,15 +23,15 @@ from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import Preflight, WorldError
 from replicas.sidecar import building, wire
-from replicas.sidecar.groups import CollectiveGroup, GlooGroup, Handle, NcclGroup
+from replicas.sidecar.groups import CollectiveGroup, GlooGroup, NcclGroup, StartedWork
 from replicas.sidecar.process import SidecarProcess
 from replicas.sidecar.transfer import run_transfer
 from replicas.weights.copies.digest import DeviceDigest, device_digest_of, digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.packing import stage
-from tests.support.device_memory import lingering_nbytes
-from tests.support.fake_accelerator import NAME, FakeAccelerator
+from tests.support.devices.device_memory import lingering_nbytes
+from tests.support.devices.fake_accelerator import NAME, FakeAccelerator
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 FAR = 1e12
@@ -158,8 +158,8 @@ class NcclWork:
 
 
 def test_nccl_is_waited_for_without_its_own_wait() -> None:
-    def handle(work: NcclWork, deadline: float) -> Handle:
-        return Handle([work], deadline, wait_for=NcclGroup._wait_for)
+    def handle(work: NcclWork, deadline: float) -> StartedWork:
+        return StartedWork([work], deadline, wait_for=NcclGroup._wait_for)
 
     work = NcclWork(5)
     handle(work, time.monotonic() + 5.0).wait()
@@ -255,10 +255,10 @@ class SerialGroup(CollectiveGroup):
     def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         raise NotImplementedError
 
-    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
+    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> StartedWork:
         others = [rank for rank in range(self.size) if rank != self.rank]
         to, sources = (others, []) if root == self.rank else ([], [root])
-        return Handle(self._exchange(tensor, to, sources), deadline, wait_for=self._wait_for)
+        return StartedWork(self._exchange(tensor, to, sources), deadline, wait_for=self._wait_for)
 
     def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
         return [self._stream.submit(self._move, tensor, to, sources)]

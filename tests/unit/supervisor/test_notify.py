@@ -16,7 +16,7 @@ import pytest
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus, StoreStatus
 from replicas.supervisor.operator import Notifier, Watcher, status_line
 from replicas.supervisor.supervisor import Supervisor
-from tests.support.notify import FakeSystemd
+from tests.support.machine.notify import FakeSystemd
 
 
 class FakeSupervisor:

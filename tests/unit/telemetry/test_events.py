@@ -63,7 +63,7 @@ from replicas.telemetry.events import (
     encode,
 )
 from replicas.telemetry.tally import CounterDeltas, Tally
-from tests.support.full_disk import file_size_limit
+from tests.support.machine.full_disk import file_size_limit
 
 RANK = Member("a", 0, 1, "n")
 SYNC = SyncRecord(version=3, outcome="committed", seconds=0.2, nbytes=10, moved_nbytes=20, phases={"pack": 0.1})

@@ -25,7 +25,7 @@ from replicas.weights.feed import Feed, Mode, Shard
 from replicas.weights.loading import load_into, views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.packing import Packer, stage
-from tests.support.packing import pack
+from tests.support.channel.packing import pack
 
 DTYPES = [name for name in ITEM_NBYTES if hasattr(torch, name)]
 

@@ -23,7 +23,7 @@ from replicas.coordinator import Coordinator
 from replicas.core.operations.operation import Operation
 from replicas.sidecar.rank_side import handle
 from tests.support.channels import ChannelWorld, channel_world, wait_until
-from tests.support.proxy import Proxy
+from tests.support.machine.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
 

@@ -18,8 +18,8 @@ from replicas.coordinator import GroupShape
 from replicas.weights.feed import Feed
 from replicas.weights.memory import buffers
 from replicas.weights.packing import Staged, stage
+from tests.support.channel.memory import statistics
 from tests.support.channels import channel_world
-from tests.support.memory import statistics
 
 pytestmark = pytest.mark.anyio
 

@@ -11,14 +11,14 @@ import sys
 import pytest
 
 from tests.integration.channel.versions.test_mapping import World, world_of
-from tests.support import denied
-from tests.support.memfds import memories
+from tests.support.machine import denied
+from tests.support.machine.memfds import memories
 from tests.support.processes import children
 from tests.support.ranks import RankProcess
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
-DENIED = (sys.executable, "-m", "tests.support.denied")
+DENIED = (sys.executable, "-m", "tests.support.machine.denied")
 CONTAINER = ("unshare", "--pid", "--ipc", "--uts", "--mount", "--mount-proc", "--fork", "--kill-child")
 
 

@@ -1,5 +1,5 @@
 """Whole channels whose slots are on GPUs (``staging = "device"``), with fake ones:
-:mod:`tests.support.fake_accelerator`.
+:mod:`tests.support.devices.fake_accelerator`.
 
 The members are in this process, on the GPU that they were told; those that are killed
 have processes of their own.
@@ -23,10 +23,10 @@ from replicas.channel.session.holdings import Holdings
 from replicas.coordinator import GroupShape
 from replicas.weights.copies.accelerator import accelerator
 from tests.integration.coordinator.test_coordinator_restart import world_of
-from tests.support import fake_accelerator
+from tests.support.channel.memory import statistics
 from tests.support.channels import ChannelWorld, channel_world, wait_until
-from tests.support.fake_accelerator import fake_memory_nbytes
-from tests.support.memory import statistics
+from tests.support.devices import fake_accelerator
+from tests.support.devices.fake_accelerator import fake_memory_nbytes
 from tests.support.ranks import ELEMENTS, RankProcess
 from tests.support.root import ROOT
 from tests.support.sidecars import shared_forkserver

@@ -15,7 +15,7 @@ from replicas import errors
 from replicas.channel import Channel, Pending, Receipt
 from replicas.channel.session import loop as session_loops
 from tests.support.channels import ChannelWorld, channel_world, wait_until
-from tests.support.fake_accelerator import NAME, FakeAccelerator
+from tests.support.devices.fake_accelerator import NAME, FakeAccelerator
 from tests.support.ranks import ELEMENTS
 from tests.support.root import ROOT
 

@@ -16,9 +16,9 @@ from replicas.channel import Channel, Receipt
 from replicas.coordinator import GroupShape
 from replicas.core.versions.fetching import PIECE_NBYTES
 from replicas.messages.bounds import MANIFEST_NBYTES
+from tests.support.channel.coordinator_process import CoordinatorProcess
 from tests.support.channels import channel_world, wait_until
-from tests.support.coordinator_process import CoordinatorProcess
-from tests.support.proxy import Proxy
+from tests.support.machine.proxy import Proxy
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from replicas.coordinator import GroupShape
+from tests.support.channel.coordinator_process import CoordinatorProcess
 from tests.support.channels import POLICY, ChannelWorld, channel_world, freeze, wait_until
-from tests.support.coordinator_process import CoordinatorProcess
-from tests.support.memfds import Memory, mapped_anywhere, memories, ownerless
+from tests.support.machine.memfds import Memory, mapped_anywhere, memories, ownerless
 from tests.support.processes import children
 from tests.support.ranks import RankProcess
 

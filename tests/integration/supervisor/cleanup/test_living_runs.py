@@ -19,9 +19,9 @@ import pytest
 from replicas.linux.processes import MARK
 from replicas.supervisor.state.run_state import Saved, ShimRecord, machine
 from replicas.supervisor.state.state import StateDir
+from tests.support.machine.users import as_user, needs_users
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
-from tests.support.users import as_user, needs_users
 
 TWO = group("a", SLEEPS, "replicas = 2")
 

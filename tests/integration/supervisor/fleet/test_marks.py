@@ -17,7 +17,7 @@ from replicas import messages as wire
 from replicas.coordinator import Coordinator
 from replicas.errors import Fenced
 from replicas.messages.identity import proof_of
-from tests.support.members import Client
+from tests.support.channel.members import Client
 from tests.support.programs import group
 from tests.support.runs import Run, eventually, running
 

@@ -18,7 +18,7 @@ from replicas.linux.processes import MARK
 from replicas.supervisor.cleanup.sweeping import Sweep, by_mark
 from replicas.supervisor.logs.pump import READ_NBYTES
 from replicas.supervisor.wire.orders import LogLoss
-from tests.support.disks import fill, small_disk
+from tests.support.machine.disks import fill, small_disk
 from tests.support.programs import group
 from tests.support.runs import alive, eventually, running
 from tests.support.shims import ShimUnderTest, pump_of, shim

@@ -27,7 +27,7 @@ from replicas.supervisor.shim import launcher
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit
-from tests.support.frames import MANY, mutants
+from tests.support.channel.frames import MANY, mutants
 from tests.support.programs import SLEEPS
 from tests.support.runs import alive
 from tests.support.shims import shim

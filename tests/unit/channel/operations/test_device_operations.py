@@ -22,8 +22,8 @@ from replicas.errors import NoCapacity
 from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.devices import device_buffers
 from replicas.weights.memory.buffers import Buffer
-from tests.support import fake_accelerator
-from tests.support.fake_accelerator import FakeAccelerator
+from tests.support.devices import fake_accelerator
+from tests.support.devices.fake_accelerator import FakeAccelerator
 
 GPU = "FAKE-0"
 

@@ -20,7 +20,7 @@ from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.handle import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, Failed
 from replicas.weights.memory.buffers import Buffer
-from tests.support.scripted import ME, Sidecar, World
+from tests.support.channel.scripted import ME, Sidecar, World
 from tests.support.sidecars import mapped_by
 
 pytestmark = pytest.mark.anyio
@@ -341,4 +341,4 @@ async def test_nothing_piles_up(world: World) -> None:
                 await made.pending
     assert (world.operations._jobs, world.operations._unknown._kept) == ({}, ())
     assert mapped_by(os.getpid(), "replicas-policy-scratch") <= 4
-    assert not world.hub.take_failure()
+    assert not world.hub.failures.take()

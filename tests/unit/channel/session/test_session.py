@@ -47,7 +47,7 @@ from replicas.messages import (
     encode,
 )
 from replicas.messages.identity import ProcessIdentity
-from tests.support.users import ATTACKER, needs_users, stranger
+from tests.support.machine.users import ATTACKER, needs_users, stranger
 
 pytestmark = pytest.mark.anyio
 

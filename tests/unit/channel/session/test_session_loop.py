@@ -16,7 +16,7 @@ from replicas.channel.session import loop as module
 from replicas.channel.session.hub import as_wire_error
 from replicas.channel.session.loop import SessionLoop, session_loop
 from replicas.channel.session.pending import Promise
-from tests.support.scripted import World
+from tests.support.channel.scripted import World
 
 
 class User:

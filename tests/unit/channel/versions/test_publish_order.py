@@ -17,8 +17,8 @@ from replicas.channel.versions.filling import PublishJob
 from replicas.messages import Meta
 from replicas.weights.feed import Feed
 from replicas.weights.packing import Packing
+from tests.support.channel.scripted import World
 from tests.support.channels import wait_until
-from tests.support.scripted import World
 
 pytestmark = pytest.mark.anyio
 

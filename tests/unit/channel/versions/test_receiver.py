@@ -18,8 +18,8 @@ from replicas.channel.versions import update as update_module
 from replicas.channel.versions.receive import Bound
 from replicas.channel.versions.update import Update
 from replicas.weights.loading import load_image
+from tests.support.channel.scripted import World
 from tests.support.channels import wait_until
-from tests.support.scripted import World
 
 pytestmark = pytest.mark.anyio
 

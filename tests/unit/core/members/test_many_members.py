@@ -19,10 +19,10 @@ from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.versions import manifests
 from replicas.core.versions.manifests import merge_parts
 from replicas.messages.identity import Member
+from tests.support.channel.members import Client
+from tests.support.channel.rosters import check_roster
+from tests.support.channel.scripted import World as ScriptedWorld
 from tests.support.channel_world import SimMember, World, channel_config
-from tests.support.members import Client
-from tests.support.rosters import check_roster
-from tests.support.scripted import World as ScriptedWorld
 
 # ------------------------------------------------------------ indices
 

@@ -19,8 +19,8 @@ from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from tests.support.agents import Field
+from tests.support.channel.frames import MANY, mutants
 from tests.support.fleets import group_of
-from tests.support.frames import MANY, mutants
 from tests.support.virtual import virtually
 
 MESSAGES = max(600, 4 * MANY)

@@ -20,7 +20,7 @@ from replicas.supervisor.logs.tee import Tee
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.wire.guard import RANK_MARK
 from replicas.supervisor.wire.orders import NodeSpec
-from tests.support.full_disk import file_size_limit
+from tests.support.machine.full_disk import file_size_limit
 
 LIMIT = 64 << 10
 

@@ -24,7 +24,7 @@ from replicas.supervisor.state.run_state import (
     this_process,
 )
 from replicas.supervisor.state.state import StateDir
-from tests.support.full_disk import file_size_limit
+from tests.support.machine.full_disk import file_size_limit
 
 FAR = Lease(node="b", incarnation="i", scope="elsewhere", lease_s=20.0)
 HERE = Lease(node="a", incarnation="j", local=True, scope=machine(), lease_s=23.0, process=this_process())

@@ -9,7 +9,7 @@ from replicas.errors import Fenced
 from replicas.messages.identity import proof_of
 from replicas.supervisor.state.marks import check_mark
 from replicas.supervisor.state.run_state import ShimRecord
-from tests.support.members import Client
+from tests.support.channel.members import Client
 
 SHIMS = [ShimRecord(nonce=f"{node}" * 32, group="a", replica=0, generation=2, node=node) for node in range(2)]
 GOOD = proof_of(SHIMS[0].nonce, "one")

@@ -26,7 +26,7 @@ from replicas.supervisor.state.run_state import ProcessRecord, Saved, ShimRecord
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.telemetry.events import RunEnded
 from replicas.trust.tokens import Tokens
-from tests.support.users import ATTACKER, needs_users
+from tests.support.machine.users import ATTACKER, needs_users
 
 THESIS = b"my thesis"
 

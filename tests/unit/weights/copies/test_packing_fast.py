@@ -34,7 +34,7 @@ from replicas.weights.loading import piece_pairs, views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.packing import Packer, Packing, stage
 from replicas.weights.writable import WritableSlot
-from tests.support.packing import pack
+from tests.support.channel.packing import pack
 
 WAIT_S = 60.0
 MIB = 1 << 20

@@ -20,9 +20,9 @@ from replicas.weights.devices.device_buffers import PAGE_NBYTES
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.mappings import KeptMappings
-from tests.support.device_memory import lingering_nbytes
-from tests.support.fake_accelerator import NAME, FakeAccelerator, fake_memory_nbytes
-from tests.support.memory import Child, memory_left, statistics
+from tests.support.channel.memory import Child, memory_left, statistics
+from tests.support.devices.device_memory import lingering_nbytes
+from tests.support.devices.fake_accelerator import NAME, FakeAccelerator, fake_memory_nbytes
 
 GPU = "FAKE-0"
 MANIFEST = Manifest((TensorSpec("x", "float32", (8,)),))

@@ -21,8 +21,8 @@ from replicas.weights.loading import load_into, views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.packing import Packer, Packing, packing_of, stage
 from replicas.weights.writable import WritableSlot
-from tests.support.device_memory import lingering_nbytes
-from tests.support.fake_accelerator import NAME, FakeAccelerator
+from tests.support.devices.device_memory import lingering_nbytes
+from tests.support.devices.fake_accelerator import NAME, FakeAccelerator
 
 WAIT_S = 60.0
 GPU = "FAKE-0"

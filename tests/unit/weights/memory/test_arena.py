@@ -14,7 +14,7 @@ from replicas.errors import Gone
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.pool import SPARE_BEATS
-from tests.support.memory import MANIFEST, fill, memory_left, statistics
+from tests.support.channel.memory import MANIFEST, fill, memory_left, statistics
 
 OTHER = Manifest((TensorSpec("x", "float32", (9,)),))
 

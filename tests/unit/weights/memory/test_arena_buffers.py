@@ -17,7 +17,7 @@ from replicas.messages import SlotPlace
 from replicas.weights.memory import mappings
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.mappings import KEPT_USES, KeptMappings
-from tests.support.memory import memory_left
+from tests.support.channel.memory import memory_left
 
 
 def offered(value: int = 5, nbytes: int = 64) -> Buffer:

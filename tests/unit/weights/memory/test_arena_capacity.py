@@ -15,7 +15,7 @@ from replicas.errors import NoCapacity
 from replicas.weights.memory import buffers, pool
 from replicas.weights.memory.arena import Arena
 from replicas.weights.memory.buffers import RESERVE_NBYTES, Buffer, available_nbytes, check_capacity
-from tests.support.memory import MANIFEST, fill, memory_left, statistics
+from tests.support.channel.memory import MANIFEST, fill, memory_left, statistics
 
 LARGE = Manifest((TensorSpec("x", "float32", (1 << 18,)),))  # just enough to be made ahead of time
 

@@ -15,8 +15,8 @@ from replicas.messages import SlotPlace
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.memory.mappings import KeptMappings
-from tests.support.memfds import memories
-from tests.support.memory import MANIFEST, Child, fill, statistics
+from tests.support.channel.memory import MANIFEST, Child, fill, statistics
+from tests.support.machine.memfds import memories
 
 
 @pytest.fixture

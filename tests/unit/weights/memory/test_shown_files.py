@@ -24,7 +24,7 @@ from replicas.linux.mapped import mappers
 from replicas.testing import FakeRun
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
-from tests.support.memory import MANIFEST, Child, memory_left, statistics
+from tests.support.channel.memory import MANIFEST, Child, memory_left, statistics
 
 OFFSET = MANIFEST.data_offset
 

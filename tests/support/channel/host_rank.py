@@ -1,0 +1,87 @@
+"""A rank on a host of a network that is made for a test: a line of JSON in, one out,
+until its standard input ends.
+
+It knows the commands that the methods of :class:`_Rank` are. See
+:mod:`tests.support.channel.host_ranks`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import replicas
+
+__all__ = ["ELEMENTS", "TENSORS", "TIMEOUT_S"]
+
+TIMEOUT_S = 60.0
+ELEMENTS = 1 << 20
+TENSORS = 4
+"""Of 4 MiB each."""
+
+
+class _Rank:
+    """The commands."""
+
+    def __init__(self) -> None:
+        self._channel: replicas.Channel | None = None
+
+    @property
+    def channel(self) -> replicas.Channel:
+        assert self._channel is not None
+        return self._channel
+
+    def join(self, **where: Any) -> dict[str, Any]:
+        import replicas  # see above
+
+        self._channel = replicas.join("policy", **where)
+        return {}
+
+    def publish(self, seed: int, part: int = 0, parts: int = 1) -> dict[str, Any]:
+        """Tensors that follow from ``seed``; of several parts, the rows of one."""
+
+        weights: dict[str, Any] = {}
+        for number in range(TENSORS):
+            whole = torch.arange(ELEMENTS, dtype=torch.int32).add_(seed + number).view(1 << 10, -1)
+            rows = whole.tensor_split(parts)[part]
+            first = sum(len(other) for other in whole.tensor_split(parts)[:part])
+            weights[f"w{number}"] = replicas.Shard(rows, (first, 0), tuple(whole.shape)) if parts > 1 else whole
+        receipt = self.channel.publish(weights).wait(TIMEOUT_S)
+        return {"version": receipt.version, "lost": receipt.lost, "nbytes": receipt.nbytes, "phases": receipt.phases}
+
+    def receive(self) -> dict[str, Any]:
+        """The newest version, once it is there; ``seed``: that of its tensors, all of
+        whose values have been looked at."""
+
+        with self.channel.receive().wait(TIMEOUT_S) as update:
+            found = dict(update)
+            seed = int(found["w0"].flatten()[0])
+            for number in range(TENSORS):
+                expected = torch.arange(ELEMENTS, dtype=torch.int32).add_(seed + number).view(1 << 10, -1)
+                if not torch.equal(found[f"w{number}"], expected):
+                    raise RuntimeError(f"w{number} of version {update.version} has other values than those of {seed}")
+            return {"version": update.version, "seed": seed}
+
+    def leave(self) -> dict[str, Any]:
+        self.channel.close()
+        return {}
+
+
+def _main() -> None:
+    rank = _Rank()
+    for line in sys.stdin:
+        command = json.loads(line)
+        handler: Callable[..., dict[str, Any]] = getattr(rank, command.pop("do"))
+        try:
+            reply = handler(**command)
+        except Exception as error:  # noqa: BLE001  # the test is told, and fails
+            reply = {"failed": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,132 @@
+"""Ranks on the hosts of a network that is made for a test, and a coordinator that they
+reach; the test's side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from replicas.coordinator import Coordinator, GroupShape
+from tests.support.channel.host_rank import TIMEOUT_S
+from tests.support.channels import wait_until
+from tests.support.machine.networks import Machine, Network, hosts
+from tests.support.root import ROOT
+
+__all__ = ["HostRank", "HostWorld", "host_world"]
+
+PROGRAM = "tests.support.channel.host_rank"
+
+
+class HostRank:
+    """The test's side of one rank."""
+
+    def __init__(self, name: str, host: Machine, process: Process) -> None:
+        self.name = name
+        self.host = host
+        self._process = process
+
+    @classmethod
+    async def start(cls, name: str, host: Machine) -> HostRank:
+        process = await asyncio.create_subprocess_exec(
+            *host.command(sys.executable, "-m", PROGRAM), stdin=PIPE, stdout=PIPE, cwd=ROOT
+        )
+        return cls(name, host, process)
+
+    @property
+    def pid(self) -> int:
+        """Of the rank, as it is seen from here."""
+        return self.host.pid_of(self._process.pid)
+
+    async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Its answer; :class:`AssertionError` when it failed, ended or said nothing in
+        time."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        line = await asyncio.wait_for(self._process.stdout.readline(), TIMEOUT_S)
+        assert line, f"{self.name} has ended"
+        reply: dict[str, Any] = json.loads(line)
+        assert "failed" not in reply, f"{self.name}: {reply['failed']}"
+        return reply
+
+    def has_sidecar(self) -> bool:
+        """Whether one of its sidecars has a process group: a child of its forkserver,
+        which is a child of the rank."""
+        return any(self.pid == parent_of(parent_of(pid)) for pid in self.host.processes("replica-sidecar"))
+
+    def kill(self) -> None:
+        """SIGKILL to the rank."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Close its standard input, and wait for its end, or kill it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+class HostWorld:
+    """A coordinator in the test's process with a channel "policy", hosts, and ranks on
+    them."""
+
+    def __init__(self, network: Network, coordinator: Coordinator, stack: AsyncExitStack) -> None:
+        self.hosts = network.machines
+        self.coordinator = coordinator
+        self._stack = stack
+
+    async def join(self, host: int, group: str, replica: int = 0, rank: int = 0, world_size: int = 1) -> HostRank:
+        """Start a rank there and let it join."""
+        one = await HostRank.start(f"{group}/{replica}/{rank}", self.hosts[host])
+        self._stack.push_async_callback(one.end)
+        where = {"endpoint": self.coordinator.endpoint, "token": self.coordinator.token}
+        await one.ask("join", group=group, replica=replica, rank=rank, world_size=world_size, **where)
+        return one
+
+    async def trainer_and_rollouts(self, *places: int) -> tuple[HostRank, list[HostRank]]:
+        """A trainer on the first host, and a rollout on each of the hosts ``places``;
+        all of them are live."""
+        joins = [self.join(0, "trainer"), *(self.join(host, "rollout", index) for index, host in enumerate(places))]
+        trainer, *rollouts = await asyncio.gather(*joins)
+        await self.live(len(joins))
+        return trainer, rollouts
+
+    async def live(self, members: int) -> None:
+        """Wait until so many members are live."""
+
+        def count() -> int:
+            (channel,) = self.coordinator.channel_statuses()
+            return sum(member.state == "live" for member in channel.members)
+
+        await wait_until(lambda: count() == members, f"{members} members are live", timeout_s=TIMEOUT_S)
+
+    def sidecars(self) -> list[int]:
+        """How many members on each host have a process group."""
+        return [len(host.processes("replica-sidecar")) for host in self.hosts]
+
+
+@asynccontextmanager
+async def host_world(size: int, config: dict[str, Any] | None = None, **groups: GroupShape) -> AsyncIterator[HostWorld]:
+    """So many hosts. ``config``: changes to a trainer and rollouts; ``groups``: their
+    shapes."""
+    settings = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "40s", **(config or {})}
+    with hosts(size) as network:
+        address = network.address
+        coordinator = Coordinator({"policy": settings}, groups=groups, host=address, store_bind=address)
+        async with coordinator, AsyncExitStack() as stack:
+            yield HostWorld(network, coordinator, stack)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
