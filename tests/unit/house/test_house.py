@@ -75,12 +75,10 @@ _PROCESS = "the one object of its process: each part of it ends with it"
 _FACE = "what users or another process call; each method is a step of one life"
 WIDE = {
     "channel/session/hub.py: Hub": "the one thread on which all parts of a channel meet",
-    "channel/session/session.py: Session": _FACE,
-    "channel/versions/receive.py: Receiver": _FACE,
     "channel/versions/update.py: Update": _FACE,
     "coordinator/coordinator.py: Coordinator": _FACE,
-    "coordinator/door.py: Door": "one connection's way in, step by step",
     "coordinator/engine.py: Engine": "an event is handled to its end in one place",
+    "coordinator/websocket.py: WebSocket": "one connection: its frames, its bounds, its end",
     "core/moving/transfers.py: Transfer": "one transfer in attempts; pulls between hosts will replace it",
     "sidecar/rank_side/handle.py: Sidecar": _FACE,
     "supervisor/fleet/fleet.py: Fleet": "all groups, which share nodes and budgets",
@@ -311,7 +309,7 @@ def test_the_house_keeps_its_budget() -> None:
 
 def attributes(node: ast.ClassDef) -> set[str]:
     """Names that the class declares, or its methods assign on ``self``."""
-    declared = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+    declared: list[ast.expr] = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
     declared += [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
     return {one.id for one in declared if isinstance(one, ast.Name)} | {
         one.attr
