@@ -231,8 +231,8 @@ class Supervisor:
         self._tasks = await stack.enter_async_context(anyio.create_task_group())
         saved = self.state.saved
         groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
-        self._fleet = Fleet(self._context, saved=groups, wall=time.time(), adopted=self._nodes.adopted(config))
-        self._fleet.start()
+        self._fleet = Fleet(self._context, saved=groups, wall=time.time())
+        self._fleet.start(self._nodes.adopted(config))
         if saved is not None:  # else older events may be missing
             coordinator.expect(events.tally.members)
         events.on_rotate = self.save

@@ -314,8 +314,8 @@ class Field(Yard):
         self.context.awaited.inherit(leases, leases if lost else (), self._loop.time())
         nodes._expected = self.cluster.expect(agents, shims, self.own_scope)
         self.context.start_shim = self.cluster.start
-        self.fleet = Fleet(self.context, saved=saved, adopted=nodes.adopted(self.config))
-        self.fleet.start()
+        self.fleet = Fleet(self.context, saved=saved)
+        self.fleet.start(nodes.adopted(self.config))
         self.spawn(self.tend)
         for agent in self.agents.values():
             agent.hang_up()

@@ -92,6 +92,10 @@ class Admission:
         self._lease_s, self._outlives_s = lease_s, outlives_s
         self._loop = asyncio.get_running_loop()
 
+    def lease_s(self, *, local: bool) -> float:
+        """How long processes of a node may outlive the supervisor, in seconds."""
+        return self._outlives_s if local else self._lease_s
+
     def refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
         """Return why this agent is not taken; None: it is, and its lease is on disk."""
         if hello.protocol != wire.PROTOCOL:
@@ -111,7 +115,7 @@ class Admission:
 
     def _ungranted(self, hello: Hello, *, local: bool) -> wire.Refused | None:
         """The refusal of an agent whose lease cannot be written down."""
-        lease_s = self._outlives_s if local else self._lease_s
+        lease_s = self.lease_s(local=local)
         if not lease_s:  # it ends with this supervisor, which nobody follows before
             self._awaited.seen(hello.incarnation)
             return None

@@ -68,9 +68,7 @@ class Cluster:
         is_own: Callable[[Hello], bool],
         leaving: Callable[[str, str], None],
     ) -> None:
-        self._context, self._lease_s, self._outlives_s = context, lease_s, outlives_s
-        self._leaving = leaving
-        self._local = context.resources.local
+        self._context, self._leaving = context, leaving
         self.awaited = context.awaited
         self._members: dict[str, NodeEntry] = {}
         self._admission = Admission(
@@ -148,10 +146,10 @@ class Cluster:
             elsewhere |= {*agent.elsewhere}
             if agent.local and agent.scope != scope:
                 gone.add(agent.node)
-            local = agent.local and agent.node == self._local
+            local = agent.local and agent.node == self._context.resources.local
             member = self._members[agent.node] = NodeEntry(agent.node, local=local, now=now)
             member.incarnation, member.process, member.scope = agent.incarnation, agent.process, agent.scope
-            member.life.lease_s = max(agent.lease_s, self._lease_s)
+            member.life.lease_s = max(agent.lease_s, self._admission.lease_s(local=False))
             if agent.draining:
                 self._ask(member, "drain")
         found: dict[str, ShimHandle] = {}
@@ -191,7 +189,7 @@ class Cluster:
         before, again = member.life.state, member.incarnation == hello.incarnation
         if not again:
             self._inherit(member, hello.scope)
-        member.scope, member.life.lease_s = hello.scope, self._outlives_s if local else self._lease_s
+        member.scope, member.life.lease_s = hello.scope, self._admission.lease_s(local=local)
         member.incarnation, member.link, member.life.heard_at = hello.incarnation, link, now
         member.life.step("hello")
         member.process = ProcessRecord(hello.pid, hello.start_time)
@@ -223,7 +221,7 @@ class Cluster:
         return wire.Welcome(
             run=context.config.run.name,
             supervisor=self.incarnation,
-            lease_s=0.0 if local else self._lease_s,
+            lease_s=0.0 if local else self._admission.lease_s(local=False),
             adopt_s=context.config.run.adopt_s,
             endpoint="" if local else context.coordinator.endpoint,
             token="" if local else tokens.text("member"),
@@ -510,7 +508,8 @@ class Cluster:
             and not one.life.over
             and (one.life.state == "away" or now - one.life.heard_at > 2 * BEAT_S)
         ]
-        return tuple(dict.fromkeys((*silent, *(node for node in self.awaited.nodes() if node != self._local))))
+        awaited = (node for node in self.awaited.nodes() if node != self._context.resources.local)
+        return tuple(dict.fromkeys((*silent, *awaited)))
 
     def over(self, reason: str = "the run is over") -> None:
         """Have all agents end what is left, and themselves."""

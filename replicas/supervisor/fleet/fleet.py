@@ -75,7 +75,6 @@ class Fleet:
 
     :param saved: a dead supervisor's state of its groups.
     :param wall: the time of day, in seconds.
-    :param adopted: generations that go on; None: nothing of an earlier supervisor does.
     """
 
     def __init__(
@@ -85,11 +84,8 @@ class Fleet:
         saved: Mapping[str, SavedGroup] | None = None,
         wall: float = 0.0,
         rng: random.Random | None = None,
-        adopted: Adopted | None = None,
     ) -> None:
-        self._adopted = None if adopted is None else dict(adopted)
         self._context = context
-        self._emit, self._say = context.emit, context.say
         self._turns = new_turns()
         self._rng = rng
         self._loop = asyncio.get_running_loop()
@@ -120,14 +116,18 @@ class Fleet:
 
     # ------------------------------------------------------------ start
 
-    def start(self) -> None:
+    def start(self, adopted: Adopted | None = None) -> None:
+        """Start the monitor and all replicas.
+
+        :param adopted: generations that go on; None: nothing of an earlier supervisor
+            does.
+        """
         for name, group in self.groups.items():
             self.resize(name)
-            self._fill(group)
+            self._fill(group, adopted)
             for index in [index for index in group.replicas if index >= group.size and not group.config.external]:
                 group.replicas[index].stop()
                 self._see_off(group, [group.replicas[index]], "scaled")
-        self._adopted = None
         self._context.spawn(self._monitor)
 
     def adopt(self, config: GroupConfig) -> None:
@@ -135,11 +135,11 @@ class Fleet:
         self.resize(config.name)
         self._fill(group)
 
-    def _fill(self, group: Group) -> None:
+    def _fill(self, group: Group, adopted: Adopted | None = None) -> None:
         joined = self._context.coordinator.joined(group.config.name) if group.config.external else ()
         kind = External if group.config.external else Replica
-        name, adopted = group.config.name, self._adopted or {}
-        beyond = [index for other, index in adopted if other == name and index >= group.size]
+        name, found = group.config.name, adopted or {}
+        beyond = [index for other, index in found if other == name and index >= group.size]
         for index in (*range(group.size), *beyond, *joined):
             if index not in group.replicas:
                 replica = kind(
@@ -151,9 +151,9 @@ class Fleet:
                     generation=group.generation(index),
                     turns=self._turns,
                 )
-                if (name, index) in adopted:
-                    self._go_on(replica, *adopted[name, index])
-                group.enter(replica, settled=self._adopted is not None)
+                if (name, index) in found:
+                    self._go_on(replica, *found[name, index])
+                group.enter(replica, settled=adopted is not None)
                 self._context.spawn(replica.run)
 
     def _go_on(self, replica: Replica, number: int, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
@@ -226,7 +226,7 @@ class Fleet:
 
     def _finish(self, code: int, words: str) -> None:
         self.exit_code, self.ended_by = code, words
-        self._say(words)
+        self._context.say(words)
         self.over.set()
 
     @property
@@ -370,10 +370,10 @@ class Fleet:
         if transition.restart_reason is not None:
             self.save()  # spent before it is reported: a kill here can only spend too much
         self._unsaved = True
-        self._emit(transition)
+        self._context.emit(transition)
         logs = self._context.state.logs if replica is None or replica.here else None
         if text := line(transition, resume_in_s=replica.resume_in_s if replica is not None else 0.0, logs=logs):
-            self._say(text)
+            self._context.say(text)
         self._context.look()
         if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":
             for other in group.replicas.values() if replica is not None and replica.asked != "fail" else ():
@@ -400,7 +400,7 @@ class Fleet:
             raise
         self.resize(name)
         if before != replicas:
-            self._emit(Scaled(group=name, before=before, after=replicas))
+            self._context.emit(Scaled(group=name, before=before, after=replicas))
         self._fill(group)
         ours = not group.config.external or reason == "reloaded"
         leaving = [replica for index, replica in group.replicas.items() if index >= replicas and ours]
@@ -426,14 +426,14 @@ class Fleet:
         """Wait for the end of replicas that were stopped for good."""
         name, began = group.config.name, self._loop.time()
         for replica in leaving:
-            self._emit(Draining(target=replica.name, reason=reason))
+            self._context.emit(Draining(target=replica.name, reason=reason))
         for replica in leaving:
             await replica.over.wait()
             if group.replicas.get(replica.index) is replica:
                 group.retire(replica)
                 if not replica.stuck:
                     self._context.resources.release(name, replica.index)
-                self._emit(Drained(target=replica.name, seconds=self._loop.time() - began))
+                self._context.emit(Drained(target=replica.name, seconds=self._loop.time() - began))
         if self.groups.get(name) is group:
             if reason == "reloaded" and not group.size:
                 self.removed[name] = group.saved(self._loop.time(), 0.0).once_removed
@@ -448,7 +448,7 @@ class Fleet:
         :raises replicas.errors.WorldError: it was undone, or the agent is another.
         """
         cause, began = Cause("node", f"node {node} is being drained"), self._loop.time()
-        self._emit(Draining(target=f"node {node}", reason="node"))
+        self._context.emit(Draining(target=f"node {node}", reason="node"))
         chosen = [self.replica(*key) for key in self._context.resources.on(node)]
         for replica in chosen:
             if replica is not None and not replica.leaving and replica.life.alive:
@@ -456,7 +456,7 @@ class Fleet:
         await self.until(lambda: is_empty() or not stands() or self.over.is_set())
         if not stands():
             raise errors.WorldError(f"node {node} takes replicas again: its drain was undone, or its agent is another")
-        self._emit(Drained(target=f"node {node}", seconds=self._loop.time() - began))
+        self._context.emit(Drained(target=f"node {node}", seconds=self._loop.time() - began))
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """End the replicas, and wait for the start of their next generation, or a stop.
@@ -474,7 +474,7 @@ class Fleet:
             text = f"group {group.config.name} is started by others"
             raise errors.UsageError(text, hint="restart its programs where they were started")
         self.save(order=True)  # a start that cannot be noted would have to wait
-        self._emit(RestartAsked(target=target, rolling=rolling))
+        self._context.emit(RestartAsked(target=target, rolling=rolling))
         if rolling:
             await self.roll(group, replicas, REQUESTED)
             return
@@ -538,10 +538,10 @@ class Fleet:
             self.over.clear()
         self.save(order=True)
         if spent or names:
-            self._emit(FailedReset(replicas=names, groups=spent))
+            self._context.emit(FailedReset(replicas=names, groups=spent))
             full = f"full restart budget for {', '.join(spent)}" if spent else ""
             began = f"starting {', '.join(names)}" if names else ""
-            self._say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
+            self._context.say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
         self._context.look()
         return names
 
@@ -554,17 +554,17 @@ class Fleet:
         if target is not None:
             chosen, began = self.targets(target), self._loop.time()
             self.save(order=True)
-            self._emit(Draining(target=target, hurry=hurry))
+            self._context.emit(Draining(target=target, hurry=hurry))
             for replica in chosen:
                 replica.halt(0.0 if hurry else None)
             self.save(order=True)
             # One may be restarted meanwhile.
             await self.until(lambda: all(one.resting or one.over.is_set() or not one.unwanted for one in chosen))
-            self._emit(Drained(target=target, seconds=self._loop.time() - began))
+            self._context.emit(Drained(target=target, seconds=self._loop.time() - began))
             return
         began = self._loop.time()
         if not self.draining or (hurry and self._hurry_s is None):
-            self._emit(Draining(target="", reason=reason, hurry=hurry))
+            self._context.emit(Draining(target="", reason=reason, hurry=hurry))
         self.draining = True
         if hurry:
             self._hurry_s = 0.0
@@ -577,5 +577,5 @@ class Fleet:
                 await replica.over.wait()
         if not self._drained:
             self._drained = True
-            self._emit(Drained(target="", seconds=self._loop.time() - began))
+            self._context.emit(Drained(target="", seconds=self._loop.time() - began))
         self.over.set()

@@ -55,7 +55,7 @@ LINES_MAX = 450
 LONG = {
     "supervisor/supervisor.py": 692,
     "core/moving/transfers.py": 652,
-    "supervisor/fleet/cluster.py": 585,
+    "supervisor/fleet/cluster.py": 584,
     "supervisor/fleet/fleet.py": 581,
     "core/versions/commits.py": 527,
     "supervisor/fleet/replica.py": 499,
@@ -79,7 +79,6 @@ WIDE = {
     "coordinator/websocket.py: WebSocket": "one connection, which asyncio calls in many ways",
     "core/moving/transfers.py: Transfer": "one transfer in attempts; pulls between hosts will replace it",
     "sidecar/rank_side/handle.py: Sidecar": _FACE,
-    "supervisor/fleet/cluster.py: Cluster": "all nodes, which share what they have",
     "supervisor/fleet/fleet.py: Fleet": "all groups, which share nodes and budgets",
     "supervisor/fleet/replica.py: Replica": "one replica over all its generations",
     "supervisor/shim/pump_watcher.py: PumpWatcher": _FACE,

@@ -161,7 +161,7 @@ async def test_members_of_a_replica_that_has_ended_are_judged_no_more() -> None:
 async def test_nobody_says_of_a_silent_node_that_its_processes_do_not_die() -> None:
     """Its lease is waited for, and nothing is known of them meanwhile."""
     async with field(group_of("a", stop_timeout_s=1.0)) as made:
-        made.cluster._lease_s = 3 * LEASE_S
+        made.cluster._admission._lease_s = 3 * LEASE_S
         one = made.join("n1")
         await asyncio.sleep(3)
         one.cut = True
