@@ -1,6 +1,8 @@
 """The released vLLM, supervised, with a real model: what it answers with, and when.
 
 One start of the server serves all tests; each leaves it serving the newest version.
+
+Covers: integrations/vllm_engine.py, integrations/vllm_gate.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Strangers, and members gone mad: refused or cut within seconds, counted, and of no
-harm to anybody else."""
+harm to anybody else.
+
+Covers: coordinator/connection_guard.py, coordinator/server.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """A stranger who fills the store: it is replaced, and never takes the machine's
-memory."""
+memory.
+
+Covers: coordinator/store.py, coordinator/store_process.py.
+"""
 
 from __future__ import annotations
 

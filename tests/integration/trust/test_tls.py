@@ -1,5 +1,8 @@
 """A control port with TLS: members that join it by their token alone, and everything
-that is refused: wrong keys, old tokens, people between, and handshakes gone wrong."""
+that is refused: wrong keys, old tokens, people between, and handshakes gone wrong.
+
+Covers: trust/certificate.py, trust/tls.py.
+"""
 
 from __future__ import annotations
 

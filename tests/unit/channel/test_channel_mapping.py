@@ -1,5 +1,8 @@
 """What a member does on its own host: it finds out where it is, maps what others hold,
-and lets go of it again."""
+and lets go of it again.
+
+Covers: channel/versions/transfers.py.
+"""
 
 from __future__ import annotations
 

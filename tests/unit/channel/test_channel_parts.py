@@ -1,5 +1,8 @@
 """The session thread's side of a channel against a scripted coordinator: messages in,
-messages out, slots between."""
+messages out, slots between.
+
+Covers: channel/session/holdings.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The pages of the control port, asked over ASGI with no socket."""
+"""The pages of the control port, asked over ASGI with no socket.
+
+Covers: control/access.py, control/app.py.
+"""
 
 from __future__ import annotations
 

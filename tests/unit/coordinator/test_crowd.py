@@ -1,5 +1,8 @@
 """Connections by source: who gives way, whose turn it is; and by which names a port may
-be spoken to."""
+be spoken to.
+
+Covers: coordinator/door.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a port with TLS makes of a connection's first bytes, and TLS without I/O."""
+"""What a port with TLS makes of a connection's first bytes, and TLS without I/O.
+
+Covers: coordinator/greeting.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The member's side of operations: attempts, unknown outcomes and how they are settled,
-and what is kept for them."""
+and what is kept for them.
+
+Covers: channel/operations/operations.py, channel/session/sidecar_lanes.py.
+"""
 
 from __future__ import annotations
 

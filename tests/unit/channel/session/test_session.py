@@ -1,4 +1,7 @@
-"""The member's side of a session against a scripted coordinator."""
+"""The member's side of a session against a scripted coordinator.
+
+Covers: channel/session/session.py.
+"""
 
 from __future__ import annotations
 

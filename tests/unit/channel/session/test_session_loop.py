@@ -1,5 +1,8 @@
 """The session thread's loop: it serves as long as the process lives, and who waits for
-it never waits in vain."""
+it never waits in vain.
+
+Covers: channel/session/hub.py, channel/session/loop.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Publishes that are under way together are announced in their order, whichever digest
-is there first."""
+is there first.
+
+Covers: channel/versions/filling.py, channel/versions/publish.py.
+"""
 
 from __future__ import annotations
 

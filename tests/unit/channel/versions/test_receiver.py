@@ -1,5 +1,8 @@
 """Receives of one rank: what is given back unlooked at, and who may look at an update
-at the same time."""
+at the same time.
+
+Covers: channel/versions/receive.py, channel/versions/update.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What the coordinator does not do for each of many members: walk, tell, encode or wake
-all the others."""
+all the others.
+
+Covers: core/members/holders.py, core/members/roster.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What an agent does with its lease, in virtual time: over a supervisor that answers
-late or not at all, and over fake shims."""
+late or not at all, and over fake shims.
+
+Covers: supervisor/agent/agent.py.
+"""
 
 from __future__ import annotations
 
