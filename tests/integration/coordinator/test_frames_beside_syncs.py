@@ -70,11 +70,6 @@ class World:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def world() -> AsyncIterator[World]:
     name = f"replicas-test-{secrets.token_hex(8)}"
     forkserver = start_forkserver(name)

@@ -36,11 +36,6 @@ CHANNELS = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def shared() -> AsyncIterator[Coordinator]:
     async with Coordinator(CHANNELS, groups={"rollout": GroupShape(replicas=9)}) as running:
         yield running

@@ -35,11 +35,6 @@ for number in range(int(sys.argv[3])):
 """
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def fill(port: int, nbytes: int) -> bool:
     """Set values of so many bytes together, as a process of its own does; whether the
     store took them."""

@@ -45,11 +45,6 @@ CHANNELS = {"policy": POLICY}
 WEIGHTS = {"w": torch.arange(100_000.0)}
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def page(_: Request) -> PlainTextResponse:
     return PlainTextResponse("x" * 500_000)
 

@@ -24,11 +24,6 @@ from replicas.trust.tokens import Tokens
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Fake:
     """A run with one rollout replica in a given state."""
 

@@ -35,11 +35,6 @@ TOKEN = {"Authorization": "Bearer secret"}
 TOKENS = Tokens("member", "secret")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Run(Fake):
     """Takes down what it is told to do. ``error``: what each order ends with; ``gate``:
     what each one waits for."""

@@ -78,11 +78,6 @@ def module(**names: Any) -> ModuleType:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def ray() -> Ray:
     return Ray()
 

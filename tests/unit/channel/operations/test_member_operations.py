@@ -32,11 +32,6 @@ OTHER = Member("rollout", 1, 0, "def")
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def world() -> AsyncIterator[World]:
     world = World("peer", 1)
     yield world
