@@ -24,7 +24,7 @@ from replicas.core.versions.manifests import merge_parts
 from replicas.messages.identity import Member
 from tests.support.channel.members import Client
 from tests.support.channel.rosters import check_roster
-from tests.support.channel.scripted import World as ScriptedWorld
+from tests.support.channel.scripted import ScriptedWorld
 from tests.support.channel_world import SimMember, World, channel_config
 
 # ------------------------------------------------------------ indices
