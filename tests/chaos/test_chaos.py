@@ -29,7 +29,7 @@ from tests.chaos.syncs.attack import Attack, choose
 from tests.chaos.syncs.faults import Fault, deck
 from tests.chaos.syncs.invariants import Invariants
 from tests.chaos.syncs.recovery import Recovery
-from tests.chaos.syncs.rig import GUEST, Shape, World, open_world
+from tests.chaos.syncs.rig import GUEST, Shape, SyncWorld, open_world
 from tests.support.runs import eventually
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
@@ -56,7 +56,7 @@ SLOW_S = 10.0
 class Chaos:
     """The rounds and what they found."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SyncWorld) -> None:
         self.world = world
         self.report = Report()
         self.restarts: dict[str, int] = defaultdict(int)

@@ -1,5 +1,8 @@
 """An embedded coordinator between actors of a real Ray on three nodes: versions, kills
-of actors, of the coordinator, of a node and of the driver."""
+of actors, of the coordinator, of a node and of the driver.
+
+Covers: integrations/ray.py.
+"""
 
 from __future__ import annotations
 

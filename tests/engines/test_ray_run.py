@@ -1,5 +1,8 @@
 """Whole runs on a real Ray of three nodes: a node that dies and one that is added, an
-agent that is killed, a group that grows, and ends of the driver."""
+agent that is killed, a group that grows, and ends of the driver.
+
+Covers: integrations/ray_agent.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The released transformers, PEFT and FSDP as sources, by the names that TRL sends."""
+"""The released transformers, PEFT and FSDP as sources, by the names that TRL sends.
+
+Covers: sources/hf.py.
+"""
 
 from __future__ import annotations
 

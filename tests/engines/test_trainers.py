@@ -1,4 +1,7 @@
-"""The released trainers with the callbacks that publish: what arrives, and when."""
+"""The released trainers with the callbacks that publish: what arrives, and when.
+
+Covers: integrations/lightning.py, integrations/transformers.py.
+"""
 
 from __future__ import annotations
 

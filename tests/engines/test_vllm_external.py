@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from replicas.linux.processes import die_with_parent
-from tests.engines.world import MODEL, START_S, VLLM_OPTIONS, World
+from tests.engines.world import MODEL, START_S, VLLM_OPTIONS, EngineWorld
 from tests.support.house.manifests import container, environment, status_of
 from tests.support.runs import MARK, ROOT, Run, eventually, running
 
@@ -67,7 +67,7 @@ def test_a_server_that_others_start_is_ready_when_it_serves_a_version(tmp_path: 
     serve = ("-m", "replicas.integrations.vllm", "serve", str(MODEL), *VLLM_OPTIONS, "--port", f"{port}")
     trainer = (str(Path(__file__).parent / "programs" / "trainer.py"), "port")
     with running(tmp_path, EXTERNAL) as run, started(run, "trainer-jobset.yaml", *trainer, MODEL=str(MODEL)):
-        world = World(run)
+        world = EngineWorld(run)
         with started(run, "rollout-deployment.yaml", *serve, REPLICAS_GROUP="server", **SERVER) as server:
             eventually(lambda: probe(port) == 503, "a server with a gate that is shut", timeout_s=START_S)
             world.publish()

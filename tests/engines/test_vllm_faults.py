@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.engines.world import World
+from tests.engines.world import EngineWorld
 from tests.support.runs import eventually
 
 KILLED_S = 1.0
@@ -18,7 +18,7 @@ ROLES = ["follower", "api", "core", "worker0"]
 
 
 @pytest.fixture
-def served(world: World) -> World:
+def served(world: EngineWorld) -> EngineWorld:
     """The run, whose server has the newest version."""
     world.publish(scale=1.0)
     world.wait_until_served(world.committed)
@@ -26,7 +26,7 @@ def served(world: World) -> World:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_killed_process_costs_the_trainer_a_second_and_the_server_a_restart(served: World, role: str) -> None:
+def test_a_killed_process_costs_the_trainer_a_second_and_the_server_a_restart(served: EngineWorld, role: str) -> None:
     world, usual = served, served.publish(scale=0.0)["committed_s"]
     world.wait_until_served(world.committed)
     before = world.processes()
@@ -37,7 +37,7 @@ def test_a_killed_process_costs_the_trainer_a_second_and_the_server_a_restart(se
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_frozen_process_is_given_up_and_the_server_is_restarted(served: World, role: str) -> None:
+def test_a_frozen_process_is_given_up_and_the_server_is_restarted(served: EngineWorld, role: str) -> None:
     world, before = served, served.processes()
     os.kill(before[role], signal.SIGSTOP)
     assert world.publish(scale=0.0)["committed_s"] < FROZEN_S
@@ -48,7 +48,7 @@ def test_a_frozen_process_is_given_up_and_the_server_is_restarted(served: World,
 
 @pytest.mark.parametrize("misfit", [{"layers": 20}, {"rows": 1000}], ids=["no weights for some layers", "other shapes"])
 def test_a_version_that_does_not_fit_is_refused_and_costs_the_server_nothing(
-    served: World, misfit: dict[str, int]
+    served: EngineWorld, misfit: dict[str, int]
 ) -> None:
     world, before, good = served, served.processes(), served.committed
     world.publish(**misfit)
@@ -67,7 +67,7 @@ def test_a_version_that_does_not_fit_is_refused_and_costs_the_server_nothing(
     assert world.processes() == before
 
 
-def test_a_publisher_that_dies_in_mid_update_changes_no_answer(served: World) -> None:
+def test_a_publisher_that_dies_in_mid_update_changes_no_answer(served: EngineWorld) -> None:
     world = served
     world.kill_trainer_while_it_publishes()
     assert "Paris" in world.answer()

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.world import CAPITAL, START_S, World, ask, running_world
+from tests.engines.world import CAPITAL, START_S, EngineWorld, ask, running_world
 from tests.support.runs import eventually
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineWorld]:
     with running_world(tmp_path_factory.mktemp("lora"), "--lora") as world:
         yield world
 
 
-def test_adapters_are_named_by_version_and_the_newest_one_answers(world: World) -> None:
+def test_adapters_are_named_by_version_and_the_newest_one_answers(world: EngineWorld) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(f"{world.url}/v1/completions", CAPITAL)
     assert refused.value.code == 503  # no adapter yet
@@ -34,7 +34,7 @@ def test_adapters_are_named_by_version_and_the_newest_one_answers(world: World) 
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/adapters", "/adapters/math"])
-def test_adapters_come_from_the_follower_alone(world: World, path: str) -> None:
+def test_adapters_come_from_the_follower_alone(world: EngineWorld, path: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(f"{world.url}{path}", {"lora_name": "x", "lora_path": "/tmp", "name": "x", "src": "/tmp"})
     assert refused.value.code == 403

@@ -1,4 +1,7 @@
-"""What a released vLLM's worker loads: a whole version or nothing of it, by name."""
+"""What a released vLLM's worker loads: a whole version or nothing of it, by name.
+
+Covers: integrations/vllm_reload.py.
+"""
 
 from __future__ import annotations
 

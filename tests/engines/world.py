@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.support.runs import Run, alive, eventually, running
 
-__all__ = ["CAPITAL", "MODEL", "START_S", "TENSOR_PARALLEL", "World", "ask", "get", "running_world"]
+__all__ = ["CAPITAL", "MODEL", "START_S", "TENSOR_PARALLEL", "EngineWorld", "ask", "get", "running_world"]
 
 MODEL = Path(sys.prefix) / "model"
 START_S = 300.0
@@ -50,16 +50,16 @@ slots = 3
 
 
 @contextlib.contextmanager
-def running_world(folder: Path, *options: str) -> Iterator[World]:
+def running_world(folder: Path, *options: str) -> Iterator[EngineWorld]:
     """A run from its start to its clean end."""
     with running(folder, run_text(*options)) as run:
-        yield World(run)
+        yield EngineWorld(run)
         run.signal(signal.SIGTERM)
         assert run.wait(timeout_s=60) == 0
         run.assert_nothing_left()
 
 
-class World:
+class EngineWorld:
     """The run, its trainer and its server."""
 
     def __init__(self, run: Run) -> None:

@@ -15,7 +15,7 @@ from tests.chaos.anatomy import Anatomy, Body
 from tests.chaos.programs.signals import EXIT, RAISE, REJOIN, REJOIN_OUTER
 from tests.chaos.syncs.faults import Fault
 from tests.chaos.syncs.noise import attack_port, framed, garbage
-from tests.chaos.syncs.rig import LEASE_S, World
+from tests.chaos.syncs.rig import LEASE_S, SyncWorld
 from tests.support.runs import eventually
 
 __all__ = ["Attack", "Victim", "choose"]
@@ -42,7 +42,7 @@ class Victim:
     deeds: list[dict[str, Any]] = field(default_factory=list)
 
 
-def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Victim | None:
+def choose(fault: Fault, world: SyncWorld, anatomy: Anatomy, spared: Set[str]) -> Victim | None:
     """Whom the fault hits, but none of the replicas and targets ``spared``; None when
     those are all that it could."""
     if fault.target in spared:
@@ -98,7 +98,7 @@ class Attack:
     """One fault on its way. ``undo`` gets what must be taken back at the end of the
     round."""
 
-    def __init__(self, fault: Fault, victim: Victim, world: World, anatomy: Anatomy, undo: ExitStack) -> None:
+    def __init__(self, fault: Fault, victim: Victim, world: SyncWorld, anatomy: Anatomy, undo: ExitStack) -> None:
         self.fault = fault
         self.victim = victim
         self.at = self.since = 0.0

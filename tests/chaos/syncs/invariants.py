@@ -11,7 +11,7 @@ from pathlib import Path
 
 from replicas.status import ReplicaStatus
 from tests.chaos.anatomy import Anatomy
-from tests.chaos.syncs.rig import LOAD_DEADLINE_S, SLOTS, World
+from tests.chaos.syncs.rig import LOAD_DEADLINE_S, SLOTS, SyncWorld
 from tests.chaos.written import Written
 from tests.support.machine.memfds import mapped_anywhere, memories, ownerless
 from tests.support.processes import name_of
@@ -32,7 +32,7 @@ MEMORIES = 3 * SLOTS
 class Invariants(Written):
     """``base``: the run when nothing had happened to it yet."""
 
-    def __init__(self, world: World, base: Anatomy) -> None:
+    def __init__(self, world: SyncWorld, base: Anatomy) -> None:
         super().__init__(world)
         self.world = world
         self._fds = {pid: _fds(pid) for body in base.bodies.values() for pid in body.ranks}

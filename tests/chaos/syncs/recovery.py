@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Set
 
-from tests.chaos.syncs.rig import GUEST, World
+from tests.chaos.syncs.rig import GUEST, SyncWorld
 
 __all__ = ["Recovery"]
 
@@ -18,7 +18,7 @@ class Recovery:
         ``maybe``: or once more.
     """
 
-    def __init__(self, world: World, since: float, restarts: Mapping[str, int], maybe: Set[str]) -> None:
+    def __init__(self, world: SyncWorld, since: float, restarts: Mapping[str, int], maybe: Set[str]) -> None:
         self._world = world
         self._since = since
         self._guest = world.guest.pid

@@ -24,7 +24,7 @@ from tests.chaos.syncs.moments import moments_of
 from tests.chaos.written import GUEST
 from tests.support.runs import Run, eventually, running
 
-__all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "Tail", "World", "open_world"]
+__all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "SyncWorld", "Tail", "open_world"]
 
 DEADLINE_S = 8.0
 LEASE_S = 4.0
@@ -112,7 +112,7 @@ deadline = "{DEADLINE_S:g}s"
 
 
 @contextmanager
-def open_world(folder: Path, shape: Shape) -> Iterator[World]:
+def open_world(folder: Path, shape: Shape) -> Iterator[SyncWorld]:
     """A run, and everything of it gone at the end of the block."""
     out = folder / "out"
     out.mkdir()
@@ -132,10 +132,10 @@ def open_world(folder: Path, shape: Shape) -> Iterator[World]:
             group, _, replica = GUEST.partition("-")
             guest = Guest(run, group, int(replica), shape.env(out))
             with closing(guest):
-                yield World(run, shape, out, gateway, ours, guest)
+                yield SyncWorld(run, shape, out, gateway, ours, guest)
 
 
-class World:
+class SyncWorld:
     """A run and what shows of it."""
 
     def __init__(

@@ -1,5 +1,8 @@
 """What a caller may pass: a call of no use is refused there and then, by the argument's
-name, and the channel goes on."""
+name, and the channel goes on.
+
+Covers: channel/joining.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Weights from a source to targets, all members in this process: through a real
 coordinator, store and sidecars, and through the fake run of `replicas.testing`, which
-must behave alike."""
+must behave alike.
+
+Covers: channel/channel.py.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ A sample of the lines and moments; all of them: ``INTERRUPTS=3000 pytest
 tests/integration/channel/test_interrupts.py``, or ``python -m
 tests.support.channel.interrupts``. Each in a process of its own, whose main thread
 nobody else interrupts.
+
+Covers: common/waits.py.
 """
 
 from __future__ import annotations

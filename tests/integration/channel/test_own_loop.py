@@ -1,5 +1,8 @@
 """Calls that block, made on the event loop on which a coordinator runs, which alone
-could answer them."""
+could answer them.
+
+Covers: common/own_loop.py.
+"""
 
 from __future__ import annotations
 

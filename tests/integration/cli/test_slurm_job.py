@@ -1,5 +1,8 @@
 """The parts of a run in a Slurm job, as processes with a job's variables: what brings
-an agent back, and what does not disturb the others. Needs no Slurm."""
+an agent back, and what does not disturb the others. Needs no Slurm.
+
+Covers: cli/slurm_job.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The run's Unix socket: who is let in, where it lies, what is left of it."""
+"""The run's Unix socket: who is let in, where it lies, what is left of it.
+
+Covers: control/socket.py, supervisor/agent/orphans.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The coordinator from outside: who is let in, what garbage does, sessions that break
-and come back, a store that dies."""
+and come back, a store that dies.
+
+Covers: coordinator/coordinator.py.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ async def load(channel: Channel) -> tuple[int, float]:
         return update.version, value_of(update)
 
 
-class World:
+class RestartWorld:
     """Members in this process, the coordinator in one of its own."""
 
     def __init__(self, coordinator: CoordinatorProcess) -> None:
@@ -69,10 +69,12 @@ class World:
 
 
 @asynccontextmanager
-async def world_of(state_dir: Path | None, config: dict[str, Any] | None = None, **groups: int) -> AsyncIterator[World]:
+async def world_of(
+    state_dir: Path | None, config: dict[str, Any] | None = None, **groups: int
+) -> AsyncIterator[RestartWorld]:
     """``groups``: ranks of each replica."""
     coordinator = CoordinatorProcess({**POLICY, **(config or {})}, groups, state_dir)
-    world = World(coordinator)
+    world = RestartWorld(coordinator)
     try:
         await coordinator.start()
         yield world

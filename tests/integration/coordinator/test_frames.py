@@ -44,11 +44,6 @@ pytestmark = pytest.mark.anyio
 CHANNELS = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def no_errors_are_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield

@@ -48,7 +48,7 @@ Hurl = Callable[[bytes], object]
 """Sends one frame to a listener, over a connection of its own."""
 
 
-class World:
+class ListenerWorld:
     """A trainer and a target in processes of their own, whose syncs go through
     sidecars, and what there is to attack."""
 
@@ -70,12 +70,7 @@ class World:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world() -> AsyncIterator[ListenerWorld]:
     name = f"replicas-test-{secrets.token_hex(8)}"
     forkserver = start_forkserver(name)
     ranks: list[RankProcess] = []
@@ -84,7 +79,7 @@ async def world() -> AsyncIterator[World]:
             for group in ("trainer", "rollout"):
                 env = {"REPLICAS_FORKSERVER": name}
                 ranks.append(await RankProcess.start(coordinator.endpoint, coordinator.token, group, env=env))
-            found = World(coordinator, ranks[0], ranks[1], name)
+            found = ListenerWorld(coordinator, ranks[0], ranks[1], name)
             await found.sync()  # forms the process group
             yield found
             for rank in ranks:
@@ -97,7 +92,7 @@ async def world() -> AsyncIterator[World]:
     assert "Traceback" not in said, said
 
 
-async def compare(world: World, hurl: Hurl, real: Sequence[bytes], seed: int) -> tuple[float, float]:
+async def compare(world: ListenerWorld, hurl: Hurl, real: Sequence[bytes], seed: int) -> tuple[float, float]:
     """Medians of the seconds of a sync: without frames, and under at least ``MANY`` of
     them."""
     calm = [await world.sync() for _ in range(SYNCS)]
@@ -123,7 +118,7 @@ async def compare(world: World, hurl: Hurl, real: Sequence[bytes], seed: int) ->
     return median(calm), median(attacked)
 
 
-async def undisturbed(world: World, hurl: Hurl, real: Sequence[bytes], seed: int) -> None:
+async def undisturbed(world: ListenerWorld, hurl: Hurl, real: Sequence[bytes], seed: int) -> None:
     for again in range(2):
         calm_s, attacked_s = await compare(world, hurl, real, seed + again)
         if attacked_s < FACTOR * calm_s + SLACK_S:
@@ -131,13 +126,13 @@ async def undisturbed(world: World, hurl: Hurl, real: Sequence[bytes], seed: int
     pytest.fail(f"a sync takes {attacked_s:.3f} s under frames, and {calm_s:.3f} s without")
 
 
-async def test_requests_at_the_control_port(world: World) -> None:
+async def test_requests_at_the_control_port(world: ListenerWorld) -> None:
     host, port = world.coordinator.endpoint.split(":")
     await undisturbed(world, lambda data: say((host, int(port)), data), requests(world.coordinator.token), seed=1)
 
 
 @pytest.mark.parametrize("spoilt", ["message", "frame"])
-async def test_messages_of_a_session(world: World, spoilt: str) -> None:
+async def test_messages_of_a_session(world: ListenerWorld, spoilt: str) -> None:
     """Of an observer: a target that is there and sends nothing but nonsense would
     rightly be waited for."""
     hello = msgspec.structs.replace(Client.hello_of("rollout"), replica=8, incarnation="hostile", observe=True)
@@ -149,7 +144,7 @@ async def test_messages_of_a_session(world: World, spoilt: str) -> None:
     await undisturbed(world, hurl, messages() if spoilt == "message" else [framed(data) for data in messages()], seed=2)
 
 
-async def test_hellos(world: World) -> None:
+async def test_hellos(world: ListenerWorld) -> None:
     hello = msgspec.structs.replace(Client.hello_of("rollout"), replica=8, incarnation="hostile", observe=True)
     host, port = world.coordinator.endpoint.split(":")
     head = "GET /session HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -159,20 +154,20 @@ async def test_hellos(world: World) -> None:
     await undisturbed(world, lambda data: say((host, int(port)), head.encode() + framed(data)), [real], seed=3)
 
 
-async def test_requests_at_the_runs_socket(world: World, tmp_path: Path) -> None:
+async def test_requests_at_the_runs_socket(world: ListenerWorld, tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "control.sock"
     async with ControlSocket(path, control_routes(run, commands=run, streams=run), run.refused.append):
         await undisturbed(world, lambda data: say(str(path), data), requests("none"), seed=4)
 
 
-async def test_the_store(world: World) -> None:
+async def test_the_store(world: ListenerWorld) -> None:
     """A frame may end it, as it is torch's; the group that was formed over it goes on,
     and another store comes."""
     real = await asyncio.to_thread(recorded, world.coordinator.store_address[1], use_store)
     await undisturbed(world, lambda data: say(world.coordinator.store_address, data), real, seed=5)
 
 
-async def test_the_forkserver(world: World) -> None:
+async def test_the_forkserver(world: ListenerWorld) -> None:
     real = [sidecar_wire.encode(sidecar_wire.Attach()), sidecar_wire.encode(sidecar_wire.Fork(7))]
 
     def hurl(data: bytes) -> None:
@@ -182,7 +177,7 @@ async def test_the_forkserver(world: World) -> None:
     await undisturbed(world, hurl, real, seed=7)
 
 
-async def test_requests_to_another_sidecar(world: World) -> None:
+async def test_requests_to_another_sidecar(world: ListenerWorld) -> None:
     real = [sidecar_wire.encode(message) for message in (sidecar_wire.Ping(1), sidecar_wire.MapBuffer(1))]
     whole = [sidecar_wire.frame_head(body, ()) + body for body in real]
     with pidfd_of_this() as pidfd, attached(SocketAddress.parse(world.forkserver).name) as client:

@@ -1,5 +1,8 @@
 """Strangers, and members gone mad: refused or cut within seconds, counted, and of no
-harm to anybody else."""
+harm to anybody else.
+
+Covers: coordinator/connection_guard.py, coordinator/server.py.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,6 @@ from tests.support.runs import alive
 pytestmark = pytest.mark.anyio
 
 CHANNELS = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")

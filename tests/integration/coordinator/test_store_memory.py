@@ -1,5 +1,8 @@
 """A stranger who fills the store: it is replaced, and never takes the machine's
-memory."""
+memory.
+
+Covers: coordinator/store.py, coordinator/store_process.py.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,6 @@ store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=timedel
 for number in range(int(sys.argv[3])):
     store.set(f"{number}", "x" * 8_000_000)
 """
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def fill(port: int, nbytes: int) -> bool:

@@ -1,5 +1,8 @@
 """The store knows no users. Who writes into it from outside fails a process group at
-worst, and leaves nobody out."""
+worst, and leaves nobody out.
+
+Covers: sidecar/signed_store.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What the manifests of services/kubernetes say (config, environment, ports, probes,
-process 1 and its signals), run as processes of hosts with a network between them."""
+process 1 and its signals), run as processes of hosts with a network between them.
+
+Covers: cli/tokens.py.
+"""
 
 from __future__ import annotations
 

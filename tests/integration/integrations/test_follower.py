@@ -1,6 +1,8 @@
 """The follower of an inference server, against a look-alike of vLLM's control routes.
 
 (The released vLLM: ``make test-engines``.)
+
+Covers: integrations/follower.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The weight transfer that TRL's trainers are given, as they call it.
 
 (The released TRL: ``make test-engines``.)
+
+Covers: integrations/trl.py, integrations/weight_sync.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Sidecars on device memory: a real forkserver, Gloo over loopback, and fake GPUs."""
+"""Sidecars on device memory: a real forkserver, Gloo over loopback, and fake GPUs.
+
+Covers: sidecar/rank_side/device_probe.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Where a rank asks for sidecars: nobody else can be there, and nobody else is
-served."""
+served.
+
+Covers: sidecar/forkserver.py.
+"""
 
 from __future__ import annotations
 

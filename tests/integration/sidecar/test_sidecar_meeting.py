@@ -116,7 +116,7 @@ def _networks() -> None:
         pytest.skip(reason)
 
 
-class World:
+class MeetingWorld:
     """Three machines with a forkserver each, and a store that all of them reach."""
 
     def __init__(self, machines: list[Machine], forkservers: list[Forkserver], port: int) -> None:
@@ -150,10 +150,10 @@ class World:
 
 
 @asynccontextmanager
-async def machines() -> AsyncIterator[World]:
+async def machines() -> AsyncIterator[MeetingWorld]:
     with network(3) as made:
         async with remote_store(made[-1]) as port, remote_forkservers(made[:-1]) as forkservers:
-            yield World(made, forkservers, port)
+            yield MeetingWorld(made, forkservers, port)
 
 
 @pytest.mark.usefixtures("_networks")
@@ -170,7 +170,7 @@ async def test_machines_that_reach_each_other_and_then_do_not() -> None:
             assert "have the same address 127.0.0.1 on two machines" in str(error)
 
 
-async def check_two_apart(world: World) -> None:
+async def check_two_apart(world: MeetingWorld) -> None:
     """Nobody can say which of the two it is up to."""
     first, second, _ = world.machines
     first.cut_off(second)
@@ -180,7 +180,7 @@ async def check_two_apart(world: World) -> None:
     first.join_again(second)
 
 
-async def check_one_cut_off(world: World) -> None:
+async def check_one_cut_off(world: MeetingWorld) -> None:
     first, lost, last = world.machines
     for machine in (first, last):
         machine.cut_off(lost)

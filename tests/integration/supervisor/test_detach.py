@@ -29,11 +29,6 @@ from tests.support.runs import ROOT, Run, alive, eventually
 DETACH = (sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())", "detach")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def detach(run: Run) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run([*DETACH, str(run.config)], env=env, capture_output=True, text=True, timeout=60, check=False)

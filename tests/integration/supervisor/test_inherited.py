@@ -1,5 +1,8 @@
 """What a supervisor is born with: ignored and blocked signals, closed streams, a
-terminal that goes away, odd namespaces."""
+terminal that goes away, odd namespaces.
+
+Covers: linux/inherited.py.
+"""
 
 from __future__ import annotations
 

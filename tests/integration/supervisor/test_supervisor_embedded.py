@@ -1,4 +1,7 @@
-"""``async with replicas.Supervisor(config)`` in a program of one's own."""
+"""``async with replicas.Supervisor(config)`` in a program of one's own.
+
+Covers: supervisor/reporting.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The tokens of a supervised run: who may do what with which, from the command line and
-over TLS, and what is left of them when its supervisor is killed, or is over."""
+over TLS, and what is left of them when its supervisor is killed, or is over.
+
+Covers: supervisor/agent/token_file.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """A control port with TLS: members that join it by their token alone, and everything
-that is refused: wrong keys, old tokens, people between, and handshakes gone wrong."""
+that is refused: wrong keys, old tokens, people between, and handshakes gone wrong.
+
+Covers: trust/certificate.py, trust/tls.py.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,6 @@ pytestmark = pytest.mark.anyio
 
 CHANNELS = {"policy": POLICY}
 WEIGHTS = {"w": torch.arange(100_000.0)}
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 async def page(_: Request) -> PlainTextResponse:

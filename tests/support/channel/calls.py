@@ -102,7 +102,7 @@ def is_users(error: BaseException) -> bool:
     return isinstance(error, Drawn) or (isinstance(error, ZeroDivisionError) and error.args == ("mine",))
 
 
-class World:
+class CallWorld:
     """A coordinator and a supervisor on a loop of their own, and members here."""
 
     def __init__(self, choose: random.Random) -> None:
@@ -331,7 +331,7 @@ def main(count: str, number: str = "", every: str = "1") -> None:
     faulthandler.dump_traceback_later(limit_s(int(count)), exit=True)
     warnings.simplefilter("ignore")
     choose = random.Random(int(number) if number else 0)
-    world, began = World(choose), time.monotonic()
+    world, began = CallWorld(choose), time.monotonic()
     world.start()
     over = threading.Event()
     stirrer = threading.Thread(target=stir, args=(random.Random(choose.random()), over), daemon=True)

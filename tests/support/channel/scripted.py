@@ -26,7 +26,7 @@ from replicas.sidecar.rank_side.handle import SidecarDied
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 from replicas.weights.memory.buffers import Buffer
 
-__all__ = ["MANIFEST", "ME", "Loop", "Session", "Sidecar", "World"]
+__all__ = ["MANIFEST", "ME", "Loop", "ScriptedWorld", "Session", "Sidecar"]
 
 MANIFEST = Manifest((TensorSpec("w", "float32", (4,)),))
 ME = Member("rollout", 0, 0, "abc")
@@ -136,7 +136,7 @@ class Session:
                 await self._news.wait()
 
 
-class World:
+class ScriptedWorld:
     def __init__(self, role: str, slots: int) -> None:
         self.loop = Loop()
         self.hello = wire.Hello(1, "", "policy", "rollout", 0, 0, 1, "abc", 1, ProcessIdentity(1, 2, "b", 3))

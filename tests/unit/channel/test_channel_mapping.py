@@ -1,5 +1,8 @@
 """What a member does on its own host: it finds out where it is, maps what others hold,
-and lets go of it again."""
+and lets go of it again.
+
+Covers: channel/versions/transfers.py.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from replicas import messages as wire
 from replicas.memory import beacon
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.arena import Arena, Slot
-from tests.support.channel.scripted import MANIFEST, World
+from tests.support.channel.scripted import MANIFEST, ScriptedWorld
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def target() -> AsyncIterator[World]:
-    world = World("target", 2)
+async def target() -> AsyncIterator[ScriptedWorld]:
+    world = ScriptedWorld("target", 2)
     yield world
     await world.end()
 
@@ -50,13 +53,13 @@ def offer(number: int, version: int, place: wire.SlotPlace | None, digest: str =
     return wire.TransferOffer(number, version, "map", "image", MANIFEST.hash, {"n": version}, 5.0, digest, place)
 
 
-async def mapped(world: World, slot: Slot, number: int = 1) -> wire.TransferDone:
+async def mapped(world: ScriptedWorld, slot: Slot, number: int = 1) -> wire.TransferDone:
     world.tell(offer(number, slot.version, slot.place, slot.digest))
     done: wire.TransferDone = await world.session.next(wire.TransferDone)
     return done
 
 
-async def test_a_version_is_mapped_read_and_let_go_of(target: World, lender: Arena) -> None:
+async def test_a_version_is_mapped_read_and_let_go_of(target: ScriptedWorld, lender: Arena) -> None:
     first = fill(lender, 1)
     done = await mapped(target, first)
     assert (done.transfer, done.image_digest) == (1, first.digest)
@@ -84,7 +87,7 @@ async def test_a_version_is_mapped_read_and_let_go_of(target: World, lender: Are
     assert not target.slots(), "nothing of its own was needed"
 
 
-async def test_nothing_is_mapped_that_is_not_there(target: World, lender: Arena) -> None:
+async def test_nothing_is_mapped_that_is_not_there(target: ScriptedWorld, lender: Arena) -> None:
     slot = fill(lender, 1)
     place = slot.place
     gone = msgspec.structs.replace(place, pid=2**22 + 1)  # beyond any pid that can be
@@ -108,7 +111,7 @@ async def test_nothing_is_mapped_that_is_not_there(target: World, lender: Arena)
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 async def test_a_shortage_says_nothing_about_the_host(
-    target: World, lender: Arena, monkeypatch: pytest.MonkeyPatch, number: int
+    target: ScriptedWorld, lender: Arena, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Of other errors the coordinator would conclude that the two share no memory, for
     good."""
@@ -126,13 +129,13 @@ async def test_a_shortage_says_nothing_about_the_host(
     assert (await mapped(target, slot, 2)).image_digest == slot.digest
 
 
-async def test_an_offer_without_a_digest_has_it_computed(target: World, lender: Arena) -> None:
+async def test_an_offer_without_a_digest_has_it_computed(target: ScriptedWorld, lender: Arena) -> None:
     slot = fill(lender, 1)
     target.tell(offer(1, 1, slot.place, digest=""))
     assert (await target.session.next(wire.TransferDone)).image_digest == slot.digest
 
 
-async def test_a_version_that_was_discarded_is_let_go_of(target: World, lender: Arena) -> None:
+async def test_a_version_that_was_discarded_is_let_go_of(target: ScriptedWorld, lender: Arena) -> None:
     slot = fill(lender, 1)
     await mapped(target, slot)
     target.tell(wire.Discard(1))
@@ -141,7 +144,7 @@ async def test_a_version_that_was_discarded_is_let_go_of(target: World, lender: 
     assert lender.acquire(2, MANIFEST) is slot
 
 
-async def test_a_second_offer_of_a_held_version_takes_the_new_place(target: World, lender: Arena) -> None:
+async def test_a_second_offer_of_a_held_version_takes_the_new_place(target: ScriptedWorld, lender: Arena) -> None:
     await mapped(target, fill(lender, 1))
     other = Arena(1)
     try:
@@ -154,10 +157,10 @@ async def test_a_second_offer_of_a_held_version_takes_the_new_place(target: Worl
         other.close()
 
 
-async def test_a_mapped_version_is_lent_on(target: World, lender: Arena) -> None:
+async def test_a_mapped_version_is_lent_on(target: ScriptedWorld, lender: Arena) -> None:
     done = await mapped(target, fill(lender, 1))
     lender.close()
-    late = World("target", 2)
+    late = ScriptedWorld("target", 2)
     try:
         late.tell(offer(1, 1, done.place))
         assert (await late.session.next(wire.TransferDone)).transfer == 1
@@ -168,7 +171,7 @@ async def test_a_mapped_version_is_lent_on(target: World, lender: Arena) -> None
 
 
 async def test_a_new_coordinator_hears_what_was_lent() -> None:
-    world = World("source", 2)
+    world = ScriptedWorld("source", 2)
     arena = world.hub.arena
     fill(arena, 1)
     arena.release(1)
@@ -179,7 +182,7 @@ async def test_a_new_coordinator_hears_what_was_lent() -> None:
 # ---------------------------------------------------------------- where one is
 
 
-async def test_who_can_be_read_is_on_this_host(target: World) -> None:
+async def test_who_can_be_read_is_on_this_host(target: ScriptedWorld) -> None:
     own = beacon.own_beacon()
     assert own == beacon.own_beacon()
     forged = msgspec.structs.replace(own, nonce="0" * len(own.nonce))
@@ -191,7 +194,7 @@ async def test_who_can_be_read_is_on_this_host(target: World) -> None:
 
 
 async def test_of_two_questions_for_the_host_the_newer_one_is_answered(
-    target: World, monkeypatch: pytest.MonkeyPatch
+    target: ScriptedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, knocking = threading.Event(), threading.Event()
 
@@ -212,7 +215,7 @@ async def test_of_two_questions_for_the_host_the_newer_one_is_answered(
     assert (await target.session.next(wire.Located)).found == 1, "the first question is over"
 
 
-async def test_a_descriptor_that_would_block_is_not_opened(target: World) -> None:
+async def test_a_descriptor_that_would_block_is_not_opened(target: ScriptedWorld) -> None:
     read, write = os.pipe()
     try:
         pipe = msgspec.structs.replace(beacon.own_beacon(), fd=read)

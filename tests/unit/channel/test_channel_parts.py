@@ -1,5 +1,8 @@
 """The session thread's side of a channel against a scripted coordinator: messages in,
-messages out, slots between."""
+messages out, slots between.
+
+Covers: channel/session/holdings.py.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,19 @@ from replicas.messages import Segment
 from replicas.messages.identity import Member
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Slot
-from tests.support.channel.scripted import MANIFEST, ME, World
+from tests.support.channel.scripted import MANIFEST, ME, ScriptedWorld
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def target() -> AsyncIterator[World]:
-    world = World("target", 2)
+async def target() -> AsyncIterator[ScriptedWorld]:
+    world = ScriptedWorld("target", 2)
     yield world
     await world.end()
 
 
-async def test_a_grant_before_the_slot_is_delivered_when_it_is_held(target: World) -> None:
+async def test_a_grant_before_the_slot_is_delivered_when_it_is_held(target: ScriptedWorld) -> None:
     pending = target.receiver.receive(None)
     ask = await target.session.next(wire.ReceiveAsk)
     target.tell(wire.Commit(3, "digest", "hash"), wire.ReceiveGrant(ask.ask, 3))
@@ -52,7 +55,7 @@ async def test_a_grant_before_the_slot_is_delivered_when_it_is_held(target: Worl
     assert not any(slot.pins for slot in target.hub.arena.slots)
 
 
-async def test_an_open_update_keeps_its_slot_and_the_latest_is_not_evicted(target: World) -> None:
+async def test_an_open_update_keeps_its_slot_and_the_latest_is_not_evicted(target: ScriptedWorld) -> None:
     await target.hold(1)
     pending = target.receiver.receive(None)
     target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 1))
@@ -71,7 +74,7 @@ async def test_an_open_update_keeps_its_slot_and_the_latest_is_not_evicted(targe
     assert target.slots() == {2: "held"}
 
 
-async def test_a_prepared_version_waits_for_its_verdict(target: World) -> None:
+async def test_a_prepared_version_waits_for_its_verdict(target: ScriptedWorld) -> None:
     await target.hold(1)
     await target.hold(2, commit=False)
     assert target.hub.arena.protected == {1, 2}
@@ -83,7 +86,7 @@ async def test_a_prepared_version_waits_for_its_verdict(target: World) -> None:
     assert (await target.session.next(wire.Dropped)).version == 3
 
 
-async def test_a_slot_is_free_only_when_its_sidecar_is_dead(target: World) -> None:
+async def test_a_slot_is_free_only_when_its_sidecar_is_dead(target: ScriptedWorld) -> None:
     sidecar = await target.lane("x")
     target.offer(1, 1)
     await target.session.next(wire.TransferReady)
@@ -101,7 +104,7 @@ async def test_a_slot_is_free_only_when_its_sidecar_is_dead(target: World) -> No
     assert not [m for m in target.session.sent if isinstance(m, wire.TransferFailed | wire.LaneFailed)]
 
 
-async def test_a_transfer_cancelled_while_it_waits_for_a_slot(target: World) -> None:
+async def test_a_transfer_cancelled_while_it_waits_for_a_slot(target: ScriptedWorld) -> None:
     await target.hold(1)
     await target.hold(2, commit=False)
     target.offer(9, 2)  # offered again: what is here may be another version with that number
@@ -114,7 +117,7 @@ async def test_a_transfer_cancelled_while_it_waits_for_a_slot(target: World) -> 
     assert target.slots() == {1: "held"}
 
 
-async def test_a_sidecar_that_dies_by_itself_is_reported_once(target: World) -> None:
+async def test_a_sidecar_that_dies_by_itself_is_reported_once(target: ScriptedWorld) -> None:
     sidecar = await target.lane("x")
     assert sidecar.on_exit is not None
     sidecar.on_exit("killed by signal 9")
@@ -125,7 +128,7 @@ async def test_a_sidecar_that_dies_by_itself_is_reported_once(target: World) -> 
     assert not [m for m in target.session.sent if isinstance(m, wire.LaneFailed)]
 
 
-async def test_spare_sidecars_are_asked_for_by_one_task_at_a_time(target: World) -> None:
+async def test_spare_sidecars_are_asked_for_by_one_task_at_a_time(target: ScriptedWorld) -> None:
     """After a pause of the process many lanes ask at once."""
     for _ in range(2):
         before = len(target.loop.tasks)
@@ -135,7 +138,7 @@ async def test_spare_sidecars_are_asked_for_by_one_task_at_a_time(target: World)
         await asyncio.gather(*target.loop.tasks)
 
 
-async def test_however_many_wait_for_loads_the_coordinator_is_asked_once(target: World) -> None:
+async def test_however_many_wait_for_loads_the_coordinator_is_asked_once(target: ScriptedWorld) -> None:
     """Also by those whose deadline has passed: a router that polls."""
     polls = [target.watches.loaded(5, 0.01) for _ in range(1000)]
     for poll in polls:
@@ -159,7 +162,7 @@ async def test_however_many_wait_for_loads_the_coordinator_is_asked_once(target:
     assert await seven == 9
 
 
-async def test_a_new_term_asks_again_and_drops_what_was_under_way(target: World) -> None:
+async def test_a_new_term_asks_again_and_drops_what_was_under_way(target: ScriptedWorld) -> None:
     pending = target.receiver.receive(None)
     watching = target.watches.loaded(9, None)
     first = await target.session.next(wire.WatchLoaded)
@@ -175,7 +178,7 @@ async def test_a_new_term_asks_again_and_drops_what_was_under_way(target: World)
     assert not watching.done()
 
 
-async def test_slots_do_not_change_their_kind(target: World) -> None:
+async def test_slots_do_not_change_their_kind(target: ScriptedWorld) -> None:
     """A coordinator that is started again with another config."""
     pending = target.receiver.receive(None)
     changed = msgspec.structs.replace(target.welcome.settings, staging="device")
@@ -184,7 +187,7 @@ async def test_slots_do_not_change_their_kind(target: World) -> None:
         await pending
 
 
-async def test_a_lane_of_nccl_is_on_the_gpu_that_the_rank_has_joined_with(target: World) -> None:
+async def test_a_lane_of_nccl_is_on_the_gpu_that_the_rank_has_joined_with(target: ScriptedWorld) -> None:
     target.hub._introduced = msgspec.structs.replace(target.hello, cuda_devices=("GPU-3",))
     for backend, device in (("gloo", ""), ("nccl", "GPU-3")):
         target.tell(wire.LaneForm(backend, "prefix", "host", 1, 0, 1, backend, ("127.0.0.1",), 5.0))  # type: ignore[arg-type]  # valid ones
@@ -194,7 +197,7 @@ async def test_a_lane_of_nccl_is_on_the_gpu_that_the_rank_has_joined_with(target
         assert spec.device == device
 
 
-async def test_the_end_of_the_session_ends_every_wait(target: World) -> None:
+async def test_the_end_of_the_session_ends_every_wait(target: ScriptedWorld) -> None:
     pendings: list[Promise[Any]] = [
         target.receiver.receive(None),
         target.watches.loaded(9, None),
@@ -209,7 +212,7 @@ async def test_the_end_of_the_session_ends_every_wait(target: World) -> None:
         await target.receiver.receive(None)
 
 
-async def test_a_bug_in_a_handler_ends_the_waits(target: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_in_a_handler_ends_the_waits(target: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     pending = target.receiver.receive(None)
     await target.session.next(wire.ReceiveAsk)
     monkeypatch.setitem(target.hub._handlers, wire.View, lambda message: 1 / 0)
@@ -222,14 +225,14 @@ async def test_a_bug_in_a_handler_ends_the_waits(target: World, monkeypatch: pyt
 
 
 async def posted(
-    world: World, tensor: torch.Tensor, deadline_s: float = 5.0
+    world: ScriptedWorld, tensor: torch.Tensor, deadline_s: float = 5.0
 ) -> tuple[Promise[Receipt], wire.OperationGo]:
     pending = world.operations.start(OperationCall("all_reduce", (tensor,)), deadline_s)
     post = await world.session.next(wire.OperationPost)
     return pending, wire.OperationGo(post.post, 1, "x", (ME,), (0,), (post.segments,), -1, 5.0)
 
 
-async def test_results_are_written_only_after_the_verdict(target: World) -> None:
+async def test_results_are_written_only_after_the_verdict(target: ScriptedWorld) -> None:
     sidecar = await target.lane("x")
     sidecar.gate.set_result(None)
     tensor = torch.arange(4.0)
@@ -244,7 +247,9 @@ async def test_results_are_written_only_after_the_verdict(target: World) -> None
     assert pending.done()
 
 
-async def test_an_operation_that_hears_nothing_ends_by_itself(target: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_operation_that_hears_nothing_ends_by_itself(
+    target: ScriptedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("replicas.channel.operations.operations.GRACE_S", 0.05)
     sidecar = await target.lane("x")
     tensor = torch.arange(4.0)
@@ -296,7 +301,7 @@ def test_where_results_lie() -> None:
 
 
 async def test_publish_packs_pins_and_lets_go() -> None:
-    world = World("source", 2)
+    world = ScriptedWorld("source", 2)
     job = PublishJob(None, 5.0, {"a": 1}, False, "policy")
     feed = Feed({"w": torch.ones(4)}, mode=world.publisher.mode)
     publishing = asyncio.create_task(asyncio.to_thread(world.publisher.publish, feed, job))
@@ -336,7 +341,7 @@ async def test_update_reports_what_its_block_did() -> None:
         def let_go(self, holder: Holder, slot: Slot) -> None:
             self.log.append(("let go", slot.version))
 
-    world = World("target", 1)
+    world = ScriptedWorld("target", 1)
     slot = world.hub.arena.acquire(3, MANIFEST)
     assert slot is not None
 

@@ -20,34 +20,34 @@ from replicas.core.base.manifest import Manifest
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Arena, Slot
-from tests.support.channel.scripted import MANIFEST, World
+from tests.support.channel.scripted import MANIFEST, ScriptedWorld
 from tests.support.channels import wait_until
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def target() -> AsyncIterator[World]:
-    world = World("target", 2)
+async def target() -> AsyncIterator[ScriptedWorld]:
+    world = ScriptedWorld("target", 2)
     yield world
     await world.end()
 
 
 @pytest.fixture
-async def source() -> AsyncIterator[World]:
-    world = World("source", 2)
+async def source() -> AsyncIterator[ScriptedWorld]:
+    world = ScriptedWorld("source", 2)
     yield world
     await world.end()
 
 
-def begin(world: World, given: object = None, deadline_s: float = 30.0) -> tuple[PublishJob, asyncio.Task[Any]]:
+def begin(world: ScriptedWorld, given: object = None, deadline_s: float = 30.0) -> tuple[PublishJob, asyncio.Task[Any]]:
     """A publish on a thread of its own, which has begun when it sends PublishBegin."""
     job = PublishJob(None, deadline_s, {"a": 1}, False, "policy")
     weights = {"w": torch.ones(4)} if given is None else given
     return job, asyncio.create_task(asyncio.to_thread(world.publisher.publish, Feed(weights), job))
 
 
-async def packed(world: World, version: int, deadline_s: float = 30.0) -> PublishJob:
+async def packed(world: ScriptedWorld, version: int, deadline_s: float = 30.0) -> PublishJob:
     """A publish that has been packed as ``version``, and has no verdict."""
     job, task = begin(world, deadline_s=deadline_s)
     number = (await world.session.next(wire.PublishBegin)).publish
@@ -61,11 +61,11 @@ def receipt(version: int) -> wire.ReceiptData:
     return wire.ReceiptData(1, (), (), 16, 0.1, {}, version=version)
 
 
-def pins(world: World) -> dict[int, int]:
+def pins(world: ScriptedWorld) -> dict[int, int]:
     return {slot.version: slot.pins for slot in world.hub.arena.slots if slot.state == "held"}
 
 
-async def granted(world: World, version: int) -> Update:
+async def granted(world: ScriptedWorld, version: int) -> Update:
     pending = world.receiver.receive(None)
     world.tell(wire.ReceiveGrant((await world.session.next(wire.ReceiveAsk)).ask, version))
     return await pending
@@ -81,7 +81,7 @@ async def outcome(pending: Promise[Receipt]) -> Receipt | BaseException:
 # ---------------------------------------------------------------- publishes
 
 
-async def test_a_packed_publish_is_announced_again_and_gets_its_receipt(source: World) -> None:
+async def test_a_packed_publish_is_announced_again_and_gets_its_receipt(source: ScriptedWorld) -> None:
     job = await packed(source, 5)
     hello = source.new_coordinator()
     begun, full, resumed = source.session.sent
@@ -99,7 +99,7 @@ async def test_a_packed_publish_is_announced_again_and_gets_its_receipt(source: 
     assert pins(source) == {5: 0}
 
 
-async def test_one_without_a_number_begins_again(source: World) -> None:
+async def test_one_without_a_number_begins_again(source: ScriptedWorld) -> None:
     job, task = begin(source)
     first = await source.session.next(wire.PublishBegin)
     source.new_coordinator()
@@ -111,7 +111,7 @@ async def test_one_without_a_number_begins_again(source: World) -> None:
     assert job.version == 9
 
 
-async def test_one_that_is_being_packed_goes_on(source: World) -> None:
+async def test_one_that_is_being_packed_goes_on(source: ScriptedWorld) -> None:
     copied, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -133,7 +133,7 @@ async def test_one_that_is_being_packed_goes_on(source: World) -> None:
     assert job.filled
 
 
-async def test_another_number_for_a_publish_that_had_one_is_a_bug(source: World) -> None:
+async def test_another_number_for_a_publish_that_had_one_is_a_bug(source: ScriptedWorld) -> None:
     job = await packed(source, 5)
     source.new_coordinator()
     source.tell(wire.PublishAdmitted(1, 6))
@@ -141,7 +141,7 @@ async def test_another_number_for_a_publish_that_had_one_is_a_bug(source: World)
         await job.pending
 
 
-async def test_a_publish_that_failed_here_says_so_again(source: World) -> None:
+async def test_a_publish_that_failed_here_says_so_again(source: ScriptedWorld) -> None:
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield "w", torch.ones(4)
         raise KeyError("mine")
@@ -158,7 +158,7 @@ async def test_a_publish_that_failed_here_says_so_again(source: World) -> None:
 
 
 async def test_an_overdue_publish_tells_those_who_may_still_wait_for_it(
-    source: World, monkeypatch: pytest.MonkeyPatch
+    source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicas.channel.versions.publish.GRACE_S", 0.05)
     source.session.connected = False
@@ -169,7 +169,7 @@ async def test_an_overdue_publish_tells_those_who_may_still_wait_for_it(
         await task
 
 
-async def unknown(world: World, version: int, monkeypatch: pytest.MonkeyPatch) -> Promise[Receipt]:
+async def unknown(world: ScriptedWorld, version: int, monkeypatch: pytest.MonkeyPatch) -> Promise[Receipt]:
     """A publish that ended with its outcome unknown."""
     monkeypatch.setattr("replicas.channel.versions.publish.GRACE_S", 0.05)
     job = await packed(world, version)
@@ -184,7 +184,7 @@ async def unknown(world: World, version: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("renewed", [False, True])
 async def test_a_late_verdict_settles_what_was_unknown(
-    source: World, monkeypatch: pytest.MonkeyPatch, renewed: bool
+    source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch, renewed: bool
 ) -> None:
     pending = await unknown(source, 5, monkeypatch)
     if renewed:
@@ -198,7 +198,7 @@ async def test_a_late_verdict_settles_what_was_unknown(
     assert source.hub.failures.take() is None
 
 
-async def test_a_late_error_settles_what_was_unknown(source: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_error_settles_what_was_unknown(source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     pending = await unknown(source, 5, monkeypatch)
     error = wire.WireError.of(errors.PeersLost("all of them", version=5))
     source.tell(wire.Discard(5), wire.PublishEnd(1, None, error))
@@ -209,7 +209,7 @@ async def test_a_late_error_settles_what_was_unknown(source: World, monkeypatch:
 
 @pytest.mark.parametrize("committed", [True, False])
 async def test_a_commit_or_discard_settles_it_when_no_verdict_comes(
-    source: World, monkeypatch: pytest.MonkeyPatch, committed: bool
+    source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
     pending = await unknown(source, 5, monkeypatch)
     source.tell(wire.Commit(5, source.hub.holdings.digest(5), "h") if committed else wire.Discard(5))
@@ -225,7 +225,9 @@ async def test_a_commit_or_discard_settles_it_when_no_verdict_comes(
     assert pins(source) == ({5: 0} if committed else {})
 
 
-async def test_a_newer_commit_frees_the_slot_of_an_unknown_one(source: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_newer_commit_frees_the_slot_of_an_unknown_one(
+    source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pending = await unknown(source, 5, monkeypatch)
     source.tell(wire.Commit(6, "d", "h"))
     assert pins(source) == {}
@@ -235,7 +237,7 @@ async def test_a_newer_commit_frees_the_slot_of_an_unknown_one(source: World, mo
 
 
 async def test_an_interrupt_in_the_middle_of_a_publish_loses_no_slot(
-    source: World, monkeypatch: pytest.MonkeyPatch
+    source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: Any, **more: Any) -> Any:
         assert list(source.slots().values()) == ["filling"]
@@ -264,7 +266,7 @@ async def test_an_interrupt_in_the_middle_of_a_publish_loses_no_slot(
 
 
 async def test_no_slot_is_found_for_a_publish_that_was_interrupted(
-    source: World, monkeypatch: pytest.MonkeyPatch
+    source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interrupt comes while the caller waits for its slot, and a slot is free
     before all of it is heard of."""
@@ -305,7 +307,7 @@ async def test_no_slot_is_found_for_a_publish_that_was_interrupted(
 # ---------------------------------------------------------------- what is held
 
 
-async def test_hello_says_what_is_known(target: World) -> None:
+async def test_hello_says_what_is_known(target: ScriptedWorld) -> None:
     await target.hold(3)
     target.tell(wire.View(7, ()))
     update = await granted(target, 3)
@@ -324,7 +326,7 @@ async def test_hello_says_what_is_known(target: World) -> None:
     assert target.new_coordinator().assigned == 0
 
 
-async def test_what_changed_between_hello_and_welcome_is_told(target: World) -> None:
+async def test_what_changed_between_hello_and_welcome_is_told(target: ScriptedWorld) -> None:
     await target.hold(3)
     update = await granted(target, 3)
 
@@ -340,7 +342,7 @@ async def test_what_changed_between_hello_and_welcome_is_told(target: World) -> 
     assert target.session.sent == [wire.Dropped(4), wire.Resumed()]
 
 
-async def test_a_failed_load_is_told_to_the_new_coordinator_until_it_is_made_good(target: World) -> None:
+async def test_a_failed_load_is_told_to_the_new_coordinator_until_it_is_made_good(target: ScriptedWorld) -> None:
     await target.hold(3)
     (await granted(target, 3)).failed("no room")
     failed = await target.session.next(wire.LoadFailed)
@@ -352,7 +354,7 @@ async def test_a_failed_load_is_told_to_the_new_coordinator_until_it_is_made_goo
     assert target.session.sent == [wire.Resumed()]
 
 
-async def test_describe(target: World) -> None:
+async def test_describe(target: ScriptedWorld) -> None:
     await target.hold(3)
     target.tell(wire.Describe(3), wire.Describe(8))
     known, unknown = [await target.session.next(wire.Described) for _ in range(2)]
@@ -366,7 +368,7 @@ async def test_describe(target: World) -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-async def test_a_newer_version_in_the_welcome_counts_as_a_commit(target: World, resumed: bool) -> None:
+async def test_a_newer_version_in_the_welcome_counts_as_a_commit(target: ScriptedWorld, resumed: bool) -> None:
     await target.hold(3)
     await target.hold(4, commit=False)
     pending = target.watches.committed(3, None)
@@ -383,7 +385,9 @@ async def test_a_newer_version_in_the_welcome_counts_as_a_commit(target: World, 
 
 
 @pytest.mark.parametrize("same", [True, False])
-async def test_a_slot_without_a_digest_is_compared_with_the_new_coordinators_version(source: World, same: bool) -> None:
+async def test_a_slot_without_a_digest_is_compared_with_the_new_coordinators_version(
+    source: ScriptedWorld, same: bool
+) -> None:
     job = await packed(source, 5)
     slot = source.hub.arena.find(5)
     assert slot is not None
@@ -402,7 +406,7 @@ async def test_a_slot_without_a_digest_is_compared_with_the_new_coordinators_ver
     assert source.slots() == ({5: "held"} if same else {})
 
 
-async def test_an_old_transfer_does_not_end_a_new_one_of_the_same_number(target: World) -> None:
+async def test_an_old_transfer_does_not_end_a_new_one_of_the_same_number(target: ScriptedWorld) -> None:
     sidecar = await target.lane("x")
     target.offer(1, 1)
     await target.session.next(wire.TransferReady)
@@ -421,7 +425,7 @@ async def test_an_old_transfer_does_not_end_a_new_one_of_the_same_number(target:
     await target.session.next(wire.TransferDone)
 
 
-async def test_a_discarded_version_goes_with_its_last_reader(target: World) -> None:
+async def test_a_discarded_version_goes_with_its_last_reader(target: ScriptedWorld) -> None:
     await target.hold(3)
     await target.hold(4, commit=False)
     slot = target.hub.arena.find_pinned(4)
@@ -434,7 +438,7 @@ async def test_a_discarded_version_goes_with_its_last_reader(target: World) -> N
     assert target.slots() == {3: "held"}
 
 
-async def test_a_grant_that_was_overtaken_is_asked_for_again(target: World) -> None:
+async def test_a_grant_that_was_overtaken_is_asked_for_again(target: ScriptedWorld) -> None:
     pending = target.receiver.receive(None)
     ask = await target.session.next(wire.ReceiveAsk)
     target.tell(wire.ReceiveGrant(ask.ask, 3))
@@ -445,7 +449,7 @@ async def test_a_grant_that_was_overtaken_is_asked_for_again(target: World) -> N
     assert (await pending).version == 4
 
 
-async def test_the_end_of_the_session_frees_everything_but_an_open_update(target: World) -> None:
+async def test_the_end_of_the_session_frees_everything_but_an_open_update(target: ScriptedWorld) -> None:
     await target.hold(3)
     await target.hold(4)
     update = await granted(target, 4)
@@ -460,7 +464,7 @@ async def test_the_end_of_the_session_frees_everything_but_an_open_update(target
     assert target.slots() == {}
 
 
-async def test_a_bug_leaves_the_channel(target: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_leaves_the_channel(target: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits in vain for a member that no longer handles anything."""
     monkeypatch.setitem(target.hub._handlers, wire.View, lambda message: 1 / 0)
     target.tell(wire.View(1, ()))
@@ -472,7 +476,7 @@ async def test_a_bug_leaves_the_channel(target: World, monkeypatch: pytest.Monke
 # ---------------------------------------------------------------- for a long time
 
 
-async def test_nothing_piles_up_over_many_versions_and_coordinators(target: World) -> None:
+async def test_nothing_piles_up_over_many_versions_and_coordinators(target: ScriptedWorld) -> None:
     known = target.hub.holdings
     for version in range(1, 200):
         await target.hold(version)
@@ -493,7 +497,7 @@ async def test_nothing_piles_up_over_many_versions_and_coordinators(target: Worl
 
 @pytest.mark.parametrize("leader", [True, False])
 async def test_nothing_piles_up_over_many_publishes(leader: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World("source", 2)
+    world = ScriptedWorld("source", 2)
     monkeypatch.setattr(type(world.hub), "leader", leader)
     for number in range(1, 200):
         job, task = begin(world)
@@ -516,7 +520,7 @@ async def test_nothing_piles_up_over_many_publishes(leader: bool, monkeypatch: p
     await world.end()
 
 
-async def test_a_target_that_is_caught_up_while_versions_go_on_ends_with_the_newest(target: World) -> None:
+async def test_a_target_that_is_caught_up_while_versions_go_on_ends_with_the_newest(target: ScriptedWorld) -> None:
     """Two slots: one for the catch-up, one for what is published meanwhile, until the
     catch-up is overtaken."""
     slow = await target.lane("catch-up")
@@ -536,7 +540,7 @@ async def test_a_target_that_is_caught_up_while_versions_go_on_ends_with_the_new
     assert (await granted(target, 11)).version == 11
 
 
-async def test_a_catch_up_that_ends_late_is_the_first_to_make_room(target: World) -> None:
+async def test_a_catch_up_that_ends_late_is_the_first_to_make_room(target: ScriptedWorld) -> None:
     slow = await target.lane("catch-up")
     target.offer(100, 5)
     await target.session.next(wire.TransferReady)

@@ -1,5 +1,8 @@
 """Tensors that have no memory, or that refuse: named, on every way in, before the first
-byte is written."""
+byte is written.
+
+Covers: channel/operations/collectives.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The command line: exit codes, exact messages, and tables that fit a terminal of 80
-columns."""
+columns.
+
+Covers: cli/client.py, config/values.py, status.py.
+"""
 
 from __future__ import annotations
 

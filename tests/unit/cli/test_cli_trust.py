@@ -1,5 +1,8 @@
 """The command line in folders, and at ports, of other people: it believes none of them,
-and its token stays here."""
+and its token stays here.
+
+Covers: cli/find_run.py, cli/main.py, linux/sockets.py.
+"""
 
 from __future__ import annotations
 

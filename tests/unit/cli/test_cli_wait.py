@@ -1,4 +1,7 @@
-"""The command ``wait``: what it waits for, and what it does not wait for any longer."""
+"""The command ``wait``: what it waits for, and what it does not wait for any longer.
+
+Covers: cli/base.py, cli/orders.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the doctor says about room for logs."""
+"""What the doctor says about room for logs.
+
+Covers: cli/checks.py.
+"""
 
 from __future__ import annotations
 

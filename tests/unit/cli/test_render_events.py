@@ -1,5 +1,8 @@
 """Events as lines for people: every kind has one, and the lines of a run read like a
-story."""
+story.
+
+Covers: cli/render.py.
+"""
 
 from __future__ import annotations
 

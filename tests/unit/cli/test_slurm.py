@@ -1,5 +1,8 @@
 """The batch script of a run on Slurm: what it asks for, and what it does with each end
-of the supervisor and of the agents, with stand-ins for Slurm's commands."""
+of the supervisor and of the agents, with stand-ins for Slurm's commands.
+
+Covers: cli/slurm.py, cli/slurm_script.py, supervisor/surroundings.py.
+"""
 
 from __future__ import annotations
 

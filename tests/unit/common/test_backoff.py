@@ -1,5 +1,8 @@
 """Every backoff of ours: from where, to where, and that no count of failures is too
-many."""
+many.
+
+Covers: common/backoff.py, core/moving/pacing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The life of a watched process, step by step; its table is checked with the others."""
+"""The life of a watched process, step by step; its table is checked with the others.
+
+Covers: common/child.py.
+"""
 
 from __future__ import annotations
 

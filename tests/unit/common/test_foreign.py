@@ -1,5 +1,8 @@
 """Whatever stands in a text from elsewhere: nothing of it controls a terminal, and no
-line of it passes for ours."""
+line of it passes for ours.
+
+Covers: common/foreign.py, messages/values.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""With what the library's own processes are started."""
+"""With what the library's own processes are started.
+
+Covers: common/own_code.py, linux/helpers.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Log handlers of the user's program: whatever they raise and however long they take,
-no thread of ours ends or waits by it, and the records come as they were made."""
+no thread of ours ends or waits by it, and the records come as they were made.
+
+Covers: common/aside.py, common/logs.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The allowance for pauses of this process, as all that watch others have it."""
+"""The allowance for pauses of this process, as all that watch others have it.
+
+Covers: common/patience.py.
+"""
 
 from __future__ import annotations
 

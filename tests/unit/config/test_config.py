@@ -1,5 +1,8 @@
 """The strict TOML config: its defaults, its exact complaints, and that it finds all of
-them at once."""
+them at once.
+
+Covers: config/file.py, config/structs.py, config/tables.py.
+"""
 
 from __future__ import annotations
 

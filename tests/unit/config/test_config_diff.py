@@ -1,4 +1,7 @@
-"""What a reload does, from two configs."""
+"""What a reload does, from two configs.
+
+Covers: config/diff.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Environment files: what is read, and what is refused without telling a secret."""
+"""Environment files: what is read, and what is refused without telling a secret.
+
+Covers: config/text.py.
+"""
 
 from __future__ import annotations
 

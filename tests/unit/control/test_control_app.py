@@ -1,4 +1,7 @@
-"""The pages of the control port, asked over ASGI with no socket."""
+"""The pages of the control port, asked over ASGI with no socket.
+
+Covers: control/access.py, control/app.py.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,6 @@ from replicas.telemetry.metrics import Metrics
 from replicas.trust.tokens import Tokens
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 class Fake:

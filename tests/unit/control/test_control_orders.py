@@ -1,5 +1,8 @@
 """Orders, events and logs over HTTP, asked over ASGI with no socket: each endpoint,
-each answer, who may ask."""
+each answer, who may ask.
+
+Covers: control/commands.py, control/orders_api.py.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,6 @@ pytestmark = pytest.mark.anyio
 
 TOKEN = {"Authorization": "Bearer secret"}
 TOKENS = Tokens("member", "secret")
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 class Run(Fake):

@@ -1,4 +1,7 @@
-"""Reading logs as they grow: tails, rotation, new generations and replicas, times."""
+"""Reading logs as they grow: tails, rotation, new generations and replicas, times.
+
+Covers: cli/look.py, control/log_files.py.
+"""
 
 from __future__ import annotations
 

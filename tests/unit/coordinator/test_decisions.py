@@ -1,4 +1,7 @@
-"""The decision log: what was decided is on disk, whole, or the log is as it was."""
+"""The decision log: what was decided is on disk, whole, or the log is as it was.
+
+Covers: coordinator/decisions.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """A member that holds the token and says anything at any time: it may spoil its own
-day, and nobody else's."""
+day, and nobody else's.
+
+Covers: messages/coordinator.py.
+"""
 
 from __future__ import annotations
 

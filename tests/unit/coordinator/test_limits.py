@@ -1,5 +1,9 @@
 """What a connection may do: sizes, values, the share of the loop; and any bytes
-whatever as a frame."""
+whatever as a frame.
+
+Covers: common/decoding.py, coordinator/limits.py, messages/bounds.py,
+messages/member.py.
+"""
 
 from __future__ import annotations
 

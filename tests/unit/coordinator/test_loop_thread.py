@@ -1,4 +1,7 @@
-"""The thread of a coordinator's event loop, and interrupts while it is closed."""
+"""The thread of a coordinator's event loop, and interrupts while it is closed.
+
+Covers: coordinator/threaded.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is needed of process and kernel is asked for at the start, and named."""
+"""What is needed of process and kernel is asked for at the start, and named.
+
+Covers: linux/needs.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A member of another machine, and a store that only this one reaches."""
+"""A member of another machine, and a store that only this one reaches.
+
+Covers: coordinator/addresses.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""When a replica counts as ready, as the coordinator sees it."""
+"""When a replica counts as ready, as the coordinator sees it.
+
+Covers: coordinator/readiness.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """When the coordinator's own host is cut off, nobody is judged by the time in which
-nobody could be heard."""
+nobody could be heard.
+
+Covers: coordinator/engine.py, coordinator/sessions.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Where a connection comes from, which one gives way, what its request says; and by
-which names a port may be spoken to."""
+which names a port may be spoken to.
+
+Covers: coordinator/door.py, coordinator/visits.py, coordinator/websocket.py.
+"""
 
 from __future__ import annotations
 

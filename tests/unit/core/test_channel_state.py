@@ -1,5 +1,9 @@
 """Histories of a weight channel: what is committed, who is told what, and who gets
-which version."""
+which version.
+
+Covers: core/base/effects.py, core/channel.py, core/members/views.py,
+core/moving/ground.py, core/versions/commits.py, core/versions/load_watches.py.
+"""
 
 from __future__ import annotations
 

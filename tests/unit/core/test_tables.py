@@ -1,5 +1,8 @@
 """The tables: every state can be reached and left, no other step is possible, and the
-pictures are those of the code."""
+pictures are those of the code.
+
+Covers: common/table.py, core/base/membership.py.
+"""
 
 from __future__ import annotations
 

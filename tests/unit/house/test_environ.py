@@ -1,3 +1,5 @@
+"""Covers: environ.py."""
+
 from __future__ import annotations
 
 from pathlib import Path

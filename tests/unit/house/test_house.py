@@ -1,5 +1,8 @@
 """The rules of the house: who may import what, and what the package shows to the
-outside."""
+outside.
+
+Covers: errors.py.
+"""
 
 from __future__ import annotations
 
@@ -346,6 +349,18 @@ def test_a_folder_can_be_looked_through() -> None:
     folders = {path.parent for path in (*modules(), *TESTS.rglob("*.py"))}
     assert {folder: count for folder in folders if (count := len(list(folder.glob("*.py")))) > FILES_MAX} == {}
     assert {path.stem for path in ROOT.glob("*.py")} == LOOSE
+
+
+def test_each_module_names_its_test() -> None:
+    """``Covers:`` at the end of a test file's header; programs' entries aside."""
+    covered: dict[str, str] = {}
+    for path in sorted(TESTS.rglob("test_*.py")):
+        _, header, *_ = path.read_text().split('"""', 2)
+        for name in re.findall(r"[\w/]+\.py", header.partition("Covers:")[2]):
+            covered[name] = str(path.relative_to(TESTS))
+    known = {str(path.relative_to(ROOT)) for path in modules() if path.name not in ("__init__.py", "__main__.py")}
+    assert {name: path for name, path in covered.items() if name not in known} == {}, "there is no such module"
+    assert known - set(covered) == set(), "name them in the header of the file that tests them (Covers: ...)"
 
 
 def test_only_some_import_torch_and_prometheus_and_nobody_pickle() -> None:

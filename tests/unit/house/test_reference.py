@@ -1,4 +1,7 @@
-"""The reference is that of the code, names everything, and says something of each."""
+"""The reference is that of the code, names everything, and says something of each.
+
+Covers: control/exit_codes.py.
+"""
 
 from __future__ import annotations
 

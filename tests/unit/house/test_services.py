@@ -1,4 +1,7 @@
-"""What is deployed names only metrics, commands and exit codes that exist."""
+"""What is deployed names only metrics, commands and exit codes that exist.
+
+Covers: cli/agent.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""When a server of an engine is given up: gone, frozen, or only at work."""
+"""When a server of an engine is given up: gone, frozen, or only at work.
+
+Covers: integrations/engine_health.py, integrations/engine_server.py.
+"""
 
 from __future__ import annotations
 

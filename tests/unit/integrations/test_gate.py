@@ -1,4 +1,7 @@
-"""The gate of an inference server: shut before a version, control by the secret."""
+"""The gate of an inference server: shut before a version, control by the secret.
+
+Covers: integrations/gate.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The bundles of a run on Ray, with a stand-in for Ray: those that a drain or a reload
-takes away are replaced, and what Ray says is told. (tests/engines has a real one.)"""
+takes away are replaced, and what Ray says is told. (tests/engines has a real one.)
+
+Covers: cli/ray.py, integrations/ray_run.py.
+"""
 
 from __future__ import annotations
 
@@ -75,11 +78,6 @@ def module(**names: Any) -> ModuleType:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def ray() -> Ray:
     return Ray()
 
@@ -134,7 +132,7 @@ def config(**placement: str) -> Config:
     return parse({"schema_version": 1, "run": {"name": "grpo"}, "groups": {"a": group}})
 
 
-class World:
+class RayWorld:
     def __init__(self, ray: Ray, ray_run: Any) -> None:
         self.ray, self._adapted = ray, ray_run.adapted
         self.supervisor = Supervisor(self._adapted(config(pool="x"), "10.0.0.1"))
@@ -165,13 +163,13 @@ class World:
 
 @pytest.fixture
 async def world(ray: Ray, ray_run: Any) -> Any:
-    made = World(ray, ray_run)
+    made = RayWorld(ray, ray_run)
     yield made
     for task in made.bundles._tasks:
         task.cancel()
 
 
-async def test_a_bundle_whose_node_was_drained_is_replaced(world: World) -> None:
+async def test_a_bundle_whose_node_was_drained_is_replaced(world: RayWorld) -> None:
     await world.joined()
     assert [*world.ray.agents] == ["a-0", "a-1"]
     await world.end("a-0")
@@ -183,7 +181,7 @@ async def test_a_bundle_whose_node_was_drained_is_replaced(world: World) -> None
 
 
 @pytest.mark.parametrize("ending", ["draining", "over", "smaller"])
-async def test_a_bundle_that_nobody_wants_any_more_is_not(ending: str, world: World) -> None:
+async def test_a_bundle_that_nobody_wants_any_more_is_not(ending: str, world: RayWorld) -> None:
     await world.joined()
     if ending == "draining":
         world.supervisor.fleet.draining = True
@@ -195,7 +193,7 @@ async def test_a_bundle_that_nobody_wants_any_more_is_not(ending: str, world: Wo
     assert [*world.ray.agents] == ["a-1"]
 
 
-async def test_a_reload_that_asks_for_other_bundles_replaces_them_all(world: World) -> None:
+async def test_a_reload_that_asks_for_other_bundles_replaces_them_all(world: RayWorld) -> None:
     await world.joined()
     world.reload(pool="x")
     await world.settled()
@@ -213,7 +211,7 @@ async def test_a_reload_that_asks_for_other_bundles_replaces_them_all(world: Wor
     assert len(world.supervisor.drained) == 2
 
 
-async def test_bundles_that_wait_for_their_place_end_at_once(world: World) -> None:
+async def test_bundles_that_wait_for_their_place_end_at_once(world: RayWorld) -> None:
     await world.settled()
     world.reload(pool="y")
     await world.settled()
@@ -222,7 +220,7 @@ async def test_bundles_that_wait_for_their_place_end_at_once(world: World) -> No
     assert [labels for _, labels in world.ray.places.values()] == [[{"pool": "y"}] * 2]
 
 
-async def test_an_agent_that_is_lost_without_a_word_comes_back(world: World) -> None:
+async def test_an_agent_that_is_lost_without_a_word_comes_back(world: RayWorld) -> None:
     await world.joined()
     await world.end("a-0", RayError(""))
     await world.settled()

@@ -1,4 +1,7 @@
-"""Which servers a router is told of, and how its list is brought there."""
+"""Which servers a router is told of, and how its list is brought there.
+
+Covers: integrations/router.py.
+"""
 
 from __future__ import annotations
 

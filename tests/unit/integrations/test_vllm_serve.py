@@ -1,5 +1,8 @@
 """`python -m replicas.integrations.vllm serve`: what it makes of its options before
-vLLM starts."""
+vLLM starts.
+
+Covers: integrations/vllm.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Control groups, on folders that look like the kernel's."""
+"""Control groups, on folders that look like the kernel's.
+
+Covers: linux/cgroups.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """On another system: one sentence, wherever one comes in. Simulated by its name and
-what it lacks."""
+what it lacks.
+
+Covers: cli/entry.py.
+"""
 
 from __future__ import annotations
 

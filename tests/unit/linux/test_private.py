@@ -1,5 +1,8 @@
 """Folders and files of this user alone: what others have put in the way is neither
-followed, believed nor written to."""
+followed, believed nor written to.
+
+Covers: linux/private.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What the process tools make of a /proc, and of processes, that are somebody else's;
-and messages of any length."""
+and messages of any length.
+
+Covers: linux/processes.py, linux/stalls.py.
+"""
 
 from __future__ import annotations
 

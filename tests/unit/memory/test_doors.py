@@ -1,4 +1,7 @@
-"""Doors: descriptors of memory for processes that /proc does not lead to."""
+"""Doors: descriptors of memory for processes that /proc does not lead to.
+
+Covers: linux/locks.py, memory/beacon.py, memory/door.py, memory/kept.py.
+"""
 
 from __future__ import annotations
 

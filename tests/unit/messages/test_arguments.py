@@ -1,5 +1,8 @@
 """Arguments in their wire form: what is taken as what, and what is refused by its
-name."""
+name.
+
+Covers: messages/arguments.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What a version is cut into on its way: nothing is lost, all members agree, and the
-image is settled from its start."""
+image is settled from its start.
+
+Covers: sidecar/buckets.py, sidecar/transfer.py.
+"""
 
 from __future__ import annotations
 

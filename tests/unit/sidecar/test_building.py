@@ -1,4 +1,7 @@
-"""How a sidecar comes to the store over a long way."""
+"""How a sidecar comes to the store over a long way.
+
+Covers: sidecar/building.py.
+"""
 
 from __future__ import annotations
 

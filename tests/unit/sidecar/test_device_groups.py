@@ -1,5 +1,8 @@
 """Process groups on device memory: what is staged, how NCCL is asked and waited for,
-and in which order versions go."""
+and in which order versions go.
+
+Covers: sidecar/groups.py, sidecar/process.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """When a process counts as frozen; frames as they come; who is to blame. Virtual time
-throughout."""
+throughout.
+
+Covers: sidecar/meeting.py, sidecar/rank_side/client.py, sidecar/rank_side/handle.py.
+"""
 
 from __future__ import annotations
 

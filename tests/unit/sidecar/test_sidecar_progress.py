@@ -1,4 +1,7 @@
-"""What a sidecar is told of the packing of its images."""
+"""What a sidecar is told of the packing of its images.
+
+Covers: sidecar/mailbox.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What the kernel says of connections: bytes that others have, for how long nothing has
-moved, and who holds it up."""
+moved, and who holds it up.
+
+Covers: sidecar/traffic.py, sidecar/wire.py.
+"""
 
 from __future__ import annotations
 

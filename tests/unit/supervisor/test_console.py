@@ -1,4 +1,7 @@
-"""Lines for people never hold anybody up."""
+"""Lines for people never hold anybody up.
+
+Covers: supervisor/console.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The guard's orders, as they are in their file."""
+"""The guard's orders, as they are in their file.
+
+Covers: supervisor/wire/guard.py.
+"""
 
 from __future__ import annotations
 

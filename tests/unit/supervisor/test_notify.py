@@ -1,5 +1,8 @@
 """sd_notify against a fake of systemd's socket: each message, and when there is
-none."""
+none.
+
+Covers: supervisor/operator.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Reloads of a fleet that lives, in virtual time: one that hangs does not keep the next
-one from mending it."""
+one from mending it.
+
+Covers: supervisor/reloading.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The supervisor's pure parts, and its folder."""
+"""The supervisor's pure parts, and its folder.
+
+Covers: core/lives/ordering.py, supervisor/shim/starting.py, supervisor/supervisor.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Events: on disk and back, counted once, and told to whoever follows; the disk may
-fail, the run goes on."""
+fail, the run goes on.
+
+Covers: telemetry/event_log.py, telemetry/events.py.
+"""
 
 from __future__ import annotations
 

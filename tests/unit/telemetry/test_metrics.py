@@ -1,5 +1,8 @@
 """The metrics: names and labels of the contract, values of the status, and nothing left
-of what is gone."""
+of what is gone.
+
+Covers: telemetry/metrics.py, telemetry/tally.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which scrapers of the metrics the end of a run waits for."""
+"""Which scrapers of the metrics the end of a run waits for.
+
+Covers: telemetry/scrapes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """The faults of a fake run, and what it refuses.
 
-tests/integration/channel/test_channel.py holds it to what a run does otherwise."""
+tests/integration/channel/test_channel.py holds it to what a run does otherwise.
+
+Covers: channel/session/connection.py, testing/fake_run.py, testing/virtual_target.py,
+testing/wire.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Join tokens as text, their roles and their rotation, and what a client makes of
-them."""
+them.
+
+Covers: supervisor/state/token_files.py, trust/dial.py, trust/tokens.py, trust/way.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`publish(check_finite=True)`: no version with NaN or infinite values is committed."""
+"""`publish(check_finite=True)`: no version with NaN or infinite values is committed.
+
+Covers: weights/finite.py.
+"""
 
 from __future__ import annotations
 

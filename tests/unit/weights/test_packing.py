@@ -1,5 +1,8 @@
 """Packing weights into slots, and loading them again. CPU tensors in one process;
-DTensors are in tests/integration."""
+DTensors are in tests/integration.
+
+Covers: weights/loading.py, weights/packing.py.
+"""
 
 from __future__ import annotations
 

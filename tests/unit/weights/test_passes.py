@@ -1,5 +1,8 @@
 """Weight sources in the form of vLLM 0.33, which have passes in place of an
-iteration."""
+iteration.
+
+Covers: weights/copies/passes.py, weights/feed.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Collectives between peers through a real coordinator, store and sidecars; all members
-in this process."""
+in this process.
+
+Covers: sidecar/collectives.py.
+"""
 
 from __future__ import annotations
 

@@ -21,11 +21,6 @@ pytestmark = pytest.mark.anyio
 PEERS = {"peers": ["peer"]}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def outcomes(pendings: Sequence[Pending[Receipt]]) -> list[Any]:
     """Receipts or errors."""
     waits = (pending._wait_async() for pending in pendings)

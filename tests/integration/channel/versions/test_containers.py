@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.integration.channel.versions.test_mapping import World, world_of
+from tests.integration.channel.versions.test_mapping import MappingWorld, world_of
 from tests.support.machine import denied
 from tests.support.machine.memfds import memories
 from tests.support.processes import children
@@ -26,13 +26,13 @@ def _no_containers() -> bool:
     return os.geteuid() != 0 or subprocess.run([*CONTAINER, "true"], check=False, capture_output=True).returncode != 0
 
 
-async def join(world: World, group: str, replica: int, within: tuple[str, ...]) -> RankProcess:
+async def join(world: MappingWorld, group: str, replica: int, within: tuple[str, ...]) -> RankProcess:
     found = await RankProcess.start(world._endpoint, world._token, group, replica, within=within)
     world.ranks.append(found)
     return found
 
 
-def no_group(world: World) -> bool:
+def no_group(world: MappingWorld) -> bool:
     """Nobody has a lane, so nothing went through a process group."""
     return not world.channel.lanes._lanes
 

@@ -3,6 +3,8 @@
 
 The members are in this process, on the GPU that they were told; those that are killed
 have processes of their own.
+
+Covers: channel/versions/on_device.py.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ SLACK_NBYTES = 6 * 2**20
 later."""
 
 
-class World:
+class MappingWorld:
     """Ranks, of a coordinator in this process or in one of its own."""
 
     def __init__(self, endpoint: str, token: str, coordinator: ChannelWorld | None = None) -> None:
@@ -71,9 +71,9 @@ class World:
 
 
 @asynccontextmanager
-async def world_of(config: dict[str, Any] | None = None, **groups: Any) -> AsyncIterator[World]:
+async def world_of(config: dict[str, Any] | None = None, **groups: Any) -> AsyncIterator[MappingWorld]:
     async with channel_world(config, **groups) as inside:
-        world = World(inside.endpoint, inside.coordinator.token, inside)
+        world = MappingWorld(inside.endpoint, inside.coordinator.token, inside)
         try:
             yield world
         finally:
@@ -305,7 +305,7 @@ async def test_a_reader_that_is_killed_lets_go() -> None:
 async def test_a_coordinator_that_starts_again(log: bool, moments: list[tuple[str, int]], tmp_path: Path) -> None:
     coordinator = CoordinatorProcess(POLICY, {"trainer": 1, "rollout": 1}, tmp_path if log else None)
     await coordinator.start()
-    world = World(coordinator.endpoint, coordinator.token)
+    world = MappingWorld(coordinator.endpoint, coordinator.token)
     try:
         trainer, *targets = await world.trainer_and_rollouts()
         version = 0

@@ -1,5 +1,8 @@
 """The supervisor's side of a shim, against processes that are no shims: they say
-nothing, or die in a bad moment."""
+nothing, or die in a bad moment.
+
+Covers: supervisor/agent/node.py.
+"""
 
 from __future__ import annotations
 

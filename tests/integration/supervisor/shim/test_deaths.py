@@ -1,4 +1,7 @@
-"""What died first is named, also when the program itself goes on for a while."""
+"""What died first is named, also when the program itself goes on for a while.
+
+Covers: supervisor/shim/deaths.py.
+"""
 
 from __future__ import annotations
 

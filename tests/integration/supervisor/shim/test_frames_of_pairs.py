@@ -4,6 +4,8 @@ Both ends are processes of one run, so that a message can only be broken by a bu
 other code under a running supervisor. No reader may end with a traceback or harm a
 process that it was not told of. What is no message is told in one sentence and changes
 nothing; at the launcher, whose only order it is, it ends the launcher.
+
+Covers: supervisor/shim/launcher.py, supervisor/shim/pump_watcher.py.
 """
 
 from __future__ import annotations

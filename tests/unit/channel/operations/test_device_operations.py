@@ -1,5 +1,8 @@
 """Operations on tensors on a GPU, with a fake one whose streams lag behind: a missing
-wait shows as wrong values."""
+wait shows as wrong values.
+
+Covers: channel/operations/results.py, channel/operations/scratch.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The member's side of operations: attempts, unknown outcomes and how they are settled,
-and what is kept for them."""
+and what is kept for them.
+
+Covers: channel/operations/operations.py, channel/session/sidecar_lanes.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from replicas.messages.identity import Member
 from replicas.sidecar.rank_side.handle import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, Failed
 from replicas.weights.memory.buffers import Buffer
-from tests.support.channel.scripted import ME, Sidecar, World
+from tests.support.channel.scripted import ME, ScriptedWorld, Sidecar
 from tests.support.sidecars import mapped_by
 
 pytestmark = pytest.mark.anyio
@@ -29,13 +32,8 @@ OTHER = Member("rollout", 1, 0, "def")
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World("peer", 1)
+async def world() -> AsyncIterator[ScriptedWorld]:
+    world = ScriptedWorld("peer", 1)
     yield world
     await world.end()
     world.operations.close()
@@ -64,19 +62,19 @@ class Call:
         return wire.OperationEnd(self.post.post, None, wire.WireError("PeersLost", "it is gone"))
 
 
-async def call(world: World) -> Call:
+async def call(world: ScriptedWorld) -> Call:
     tensor = torch.arange(4.0)
     pending = world.operations.start(OperationCall("all_reduce", (tensor,)), 60.0)
     return Call(tensor, pending, await world.session.next(wire.OperationPost))
 
 
-async def open_lane(world: World, name: str = "x") -> Sidecar:
+async def open_lane(world: ScriptedWorld, name: str = "x") -> Sidecar:
     sidecar = await world.lane(name)
     sidecar.gate.set_result(None)
     return sidecar
 
 
-async def unknown(world: World, number: int) -> Call:
+async def unknown(world: ScriptedWorld, number: int) -> Call:
     """One that said done and then had to end by itself."""
     made = await call(world)
     world.tell(made.go(number))
@@ -90,7 +88,7 @@ async def unknown(world: World, number: int) -> Call:
 
 @pytest.mark.parametrize("numel", [4, 1 << 19])
 async def test_results_that_cannot_be_written_fail_that_call_alone(
-    world: World, numel: int, monkeypatch: pytest.MonkeyPatch
+    world: ScriptedWorld, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await open_lane(world)
     tensor = torch.ones(numel)
@@ -119,7 +117,7 @@ async def test_results_that_cannot_be_written_fail_that_call_alone(
 # ---------------------------------------------------------------- attempts
 
 
-async def test_another_attempt_begins_from_the_inputs_as_they_were(world: World) -> None:
+async def test_another_attempt_begins_from_the_inputs_as_they_were(world: ScriptedWorld) -> None:
     stuck = await world.lane("x")
     made = await call(world)
     world.tell(made.go(1))
@@ -140,7 +138,7 @@ async def test_another_attempt_begins_from_the_inputs_as_they_were(world: World)
     )
 
 
-async def test_a_go_for_what_has_ended_is_refused(world: World) -> None:
+async def test_a_go_for_what_has_ended_is_refused(world: ScriptedWorld) -> None:
     await open_lane(world)
     made = await call(world)
     world.tell(made.go(2, attempt=2), made.go(1, attempt=1))
@@ -153,7 +151,9 @@ async def test_a_go_for_what_has_ended_is_refused(world: World) -> None:
         await made.pending
 
 
-async def test_a_refusal_of_the_sidecar_is_the_callers_fault(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refusal_of_the_sidecar_is_the_callers_fault(
+    world: ScriptedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse(self: Sidecar, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
         raise SidecarFailed(Failed(1, "gloo cannot reduce float8_e5m2 tensors", over=False))
 
@@ -166,7 +166,7 @@ async def test_a_refusal_of_the_sidecar_is_the_callers_fault(world: World, monke
 
 
 async def test_a_lane_gets_its_operations_in_the_order_of_their_go(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: ScriptedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     original = Sidecar.collective
@@ -190,7 +190,7 @@ async def test_a_lane_gets_its_operations_in_the_order_of_their_go(
 
 
 async def test_an_unknown_outcome_that_was_a_success_is_collected_by_waiting_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: ScriptedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await open_lane(world)
     made = await unknown(world, 7)
@@ -224,7 +224,7 @@ async def test_an_unknown_outcome_that_was_a_success_is_collected_by_waiting_aga
     assert (following.post.applied, following.post.unsettled) == (("1.7",), ())
 
 
-async def test_the_next_call_tells_once_of_results_that_nobody_has_collected(world: World) -> None:
+async def test_the_next_call_tells_once_of_results_that_nobody_has_collected(world: ScriptedWorld) -> None:
     await open_lane(world)
     made = await unknown(world, 7)
     world.tell(made.success())
@@ -242,7 +242,7 @@ async def test_the_next_call_tells_once_of_results_that_nobody_has_collected(wor
 
 
 @pytest.mark.parametrize("late", [True, False])
-async def test_an_unknown_outcome_that_was_a_failure(world: World, late: bool) -> None:
+async def test_an_unknown_outcome_that_was_a_failure(world: ScriptedWorld, late: bool) -> None:
     await open_lane(world)
     made = await unknown(world, 7)
     world.tell(made.failure() if late else wire.OperationSettled("1.7", False))
@@ -256,7 +256,7 @@ async def test_an_unknown_outcome_that_was_a_failure(world: World, late: bool) -
     assert made.tensor.tolist() == [0, 1, 2, 3]
 
 
-async def test_a_new_coordinator_leaves_only_what_said_done_unknown(world: World) -> None:
+async def test_a_new_coordinator_leaves_only_what_said_done_unknown(world: ScriptedWorld) -> None:
     await open_lane(world)
     done, waiting = await call(world), await call(world)
     world.tell(done.go(3))
@@ -274,7 +274,7 @@ async def test_a_new_coordinator_leaves_only_what_said_done_unknown(world: World
     assert done.tensor.tolist() == [0, 2, 4, 6]
 
 
-async def test_what_was_posted_to_nobody_is_posted_to_the_new_coordinator(world: World) -> None:
+async def test_what_was_posted_to_nobody_is_posted_to_the_new_coordinator(world: ScriptedWorld) -> None:
     await open_lane(world)
     earlier = await call(world)
     world.session.connected = False
@@ -293,7 +293,7 @@ async def test_what_was_posted_to_nobody_is_posted_to_the_new_coordinator(world:
         await made.pending
 
 
-async def test_only_the_last_few_results_are_kept(world: World) -> None:
+async def test_only_the_last_few_results_are_kept(world: ScriptedWorld) -> None:
     await open_lane(world)
     calls = [await unknown(world, number) for number in range(1, KEPT_RESULTS + 3)]
     assert len(world.operations._unknown._kept) == KEPT_RESULTS
@@ -308,7 +308,7 @@ async def test_only_the_last_few_results_are_kept(world: World) -> None:
     assert world.operations._unknown._kept == ()
 
 
-async def test_results_that_are_pushed_out_or_closed_are_gone(world: World) -> None:
+async def test_results_that_are_pushed_out_or_closed_are_gone(world: ScriptedWorld) -> None:
     await open_lane(world)
     first = await unknown(world, 1)
     world.tell(first.success())
@@ -325,7 +325,7 @@ async def test_results_that_are_pushed_out_or_closed_are_gone(world: World) -> N
     assert made.tensor.tolist() == tensor.tolist()
 
 
-async def test_nothing_piles_up(world: World) -> None:
+async def test_nothing_piles_up(world: ScriptedWorld) -> None:
     for number in range(1, 31):
         lane = f"lane {number}"
         sidecar = await open_lane(world, lane)

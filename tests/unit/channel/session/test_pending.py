@@ -1,3 +1,5 @@
+"""Covers: channel/session/pending.py."""
+
 from __future__ import annotations
 
 import asyncio

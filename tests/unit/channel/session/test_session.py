@@ -1,4 +1,7 @@
-"""The member's side of a session against a scripted coordinator."""
+"""The member's side of a session against a scripted coordinator.
+
+Covers: channel/session/session.py.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,7 @@ class Loop:
         return asyncio.create_task(coroutine, name=name)
 
 
-class World:
+class SessionWorld:
     def __init__(self, server: Server, coordinator: Coordinator) -> None:
         self.server = server
         self.coordinator = coordinator
@@ -164,10 +167,10 @@ class World:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world() -> AsyncIterator[SessionWorld]:
     coordinator = Coordinator()
     async with serve(coordinator.serve, "127.0.0.1", 0, compression=None, ping_interval=None) as server:
-        found = World(server, coordinator)
+        found = SessionWorld(server, coordinator)
         yield found
         await found.session.close("end", 0.2)
         assert not found.loop.fds
@@ -177,7 +180,7 @@ def _bodies(frames: list[MemberFrame]) -> list[tuple[int, FromMember]]:
     return [(frame.seq, frame.body) for frame in frames]
 
 
-async def test_opens_sends_and_says_goodbye(world: World) -> None:
+async def test_opens_sends_and_says_goodbye(world: SessionWorld) -> None:
     await world.session.open(5)
     assert world.handler.welcomes == [False]
     assert world.coordinator.hellos[0].held == (HeldVersion(3, "d", "m"),)
@@ -191,7 +194,7 @@ async def test_opens_sends_and_says_goodbye(world: World) -> None:
     assert world.coordinator.frames.empty()
 
 
-async def test_what_cannot_travel_is_refused_before_it_is_queued(world: World) -> None:
+async def test_what_cannot_travel_is_refused_before_it_is_queued(world: SessionWorld) -> None:
     await world.session.open(5)
     many = tuple(Segment("float32", (1,)) for _ in range(400_000))
     for bad in (
@@ -206,7 +209,7 @@ async def test_what_cannot_travel_is_refused_before_it_is_queued(world: World) -
     assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("a", 1.0))]
 
 
-async def test_heartbeats_come_as_often_as_the_coordinator_says(world: World) -> None:
+async def test_heartbeats_come_as_often_as_the_coordinator_says(world: SessionWorld) -> None:
     await world.session.open(5)
     connection = await world.coordinator.connection()
     await world.coordinator.send(connection, View(2, (), heartbeat_interval_s=5.0))
@@ -217,7 +220,7 @@ async def test_heartbeats_come_as_often_as_the_coordinator_says(world: World) ->
     assert world.session.heartbeat_interval_s == 5.0
 
 
-async def test_resumes_after_a_broken_connection(world: World) -> None:
+async def test_resumes_after_a_broken_connection(world: SessionWorld) -> None:
     await world.session.open(5)
     first = await world.coordinator.connection()
     await world.coordinator.send(first, Commit(4, "x", "m"))
@@ -276,7 +279,7 @@ async def test_the_end_of_a_connection_is_not_lost_to_something_to_write(ticks: 
         await serving
 
 
-async def test_a_new_term_starts_from_scratch(world: World) -> None:
+async def test_a_new_term_starts_from_scratch(world: SessionWorld) -> None:
     await world.session.open(5)
     first = await world.coordinator.connection()
     world.session.send(LaneFormed("a", 1.0))
@@ -290,7 +293,7 @@ async def test_a_new_term_starts_from_scratch(world: World) -> None:
     assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("b", 1.0))]
 
 
-async def test_messages_sent_while_disconnected_go_out_later(world: World) -> None:
+async def test_messages_sent_while_disconnected_go_out_later(world: SessionWorld) -> None:
     await world.session.open(5)
     first = await world.coordinator.connection()
     first.transport.abort()
@@ -298,13 +301,13 @@ async def test_messages_sent_while_disconnected_go_out_later(world: World) -> No
     assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("a", 1.0))]
 
 
-async def test_refused(world: World) -> None:
+async def test_refused(world: SessionWorld) -> None:
     world.coordinator.answer = Refused(WireError.of(errors.UnknownChannel("no such channel")))
     with pytest.raises(errors.UnknownChannel, match="no such channel"):
         await world.session.open(5)
 
 
-async def test_fenced_later(world: World) -> None:
+async def test_fenced_later(world: SessionWorld) -> None:
     await world.session.open(5)
     connection = await world.coordinator.connection()
     await connection.send(encode(ServerFrame(0, 0, Refused(WireError.of(errors.Fenced("another one"))))))
@@ -316,7 +319,7 @@ GARBAGE = [b"\xff\x00garbage", b"", encode(ServerFrame(1, 0, Ack()))[:-1]]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-async def test_a_spoiled_frame_costs_a_connection_and_no_more(world: World, garbage: bytes) -> None:
+async def test_a_spoiled_frame_costs_a_connection_and_no_more(world: SessionWorld, garbage: bytes) -> None:
     await world.session.open(5)
     connection = await world.coordinator.connection()
     await connection.send(garbage)
@@ -327,7 +330,7 @@ async def test_a_spoiled_frame_costs_a_connection_and_no_more(world: World, garb
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-async def test_nothing_but_garbage_ends_the_session_with_a_clear_error(world: World, garbage: bytes) -> None:
+async def test_nothing_but_garbage_ends_the_session_with_a_clear_error(world: SessionWorld, garbage: bytes) -> None:
     await world.session.open(5)
     for _ in range(MALFORMED_MAX):
         connection = await world.coordinator.connection()
@@ -337,7 +340,7 @@ async def test_nothing_but_garbage_ends_the_session_with_a_clear_error(world: Wo
     assert "sent a malformed frame" in str(error)
 
 
-async def test_a_gap_makes_a_new_connection(world: World) -> None:
+async def test_a_gap_makes_a_new_connection(world: SessionWorld) -> None:
     await world.session.open(5)
     connection = await world.coordinator.connection()
     await connection.send(encode(ServerFrame(5, 0, Commit(9, "x", "m"))))
@@ -346,7 +349,7 @@ async def test_a_gap_makes_a_new_connection(world: World) -> None:
     assert world.coordinator.hellos[1].received == 0
 
 
-async def test_a_silent_coordinator_is_dialled_again_after_three_missed_acks(world: World) -> None:
+async def test_a_silent_coordinator_is_dialled_again_after_three_missed_acks(world: SessionWorld) -> None:
     world.coordinator.silent = True
     await world.session.open(5)
     await world.coordinator.connection()
@@ -357,7 +360,7 @@ async def test_a_silent_coordinator_is_dialled_again_after_three_missed_acks(wor
     assert time.monotonic() - began < SILENCE_S - 2.0
 
 
-async def test_a_pause_is_told_before_the_messages_that_came_meanwhile(world: World) -> None:
+async def test_a_pause_is_told_before_the_messages_that_came_meanwhile(world: SessionWorld) -> None:
     await world.session.open(5)
     connection = await world.coordinator.connection()
     await world.coordinator.send(connection, Commit(8, "digest", "hash"))
@@ -371,7 +374,9 @@ async def test_a_pause_is_told_before_the_messages_that_came_meanwhile(world: Wo
     assert not world.handler.reasons, "what came meanwhile is read"
 
 
-async def test_a_message_that_comes_in_slowly_is_no_silence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_that_comes_in_slowly_is_no_silence(
+    world: SessionWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session_module, "SILENCE_S", 0.1)
     world.coordinator.silent = True
     await world.session.open(5)
@@ -389,7 +394,7 @@ async def test_a_message_that_comes_in_slowly_is_no_silence(world: World, monkey
 
 
 async def test_a_connection_that_brings_nothing_is_followed_by_a_growing_pause(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: SessionWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message that the coordinator does not take is sent again with each
     connection."""
@@ -481,7 +486,7 @@ async def test_whoever_has_taken_the_port_of_a_coordinator_is_not_shown_the_toke
         assert squatter.recv() == b""
 
 
-async def test_a_coordinator_of_the_tokens_owner_is_shown_it(world: World) -> None:
+async def test_a_coordinator_of_the_tokens_owner_is_shown_it(world: SessionWorld) -> None:
     world.session._token_owners = frozenset({os.geteuid()})
     await world.session.open(5)
     assert world.session.connected

@@ -1,5 +1,8 @@
 """The session thread's loop: it serves as long as the process lives, and who waits for
-it never waits in vain."""
+it never waits in vain.
+
+Covers: channel/session/hub.py, channel/session/loop.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from replicas.channel.session import loop as module
 from replicas.channel.session.hub import as_wire_error
 from replicas.channel.session.loop import SessionLoop, session_loop
 from replicas.channel.session.pending import Promise
-from tests.support.channel.scripted import World
+from tests.support.channel.scripted import ScriptedWorld
 
 
 class User:
@@ -168,7 +171,7 @@ def test_a_waiter_that_cannot_be_woken_holds_up_no_other() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [SystemExit("bye"), KeyboardInterrupt(), RuntimeError("bug")])
 async def test_whatever_a_handler_raises_ends_its_channel(error: BaseException) -> None:
-    world = World("target", 2)
+    world = ScriptedWorld("target", 2)
 
     def fail() -> None:
         raise error
@@ -187,7 +190,7 @@ async def test_whatever_a_task_raises_ends_its_channel(error: BaseException) -> 
     async def fail_soon() -> None:
         raise error
 
-    world = World("target", 2)
+    world = ScriptedWorld("target", 2)
     waiting = world.receiver.receive(None)
     await asyncio.sleep(0)
     world.hub.spawn(fail_soon(), "fails")

@@ -1,5 +1,8 @@
 """Publishes that are under way together are announced in their order, whichever digest
-is there first."""
+is there first.
+
+Covers: channel/versions/filling.py, channel/versions/publish.py.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,21 @@ from replicas.channel.versions.filling import PublishJob
 from replicas.messages import Meta
 from replicas.weights.feed import Feed
 from replicas.weights.packing import Packing
-from tests.support.channel.scripted import World
+from tests.support.channel.scripted import ScriptedWorld
 from tests.support.channels import wait_until
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def source() -> AsyncIterator[World]:
-    world = World("source", 3)
+async def source() -> AsyncIterator[ScriptedWorld]:
+    world = ScriptedWorld("source", 3)
     yield world
     await world.end()
 
 
 @pytest.fixture
-def digests(source: World, monkeypatch: pytest.MonkeyPatch) -> list[Future[str]]:
+def digests(source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> list[Future[str]]:
     """Of each publish; they come when the test says so."""
     made: list[Future[str]] = []
     filling = source.publisher._filling
@@ -46,7 +49,7 @@ def digests(source: World, monkeypatch: pytest.MonkeyPatch) -> list[Future[str]]
     return made
 
 
-async def publish(world: World, version: int, meta: Callable[[], Meta] | None = None) -> PublishJob:
+async def publish(world: ScriptedWorld, version: int, meta: Callable[[], Meta] | None = None) -> PublishJob:
     """One that has been copied."""
     job = PublishJob(None, 30.0, meta or {}, False, "policy")
     task = asyncio.create_task(
@@ -58,11 +61,11 @@ async def publish(world: World, version: int, meta: Callable[[], Meta] | None = 
     return job
 
 
-def told(world: World) -> list[int]:
+def told(world: ScriptedWorld) -> list[int]:
     return [message.publish for message in world.session.sent if isinstance(message, wire.Packed | wire.PackFailed)]
 
 
-async def test_the_later_one_waits_for_the_earlier_one(source: World, digests: list[Future[str]]) -> None:
+async def test_the_later_one_waits_for_the_earlier_one(source: ScriptedWorld, digests: list[Future[str]]) -> None:
     for version in (5, 6, 7):
         last = await publish(source, version)
     digests[1].set_result("second")
@@ -77,7 +80,7 @@ async def test_the_later_one_waits_for_the_earlier_one(source: World, digests: l
 
 
 @pytest.mark.parametrize("end", ["verdict", "digest"])
-async def test_one_that_fails_holds_up_nobody(source: World, digests: list[Future[str]], end: str) -> None:
+async def test_one_that_fails_holds_up_nobody(source: ScriptedWorld, digests: list[Future[str]], end: str) -> None:
     await publish(source, 5)
     second = await publish(source, 6)
     digests[1].set_result("second")
@@ -92,7 +95,7 @@ async def test_one_that_fails_holds_up_nobody(source: World, digests: list[Futur
     assert told(source) == ([2] if end == "verdict" else [1, 2])
 
 
-async def test_nothing_is_sent_ahead_of_an_earlier_one(source: World, digests: list[Future[str]]) -> None:
+async def test_nothing_is_sent_ahead_of_an_earlier_one(source: ScriptedWorld, digests: list[Future[str]]) -> None:
     await publish(source, 5)
     source.hub.several_hosts = True
     second = await publish(source, 6)
@@ -106,7 +109,7 @@ async def test_nothing_is_sent_ahead_of_an_earlier_one(source: World, digests: l
     assert told(source) == [3]
 
 
-async def test_what_is_not_described_yet_is_not_sent_ahead(source: World, digests: list[Future[str]]) -> None:
+async def test_what_is_not_described_yet_is_not_sent_ahead(source: ScriptedWorld, digests: list[Future[str]]) -> None:
     """Who receives it is told its meta first."""
     source.hub.several_hosts = True
     job = await publish(source, 5, lambda: {"norm": 2})

@@ -1,5 +1,8 @@
 """Receives of one rank: what is given back unlooked at, and who may look at an update
-at the same time."""
+at the same time.
+
+Covers: channel/versions/receive.py, channel/versions/update.py.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,20 @@ from replicas.channel.versions import update as update_module
 from replicas.channel.versions.receive import Bound
 from replicas.channel.versions.update import Update
 from replicas.weights.loading import load_image
-from tests.support.channel.scripted import World
+from tests.support.channel.scripted import ScriptedWorld
 from tests.support.channels import wait_until
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def target() -> AsyncIterator[World]:
-    world = World("target", 2)
+async def target() -> AsyncIterator[ScriptedWorld]:
+    world = ScriptedWorld("target", 2)
     yield world
     await world.end()
 
 
-async def asked(target: World, version: int, bound: Bound = Bound()) -> Promise[Update]:
+async def asked(target: ScriptedWorld, version: int, bound: Bound = Bound()) -> Promise[Update]:
     """A receive that was granted ``version``, which is here, and at which nobody has
     looked."""
     pending = target.receiver.receive(None, bound)
@@ -40,11 +43,11 @@ async def asked(target: World, version: int, bound: Bound = Bound()) -> Promise[
     return pending
 
 
-def pins(target: World) -> dict[int, int]:
+def pins(target: ScriptedWorld) -> dict[int, int]:
     return {slot.version: slot.pins for slot in target.hub.arena.slots if slot.state == "held"}
 
 
-async def test_an_update_that_nobody_has_looked_at_is_given_back_for_a_newer_one(target: World) -> None:
+async def test_an_update_that_nobody_has_looked_at_is_given_back_for_a_newer_one(target: ScriptedWorld) -> None:
     await target.hold(3)
     pending = await asked(target, 3)
     target.session.sent.clear()
@@ -60,7 +63,7 @@ async def test_an_update_that_nobody_has_looked_at_is_given_back_for_a_newer_one
         assert update.version == 4
 
 
-async def test_it_is_asked_for_once_when_the_other_ranks_have_begun_with_the_old_one(target: World) -> None:
+async def test_it_is_asked_for_once_when_the_other_ranks_have_begun_with_the_old_one(target: ScriptedWorld) -> None:
     await target.hold(3)
     pending = await asked(target, 3)
     await target.hold(4)
@@ -72,7 +75,7 @@ async def test_it_is_asked_for_once_when_the_other_ranks_have_begun_with_the_old
     assert (await pending).version == 3
 
 
-async def test_one_that_somebody_has_looked_at_stays(target: World) -> None:
+async def test_one_that_somebody_has_looked_at_stays(target: ScriptedWorld) -> None:
     await target.hold(3)
     update = await (await asked(target, 3))
     await target.hold(4)
@@ -81,7 +84,7 @@ async def test_one_that_somebody_has_looked_at_stays(target: World) -> None:
         assert update.version == 3
 
 
-async def test_a_wait_that_is_woken_too_late_waits_for_the_newer_one(target: World) -> None:
+async def test_a_wait_that_is_woken_too_late_waits_for_the_newer_one(target: ScriptedWorld) -> None:
     """The task was woken for version 3, and has not run before version 4 took its
     place."""
     await target.hold(3)
@@ -96,7 +99,7 @@ async def test_a_wait_that_is_woken_too_late_waits_for_the_newer_one(target: Wor
 
 
 @pytest.mark.parametrize("granted", [False, True])
-async def test_after_a_pause_it_is_asked_for_again(target: World, granted: bool) -> None:
+async def test_after_a_pause_it_is_asked_for_again(target: ScriptedWorld, granted: bool) -> None:
     """Another incarnation may have served newer ones meanwhile."""
     await target.hold(3)
     pending = target.receiver.receive(None)
@@ -117,7 +120,7 @@ async def test_after_a_pause_it_is_asked_for_again(target: World, granted: bool)
     assert not any(isinstance(sent, wire.ReceiveAsk) for sent in target.session.sent), "it was looked at"
 
 
-async def test_its_deadline_begins_again_when_it_is_given_back(target: World) -> None:
+async def test_its_deadline_begins_again_when_it_is_given_back(target: ScriptedWorld) -> None:
     await target.hold(3)
     pending = target.receiver.receive(0.2)
     target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 3))
@@ -130,7 +133,7 @@ async def test_its_deadline_begins_again_when_it_is_given_back(target: World) ->
 
 @pytest.mark.parametrize("after", [False, True])
 async def test_one_whose_first_touch_is_interrupted_is_kept_by_nobody(
-    target: World, monkeypatch: pytest.MonkeyPatch, after: bool
+    target: ScriptedWorld, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     await target.hold(3)
     pending = await asked(target, 3)
@@ -154,7 +157,7 @@ async def test_one_whose_first_touch_is_interrupted_is_kept_by_nobody(
     await wait_until(lambda: not any(pins(target).values()), "nobody holds any")
 
 
-async def test_one_that_was_handed_out_to_nobody_is_replaced_by_the_next_receive(target: World) -> None:
+async def test_one_that_was_handed_out_to_nobody_is_replaced_by_the_next_receive(target: ScriptedWorld) -> None:
     """Who waited was interrupted between the hand-out and his first line."""
     await target.hold(3)
     lost = await (await asked(target, 3))
@@ -168,7 +171,7 @@ async def test_one_that_was_handed_out_to_nobody_is_replaced_by_the_next_receive
         lost.loaded()
 
 
-async def test_two_blocks_of_one_update_are_refused(target: World) -> None:
+async def test_two_blocks_of_one_update_are_refused(target: ScriptedWorld) -> None:
     await target.hold(3)
     update = await (await asked(target, 3))
     with update:
@@ -181,7 +184,7 @@ async def test_two_blocks_of_one_update_are_refused(target: World) -> None:
 
 @pytest.mark.parametrize("by_hand", [False, True])
 async def test_a_load_keeps_the_memory_when_another_thread_ends_the_update(
-    target: World, monkeypatch: pytest.MonkeyPatch, by_hand: bool
+    target: ScriptedWorld, monkeypatch: pytest.MonkeyPatch, by_hand: bool
 ) -> None:
     await target.hold(3)
     update = await (await asked(target, 3))
@@ -217,7 +220,7 @@ async def test_a_load_keeps_the_memory_when_another_thread_ends_the_update(
 # ---------------------------------------------------------------- at least
 
 
-async def test_the_bound_is_told_also_to_a_new_coordinator(target: World) -> None:
+async def test_the_bound_is_told_also_to_a_new_coordinator(target: ScriptedWorld) -> None:
     target.receiver.receive(None, Bound(7))
     ask = await target.session.next(wire.ReceiveAsk)
     assert (ask.at_least, ask.key) == (7, "")
@@ -227,7 +230,7 @@ async def test_the_bound_is_told_also_to_a_new_coordinator(target: World) -> Non
 
 
 @pytest.mark.parametrize("bound", [Bound(4), Bound(4, "n"), Bound(0, "other")])
-async def test_less_than_the_bound_is_declined(target: World, bound: Bound) -> None:
+async def test_less_than_the_bound_is_declined(target: ScriptedWorld, bound: Bound) -> None:
     """The coordinator grants it when another rank has begun with it."""
     await target.hold(3)
     pending = target.receiver.receive(0.5, bound)
@@ -241,13 +244,13 @@ async def test_less_than_the_bound_is_declined(target: World, bound: Bound) -> N
     assert (await (await asked(target, 3, Bound(3, "n")))).meta == {"n": 3}
 
 
-async def test_the_deadline_says_what_was_asked_for_and_what_there_is(target: World) -> None:
+async def test_the_deadline_says_what_was_asked_for_and_what_there_is(target: ScriptedWorld) -> None:
     await target.hold(3)
     with pytest.raises(errors.DeadlineExceeded, match=r"receive\(at_least=\('step', 7\)\) \(the newest version is 3\)"):
         await target.receiver.receive(0.05, Bound(7, "step"))
 
 
-async def test_another_bound_takes_the_place_of_the_receive_under_way(target: World) -> None:
+async def test_another_bound_takes_the_place_of_the_receive_under_way(target: ScriptedWorld) -> None:
     await target.hold(3)
     first = target.receiver.receive(None)
     assert target.receiver.receive(None) is first
@@ -271,7 +274,7 @@ async def test_another_bound_takes_the_place_of_the_receive_under_way(target: Wo
     assert pins(target) == {3: 0, 4: 0}
 
 
-async def test_what_was_handed_out_to_nobody_is_handed_out_again_if_it_is_enough(target: World) -> None:
+async def test_what_was_handed_out_to_nobody_is_handed_out_again_if_it_is_enough(target: ScriptedWorld) -> None:
     await target.hold(3)
     lost = await (await asked(target, 3))
     assert await target.receiver.receive(None, Bound(3)) is lost

@@ -1,5 +1,8 @@
 """The restart budget: a window that slides, delays that grow, and never one restart too
-many."""
+many.
+
+Covers: core/lives/restarts.py.
+"""
 
 from __future__ import annotations
 

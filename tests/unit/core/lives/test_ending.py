@@ -1,4 +1,7 @@
-"""How a generation ends, and what is asked of a replica: every input in every state."""
+"""How a generation ends, and what is asked of a replica: every input in every state.
+
+Covers: core/lives/ending.py.
+"""
 
 from __future__ import annotations
 

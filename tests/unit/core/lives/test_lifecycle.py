@@ -1,4 +1,7 @@
-"""The table of a replica's life: scripted histories, and properties over every path."""
+"""The table of a replica's life: scripted histories, and properties over every path.
+
+Covers: core/lives/lifecycle.py.
+"""
 
 from __future__ import annotations
 

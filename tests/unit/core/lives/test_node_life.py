@@ -1,4 +1,7 @@
-"""A node's life in its tables, and what its silence leads to (core/lives/nodes.py)."""
+"""A node's life in its tables, and what its silence leads to (core/lives/nodes.py).
+
+Covers: core/lives/nodes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where replicas are placed, on any offers, and what is said when they are not."""
+"""Where replicas are placed, on any offers, and what is said when they are not.
+
+Covers: core/lives/leases.py, core/lives/placement.py.
+"""
 
 from __future__ import annotations
 

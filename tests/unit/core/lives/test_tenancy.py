@@ -1,4 +1,7 @@
-"""An agent's life in its table (core/lives/tenancy.py)."""
+"""An agent's life in its table (core/lives/tenancy.py).
+
+Covers: core/lives/tenancy.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Members of one host map one memory; between hosts every byte goes once; who uses
-whose memory is known."""
+whose memory is known.
+
+Covers: core/members/hosts.py, core/moving/paths.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What a channel does with a replica that is being ended: its sync may finish, and
-nothing new waits for it."""
+nothing new waits for it.
+
+Covers: core/draining.py.
+"""
 
 from __future__ import annotations
 

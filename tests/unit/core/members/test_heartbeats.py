@@ -1,5 +1,8 @@
 """How long no sign of life is no reason to worry, as the interval of heartbeats
-changes."""
+changes.
+
+Covers: core/members/heartbeats.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a member holds is a dict that tells of each version that comes and goes."""
+"""What a member holds is a dict that tells of each version that comes and goes.
+
+Covers: core/members/member_state.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """A life of a replica is a generation, or each of its ranks once, and not whoever is a
-member at the moment. Ranks of it may join when the others have left."""
+member at the moment. Ranks of it may join when the others have left.
+
+Covers: core/members/history.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What the coordinator does not do for each of many members: walk, tell, encode or wake
-all the others."""
+all the others.
+
+Covers: core/members/holders.py, core/members/roster.py.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from replicas.core.versions.manifests import merge_parts
 from replicas.messages.identity import Member
 from tests.support.channel.members import Client
 from tests.support.channel.rosters import check_roster
-from tests.support.channel.scripted import World as ScriptedWorld
+from tests.support.channel.scripted import ScriptedWorld
 from tests.support.channel_world import SimMember, World, channel_config
 
 # ------------------------------------------------------------ indices

@@ -1,4 +1,7 @@
-"""Who may join whom: decided from two Hellos and the config, without any machine."""
+"""Who may join whom: decided from two Hellos and the config, without any machine.
+
+Covers: core/members/preflight.py, messages/identity.py.
+"""
 
 from __future__ import annotations
 

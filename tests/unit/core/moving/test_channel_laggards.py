@@ -1,5 +1,8 @@
 """Targets that do not get ready: the others wait for them once, and no joiner waits for
-them at all."""
+them at all.
+
+Covers: core/moving/transfers.py, core/versions/catch_up.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """A group that fails although everybody is alive: built again once, probed in pairs,
-and the culprit served alone."""
+and the culprit served alone.
+
+Covers: core/moving/attempt.py.
+"""
 
 from __future__ import annotations
 

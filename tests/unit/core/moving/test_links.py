@@ -1,5 +1,8 @@
 """One broken link: bytes go round it, nobody healthy is lost for it, and it is in use
-again soon after it was healed."""
+again soon after it was healed.
+
+Covers: core/moving/links.py.
+"""
 
 from __future__ import annotations
 

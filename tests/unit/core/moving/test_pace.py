@@ -1,4 +1,7 @@
-"""A transfer that is moving and does not move: progress decides, not patience."""
+"""A transfer that is moving and does not move: progress decides, not patience.
+
+Covers: core/moving/pace.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Somebody who is no member writes into the store: no member is to blame, and a new
-store takes its place."""
+store takes its place.
+
+Covers: core/moving/lanes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Histories of operations that lose members, lanes or their coordinator: who gets which
-verdict, and what is left behind."""
+verdict, and what is left behind.
+
+Covers: core/operations/operation.py, core/operations/operations.py.
+"""
 
 from __future__ import annotations
 

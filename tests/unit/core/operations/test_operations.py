@@ -1,5 +1,8 @@
 """Histories of a channel of peers: what pairs with what, and that all get one
-verdict."""
+verdict.
+
+Covers: core/operations/pairing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Manifests in pieces: how much is asked for at once, what is kept, and what is not
-taken."""
+taken.
+
+Covers: core/versions/fetching.py.
+"""
 
 from __future__ import annotations
 

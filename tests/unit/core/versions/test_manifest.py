@@ -1,4 +1,7 @@
-"""Manifests: images, parts, and one manifest made of many parts."""
+"""Manifests: images, parts, and one manifest made of many parts.
+
+Covers: core/base/manifest.py, core/versions/manifests.py.
+"""
 
 from __future__ import annotations
 

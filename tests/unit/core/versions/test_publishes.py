@@ -1,4 +1,7 @@
-"""Numbers and verdicts of the publishes of several source replicas."""
+"""Numbers and verdicts of the publishes of several source replicas.
+
+Covers: core/versions/publishes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The round of a target replica: its life by the table, under any history."""
+"""The round of a target replica: its life by the table, under any history.
+
+Covers: core/versions/rounds.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A trainer that goes on from an earlier step: it is told once, where people look."""
+"""A trainer that goes on from an earlier step: it is told once, where people look.
+
+Covers: core/versions/steps.py.
+"""
 
 from __future__ import annotations
 

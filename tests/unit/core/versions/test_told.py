@@ -1,4 +1,7 @@
-"""What may be told of commits follows the disk, not the state machine."""
+"""What may be told of commits follows the disk, not the state machine.
+
+Covers: core/versions/recovery.py.
+"""
 
 from __future__ import annotations
 

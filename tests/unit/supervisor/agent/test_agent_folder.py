@@ -1,4 +1,7 @@
-"""Who gets the state folder of an agent, and what becomes of shims that hold it."""
+"""Who gets the state folder of an agent, and what becomes of shims that hold it.
+
+Covers: supervisor/agent/agent_folder.py, supervisor/agent/remote.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Mutated frames between agents and their supervisor: each is refused in a sentence, or
-is a message after all; nobody fails of it."""
+is a message after all; nobody fails of it.
+
+Covers: supervisor/agent/checks.py, supervisor/agent/order_handler.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What an agent does with its lease, in virtual time: over a supervisor that answers
-late or not at all, and over fake shims."""
+late or not at all, and over fake shims.
+
+Covers: supervisor/agent/agent.py.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Line:
     :ivar mute: nothing passes any more, in either direction.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: LeaseWorld) -> None:
         self._world = world
         self._orders: asyncio.Queue[bytes | OSError] = asyncio.Queue()
         self.said: list[wire.AgentMessage] = []
@@ -64,7 +67,7 @@ class Line:
     async def close(self) -> None: ...
 
 
-class World:
+class LeaseWorld:
     """An agent, its fake shims and its supervisor.
 
     :ivar dial_s: how long a connection takes; ``answer_s``: and the answer to a Hello.
@@ -134,8 +137,8 @@ class World:
 
 
 @asynccontextmanager
-async def world(folder: Path, **options: Any) -> AsyncIterator[World]:
-    made = World(folder, **options)
+async def world(folder: Path, **options: Any) -> AsyncIterator[LeaseWorld]:
+    made = LeaseWorld(folder, **options)
     try:
         yield made
     finally:

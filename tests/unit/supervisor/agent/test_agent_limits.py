@@ -1,5 +1,8 @@
 """What an agent may cost its supervisor: all that it sends has a bound, and so has what
-it does not read."""
+it does not read.
+
+Covers: supervisor/fleet/agent_route.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An agent that hears nothing of its supervisor, in virtual time."""
+"""An agent that hears nothing of its supervisor, in virtual time.
+
+Covers: supervisor/agent/messages.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A node's forkserver: when an agent starts it, and when it gives it up."""
+"""A node's forkserver: when an agent starts it, and when it gives it up.
+
+Covers: linux/place.py, supervisor/agent/forkservers.py.
+"""
 
 from __future__ import annotations
 

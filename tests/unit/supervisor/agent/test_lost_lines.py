@@ -1,4 +1,7 @@
-"""Lines that a node loses from its logs are reported once, whoever is there."""
+"""Lines that a node loses from its logs are reported once, whoever is there.
+
+Covers: supervisor/agent/containment.py, supervisor/agent/shims.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What processes have, and who holds it afterwards."""
+"""What processes have, and who holds it afterwards.
+
+Covers: supervisor/cleanup/inventory.py, supervisor/cleanup/still_held.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who is killed last, and how long that takes at most."""
+"""Who is killed last, and how long that takes at most.
+
+Covers: supervisor/cleanup/sweeping.py, supervisor/state/leftovers.py.
+"""
 
 from __future__ import annotations
 

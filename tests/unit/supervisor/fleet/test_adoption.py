@@ -1,5 +1,8 @@
 """Histories of a supervisor that takes over what the one before had begun, in virtual
-time."""
+time.
+
+Covers: supervisor/fleet/causes.py, supervisor/saving.py.
+"""
 
 from __future__ import annotations
 

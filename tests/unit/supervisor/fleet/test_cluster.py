@@ -1,5 +1,9 @@
 """Histories of fleets over several nodes, in virtual time: nodes that come, go, freeze,
-are cut off and come back."""
+are cut off and come back.
+
+Covers: supervisor/fleet/admission.py, supervisor/fleet/cluster.py,
+supervisor/fleet/nodes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Histories of replicas that others start, in virtual time: what the fleet makes of
-members that come and go."""
+members that come and go.
+
+Covers: supervisor/fleet/external.py.
+"""
 
 from __future__ import annotations
 

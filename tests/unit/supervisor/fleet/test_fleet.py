@@ -1,5 +1,8 @@
 """Histories of whole fleets, in virtual time: who starts when, who ends with whom, and
-what is spent."""
+what is spent.
+
+Covers: supervisor/fleet/fleet.py, supervisor/fleet/group.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Histories of requests that cross each other, or meet a fault, in virtual time."""
+"""Histories of requests that cross each other, or meet a fault, in virtual time.
+
+Covers: supervisor/fleet/handle.py.
+"""
 
 from __future__ import annotations
 

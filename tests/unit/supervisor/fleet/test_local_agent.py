@@ -1,5 +1,8 @@
 """The agent of the supervisor's machine as a watched process: found alive, frozen,
-dead, started again."""
+dead, started again.
+
+Covers: supervisor/agent/local.py, supervisor/fleet/local_agent.py.
+"""
 
 from __future__ import annotations
 

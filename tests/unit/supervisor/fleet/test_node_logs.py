@@ -1,4 +1,7 @@
-"""Logs of other nodes: what a reply may weigh, and nodes that do not answer."""
+"""Logs of other nodes: what a reply may weigh, and nodes that do not answer.
+
+Covers: supervisor/agent/log_reader.py, supervisor/fleet/node_logs.py.
+"""
 
 from __future__ import annotations
 

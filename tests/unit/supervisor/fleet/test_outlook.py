@@ -1,4 +1,7 @@
-"""What of a plan would wait, on nodes as the status of a run names them."""
+"""What of a plan would wait, on nodes as the status of a run names them.
+
+Covers: supervisor/fleet/outlook.py.
+"""
 
 from __future__ import annotations
 

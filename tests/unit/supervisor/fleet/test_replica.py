@@ -1,4 +1,8 @@
-"""A replica's life on fake shims, step by step."""
+"""A replica's life on fake shims, step by step.
+
+Covers: supervisor/fleet/context.py, supervisor/fleet/course.py,
+supervisor/fleet/replica.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GPUs, threads and limits: what a plan may ask for, and who gets what."""
+"""GPUs, threads and limits: what a plan may ask for, and who gets what.
+
+Covers: supervisor/fleet/plans.py, supervisor/fleet/resources.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What becomes of a rank's output: lines kept byte for byte, progress bars folded, text
-for terminals and reports."""
+for terminals and reports.
+
+Covers: supervisor/logs/folding.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """The log pump's parts: files that are rotated, a pump that is killed, a disk that is
-full, a slow terminal."""
+full, a slow terminal.
+
+Covers: supervisor/fleet/generation.py, supervisor/logs/log_file.py,
+supervisor/logs/pump.py, supervisor/logs/tee.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How a shim collects stacks: the parts without signals."""
+"""How a shim collects stacks: the parts without signals.
+
+Covers: linux/stacks.py, supervisor/shim/dumps.py.
+"""
 
 from __future__ import annotations
 

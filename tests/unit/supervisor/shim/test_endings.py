@@ -1,4 +1,7 @@
-"""The exit report of a node, and what people read of it."""
+"""The exit report of a node, and what people read of it.
+
+Covers: supervisor/shim/shim.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The phases of a shim: what it does at each input, and when it kills."""
+"""The phases of a shim: what it does at each input, and when it kills.
+
+Covers: supervisor/shim/phases.py, supervisor/wire/orders.py.
+"""
 
 from __future__ import annotations
 

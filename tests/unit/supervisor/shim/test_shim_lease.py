@@ -1,4 +1,7 @@
-"""How long a shim goes on without its agent, and what its agent tells it of that."""
+"""How long a shim goes on without its agent, and what its agent tells it of that.
+
+Covers: supervisor/shim/lease.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a supervisor takes over, and what it must wait for, by what it finds on disk."""
+"""What a supervisor takes over, and what it must wait for, by what it finds on disk.
+
+Covers: supervisor/state/heritage.py, supervisor/state/leases.py,
+supervisor/state/state.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The mark by which a rank shows that the supervisor has started it."""
+"""The mark by which a rank shows that the supervisor has started it.
+
+Covers: supervisor/state/marks.py.
+"""
 
 from __future__ import annotations
 

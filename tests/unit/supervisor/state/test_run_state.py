@@ -1,4 +1,7 @@
-"""The state file: whole or not there, read back as it was, and never fatal."""
+"""The state file: whole or not there, read back as it was, and never fatal.
+
+Covers: supervisor/state/run_state.py.
+"""
 
 from __future__ import annotations
 

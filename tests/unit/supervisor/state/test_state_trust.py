@@ -1,5 +1,8 @@
 """The state folder of a run: what others have made, planted or shared is not taken for
-the run's own."""
+the run's own.
+
+Covers: supervisor/state/locked_folder.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Packing at once: threads, digests beside the copy, and what one publish leaves to the
-next."""
+next.
+
+Covers: weights/copies/copy_pool.py, weights/copies/digest.py,
+weights/copies/tensors.py, weights/layout.py.
+"""
 
 from __future__ import annotations
 

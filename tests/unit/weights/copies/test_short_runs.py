@@ -1,4 +1,7 @@
-"""weights/copies/host_copies: tensors of very many short runs are copied in parts."""
+"""weights/copies/host_copies: tensors of very many short runs are copied in parts.
+
+Covers: weights/copies/host_copies.py.
+"""
 
 from __future__ import annotations
 

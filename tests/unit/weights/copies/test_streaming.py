@@ -1,4 +1,7 @@
-"""Copies past the caches give what torch's copies give."""
+"""Copies past the caches give what torch's copies give.
+
+Covers: weights/copies/copying.py, weights/copies/streaming.py.
+"""
 
 from __future__ import annotations
 

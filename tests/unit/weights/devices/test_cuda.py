@@ -1,5 +1,8 @@
 """CUDA without CUDA: calls of the driver, made through ctypes as ever, to one that
-keeps everything in host memory."""
+keeps everything in host memory.
+
+Covers: weights/devices/cuda.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Many copies at once between a device and the host, and within it; here both are host
-memory."""
+memory.
+
+Covers: weights/devices/cuda_copies.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What is called of CUDA and NVML is what NVIDIA declares (in the text of
-``cuda-bindings``), on a machine without a GPU."""
+``cuda-bindings``), on a machine without a GPU.
+
+Covers: linux/smi.py, weights/devices/cuda_driver.py.
+"""
 
 from __future__ import annotations
 

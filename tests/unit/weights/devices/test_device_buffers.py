@@ -1,5 +1,8 @@
 """Buffers on a GPU: what is said of the page is said of the memory, and memory outlives
-those who have it open."""
+those who have it open.
+
+Covers: weights/copies/accelerator.py, weights/devices/device_buffers.py.
+"""
 
 from __future__ import annotations
 

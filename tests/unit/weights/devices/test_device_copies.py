@@ -1,5 +1,8 @@
 """Copies that a device makes while the caller goes on: with a fake device, whose
-streams lag behind."""
+streams lag behind.
+
+Covers: weights/devices/device_copies.py, weights/writable.py.
+"""
 
 from __future__ import annotations
 

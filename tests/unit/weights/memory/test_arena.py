@@ -1,4 +1,7 @@
-"""Slots."""
+"""Slots.
+
+Covers: weights/memory/arena.py.
+"""
 
 from __future__ import annotations
 

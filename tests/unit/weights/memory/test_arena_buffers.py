@@ -1,4 +1,7 @@
-"""Buffers: one's own, and those of others, opened through /proc."""
+"""Buffers: one's own, and those of others, opened through /proc.
+
+Covers: linux/files.py, weights/memory/buffers.py, weights/memory/mappings.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How much memory there is, and what is said when it is too little."""
+"""How much memory there is, and what is said when it is too little.
+
+Covers: weights/memory/pool.py.
+"""
 
 from __future__ import annotations
 

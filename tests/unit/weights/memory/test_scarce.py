@@ -1,4 +1,7 @@
-"""Limits that an update meets while it is mapped: typed errors that name them."""
+"""Limits that an update meets while it is mapped: typed errors that name them.
+
+Covers: linux/scarce.py, weights/memory/left.py.
+"""
 
 from __future__ import annotations
 

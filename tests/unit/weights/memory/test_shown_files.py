@@ -1,4 +1,7 @@
-"""Files of versions that were handed out: read-only for all, and never filled again."""
+"""Files of versions that were handed out: read-only for all, and never filled again.
+
+Covers: linux/mapped.py, linux/seals.py.
+"""
 
 from __future__ import annotations
 
