@@ -18,11 +18,11 @@ from replicas.core.lives.tenancy import Tenancy
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.agent.messages import ShimState
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.nodes import Nodes
-from replicas.supervisor.wire.orders import ExitReport, RankExit
+from replicas.supervisor.wire.orders import PartSpec, plain
+from replicas.supervisor.wire.state import UNKNOWN, ExitReport, RankExit
 from replicas.trust.tokens import Tokens
 from tests.support.fleets import Life, Yard, config_of
 
@@ -40,14 +40,7 @@ class _Shim:
         self.dies_s = 0.0
         """From SIGKILL to its end."""
         self.name = f"{spec['group']}/{spec['replica']}"
-        self.state = ShimState(
-            nonce=spec["nonce"],
-            group=spec["group"],
-            replica=spec["replica"],
-            generation=spec["generation"],
-            node=spec["node"],
-            pid=7,
-        )
+        self.state = UNKNOWN.of_part(PartSpec.of(spec))._replace(pid=7)
         self.loop = asyncio.get_running_loop()
         self.loop.call_later(life.start_s, self._started)
         if life.ends_s is not None:
@@ -59,9 +52,8 @@ class _Shim:
         return not self.state.gone
 
     def _set(self, **changes: Any) -> None:
-        known = {name: getattr(self.state, name) for name in self.state.__struct_fields__}
-        self.state = ShimState(**known | changes)
-        self.agent.tell(self.state)
+        self.state = self.state._replace(**changes)
+        self.agent.tell(wire.PartNews(plain(self.state)))
 
     def _started(self) -> None:
         if self.state.report is None:
@@ -74,8 +66,7 @@ class _Shim:
 
     def end(self, report: ExitReport) -> None:
         if self.alive:
-            plain = {key: value for key, value in report.message()["report"].items() if key != "type"}
-            self._set(report=plain, gone=True)
+            self._set(report=report, gone=True)
 
 
 class FakeAgent:
@@ -145,7 +136,7 @@ class FakeAgent:
             address=self.name,
             labels=self.labels,
             machine=None if self.local else self.machine,
-            shims=tuple(shim.state for shim in self.shims.values()),
+            parts=tuple(plain(shim.state) for shim in self.shims.values()),
         )
         self._asked_at = now
         self._link, self._connected = link, True
@@ -204,7 +195,7 @@ class FakeAgent:
         self.dead = self.frozen = self._connected = False
         self.incarnation += "1"
         for shim in self.shims.values():
-            shim.state = ShimState(**{**_fields(shim.state), "gone": True})
+            shim.state = shim.state._replace(gone=True)
         self.shims = {}
         self._tenancy = Tenancy()
 
@@ -213,10 +204,6 @@ class FakeAgent:
 
     def thaw(self) -> None:
         self.frozen = False
-
-
-def _fields(state: ShimState) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in state.__struct_fields__}
 
 
 class _Link:

@@ -22,7 +22,6 @@ import anyio
 from replicas.config.structs import Config, Dependency, GroupConfig, RestartConfig, RunConfig
 from replicas.coordinator import Coordinator, GroupShape, Readiness
 from replicas.core.lives.lifecycle import Transition
-from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -30,7 +29,8 @@ from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import SavedGroup
 from replicas.supervisor.state.state import StateDir
-from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
+from replicas.supervisor.wire.orders import PartSpec
+from replicas.supervisor.wire.state import UNKNOWN, ExitReport, LogLoss, RankExit, Remains
 from replicas.telemetry.events import Event
 
 __all__ = ["DIES", "DONE", "Life", "Yard", "config_of", "fleet", "group_of"]
@@ -60,18 +60,12 @@ class SimShim:
     """A shim whose processes live as planned."""
 
     last_stacks: Mapping[str, str] = {}
-    node, local, cgroup, start_time, stopping = "local", True, "", 0, False
+    node, local, stopping = "local", True, False
     over_at: float | None = None
 
-    def __init__(self, yard: Yard, spec: NodeSpec, changed: Callable[[], None], life: Life) -> None:
+    def __init__(self, yard: Yard, spec: PartSpec, changed: Callable[[], None], life: Life) -> None:
         self.spec, self.life = spec, life
-        self.pid = 0
-        self.main_pid: int | None = None
-        self.rendezvous: tuple[str, int] | None = None
-        self.report: ExitReport | None = None
-        self.gone = asyncio.Event()
-        self.remains: Remains | None = None
-        self.belongings = Belongings()
+        self.state = UNKNOWN.of_part(spec)
         self.losses: list[LogLoss] = []
         self.told: list[tuple[float, float]] = []
         self._yard = yard
@@ -82,28 +76,29 @@ class SimShim:
             self._loop.call_later(life.start_s + life.ends_s, self._ended_by_itself)
 
     def _started(self) -> None:
-        if self.report is None:
-            self.main_pid = 100
-            self._changed()
+        if self.state.report is None:
+            self._change(main_pid=100)
+
+    def _change(self, **changes: Any) -> None:
+        self.state = self.state._replace(**changes)
+        self._changed()
 
     def _ended_by_itself(self) -> None:
         failed = ExitReport("failed", ranks=(RankExit(0, self.life.code),))
         self.end(failed if self.life.code else ExitReport("ok"))
 
     def end(self, report: ExitReport) -> None:
-        if self.report is None:
-            self.report = report
-            if self.life.dies_s:
-                self.remains = Remains(0.0, ((7, "python slow.py"),))
-                self._loop.call_later(self.life.dies_s, self._gone)
-                self._changed()
-            else:
-                self._gone()
+        if self.state.report is not None:
+            return
+        if self.life.dies_s:
+            self._loop.call_later(self.life.dies_s, self._gone)
+            self._change(report=report, remains=Remains(0.0, ((7, "python slow.py"),)))
+        else:
+            self.state = self.state._replace(report=report)
+            self._gone()
 
     def _gone(self) -> None:
-        self.remains = None
-        self.gone.set()
-        self._changed()
+        self._change(remains=None, gone=True)
 
     async def stacks(self) -> Mapping[str, str]:
         return {}
@@ -119,9 +114,6 @@ class SimShim:
 
     def kill(self) -> None:
         self.end(ExitReport("lost", text="the shim was killed"))
-
-    def silent_s(self, now: float) -> float:
-        return 0.0
 
     def unheard_s(self) -> float:
         return 0.0
@@ -270,11 +262,11 @@ class Yard:
     def log_dir(self, group: str, replica: int, generation: int) -> Path:
         return Path("/nowhere")
 
-    def start(self, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+    def start(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
         name = f"{spec.group}/{spec.replica}"
         plan = self.lives.get(name) or self.lives.get(spec.group) or [Life()]
         born = self.shims[name]
-        assert all(shim.gone.is_set() for shim in born), "two generations of one replica at once"
+        assert all(shim.state.gone for shim in born), "two generations of one replica at once"
         shim = SimShim(self, spec, changed, plan[min(len(born), len(plan) - 1)])
         born.append(shim)
         return cast("ShimHandle", shim)
@@ -306,7 +298,7 @@ class Yard:
     def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:
         name = f"{group}/{replica}"
         shims = self.shims[name]
-        started = replica in self.joined(group) if external else bool(shims) and shims[-1].main_pid is not None
+        started = replica in self.joined(group) if external else bool(shims) and shims[-1].state.main_pid is not None
         return self.views.get(name, Readiness(started, "" if started else "nobody joined"))
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:

@@ -7,17 +7,20 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from replicas.linux.processes import MARK, signal_marked
 from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.orders import ExitReport, NodeSpec
+from replicas.supervisor.wire.orders import PartSpec
+from replicas.supervisor.wire.state import UNKNOWN, ExitReport, PartState
 from tests.support.runs import ROOT, eventually
 
 __all__ = ["ShimUnderTest", "pump_of", "shim"]
+
+T = TypeVar("T")
 
 
 def pump_of(pid: int) -> int:
@@ -32,12 +35,12 @@ def pump_of(pid: int) -> int:
 
 
 class ShimUnderTest:
-    """:func:`shim` makes one. ``said``: all messages so far."""
+    """:func:`shim` makes one. ``state``: the last that it sent of its part."""
 
     def __init__(self, control: socket.socket, popen: subprocess.Popen[bytes], folder: Path) -> None:
         self.popen = popen
         self.folder = folder
-        self.said: list[orders.Message] = []
+        self.state = UNKNOWN
         self._control = control
 
     def send(self, message: orders.Message) -> None:
@@ -48,13 +51,26 @@ class ShimUnderTest:
         self._control.settimeout(timeout_s)
         while True:
             message = orders.receive(self._control)
-            assert message is not None, f"the shim ended without {kind!r}: {self.said}"
-            self.said.append(message)
+            assert message is not None, f"the shim ended without {kind!r}: {self.state}"
+            if message["type"] == "state":
+                self.state = orders.read(PartState, message["state"])
             if message["type"] == kind:
                 return message
 
+    def wait_until(self, true: Callable[[PartState], T]) -> T:
+        """What this says of the first state of which it says anything."""
+        while not (found := true(self.state)):
+            self.wait_for("state")
+        return found
+
+    def started(self) -> int:
+        """Pid of the main process, once it is started."""
+        return self.wait_until(lambda state: state.main_pid) or 0
+
     def report(self) -> ExitReport:
-        return ExitReport.of(self.wait_for("ended")["report"])
+        report = self.wait_until(lambda state: state.report)
+        assert report is not None
+        return report
 
     def pump(self, *, besides: int = 0) -> int:
         """Its log pump, once there is one (another one than ``besides``)."""
@@ -69,7 +85,7 @@ class ShimUnderTest:
 
     def gone(self) -> int:
         """Its exit code, once it is gone."""
-        self.wait_for("gone")
+        self.wait_until(lambda state: state.gone)
         return self.popen.wait(30)
 
 
@@ -91,7 +107,7 @@ def shim(
         besides.
     """
     nonce = secrets.token_hex(8)
-    spec = NodeSpec(
+    spec = PartSpec(
         **{
             "run": "test",
             "group": "a",
@@ -128,7 +144,7 @@ def shim(
         )
         theirs.close()
         try:
-            orders.send(ours, spec.message())
+            orders.send(ours, {"type": "start", "spec": orders.plain(spec)})
             yield ShimUnderTest(ours, popen, logs)
         finally:
             ours.close()

@@ -54,6 +54,7 @@ from replicas.supervisor.agent.order_handler import OrderHandler
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.agent.token_file import TokenFile
 from replicas.supervisor.state.run_state import machine as scope
+from replicas.supervisor.wire.orders import plain
 
 log = Log("replicas.agent")
 
@@ -303,7 +304,9 @@ class Agent:
         if self._is_stale(began_after):
             return
         self._outbox.clear()
-        hello = msgspec.structs.replace(self._hello, address=self._shims.address, shims=self._shims.all())
+        hello = msgspec.structs.replace(
+            self._hello, address=self._shims.address, parts=tuple(map(plain, self._shims.all()))
+        )
         await link.send(wire.encode(hello))
         async with asyncio.timeout(_ANSWER_S):
             answer = _order(await link.recv())
@@ -362,8 +365,9 @@ class Agent:
             await self._news.wait()
             self._news.clear()
             outbox, self._outbox = self._outbox, []
-            stacks = [wire.StacksFound(nonce=nonce, found=dict(found)) for nonce, found in self._shims.saved_stacks()]
-            for message in (*stacks, *self._shims.news(), *outbox):  # an end is told with the stacks that are known
+            stacks = [wire.StacksFound(nonce=nonce, found=dict(found)) for nonce, found in self._shims.stacks()]
+            news = [wire.PartNews(plain(state)) for state in self._shims.news()]
+            for message in (*stacks, *news, *outbox):  # an end is told with the stacks that are known
                 await link.send(wire.encode(message))
 
     def _tell(self, message: wire.AgentMessage) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from replicas.common.logs import Log
 from replicas.linux.cgroups import LIMITS, RunCgroups, find_own
-from replicas.supervisor.agent.node import Node
-from replicas.supervisor.wire.orders import NodeSpec
+from replicas.supervisor.agent.shim_process import ShimProcess
+from replicas.supervisor.wire.orders import PartSpec
 
 log = Log("replicas.agent")
 
@@ -40,7 +40,7 @@ class Containment:
         if limited and self._cgroups is not None and (missing := ", ".join(sorted(set(LIMITS) - self._cgroups.limits))):
             self.refused = f"{missing} cannot be handed on by the control group of this process"
 
-    def _place(self, spec: NodeSpec, memory_nbytes: int | None, max_processes: int | None) -> NodeSpec:
+    def _place(self, spec: PartSpec, memory_nbytes: int | None, max_processes: int | None) -> PartSpec:
         limited = memory_nbytes is not None or max_processes is not None
         if self._cgroups is None:
             if limited:
@@ -58,17 +58,17 @@ class Containment:
 
     def start(
         self,
-        spec: NodeSpec,
+        spec: PartSpec,
         changed: Callable[[], None],
         *,
         memory_nbytes: int | None = None,
         max_processes: int | None = None,
-    ) -> Node:
+    ) -> ShimProcess:
         """Start a shim.
 
         :raises OSError: the shim, or its control group, cannot be made.
         """
-        return Node(self._place(spec, memory_nbytes, max_processes), changed, self._lock)
+        return ShimProcess(self._place(spec, memory_nbytes, max_processes), changed, self._lock)
 
     def close(self) -> None:
         """Remove the run's control group, unless processes are still in it."""

@@ -37,7 +37,7 @@ from replicas.linux.place import lasting
 from replicas.linux.processes import Child, room_for_mark
 from replicas.linux.sockets import SocketAddress
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
-from replicas.supervisor.agent.node import base_environment
+from replicas.supervisor.agent.shim_process import base_environment
 
 log = Log("replicas.agent")
 

@@ -1,19 +1,19 @@
 """What an agent and its supervisor say to each other, one MessagePack map per frame.
 
 The agent dials, says :class:`Hello`, and is answered with :class:`Welcome` or
-:class:`Refused`. It then sends the whole :class:`ShimState` of each shim whenever that
-changes, and once more after each reconnection: a state that is lost on the way is
-replaced by the next one, and one that comes twice changes nothing. Orders are repeated
-by the supervisor after a reconnection, for the same reason; each has the shim's mark
-(``nonce``). One for a shim that the agent does not have is ignored: the supervisor
-knows from the states after a Hello that it is gone.
+:class:`Refused`. It then relays the whole
+:class:`~replicas.supervisor.wire.state.PartState` of each part whenever that changes,
+and once more after each reconnection. Orders are repeated by the supervisor after a
+reconnection, so none is missed; each has the shim's mark (``nonce``). One for a shim
+that the agent does not have is ignored: the supervisor knows from the states in a Hello
+that it is gone.
 
 :class:`Beat` and :class:`Heard` carry the lease: the agent may go on for so long after
 it *sent* a beat that was heard, and the supervisor waits longer than that after it
 *received* one (:mod:`replicas.core.lives.leases`).
 
-What shims say and are told (specs, reports) keeps the form of
-:mod:`replicas.supervisor.wire.orders`, JSON objects with names: agent and supervisor
+What shims are told and say (specs, states) keeps the form of
+:mod:`replicas.supervisor.wire`, objects with names: agent and supervisor
 may be of different releases when a supervisor is replaced. ``PROTOCOL`` is raised when
 a message changes its meaning; unknown fields are ignored. All that an agent sends has a
 bound: its texts, its shims, and each frame.
@@ -29,8 +29,10 @@ from replicas.common.decoding import MALFORMED
 from replicas.messages.bounds import TEXT_LENGTH
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.machine import Machine
+from replicas.supervisor.wire.orders import Malformed, read
+from replicas.supervisor.wire.state import PartState
 
-PROTOCOL = 1
+PROTOCOL = 2
 Plain = dict[str, Any]
 _Pid = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 _Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -41,41 +43,15 @@ _Word = Annotated[str, msgspec.Meta(max_length=256)]
 _Path = Annotated[str, msgspec.Meta(max_length=4096)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_LENGTH)]
 STATE_NBYTES = 1 << 20
-"""Largest state of one shim as it travels."""
+"""Largest state of one part as it travels."""
 SHIMS_MAX = 16_384
 """Most shims of one agent."""
 
 
-class ShimState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One shim and its processes, as far as the agent knows.
+class PartNews(msgspec.Struct, frozen=True, tag=True):
+    """The state of a part, which has changed: see :func:`part_state`."""
 
-    :ivar pid: of the shim; 0: it could not be started.
-    :ivar report: how its main process ended.
-    :ivar losses: lost log lines since the agent began, one for each place and reason.
-    :ivar known_losses: those that a supervisor was told before this connection.
-    :ivar stopping: it was told to end.
-    :ivar gone: no process of it is left.
-    :ivar silent_s: for how long it has not answered.
-    """
-
-    nonce: _Mark
-    group: _Word
-    replica: _Pid
-    generation: _Number
-    node: _Pid
-    pid: _Pid = 0
-    start_time: _Number = 0
-    cgroup: _Path = ""
-    main_pid: _Pid | None = None
-    rendezvous: tuple[_Word, _Port] | None = None
-    report: Plain | None = None
-    remains: Plain | None = None
-    belongings: Plain | None = None
-    losses: tuple[Plain, ...] = ()
-    known_losses: tuple[Plain, ...] = ()
-    stopping: bool = False
-    gone: bool = False
-    silent_s: _Seconds = 0.0
+    state: Plain
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -98,7 +74,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     labels: Annotated[dict[_Word, _Word], msgspec.Meta(max_length=256)] = {}
     machine: Machine | None = None
     limits_refused: _Text = ""
-    shims: Annotated[tuple[ShimState, ...], msgspec.Meta(max_length=SHIMS_MAX)] = ()
+    parts: Annotated[tuple[Plain, ...], msgspec.Meta(max_length=SHIMS_MAX)] = ()
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -261,7 +237,7 @@ class Over(msgspec.Struct, frozen=True, tag=True):
 
 Query = LogQuery | Examine
 Order = Welcome | NewToken | Refused | Heard | Start | Stop | Meet | Kill | AskStacks | Forget | Clean | Query | Over
-AgentMessage = Hello | ShimState | Beat | StacksFound | Cleaned | Leaving | LogReply | Examined
+AgentMessage = Hello | PartNews | Beat | StacksFound | Cleaned | Leaving | LogReply | Examined
 
 _encoder = msgspec.msgpack.Encoder()
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
@@ -286,6 +262,14 @@ def decode_from_agent(data: bytes) -> AgentMessage:
         message = _from_agent.decode(data)
     except MALFORMED as error:
         raise msgspec.DecodeError(str(error)) from None
-    if isinstance(message, ShimState) and len(data) > STATE_NBYTES:
-        raise msgspec.DecodeError(f"the state of a shim has {len(data):,} bytes, of {STATE_NBYTES:,} allowed")
+    if isinstance(message, PartNews) and len(data) > STATE_NBYTES:
+        raise msgspec.DecodeError(f"the state of a part has {len(data):,} bytes, of {STATE_NBYTES:,} allowed")
     return message
+
+
+def part_state(data: Plain) -> PartState:
+    """The state of a part as its agent has sent it. msgspec.DecodeError: it is none."""
+    try:
+        return read(PartState, data)
+    except Malformed as error:
+        raise msgspec.DecodeError(str(error)) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ class OrderHandler:
             case wire.Kill(nonce):
                 self._shims.kill(nonce)
             case wire.AskStacks(nonce):
-                self._spawn(self._find_stacks(nonce))
+                self._shims.show_stacks(nonce)
             case wire.Forget(nonce):
                 self._shims.forget(nonce)
             case wire.Clean(shims):
@@ -67,10 +66,6 @@ class OrderHandler:
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-
-    async def _find_stacks(self, nonce: str) -> None:
-        with contextlib.suppress(TimeoutError):  # the supervisor has a deadline of its own
-            self._tell(wire.StacksFound(nonce=nonce, found=await self._shims.stacks(nonce)))
 
     async def _clean(self, shims: tuple[wire.ShimLeft, ...]) -> None:
         left = [shim for shim in shims if shim.nonce not in self._shims]

@@ -1,4 +1,4 @@
-"""The shims of one agent: start them as ordered, and tell the supervisor their state.
+"""The shims of one agent: start them as ordered, and relay the states of their parts.
 
 A shim is known by its mark (``nonce``) from the order to start it until the supervisor
 has noted its end. :meth:`Shims.news` has the states that have changed since they were
@@ -13,72 +13,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from replicas import environ
 from replicas.common.logs import Log
-from replicas.linux.processes import start_time
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.forkservers import Forkservers
-from replicas.supervisor.agent.messages import Plain, ShimState, Start
-from replicas.supervisor.agent.node import Node, base_environment
-from replicas.supervisor.wire.orders import ExitReport, NodeSpec, OtherRelease
+from replicas.supervisor.agent.messages import Plain, Start
+from replicas.supervisor.agent.shim_process import ShimProcess, base_environment
+from replicas.supervisor.wire.orders import OtherRelease, PartSpec
+from replicas.supervisor.wire.state import IDENTITY, UNKNOWN, ExitReport, PartState
 
 log = Log("replicas.agent")
-
-
-class _Shim:
-    """One shim; ``node`` None: it could not be started."""
-
-    def __init__(self, spec: NodeSpec) -> None:
-        self.spec = spec
-        self.node: Node | None = None
-        self.failure: ExitReport | None = None
-        self.stopping = False
-        self.start_time = 0
-        self.silent_s = 0.0
-        self.lost: dict[tuple[str, str], int] = {}
-        self.told: ShimState | None = None
-        self.stacks: dict[str, str] = {}
-
-    def state(self) -> ShimState:
-        spec, node = self.spec, self.node
-        known: dict[str, Any] = {
-            "nonce": spec.nonce,
-            "group": spec.group,
-            "replica": spec.replica,
-            "generation": spec.generation,
-            "node": spec.node,
-            "stopping": self.stopping,
-        }
-        if node is None:
-            report = _plain(self.failure.message()["report"]) if self.failure is not None else None
-            return ShimState(**known, gone=self.failure is not None, report=report)
-        for loss in node.losses:
-            key = (loss.where, loss.reason)
-            self.lost[key] = self.lost.get(key, 0) + loss.lines
-        node.losses.clear()
-        return ShimState(
-            **known,
-            pid=node.pid,
-            start_time=self.start_time,
-            cgroup=node.spec.cgroup,
-            main_pid=node.main_pid,
-            rendezvous=node.rendezvous,
-            report=None if node.report is None else _plain(node.report.message()["report"]),
-            remains=None if node.remains is None else _plain(node.remains.message()),
-            belongings=_plain(node.belongings.message()),
-            losses=tuple(
-                {"count": lines, "where": where, "reason": reason} for (where, reason), lines in self.lost.items()
-            ),
-            gone=node.gone.is_set(),
-            silent_s=self.silent_s,
-        )
-
-
-def _plain(message: Plain) -> Plain:
-    """The message in the form in which it is decoded: without tuples of names."""
-    return {key: value for key, value in message.items() if key != "type"}
 
 
 class Shims:
@@ -90,7 +34,10 @@ class Shims:
 
     def __init__(self, containment: Containment, state_dir: Path, changed: Callable[[], None]) -> None:
         self._containment, self._state_dir, self._changed = containment, state_dir, changed
-        self._shims: dict[str, _Shim] = {}
+        self._shims: dict[str, ShimProcess] = {}
+        self._states: dict[str, PartState] = {}
+        """Of all parts, those included whose shims could not be started."""
+        self._told: dict[str, PartState] = {}
         self._forkservers = Forkservers(self._cannot_sync)
         self.identity = ""
         """What the processes have as the id of their state folder."""
@@ -110,7 +57,7 @@ class Shims:
         self.empty.set()
 
     def __contains__(self, nonce: str) -> bool:
-        return nonce in self._shims
+        return nonce in self._states
 
     # ------------------------------------------------------------ orders
 
@@ -119,34 +66,23 @@ class Shims:
 
         :raises replicas.supervisor.wire.orders.Malformed: it is no spec.
         """
-        nonce = str(order.spec.get("nonce", ""))
-        if nonce in self._shims:
+        state = _identity(order.spec)
+        nonce = state.nonce
+        if nonce in self._states:
             return
         try:
-            spec = self._localized(NodeSpec.of(order.spec))
-        except (OtherRelease, OSError) as error:
-            self._fail(_stub(order.spec), str(error))
-            return
-        shim = self._shims[nonce] = _Shim(spec)
-        try:
-            shim.node = self._containment.start(
-                spec,
-                lambda: self._moved(shim),
+            self._shims[nonce] = self._containment.start(
+                self._localized(PartSpec.of(order.spec)),
+                lambda: self._moved(nonce),
                 memory_nbytes=order.memory_nbytes,
                 max_processes=order.max_processes,
             )
-        except OSError as error:
-            self._fail(spec, str(error))
-            return
-        shim.start_time = start_time(shim.node.pid) or 0
-        self._moved(shim)
+        except (OtherRelease, OSError) as error:
+            report = ExitReport("lost", text=f"a shim cannot be started: {error}")
+            self._states[nonce] = state._replace(report=report, gone=True)
+        self._moved(nonce)
 
-    def _fail(self, spec: NodeSpec, text: str) -> None:
-        shim = self._shims[spec.nonce] = _Shim(spec)
-        shim.failure = ExitReport("lost", text=f"a shim cannot be started: {text}")
-        self._moved(shim)
-
-    def _localized(self, spec: NodeSpec) -> NodeSpec:
+    def _localized(self, spec: PartSpec) -> PartSpec:
         """The spec with this node's own environment, folders and address."""
         folder = self._state_dir / "logs" / spec.group / str(spec.replica) / f"gen-{spec.generation}"
         own = {environ.TOKEN_FILE: str(self._state_dir / "token"), environ.LOG_DIR: str(folder)}
@@ -167,40 +103,33 @@ class Shims:
         )
 
     def stop(self, nonce: str, timeout_s: float, *, stacks: bool = False) -> None:
-        if (shim := self._shims.get(nonce)) is not None and shim.node is not None:
-            shim.stopping = True
-            shim.node.stop(timeout_s, stacks=stacks)
-            self._changed()
+        if (shim := self._shims.get(nonce)) is not None:
+            shim.stop(timeout_s, stacks=stacks)
 
     def _cannot_sync(self, forkserver: str, reason: str) -> None:
         """Stop the replicas that cannot sync without this forkserver."""
         for shim in self._living():
-            if shim.node is not None and shim.spec.env.get(environ.FORKSERVER) == forkserver:
-                shim.node.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
+            if shim.spec.env.get(environ.FORKSERVER) == forkserver:
+                shim.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
 
     def meet(self, nonce: str, host: str, port: int) -> None:
-        if (node := self._node(nonce)) is not None and node.rendezvous is None:
-            node.rendezvous = (host, port)
-            node.meet(host, port)
+        if (shim := self._shims.get(nonce)) is not None:
+            shim.meet(host, port)
 
     def kill(self, nonce: str) -> None:
-        if (node := self._node(nonce)) is not None:
-            node.kill()
+        if (shim := self._shims.get(nonce)) is not None:
+            shim.kill()
 
-    async def stacks(self, nonce: str) -> dict[str, str]:
-        """Stacks by ``group/replica/rank``. TimeoutError: the shim does not answer."""
-        node = self._node(nonce)
-        return {} if node is None else await node.stacks()
+    def show_stacks(self, nonce: str) -> None:
+        """Have a shim send its stacks, which :meth:`stacks` then has."""
+        if (shim := self._shims.get(nonce)) is not None:
+            shim.show_stacks()
 
     def forget(self, nonce: str) -> None:
         """The supervisor has noted the shim's end."""
-        shim = self._shims.get(nonce)
-        if shim is not None and shim.state().gone:
-            del self._shims[nonce]
-
-    def _node(self, nonce: str) -> Node | None:
-        shim = self._shims.get(nonce)
-        return shim.node if shim is not None else None
+        if nonce in self._states and self._states[nonce].gone:
+            for known in (self._shims, self._states, self._told):
+                known.pop(nonce, None)
 
     # ------------------------------------------------------------ watching
 
@@ -211,10 +140,8 @@ class Shims:
         """
         self.lease_until = lease_until
         for shim in self._living():
-            assert shim.node is not None
-            shim.node.lease_until, shim.node.patience_s = lease_until, self.patience_s
-            silent_s = shim.node.silent_s(now)
-            shim.silent_s = silent_s if silent_s > 1.5 else 0.0
+            shim.look(now, lease_until, self.patience_s)
+            self._states[shim.spec.nonce] = shim.state
         self._changed()
 
     def end(self, timeout_s: float) -> None:
@@ -231,12 +158,12 @@ class Shims:
         """End what serves the shims; call it when they are gone."""
         await self._forkservers.aclose()
 
-    def _living(self) -> list[_Shim]:
-        return [shim for shim in self._shims.values() if shim.node is not None and not shim.node.gone.is_set()]
+    def _living(self) -> list[ShimProcess]:
+        return [shim for shim in self._shims.values() if not shim.state.gone]
 
-    def _moved(self, shim: _Shim) -> None:
-        if shim.node is not None and shim.node.last_stacks:
-            shim.stacks = shim.node.last_stacks
+    def _moved(self, nonce: str) -> None:
+        if (shim := self._shims.get(nonce)) is not None:
+            self._states[nonce] = shim.state
         if self._living():
             self.empty.clear()
         else:
@@ -245,56 +172,29 @@ class Shims:
 
     # ------------------------------------------------------------ telling
 
-    def all(self) -> tuple[ShimState, ...]:
-        """The state of each shim; all of it counts as told."""
-        found: list[ShimState] = []
-        for shim in self._shims.values():
-            known = shim.told.losses if shim.told is not None else ()
-            shim.told = shim.state()
-            found.append(msgspec.structs.replace(shim.told, known_losses=known))
-        return tuple(found)
+    def all(self) -> tuple[PartState, ...]:
+        """The state of each part; all of it counts as told."""
+        before, self._told = self._told, {**self._states}
+        return tuple(
+            state._replace(known_losses=before[nonce].losses if nonce in before else ())
+            for nonce, state in self._states.items()
+        )
 
-    def news(self) -> list[ShimState]:
+    def news(self) -> list[PartState]:
         """States that have changed since they were told; they count as told then."""
-        found: list[ShimState] = []
-        for shim in self._shims.values():
-            state = shim.state()
-            if state != shim.told:
-                shim.told = state
-                found.append(state)
-        return found
+        changed = [state for nonce, state in self._states.items() if state != self._told.get(nonce)]
+        self._told |= {state.nonce: state for state in changed}
+        return changed
 
-    def saved_stacks(self) -> Iterable[tuple[str, Mapping[str, str]]]:
-        """Mark and stacks of each shim that has saved some which were not told."""
-        for shim in self._shims.values():
-            if shim.stacks:
-                stacks, shim.stacks = shim.stacks, {}
-                yield shim.spec.nonce, stacks
+    def stacks(self) -> Iterable[tuple[str, Mapping[str, str]]]:
+        """Mark and stacks of each shim that has sent some, which are told then."""
+        for nonce, shim in self._shims.items():
+            if (stacks := shim.stacks) is not None:
+                shim.stacks = None
+                yield nonce, stacks
 
 
-def _stub(spec: Plain) -> NodeSpec:
-    """What identifies a spec of another release, for its report."""
-
-    def word(name: str) -> str:
-        return str(spec.get(name, ""))
-
-    def number(name: str) -> int:
-        value = spec.get(name)
-        return value if isinstance(value, int) else 0
-
-    return NodeSpec(
-        run=word("run"),
-        group=word("group"),
-        replica=number("replica"),
-        generation=number("generation"),
-        node=number("node"),
-        nnodes=1,
-        nproc_per_node=1,
-        launcher=word("launcher"),
-        command=(),
-        env={},
-        cwd="/",
-        log_dir=word("log_dir"),
-        stop_timeout_s=0.0,
-        nonce=word("nonce"),
-    )
+def _identity(spec: Plain) -> PartState:
+    """What part a spec is of, which may be of another release."""
+    known: dict[str, Any] = {name: spec.get(name) for name in IDENTITY}
+    return UNKNOWN._replace(**{name: one for name, one in known.items() if type(one) is type(getattr(UNKNOWN, name))})

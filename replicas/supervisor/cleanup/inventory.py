@@ -9,31 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
 
 from replicas.linux.processes import start_time
+from replicas.supervisor.wire.state import Belongings
 
 _FIRST_S = 5.0
 _INTERVAL_S = 60.0
 _MAX_PROCESSES = 512
-
-
-class Belongings(NamedTuple):
-    """What processes hold; ``processes``: pid and start time of each."""
-
-    gpu: bool = False
-    processes: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Belongings:
-        return cls(
-            gpu=bool(data["gpu"]),
-            processes=tuple((int(pid), int(start)) for pid, start in data["processes"]),
-        )
-
-    def message(self) -> dict[str, Any]:
-        return {"type": "belongings", **self._asdict()}
 
 
 def take(pids: Iterable[int]) -> Belongings:

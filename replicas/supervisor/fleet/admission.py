@@ -68,7 +68,7 @@ class NodeEntry:
     @property
     def living(self) -> list[ShimHandle]:
         there = itertools.chain(*(handles.values() for _, handles in self.elsewhere))
-        return [one for one in (*self.handles.values(), *self.cleaning.values(), *there) if not one.gone.is_set()]
+        return [one for one in (*self.handles.values(), *self.cleaning.values(), *there) if not one.state.gone]
 
 
 class Admission:

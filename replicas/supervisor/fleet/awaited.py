@@ -20,9 +20,9 @@ import msgspec
 from replicas.common.logs import Log
 from replicas.core.lives.leases import lost_after_s
 from replicas.messages.bounds import REPLICAS_MAX
-from replicas.supervisor.agent.messages import ShimState
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.leases import Lease
+from replicas.supervisor.wire.state import PartState
 
 log = Log("replicas.supervisor")
 
@@ -102,7 +102,7 @@ class Awaited:
 
     # ------------------------------------------------------------ strangers
 
-    def stranger(self, state: ShimState, handle: ShimHandle) -> None:
+    def stranger(self, state: PartState, handle: ShimHandle) -> None:
         """Note a shim that no replica knows, and have it end."""
         key = (state.group, state.replica)
         if key in self._generations or len(self._generations) < REPLICAS_MAX:
@@ -118,7 +118,7 @@ class Awaited:
         return self._generations.get((group, replica), 0)
 
     def _forget_gone(self) -> None:
-        self._strangers = {nonce: one for nonce, one in self._strangers.items() if not one[1].gone.is_set()}
+        self._strangers = {nonce: one for nonce, one in self._strangers.items() if not one[1].state.gone}
 
     # ------------------------------------------------------------ what it keeps
 

@@ -35,12 +35,13 @@ from replicas.core.lives.leases import BEAT_S, lost_after_s
 from replicas.core.lives.nodes import DutyEvent, NodeState
 from replicas.status import NodeStatus
 from replicas.supervisor.agent import messages as wire
-from replicas.supervisor.agent.messages import Hello, ShimState
+from replicas.supervisor.agent.messages import Hello
 from replicas.supervisor.fleet.admission import Admission, AgentLink, NodeEntry
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord
-from replicas.supervisor.wire.orders import ExitReport, Malformed, NodeSpec
+from replicas.supervisor.wire.orders import PartSpec, plain
+from replicas.supervisor.wire.state import ExitReport, PartState
 from replicas.telemetry.events import NodeChanged
 
 log = Log("replicas.supervisor")
@@ -89,7 +90,7 @@ class Cluster:
 
     # ------------------------------------------------------------ shims
 
-    def start(self, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+    def start(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
         """Have a shim started on the node that its replica holds.
 
         On a node that has gone away meanwhile it has ended, for that reason.
@@ -104,9 +105,7 @@ class Cluster:
         if member is None:
             raise OSError(f"node {name} is not there")
         limits = self._context.config.groups[spec.group].resources
-        order = wire.Start(
-            spec=spec.message()["spec"], memory_nbytes=limits.memory_nbytes, max_processes=limits.max_processes
-        )
+        order = wire.Start(spec=plain(spec), memory_nbytes=limits.memory_nbytes, max_processes=limits.max_processes)
         handle = self._handle(spec.nonce, member, changed, start=order)
         if member.life.state != "up":  # since the replica took its place there: no failure of its own
             handle.end(ExitReport("node", text=f"node {name} is {member.life.state}"))
@@ -158,9 +157,10 @@ class Cluster:
             if owner is None:
                 continue
             handle = self._handle(shim.nonce, owner)
-            handle.cgroup = shim.cgroup
+            handle.state = handle.state._replace(cgroup=shim.cgroup)
             if shim.process is not None:
-                handle.pid, handle.start_time = shim.process.pid, shim.process.start_time
+                known = shim.process
+                handle.state = handle.state._replace(pid=known.pid, start_time=known.start_time)
             found[shim.nonce] = handle
             if shim.nonce in elsewhere or owner.name in gone:
                 self._wait_for_lease(owner, {shim.nonce: handle}, since=now)
@@ -180,6 +180,7 @@ class Cluster:
         if refusal := self._admission.refusal(hello, local=local):
             link.send(wire.encode(refusal))
             return ""
+        states = [wire.part_state(part) for part in hello.parts]
         now, name = self._loop.time(), hello.node
         member = self._members.get(name)
         if member is None:
@@ -204,7 +205,7 @@ class Cluster:
         member.send(self._welcome(local=local))
         if not local:
             member.send(self._new_token())  # it may have been away when they were replaced
-        self._compare(member, hello.shims)
+        self._compare(member, states)
         self._settle(member)
         if member.cleaning:
             member.send(wire.Clean(tuple(one.left for one in member.cleaning.values())))
@@ -235,7 +236,7 @@ class Cluster:
     def _inherit(self, member: NodeEntry, scope: str) -> None:
         """Have a new agent of the node end what the earlier one has left, if it can."""
         handles = member.cleaning | member.handles
-        left = {nonce: handle for nonce, handle in handles.items() if not handle.gone.is_set()}
+        left = {nonce: handle for nonce, handle in handles.items() if not handle.state.gone}
         member.cleaning, member.handles = {}, {}
         if scope == member.scope or member.local:
             member.cleaning = left
@@ -253,14 +254,14 @@ class Cluster:
             handle.over_at = until
             handle.lose(ExitReport("node", text=f"the agent of node {member.name} died"))
 
-    def _compare(self, member: NodeEntry, states: tuple[ShimState, ...]) -> None:
+    def _compare(self, member: NodeEntry, states: Iterable[PartState]) -> None:
         """Bring what the agent has and what it should have together."""
         told = {state.nonce: state for state in states}
         for nonce, handle in list(member.handles.items()):
             state = told.pop(nonce, None)
             if state is not None:
                 self._state(member, state)
-            elif handle.start is None and not handle.gone.is_set():
+            elif handle.start is None and not handle.state.gone:
                 handle.end(ExitReport("node", text=f"node {member.name} has lost it"))
                 del member.handles[nonce]
             for order in handle.again(known=state is not None):
@@ -268,25 +269,25 @@ class Cluster:
         for state in told.values():
             self._state(member, state)
 
-    def _state(self, member: NodeEntry, state: ShimState) -> None:
+    def _state(self, member: NodeEntry, state: PartState) -> None:
         handle = member.handles.get(state.nonce)
         if handle is None and not state.gone:  # of a replica that runs elsewhere by now, or of another supervisor
             handle = self._stranger(member, state)
         if handle is not None:
             handle.start = None
-            self._read(handle.take, state)
+            handle.take(state)
         if state.gone:
             member.handles.pop(state.nonce, None)
             member.send(wire.Forget(state.nonce))
             if member.life.duty != "open":
                 self._nodes_changed()
 
-    def _stranger(self, member: NodeEntry, state: ShimState) -> ShimHandle:
+    def _stranger(self, member: NodeEntry, state: PartState) -> ShimHandle:
         if len(member.handles) >= wire.SHIMS_MAX:
             raise msgspec.DecodeError(f"it names more than {wire.SHIMS_MAX:,} shims")
 
         def changed() -> None:
-            if handle.gone.is_set() and not member.life.over:
+            if handle.state.gone and not member.life.over:
                 self._offer(member)
                 self._nodes_changed()
 
@@ -295,13 +296,6 @@ class Cluster:
         handle.stop(0.0)
         self._offer(member)
         return handle
-
-    @staticmethod
-    def _read(take: Callable[[ShimState], None], state: ShimState) -> None:
-        try:
-            take(state)
-        except Malformed as error:
-            log.error("the state of %s/%s that its agent sent is malformed: %s", state.group, state.replica, error)
 
     def receive(self, node: str, data: bytes) -> None:
         """Handle a message of this node's agent.
@@ -317,8 +311,8 @@ class Cluster:
         match message:
             case wire.Beat(number):
                 member.send(wire.Heard(number))
-            case ShimState():
-                self._state(member, message)
+            case wire.PartNews(state):
+                self._state(member, wire.part_state(state))
             case wire.StacksFound(nonce=nonce, found=found):
                 if (handle := member.handles.get(nonce)) is not None:
                     handle.found(found)

@@ -19,7 +19,7 @@ from replicas.supervisor.fleet.awaited import Awaited
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.state import StateDir
-from replicas.supervisor.wire.orders import NodeSpec
+from replicas.supervisor.wire.orders import PartSpec
 from replicas.telemetry.events import Event
 
 
@@ -61,7 +61,7 @@ class Neighbours(Protocol):
     def moved(self, transition: Transition) -> None: ...
 
 
-def _no_agent(spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+def _no_agent(spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
     raise OSError("no node has joined")
 
 
@@ -87,7 +87,7 @@ class FleetContext:
     spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
     opened: Coordinator | None = None
     """The coordinator, once it is made."""
-    start_shim: Callable[[NodeSpec, Callable[[], None]], ShimHandle] = _no_agent
+    start_shim: Callable[[PartSpec, Callable[[], None]], ShimHandle] = _no_agent
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     awaited: Awaited = field(init=False)
     """What of earlier supervisors keeps replicas from starting."""

@@ -66,7 +66,7 @@ class GenerationOwner(Protocol):
 class Course:
     """One generation of ``owner`` on its way through the table.
 
-    :param before: the last one's nodes, which may still hold resources.
+    :param before: the last one's parts, which may still hold resources.
     :ivar busy_with: the sync that it finishes, while it is syncing.
     :ivar ran_s: from its start until its main processes ended.
     """
@@ -78,7 +78,7 @@ class Course:
         self.ran_s = 0.0
         self._owner, self._context = owner, context
         self._key = owner.life.group, owner.life.replica
-        self._held = [node.belongings for node in before if node.local]
+        self._held = [part.state.belongings for part in before if part.local]
         self._machine = Machine(GENERATION, GENERATION_ACTIONS)
         self._drain_by = 0.0
         self._now = asyncio.get_running_loop().time
@@ -111,7 +111,7 @@ class Course:
 
     async def _launch(self, turns: asyncio.Semaphore) -> Callable[[], None]:
         """Start the processes, if it still waits for that; the result ends the turn."""
-        if self.generation.nodes:
+        if self.generation.parts:
             return lambda: None
         owner, turn_over = self._owner, await _turn(turns)
         owner.life.launched(self._now())
@@ -181,11 +181,11 @@ class Course:
         self._drain_by += pause_s
 
     def _follow(self) -> None:
-        """Act on the nodes' messages."""
+        """Act on the states of its parts."""
         generation, owner = self.generation, self._owner
         generation.introduce()
-        for node in generation.nodes:
-            losses, node.losses = node.losses, []
+        for part in generation.parts:
+            losses, part.losses = part.losses, []
             for loss in losses:
                 self._context.emit(dropped(*self._key, owner.life.generation, loss))
         if generation.failing:
@@ -218,7 +218,7 @@ class Course:
             owner.last_exit += f": killed, as it had not ended {cut_s:g} s after SIGTERM"
             owner.cut = owner.asked == "end_run"
         stuck = cause is not None and cause.reason.endswith("timeout")
-        if stuck and any(node.last_stacks for node in generation.nodes):
+        if stuck and any(part.last_stacks for part in generation.parts):
             (group, replica), reason = self._key, owner.last_exit
             path = str(self._context.state.log_dir(group, replica, number))
             self._context.emit(StacksSaved(group=group, replica=replica, generation=number, reason=reason, path=path))

@@ -1,4 +1,4 @@
-"""One generation of a replica: a shim for each node, from start until all are gone."""
+"""One generation of a replica: a shim for each part, from start until all are gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from replicas.linux.processes import MARK
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.run_state import ProcessRecord, ShimRecord
-from replicas.supervisor.wire.orders import ExitReport, NodeSpec, Remains
+from replicas.supervisor.wire.orders import PartSpec
+from replicas.supervisor.wire.state import ExitReport, Remains
 
 STUCK_S = 8.0
 """Grace after a generation's stop timeout, in seconds: then shims that give no reason
@@ -29,12 +30,12 @@ _SHIM_DIES_S = 4.0
 
 
 class Generation:
-    """One generation. ``changed``: called when a message of a shim has arrived."""
+    """One generation. ``changed``: called when the state of a part has arrived."""
 
     def __init__(self, context: FleetContext, changed: Callable[[], None]) -> None:
-        self.nodes: list[ShimHandle] = []
+        self.parts: list[ShimHandle] = []
         self._records: list[ShimRecord] = []
-        self._specs: list[NodeSpec] = []
+        self._specs: list[PartSpec] = []
         self._gone_by: float | None = None
         self._pressed_at: float | None = None
         self._context = context
@@ -48,7 +49,7 @@ class Generation:
         """
         context = self._context
         self._specs = specs = [
-            _node_spec(context, group, index, number, node, replicas=replicas) for node in range(group.nnodes)
+            _part_spec(context, group, index, number, node, replicas=replicas) for node in range(group.nnodes)
         ]
         shares = context.resources.shares(group.name, index)
         self._records = [
@@ -70,24 +71,24 @@ class Generation:
         return problem
 
     def start(self) -> None:
-        """Start a shim for each node; OSError: one cannot be, and others may run."""
+        """Start a shim for each part; OSError: one cannot be, and others may run."""
         for spec in self._specs:
-            self.nodes.append(self._context.start_shim(spec, self._changed))
+            self.parts.append(self._context.start_shim(spec, self._changed))
 
-    def adopt(self, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
+    def adopt(self, records: list[ShimRecord], parts: list[ShimHandle]) -> None:
         """Go on with shims that an earlier supervisor has started."""
-        self._records, self.nodes = records, nodes
-        for node in nodes:
-            node.changed = self._changed
+        self._records, self.parts = records, parts
+        for part in parts:
+            part.changed = self._changed
 
     @property
     def records(self) -> list[ShimRecord]:
         """Records by which another supervisor finds the shims."""
-        for number, node in enumerate(self.nodes[: len(self._records)]):
+        for number, part in enumerate(self.parts[: len(self._records)]):
             record = self._records[number]
-            if record.process is None and node.pid and node.local:
+            if record.process is None and part.state.pid and part.local:
                 self._records[number] = msgspec.structs.replace(
-                    record, process=ProcessRecord(node.pid, node.start_time), cgroup=node.cgroup
+                    record, process=ProcessRecord(part.state.pid, part.state.start_time), cgroup=part.state.cgroup
                 )
         return self._records
 
@@ -97,11 +98,11 @@ class Generation:
 
     @property
     def started(self) -> bool:
-        return bool(self.nodes) and all(node.main_pid is not None for node in self.nodes)
+        return bool(self.parts) and all(part.state.main_pid is not None for part in self.parts)
 
     @property
     def reports(self) -> list[ExitReport]:
-        return [node.report for node in self.nodes if node.report is not None]
+        return [part.state.report for part in self.parts if part.state.report is not None]
 
     @property
     def failing(self) -> bool:
@@ -109,22 +110,22 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        return len(self.reports) == len(self.nodes)
+        return len(self.reports) == len(self.parts)
 
     @property
     def gone(self) -> bool:
-        return all(node.gone.is_set() for node in self.nodes)
+        return all(part.state.gone for part in self.parts)
 
     @property
     def remains(self) -> Remains | None:
         """Processes that SIGKILL has not ended yet; None if none are known."""
-        left = [node for node in self.nodes if not node.gone.is_set()]
-        found = [node.remains for node in left if node.remains is not None]
+        left = [part for part in self.parts if not part.state.gone]
+        found = [part.state.remains for part in left if part.state.remains is not None]
         if self.late_s >= _SHIM_DIES_S:  # its shims were killed by then
             since = time.time() - self.late_s
-            heard = [node for node in left if node.over_at is None and node.unheard_s() < UNHEARD_S]
-            dying = [node for node in heard if node.remains is None]
-            found += [Remains(since, ((node.pid, "its shim"),)) for node in dying]
+            heard = [part for part in left if part.over_at is None and part.unheard_s() < UNHEARD_S]
+            dying = [part for part in heard if part.state.remains is None]
+            found += [Remains(since, ((part.state.pid, "its shim"),)) for part in dying]
         if not found:
             return None
         processes = tuple(one for remains in found for one in remains.processes)
@@ -133,7 +134,7 @@ class Generation:
     @property
     def awaits(self) -> str:
         """The lease that ends it, as in "waits ..."; empty: its agents tell its end."""
-        left = {node.node: node.over_at for node in self.nodes if node.over_at is not None and not node.gone.is_set()}
+        left = {part.node: part.over_at for part in self.parts if part.over_at is not None and not part.state.gone}
         if not left:
             return ""
         name, until = max(left.items(), key=lambda one: one[1])
@@ -142,30 +143,29 @@ class Generation:
     @property
     def unheard(self) -> list[str]:
         """The nodes of it of which nothing is heard."""
-        return [node.node for node in self.nodes if not node.gone.is_set() and node.unheard_s() > UNHEARD_S]
+        return [part.node for part in self.parts if not part.state.gone and part.unheard_s() > UNHEARD_S]
 
     @property
     def stopped_before(self) -> bool:
         """Whether an earlier supervisor had told the generation to end."""
-        return any(node.stopping for node in self.nodes)
+        return any(part.stopping for part in self.parts)
 
-    def silent(self, now: float, timeout_s: float) -> list[int]:
+    def silent(self, timeout_s: float) -> list[int]:
         """Return the parts whose shim has been silent for longer than ``timeout_s``."""
-        return [index for index, node in enumerate(self.nodes) if node.silent_s(now) > timeout_s]
+        return [index for index, part in enumerate(self.parts) if part.state.silent_s > timeout_s]
 
     def introduce(self) -> None:
-        meeting = self.nodes[0].rendezvous if self.nodes else None
-        for node in self.nodes[1:]:
-            if meeting is not None and node.rendezvous is None:
-                node.rendezvous = meeting
-                node.meet(*meeting)
+        meeting = self.parts[0].state.rendezvous if self.parts else None
+        if meeting is not None:
+            for part in self.parts[1:]:
+                part.meet(*meeting)
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
         """SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: dump these first."""
-        if self.nodes:
+        if self.parts:
             self.be_gone_within(timeout_s + STUCK_S)
-        for node in self.nodes:
-            node.stop(timeout_s, stacks=stacks)
+        for part in self.parts:
+            part.stop(timeout_s, stacks=stacks)
 
     def be_gone_within(self, seconds: float) -> None:
         deadline = self._loop.time() + seconds
@@ -181,27 +181,27 @@ class Generation:
         if self.look_at is None or now < self.look_at:
             return
         self._pressed_at = now
-        for node in self.nodes:
-            if not node.gone.is_set() and node.remains is None:
-                node.kill()
+        for part in self.parts:
+            if not part.state.gone and part.state.remains is None:
+                part.kill()
 
     @property
     def late_s(self) -> float:
         return 0.0 if self._gone_by is None else max(0.0, self._loop.time() - self._gone_by)
 
     def abandon(self) -> None:
-        for node in self.nodes:
-            if not node.gone.is_set():
-                node.abandon()
+        for part in self.parts:
+            if not part.state.gone:
+                part.abandon()
 
     async def stacks(self) -> dict[str, str]:
-        """Stacks by ``group/replica/rank``; nodes that do not answer are named."""
+        """Stacks by ``group/replica/rank``; parts that do not answer are named."""
         found: dict[str, str] = {}
-        for node, record in zip(self.nodes, self.records, strict=False):  # an ended generation has no records left
-            if node.report is not None:
+        for part, record in zip(self.parts, self.records, strict=False):  # an ended generation has no records left
+            if part.state.report is not None:
                 continue
             try:
-                found |= await node.stacks()
+                found |= await part.stacks()
             except TimeoutError:
                 found[f"{record.group}/{record.replica}, node {record.node}"] = "its shim does not answer"
         return found
@@ -239,16 +239,16 @@ def _sidecars(context: FleetContext, group: str) -> str:
     return "ahead" if soon or not is_loopback(context.config.store.bind) else "later"
 
 
-def _node_spec(
+def _part_spec(
     context: FleetContext, group: GroupConfig, index: int, generation: int, node: int, *, replicas: int
-) -> NodeSpec:
+) -> PartSpec:
     """The spec of node ``node``; each call gives it a new mark."""
     nonce = secrets.token_hex(16)
     folder = str(context.state.log_dir(group.name, index, generation))
     shared = {**context.environment(), environ.LOG_DIR: folder, MARK: nonce}
     shared |= context.resources.environment(group, index, node)
     env = rank_environment(group, index, generation, replicas=replicas, shared=shared)
-    return NodeSpec(
+    return PartSpec(
         run=context.config.run.name,
         group=group.name,
         replica=index,

@@ -51,7 +51,7 @@ from replicas.supervisor.fleet.node_logs import NodesReader
 from replicas.supervisor.fleet.plans import may_grow
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import ShimRecord, machine
-from replicas.supervisor.wire.orders import ExitReport
+from replicas.supervisor.wire.state import ExitReport
 
 ANSWER_S = 40.0
 """A driver that hangs takes 25 s of it."""
@@ -104,7 +104,7 @@ class Nodes:
     @property
     def kept(self) -> frozenset[str]:
         """Marks of shims that go on."""
-        return frozenset(nonce for nonce, handle in self._expected.items() if not handle.gone.is_set())
+        return frozenset(nonce for nonce, handle in self._expected.items() if not handle.state.gone)
 
     # ------------------------------------------------------------ start and end
 
@@ -251,7 +251,7 @@ class Nodes:
         let_go = self._context.resources.hold(record.nonce, share)
 
         def changed() -> None:
-            if handle.gone.is_set():
+            if handle.state.gone:
                 let_go()
                 self._context.look()
                 self._context.save()

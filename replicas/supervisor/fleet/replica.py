@@ -118,7 +118,7 @@ class Replica:
     @property
     def here(self) -> bool:
         """Whether the last generation runs, or ran, on the supervisor's machine."""
-        return all(node.local for node in self._generation.nodes)
+        return all(part.local for part in self._generation.parts)
 
     @property
     def falling(self) -> bool:
@@ -273,11 +273,11 @@ class Replica:
         generation, health, config = self._generation, self._health, self.group.health
         if not self._lives:
             return  # it ends, or still waits for its turn or for resources of the last generation
-        if frozen := generation.silent(now, config.heartbeat_timeout_s):
+        if frozen := generation.silent(config.heartbeat_timeout_s):
             text = f"the shim of node {', '.join(map(str, frozen))} did not answer for {config.heartbeat_timeout_s:g} s"
             self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("lost", text))
             for index in frozen:  # their processes are swept by mark when they are dead
-                generation.nodes[index].kill()
+                generation.parts[index].kill()
             return
         view = None
         if self._context.on_channel(self.group.name):
@@ -316,9 +316,9 @@ class Replica:
 
     def _end_silent(self, cause: Cause, part: int | None = None) -> None:
         """End it for ``cause``, unless nothing is heard of a whole node, or of this."""
-        for node in self._generation.nodes if part is None else self._generation.nodes[part : part + 1]:
-            if node.unheard_s() > UNHEARD_S:
-                cause = Cause("node", f"nothing is heard of node {node.node}")
+        for one in self._generation.parts if part is None else self._generation.parts[part : part + 1]:
+            if one.unheard_s() > UNHEARD_S:
+                cause = Cause("node", f"nothing is heard of node {one.node}")
         self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, cause)
 
     @property
@@ -382,7 +382,7 @@ class Replica:
             self._restarts.resumed()
             self.life.generation = max(self.life.generation, self._context.floor(*self._key))
             self._apply(event)
-            self._begin(self._generation.nodes)
+            self._begin(self._generation.parts)
         return due
 
     async def poked(self, until: float | None = None) -> None:
@@ -463,7 +463,7 @@ class Replica:
         return 0 if well else self._restarts.cycles_of(self.index)
 
     def status(self, now: float) -> ReplicaStatus:
-        life, nodes = self.life, self._generation.nodes
+        life, parts = self.life, self._generation.parts
         view = self._health.view if life.state in ("starting", "ready") else None
         reason = self._silence or (view.reason if view is not None else life.reason)
         if life.state == "pending" and self._waits_for:
@@ -483,7 +483,7 @@ class Replica:
             state=self.state,
             generation=life.generation,
             reason=lacks(view) if self.state == "ready" else reason,
-            pid=nodes[0].main_pid if nodes and life.alive else None,
+            pid=parts[0].state.main_pid if parts and life.alive else None,
             restarts=sum(life.restarts.values()),
             state_age_s=life.state_age_s(now),
             heartbeat_age_s=view.heartbeat_age_s if view is not None else None,

@@ -55,6 +55,7 @@ from replicas.supervisor.logs.tee import Tee
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.guard import RANK_MARK
 from replicas.supervisor.wire.orders import note
+from replicas.supervisor.wire.state import LogLoss
 
 ALONE_S = 2.0
 """How long the pump goes on after the shim's death, in seconds."""
@@ -380,7 +381,7 @@ class Pump:
                 self._told[where] += new
                 self._tell_at = now + _TELL_INTERVAL_S
                 reason = next((one.why_dropped for one in counters if one.why_dropped), "")
-                orders.send(self._control, orders.LogLoss(new, where, reason).message())
+                orders.send(self._control, {"type": "dropped", "loss": orders.plain(LogLoss(new, where, reason))})
 
     def _show(self, log: Log, lines: bytes) -> None:
         if lines and self._tee is not None and log.source.shown:

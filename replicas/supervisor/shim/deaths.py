@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from replicas.linux.processes import Child, has_zombie, is_below, is_stopped, signal_name, stat_fields
-from replicas.supervisor.wire.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.wire.orders import PartSpec
+from replicas.supervisor.wire.state import ExitReport, RankExit
 
 RECENT_S = 60.0
 """How long before the main process a process may have died to be named, in seconds."""
@@ -188,7 +189,7 @@ class StoppedWatch:
 
 
 def exit_report(
-    spec: NodeSpec,
+    spec: PartSpec,
     main: Child,
     told: ExitReport | None,
     last_lines: Callable[[str], tuple[str, ...]],

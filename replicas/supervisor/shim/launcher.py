@@ -62,7 +62,8 @@ from replicas.linux.processes import die_with_parent
 from replicas.supervisor.shim.starting import guard_command, guard_orders, where
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.guard import GUARD
-from replicas.supervisor.wire.orders import ExitReport, NodeSpec, RankExit, note
+from replicas.supervisor.wire.orders import PartSpec, note, plain
+from replicas.supervisor.wire.state import ExitReport, RankExit
 
 if _collects:
     gc.enable()
@@ -108,7 +109,7 @@ class _Rendezvous(RendezvousHandler):
     Ranks follow the node numbers. A node starts its workers when all nodes are there.
     """
 
-    def __init__(self, spec: NodeSpec, store: TCPStore) -> None:
+    def __init__(self, spec: PartSpec, store: TCPStore) -> None:
         self._spec = spec
         self._bootstrap = RendezvousStoreInfo(store.host, store.port)
         self._store: Store = HashStore() if spec.nnodes == 1 else PrefixStore("replicas/nodes", store)
@@ -175,11 +176,11 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-def _run_id(spec: NodeSpec) -> str:
+def _run_id(spec: PartSpec) -> str:
     return f"{spec.group}-{spec.replica}-{spec.generation}"
 
 
-def _torchrun_arguments(spec: NodeSpec) -> list[str]:
+def _torchrun_arguments(spec: PartSpec) -> list[str]:
     return [
         f"--nnodes={spec.nnodes}:{spec.nnodes}",
         f"--nproc-per-node={spec.nproc_per_node}",
@@ -194,7 +195,7 @@ def _torchrun_arguments(spec: NodeSpec) -> list[str]:
     ]
 
 
-def _workers_store(spec: NodeSpec, control: socket.socket) -> TCPStore:
+def _workers_store(spec: PartSpec, control: socket.socket) -> TCPStore:
     """Store of the workers' process groups; on node 0 its server, to be kept."""
     if spec.node == 0:
         store = local_store(spec.local_addr)
@@ -247,7 +248,7 @@ def _failed(error: ChildFailedError) -> ExitReport:
     return ExitReport("failed", ranks=(first, *(other._replace(error="") for other in others)))
 
 
-def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
+def launch(spec: PartSpec, control: socket.socket) -> ExitReport:
     _bound_close(spec.stop_timeout_s)
     launcher_api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # torch has no other way to set the agent class
     try:
@@ -289,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     own_code.without(os.environ, spec.env)
     report = launch(spec, control)
-    orders.send(control, report.message("report"))
+    orders.send(control, {"type": "report", "report": plain(report)})
     return 0 if report.outcome == "ok" else 1
 
 

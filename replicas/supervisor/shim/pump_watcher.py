@@ -34,7 +34,8 @@ from replicas.linux.processes import send_signal
 from replicas.supervisor.logs.log_file import remove_old_generations
 from replicas.supervisor.logs.pump import COMM, Log, LogSource, Pump, waiting_nbytes
 from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.orders import LogLoss, NodeSpec, note
+from replicas.supervisor.wire.orders import PartSpec, note
+from replicas.supervisor.wire.state import LogLoss
 
 DRAIN_S = 2.0
 """How long the exit report waits for the last lines, in seconds."""
@@ -55,7 +56,7 @@ class PumpWatcher:
     """Keeps a log pump running for the shim; ``dropped``: called at lost lines."""
 
     def __init__(
-        self, spec: NodeSpec, selector: selectors.BaseSelector, tee: int | None, dropped: Callable[[LogLoss], None]
+        self, spec: PartSpec, selector: selectors.BaseSelector, tee: int | None, dropped: Callable[[LogLoss], None]
     ) -> None:
         self._spec = spec
         self._selector = selector
@@ -230,7 +231,7 @@ class PumpWatcher:
             if message is None:
                 self._hang_up()
             elif message["type"] == "dropped":
-                self._tell_dropped(LogLoss.of(message))
+                self._tell_dropped(orders.read(LogLoss, message.get("loss")))
             elif message["type"] == "drained" and message.get("number") == self._drains:
                 self._drained()
         except orders.Malformed as error:

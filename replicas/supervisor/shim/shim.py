@@ -1,9 +1,10 @@
 """Shim: owns a replica's process tree on one node, and leaves nothing of it behind.
 
-The supervisor execs ``python -m replicas.supervisor.shim.shim --control FD --parent
-PID`` for each replica and node; orders come over the socketpair ``FD``
-(:mod:`replicas.supervisor.wire.orders`), the first of which says what to start. The
-shim is a subreaper, so every process that a rank forks, double-forks or puts into a
+An agent execs ``python -m replicas.supervisor.shim.shim --control FD --parent PID`` for
+each part of a replica; orders come over the socketpair ``FD``
+(:mod:`replicas.supervisor.wire.orders`), the first of which says what to start, and the
+state of the part goes back (:mod:`replicas.supervisor.wire.state`). The shim is a
+subreaper, so every process that a rank forks, double-forks or puts into a
 session of its own stays below it. One thread, one loop over a selector, in the phases
 of :mod:`replicas.supervisor.shim.phases`:
 
@@ -11,12 +12,12 @@ of :mod:`replicas.supervisor.shim.phases`:
   it, and is killed.
 * *stopping*: if the ranks are reported stuck, their stacks are saved first. Then
   SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
-* *sweeping*: the exit report is sent; SIGTERM to the remaining processes, then SIGKILL,
-  again and again until this process has no child but the log pump, the control group is
-  empty, and no process has the shim's mark: sidecars are children of the node's
-  forkserver. Processes that take long to die are named (``remains``). Python's
+* *sweeping*: the state has the exit report; SIGTERM to the remaining processes, then
+  SIGKILL, again and again until this process has no child but the log pump, the control
+  group is empty, and no process has the shim's mark: sidecars are children of the
+  node's forkserver. Processes that take long to die are named (``remains``). Python's
   resource trackers are killed last, as they unlink the files that the others have left
-  in /dev/shm. When the pump has ended as well, ``gone`` is sent.
+  in /dev/shm. When the pump has ended as well, the part is ``gone``.
 
 Where possible, all processes that the shim starts are in a control group
 (:mod:`replicas.linux.cgroups`), without the shim itself: SIGKILL to the tree is then
@@ -53,7 +54,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from replicas import __version__
 from replicas.linux import cgroups, inherited, private
 from replicas.linux.processes import (
     Child,
@@ -65,7 +65,7 @@ from replicas.linux.processes import (
     signal_marked,
     signal_own,
 )
-from replicas.supervisor.cleanup.inventory import Belongings, Stocktaking
+from replicas.supervisor.cleanup.inventory import Stocktaking
 from replicas.supervisor.cleanup.sweeping import Grace, kill_group
 from replicas.supervisor.shim.deaths import DeathWatch, Ends, StoppedWatch, exit_report
 from replicas.supervisor.shim.dumps import Stack, Stacks, ranks_below, short
@@ -73,30 +73,33 @@ from replicas.supervisor.shim.lease import Lease
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.shim.starting import Starter
+from replicas.supervisor.shim.telling import Teller, state_message
 from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.orders import ExitReport, NodeSpec, Remains, note
+from replicas.supervisor.wire.orders import PartSpec, note
+from replicas.supervisor.wire.state import UNKNOWN, Belongings, ExitReport, Remains
 
 ORPHAN_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""
 RELAY_S = 0.5
 """How long torchrun may take to hand on SIGTERM to its ranks, in seconds."""
 _LOOK_AGAIN_S = 0.05
+_MAX_REMAINS = 16
 
 
 class Shim:
     """The shim's loop. ``run`` returns when no process of the node is left."""
 
-    def __init__(self, control: socket.socket, parent_fd: int, spec: NodeSpec, tee: int | None) -> None:
+    def __init__(self, control: socket.socket, parent_fd: int, spec: PartSpec, tee: int | None) -> None:
         """:param parent_fd: pidfd of the supervisor.
 
         :raises OSError: there are no descriptors left.
         """
         self.spec = spec
-        self._control: socket.socket | None = control
         self._parent_fd = parent_fd
         self._selector = selectors.DefaultSelector()
         self._cgroup = Path(spec.cgroup) if spec.cgroup else None
-        self._logs = PumpWatcher(spec, self._selector, tee, lambda loss: self._tell(loss.message()))
+        self._teller = Teller(control, spec)
+        self._logs = PumpWatcher(spec, self._selector, tee, self._teller.lost)
         self._starter = Starter(spec, self._logs)
         self._main: Child | None = None
         self._launcher: socket.socket | None = None
@@ -133,17 +136,17 @@ class Shim:
         if self._starter.scratch:
             private.remove_tree(Path(self._starter.scratch))
         if self._cgroup is not None:
-            cgroups.leave(self._cgroup, run=self._control is None)
-        self._tell({"type": "gone"})
+            cgroups.leave(self._cgroup, run=self._teller.control is None)
+        self._teller.now(gone=True, remains=None)
         return 0
 
     # ------------------------------------------------------------ inputs
 
     def _on_control(self) -> None:
-        if self._control is None:  # closed in this turn of the loop
+        if (control := self._teller.control) is None:  # closed in this turn of the loop
             return
         try:
-            message = orders.receive(self._control)
+            message = orders.receive(control)
             if message is None:
                 self._supervisor_gone()
             else:
@@ -155,18 +158,24 @@ class Shim:
         if message["type"] == "stop":
             with orders.reading("stop"):
                 timeout_s = float(message["timeout_s"])
-                self._broken = self._broken or str(message.get("broken", ""))
+                broken = str(message.get("broken", ""))
+            self._broken = self._broken or broken
+            if not broken and not self._teller.state.stopping:
+                self._teller.now(stopping=True)
             self._stop(timeout_s, stacks=bool(message.get("stacks")))
         elif message["type"] == "stacks":
             self._show_stacks()
         elif message["type"] == "rendezvous":
-            if self._launcher is not None:
+            with orders.reading("rendezvous"):
+                meeting = str(message["host"]), int(message["port"])
+            if self._launcher is not None and self._teller.state.rendezvous is None:
                 orders.send(self._launcher, message)
+                self._teller.now(rendezvous=meeting)
         elif message["type"] == "ping":
             with orders.reading("ping"):
                 until, patience_s = float(message.get("until", 0.0)), float(message.get("patience_s", 0.0))
             self._lease.pinged(time.monotonic(), until, patience_s)
-            self._tell({"type": "pong"})
+            self._teller.pong()
             if self._phases.now == "running":
                 self._deaths.look()
             self._logs.look(time.monotonic())
@@ -180,11 +189,10 @@ class Shim:
             if message is None:
                 self._forget_launcher()
             elif message["type"] == "report":
-                with orders.reading("report"):
-                    report = message["report"]
-                self._report = ExitReport.of(report)
+                self._report = orders.read(ExitReport, message.get("report"))
             else:
-                self._tell(message)
+                with orders.reading("rendezvous"):
+                    self._teller.now(rendezvous=(str(message["host"]), int(message["port"])))
         except orders.Malformed as error:
             note(f"what the launcher said is no message: {error}")
 
@@ -212,21 +220,13 @@ class Shim:
                 self._stop(self.spec.stop_timeout_s)
 
     def _supervisor_gone(self) -> None:
-        if self._control is not None:
-            for source in (self._parent_fd, self._control):
+        control, self._teller.control = self._teller.control, None
+        if control is not None:
+            for source in (self._parent_fd, control):
                 self._selector.unregister(source)
             os.close(self._parent_fd)
-            self._control.close()
-            self._control = None
+            control.close()
         self._stop(ORPHAN_GRACE_S)
-
-    def _tell(self, message: orders.Message) -> None:
-        if self._control is None:
-            return
-        try:
-            orders.send(self._control, message)
-        except OSError as error:  # too long for the kernel; an exit report is also in its file
-            note(f"the supervisor cannot be told {message['type']!r}: {error.strerror}")
 
     # ------------------------------------------------------------ processes
 
@@ -240,10 +240,10 @@ class Shim:
             else:
                 self._main = self._starter.program()
         except OSError as error:
-            self._tell(_not_started(error))
+            self._teller.now(report=_not_started(error))
             self._take("not_started")
         else:
-            self._tell({"type": "started", "pid": self._main.pid, "release": __version__})
+            self._teller.now(main_pid=self._main.pid)
 
     def _own(self) -> list[int]:
         if self._cgroup is not None:
@@ -302,7 +302,7 @@ class Shim:
                     self._logs.close()
 
     def _report_end(self, *, stopping: bool) -> None:
-        """Report how the main process ended, once its last lines are in the log."""
+        """Tell how the main process ended, once its last lines are in the log."""
         assert self._main is not None
         report = exit_report(
             self.spec,
@@ -314,18 +314,12 @@ class Shim:
         )
         if self._broken:
             report = ExitReport("lost", text=self._broken)
-        report = report._replace(cut_s=self._cut_s)
-        path = Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"
-        try:
-            private.write(path, orders.encode(report.message()))
-        except OSError as error:  # the supervisor still gets the message
-            note(f"{path} cannot be written: {error.strerror}")
-        self._tell(report.message())
+        self._teller.now(report=report._replace(cut_s=self._cut_s))
 
     def _show_stacks(self, then: Callable[[], None] | None = None) -> None:
         """Save the stacks of all ranks to their logs, and send them upwards."""
         if self._main is None or self._main.code is not None:
-            self._tell({"type": "stacks", "stacks": []})
+            self._teller.send({"type": "stacks", "found": {}})
             return
         ranks = ranks_below(self._main.pid, torchrun=self.spec.launcher == "torchrun")
         self._stacks.ask(ranks, time.monotonic(), then)
@@ -333,11 +327,13 @@ class Shim:
     def _save_stacks(self, found: list[Stack]) -> None:
         for stack in found:
             self._logs.say(stack.rank, stack.entry())
-        self._tell({"type": "stacks", "stacks": short(found)})
+        name = f"{self.spec.group}/{self.spec.replica}"
+        texts = {f"{name}/{stack.rank}": f"process {stack.pid}\n{stack.text}" for stack in short(found)}
+        self._teller.send({"type": "stacks", "found": texts})
 
     def _tell_stock(self, found: Belongings | None) -> None:
         if found is not None:
-            self._tell(found.message())
+            self._teller.now(belongings=found)
 
     def _on_time(self, now: float) -> None:
         if self._lease.over(now):
@@ -366,8 +362,8 @@ class Shim:
         if self._childless_but_for_logs():  # what is left are others' children
             left += signal_marked(self.spec.nonce, signal.SIGKILL, but=spared)
         if self._phases.killed(now) and left:
-            processes = tuple((pid, command_line(pid)) for pid in left)
-            self._tell(Remains(since=self._killing_since, processes=processes).message())
+            processes = tuple((pid, command_line(pid)) for pid in left[:_MAX_REMAINS])
+            self._teller.now(remains=Remains(since=self._killing_since, processes=processes))
 
     def _empty(self) -> bool:
         """True if no process of the replica runs any more. In a sweep, none starts."""
@@ -407,11 +403,11 @@ def _wakeup_fd() -> int:
     return reader
 
 
-def _not_started(error: Exception) -> orders.Message:
-    return ExitReport("failed", text=f"cannot be started: {error}").message()
+def _not_started(error: Exception) -> ExitReport:
+    return ExitReport("failed", text=f"cannot be started: {error}")
 
 
-def _first_order(control: socket.socket, parent_fd: int) -> NodeSpec | None:
+def _first_order(control: socket.socket, parent_fd: int) -> PartSpec | None:
     awaited = select.poll()
     for source in (control, parent_fd):
         awaited.register(source, select.POLLIN)
@@ -449,8 +445,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         note(f"what the supervisor said is no order: {error}")
         return 1
     except (orders.OtherRelease, OSError) as error:
-        orders.send(control, _not_started(error))
-        orders.send(control, {"type": "gone"})
+        orders.send(control, state_message(UNKNOWN._replace(report=_not_started(error), gone=True)))
         return 0
     return shim.run()
 

@@ -18,7 +18,7 @@ from replicas.linux.processes import Child
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.wire import guard, orders
 from replicas.supervisor.wire.guard import GUARD, pack
-from replicas.supervisor.wire.orders import NodeSpec
+from replicas.supervisor.wire.orders import PartSpec, plain
 
 
 class Starter:
@@ -29,7 +29,7 @@ class Starter:
     :ivar scratch: folder made for torchrun; empty if there is none.
     """
 
-    def __init__(self, spec: NodeSpec, logs: PumpWatcher) -> None:
+    def __init__(self, spec: PartSpec, logs: PumpWatcher) -> None:
         self.scratch = ""
         self._orders = -1
         self._spec = spec
@@ -50,7 +50,7 @@ class Starter:
         self._enclose(child)
         self.scratch = str(_scratch_folder(self._spec))
         spec = self._spec._replace(shim=os.getpid(), pipes=self._logs.pipes(), scratch=self.scratch)
-        orders.send(ours, spec.message())
+        orders.send(ours, {"type": "start", "spec": plain(spec)})
         return child, ours
 
     def _enclose(self, child: Child) -> None:
@@ -70,7 +70,7 @@ def resolve_command(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def guard_orders(spec: NodeSpec, *, direct: bool) -> int:
+def guard_orders(spec: PartSpec, *, direct: bool) -> int:
     """A file with the orders of guards that are children of this process.
 
     It is in memory, and goes with this process. :param direct: they are not torchrun's.
@@ -94,7 +94,7 @@ def where(guard_orders: int) -> str:
     return f"{os.getpid()} {guard_orders}"
 
 
-def _scratch_folder(spec: NodeSpec) -> Path:
+def _scratch_folder(spec: PartSpec) -> Path:
     """Folder for torchrun's error files: beside the logs, if that disk is not full."""
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:

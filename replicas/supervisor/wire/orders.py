@@ -1,19 +1,19 @@
-"""Messages between supervisor, shim and launcher, and notes in their logs.
+"""Messages between agent, shim and launcher, and notes in their logs.
 
 A message is one JSON object, a packet of a SOCK_SEQPACKET socketpair, or a file whose
 descriptor comes with a blank one: the kernel allows packets of some 200 KiB, and
 commands and environments of 2 MiB.
 
-Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for
-nodes other than 0), ``stop`` (with ``stacks``: after they have been saved; with
-``broken``: why it cannot go on), ``stacks``, ``ping`` (``until``: the shim's lease, in
-seconds of the monotonic clock; ``patience_s``: how long it goes on without another
-ping). Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of node
-0), ``ended`` (an :class:`ExitReport`: the main process is gone), ``gone`` (no process
-is left), ``pong``, ``stacks`` (rank, pid and text of each), ``belongings`` (resources
-of its processes, :mod:`replicas.supervisor.cleanup.inventory`), ``dropped`` (a
-:class:`LogLoss`), ``remains`` (a :class:`Remains`). Between shim and launcher:
-``start``, ``rendezvous`` and ``report``.
+Agent → shim: ``start`` (a :class:`PartSpec`), ``rendezvous`` (host and port, for parts
+other than 0), ``stop`` (with ``stacks``: after they have been saved; with ``broken``:
+why it cannot go on), ``stacks``, ``ping`` (``until``: the shim's lease, in seconds of
+the monotonic clock; ``patience_s``: how long it goes on without another ping). Shim →
+agent: ``state`` (the whole :class:`~replicas.supervisor.wire.state.PartState`, at each
+change), ``pong``, and ``stacks`` (texts by ``group/replica/rank``). Between shim and
+launcher: ``start``, ``rendezvous`` and ``report`` (an
+:class:`~replicas.supervisor.wire.state.ExitReport`); between shim and log pump:
+``drain``, ``drained`` and ``dropped`` (a
+:class:`~replicas.supervisor.wire.state.LogLoss`).
 
 Standard library only, and no dataclasses: they would take a fifth of a shim's start-up
 time.
@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from replicas import __version__
 
@@ -39,8 +41,9 @@ _INLINE_NBYTES = 64 << 10
 _IN_FILE = b" "
 REMAINS_INTERVAL_S = 1.0
 """Interval of a shim's reports of processes that SIGKILL has not ended, in seconds."""
-_MAX_REMAINS = 16
 Message = dict[str, Any]
+T = TypeVar("T")
+MISFITS = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class OtherRelease(Exception):
@@ -62,12 +65,12 @@ def reading(kind: str) -> Iterator[None]:
     """:raises Malformed: the block finds a field missing or of a wrong type."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except MISFITS as error:
         raise Malformed(f"a {kind} with wrong fields: {error!r}"[:200]) from error
 
 
-class NodeSpec(NamedTuple):
-    """One node of one generation of a replica.
+class PartSpec(NamedTuple):
+    """What to start as one part of a generation of a replica.
 
     :param nonce: random mark of this shim and of all processes started under it.
     :param env: the whole environment of the replica's processes.
@@ -118,126 +121,90 @@ class NodeSpec(NamedTuple):
     release: str = __version__
 
     @classmethod
-    def of(cls, data: Mapping[str, Any]) -> NodeSpec:
+    def of(cls, data: Mapping[str, Any]) -> PartSpec:
         """OtherRelease: it is a spec of another release. Malformed: it is none."""
         if not isinstance(data, dict):
-            raise Malformed(f"a start with wrong fields: {data!r}"[:200])
+            raise Malformed(f"a start without fields: a {type(data).__name__}")
         try:
-            pipes = tuple((int(out), int(err)) for out, err in data["pipes"])
-            spec = cls(**{**data, "command": tuple(data["command"]), "pipes": pipes})
-            _check_types(spec)
-            return spec
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            if unknown := data.keys() - {*cls._fields}:
+                raise TypeError(f"no such field: {', '.join(sorted(map(str, unknown)))}"[:200])
+            spec: PartSpec = _decoded(cls, data)
+        except MISFITS as error:
             raise OtherRelease(str(data.get("release", "unknown")), error) from error
-
-    def message(self) -> Message:
-        return {"type": "start", "spec": self._asdict()}
+        return spec
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
-_PLAIN: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float}
+@functools.cache
+def decoder(kind: Any) -> Callable[[Any], Any]:
+    """What makes a value of this type of one from JSON or MessagePack.
 
-
-def _declared(kind: type[NodeSpec] | type[RankExit]) -> Iterator[tuple[str, Any]]:
-    """Name and declared type of each field: NamedTuple wraps the latter."""
-    return ((name, getattr(hint, "__forward_arg__", hint)) for name, hint in kind.__annotations__.items())
-
-
-def _check_types(spec: NodeSpec) -> None:
-    """:raises TypeError: a field has another type than declared."""
-    texts = (*spec.command, *spec.env.keys(), *spec.env.values())
-    fields = [(getattr(spec, name), _TYPES.get(kind, object)) for name, kind in _declared(NodeSpec)]
-    for value, expected in [*fields, *((text, str) for text in texts)]:
-        if not isinstance(value, expected):
-            raise TypeError(f"a {type(value).__name__} is not of type {expected}")  # the value may be a secret
-
-
-class LogLoss(NamedTuple):
-    """Lines lost on the way to a log (``where``: ``file``) or terminal (``tee``)."""
-
-    lines: int
-    where: str
-    reason: str
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> LogLoss:
-        with reading("dropped"):
-            return cls(int(data["count"]), where=str(data["where"]), reason=str(data["reason"]))
-
-    def message(self) -> Message:
-        return {"type": "dropped", "count": self.lines, "where": self.where, "reason": self.reason}
-
-
-class Remains(NamedTuple):
-    """Processes that SIGKILL has not ended yet.
-
-    :param since: when it was first sent, in seconds since 1970.
-    :param processes: pid and command line of each; pid 0: one that cannot be seen.
+    The type is a plain one, a tuple or dict of such, one of them with a bound
+    (``Annotated[str, 64]``: characters; of a number: the largest, from 0 on) or None,
+    or a NamedTuple: there unknown names are ignored, and those with a default may be
+    missing. The decoder raises ``MISFITS``, with a text that does not show the value,
+    as that may be a secret.
     """
-
-    since: float
-    processes: tuple[tuple[int, str], ...]
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Remains:
-        with reading("remains"):
-            return cls(float(data["since"]), tuple((int(pid), str(command)) for pid, command in data["processes"]))
-
-    def message(self) -> Message:
-        return {"type": "remains", "since": self.since, "processes": self.processes[:_MAX_REMAINS]}
-
-
-class RankExit(NamedTuple):
-    """How a rank ended.
-
-    :param code: exit code, or minus the signal that killed it.
-    :param text: its last words in one line, if any.
-    :param error: the traceback that torchelastic's ``record`` wrote, unless ``lines``
-        has it anyway.
-    :param lines: last lines of its log; only for the rank that failed first.
-    :param after: an earlier death, in words: ``its process 12 (engine) was killed by
-        SIGKILL``.
-    """
-
-    rank: int
-    code: int
-    pid: int = 0
-    text: str = ""
-    at: float = 0.0
-    error: str = ""
-    lines: tuple[str, ...] = ()
-    after: str = ""
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> RankExit:
-        with reading("rank"):
-            plain = {name: _PLAIN[kind](data[name]) for name, kind in _declared(cls) if kind in _PLAIN}
-            return cls(**plain, lines=tuple(str(line) for line in data["lines"]))
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return functools.partial(_bounded, decoder(inner[0]), inner[1])
+    if origin in (Union, UnionType):
+        some = decoder(inner[0])
+        return lambda value: None if value is None else some(value)
+    if origin is dict:
+        key, item = map(decoder, inner)
+        return lambda value: {key(name): item(one) for name, one in value.items()}
+    if origin is tuple:
+        every = decoder(inner[0]) if inner[-1] is Ellipsis else None
+        return functools.partial(_sequence, tuple(map(decoder, inner)) if every is None else every)
+    if hasattr(kind, "_fields"):
+        hints = get_type_hints(kind, include_extras=True)
+        return functools.partial(_record, kind, {name: decoder(hint) for name, hint in hints.items()})
+    return functools.partial(_exactly, kind)
 
 
-class ExitReport(NamedTuple):
-    """How the main process of a node ended.
+def _bounded(read: Callable[[Any], Any], most: float, value: Any) -> Any:
+    found = read(value)
+    if not 0 <= (len(found) if isinstance(found, str) else found) <= most:
+        raise ValueError(f"a {type(found).__name__} beyond its bound of {most}")
+    return found
 
-    :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked), ``lost``
-        (launcher or shim died), or ``node`` (its agent died or its node was lost).
-    :param ranks: failed ranks of this node, the first to fail first.
-    :param cut_s: it was told to end, and killed so many seconds later, as it had not
-        ended; 0: it was not.
-    """
 
-    outcome: str
-    text: str = ""
-    ranks: tuple[RankExit, ...] = ()
-    cut_s: float = 0.0
+def _sequence(read: Callable[[Any], Any] | tuple[Callable[[Any], Any], ...], value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"a {type(value).__name__} is not of type list")
+    if isinstance(read, tuple):
+        return tuple([one(item) for one, item in zip(read, value, strict=True)])
+    return tuple(map(read, value))
 
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> ExitReport:
-        with reading("report"):
-            ranks = tuple(RankExit.of(rank) for rank in data["ranks"])
-            return cls(str(data["outcome"]), str(data["text"]), ranks, float(data.get("cut_s", 0.0)))
 
-    def message(self, kind: str = "ended") -> Message:
-        return {"type": kind, "report": self._asdict() | {"ranks": [rank._asdict() for rank in self.ranks]}}
+def _record(kind: Any, fields: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
+    return kind(**{name: fields[name](one) for name, one in value.items() if name in fields})
+
+
+def _exactly(kind: type, value: Any) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} is not of type {kind.__name__}")
+    return value
+
+
+def read(kind: type[T], value: object) -> T:
+    """A value of this type, as :func:`decoder` says. Malformed: it is none."""
+    with reading(kind.__name__):
+        found: T = _decoded(kind, value)
+    return found
+
+
+def _decoded(kind: Any, value: object) -> Any:
+    return decoder(kind)(value)
+
+
+def plain(value: Any) -> Any:
+    """A value for JSON or MessagePack, from which :func:`decoder` makes the same."""
+    if hasattr(value, "_fields"):
+        return {name: plain(one) for name, one in zip(value._fields, value, strict=True)}
+    return [plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 def encode(message: Message) -> bytes:
@@ -298,14 +265,14 @@ def receive(connection: socket.socket) -> Message | None:
     return decode(data) if data else None
 
 
-def receive_spec(connection: socket.socket) -> NodeSpec | None:
+def receive_spec(connection: socket.socket) -> PartSpec | None:
     """The start order, which is the first; None: the end. Malformed, OtherRelease."""
     message = receive(connection)
     if message is None:
         return None
     with reading("start"):
         spec = message["spec"]
-    return NodeSpec.of(spec)
+    return PartSpec.of(spec)
 
 
 def note(text: str) -> None:

@@ -362,7 +362,7 @@ def test_orders_to_a_shim(tmp_path: Path) -> None:
     real = [orders.encode({"type": kind}) for kind in ("ping", "stacks", "drain")]
     real += [orders.encode({"type": "stop", "timeout_s": 1.0}), orders.encode({"type": "rendezvous", "port": 1})]
     with shim(tmp_path, "import time; time.sleep(1000)") as one:
-        pid = int(one.wait_for("started")["pid"])
+        pid = one.started()
         for data in mutants(real, seed=10):
             if not is_order(data):
                 one._control.settimeout(10)

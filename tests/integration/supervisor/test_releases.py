@@ -31,7 +31,8 @@ def test_a_shim_that_does_not_know_its_orders_says_that_its_code_was_replaced(tm
 
 def test_a_shim_says_of_which_release_it_is(tmp_path: Path) -> None:
     with shim(tmp_path, "") as run:
-        assert run.wait_for("started")["release"] == __version__
+        run.started()
+        assert run.state.release == __version__
 
 
 PARTS = {

@@ -15,7 +15,7 @@ import pytest
 
 from replicas.common.patience import PAUSE_S, Patience, PauseClock, Silence
 from replicas.supervisor.shim.pump_watcher import STUCK_S, PumpWatcher
-from replicas.supervisor.wire.orders import NodeSpec
+from replicas.supervisor.wire.orders import PartSpec
 
 
 def test_a_late_look_is_a_pause_and_a_look_a_little_late_is_none() -> None:
@@ -43,7 +43,7 @@ def test_what_lasts_is_counted_anew_after_a_pause() -> None:
 @pytest.fixture
 def pump(tmp_path: Path) -> Iterator[PumpWatcher]:
     """A watcher whose pump reads nothing; a line waits for it."""
-    spec = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, str(tmp_path), str(tmp_path), 1.0, "nonce")
+    spec = PartSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, str(tmp_path), str(tmp_path), 1.0, "nonce")
     with selectors.DefaultSelector() as selector, subprocess.Popen(["sleep", "60"]) as process:
         watcher = PumpWatcher(spec, selector, None, lambda _: None)
         watcher._life.start(0.0)

@@ -65,7 +65,7 @@ LONG = {
     "coordinator/coordinator.py": 493,
     "channel/versions/publish.py": 486,
     "channel/channel.py": 473,
-    "supervisor/shim/shim.py": 461,
+    "supervisor/shim/shim.py": 456,
     "config/file.py": 460,
     "core/operations/pairing.py": 454,
     "config/structs.py": 452,

@@ -16,7 +16,7 @@ from replicas.linux import cgroups
 from replicas.linux.cgroups import RunCgroups, find_own
 from replicas.linux.processes import namespace, start_time
 from replicas.supervisor.agent.containment import Containment
-from replicas.supervisor.wire.orders import NodeSpec
+from replicas.supervisor.wire.orders import PartSpec
 
 
 def process(folder: Path, *, cgroup: str, mounts: str) -> Path:
@@ -162,7 +162,7 @@ def test_limits_that_cannot_be_set_are_refused(monkeypatch: pytest.MonkeyPatch) 
     contained = Containment("r", limited=True)
     assert contained.refused == "this kernel has no cgroup v2"
     with pytest.raises(OSError, match="need control groups: this kernel has no cgroup v2"):
-        contained.start(NodeSpec(*SPEC), lambda: None, memory_nbytes=1 << 20)
+        contained.start(PartSpec(*SPEC), lambda: None, memory_nbytes=1 << 20)
 
 
 SPEC: tuple[Any, ...] = ("r", "g", 0, 1, 0, 1, 1, "exec", ("x",), {}, "/", "/l", 1.0, "n")

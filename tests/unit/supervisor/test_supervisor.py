@@ -20,7 +20,7 @@ from replicas import errors
 from replicas.config.structs import Dependency, GroupConfig
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, Transition
 from replicas.core.lives.ordering import start_levels
-from replicas.supervisor.agent.node import base_environment
+from replicas.supervisor.agent.shim_process import base_environment
 from replicas.supervisor.fleet.causes import Cause, line, verdict
 from replicas.supervisor.fleet.generation import rank_environment
 from replicas.supervisor.shim.starting import resolve_command
@@ -28,7 +28,8 @@ from replicas.supervisor.state.run_state import Saved
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.wire.orders import PartSpec, plain
+from replicas.supervisor.wire.state import UNKNOWN, Belongings, ExitReport, LogLoss, PartState, RankExit, Remains
 from replicas.telemetry.events import RunEnded, RunStarted
 from replicas.trust.tokens import Tokens
 
@@ -98,10 +99,23 @@ def test_the_first_failure_counts_and_not_those_that_torchrun_stopped() -> None:
 
 
 def test_messages_keep_their_content_and_others_are_refused() -> None:
-    spec = NodeSpec("r", "g", 0, 1, 0, 2, 4, "exec", ("a", "b"), {"K": "v"}, "/", "/l", 1.5, "n")
-    assert NodeSpec.of(json.loads(orders.encode(spec.message()))["spec"]) == spec
+    spec = PartSpec("r", "g", 0, 1, 0, 2, 4, "exec", ("a", "b"), {"K": "v"}, "/", "/l", 1.5, "n")
+    assert PartSpec.of(json.loads(json.dumps(plain(spec)))) == spec
     report = ExitReport("failed", "text", (RankExit(1, -9, 5, "words", 2.0),))
-    assert ExitReport.of(json.loads(orders.encode(report.message()))["report"]) == report
+    state = UNKNOWN.of_part(spec)._replace(
+        rendezvous=("h", 1),
+        report=report,
+        remains=Remains(1.5, ((1, "x"),)),
+        belongings=Belongings(gpu=True, processes=((1, 2),)),
+        losses=(LogLoss(3, "file", "full"),),
+    )
+    told = json.loads(json.dumps(plain(state)))
+    assert orders.read(PartState, told) == state
+    assert orders.read(PartState, {**told, "of another release": 1}) == state
+    changes: tuple[dict[str, object], ...] = ({"pid": True}, {"nonce": "n" * 65}, {"belongings": []}, {"losses": [[3]]})
+    for change in changes:
+        with pytest.raises(orders.Malformed):
+            orders.read(PartState, told | change)
     for bad in (b"[]", b'{"type": 1}', b"{}"):
         with pytest.raises(ValueError, match="not a message"):
             orders.decode(bad)
@@ -113,10 +127,10 @@ def test_messages_keep_their_content_and_others_are_refused() -> None:
 
 
 def test_a_spec_with_a_field_of_another_type_is_refused() -> None:
-    spec = NodeSpec("r", "g", 0, 1, 0, 2, 4, "exec", ("a", "b"), {"K": "v"}, "/", "/l", 1.5, "n")
+    spec = PartSpec("r", "g", 0, 1, 0, 2, 4, "exec", ("a", "b"), {"K": "v"}, "/", "/l", 1.5, "n")
     for change in ({"run": 7}, {"nnodes": "2"}, {"stop_timeout_s": None}, {"tee": "no"}):
         with pytest.raises(orders.OtherRelease, match="is not of type"):
-            NodeSpec.of({**spec.message()["spec"], **change})
+            PartSpec.of({**plain(spec), **change})
 
 
 def test_commands_of_python_run_in_this_interpreter() -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import MARK, marked
-from replicas.supervisor.agent.node import Node
-from replicas.supervisor.wire.orders import NodeSpec
+from replicas.supervisor.agent.shim_process import ShimProcess
+from replicas.supervisor.wire.orders import PartSpec
+from replicas.supervisor.wire.state import ExitReport
 
 DEAF = "echo; exec sleep 600 >&2"
 LEAVES_ONE = "sleep 600 >&2 & echo; exec sleep 600 >&2"
@@ -25,8 +26,8 @@ LEAVES_ONE = "sleep 600 >&2 & echo; exec sleep 600 >&2"
 stream."""
 
 
-class NoShim(Node):
-    """A node whose shim is a few words of shell."""
+class NoShim(ShimProcess):
+    """A shim that is a few words of shell."""
 
     words = DEAF
 
@@ -43,23 +44,29 @@ class LeavesOne(NoShim):
     words = LEAVES_ONE
 
 
-def spec(tmp_path: Path, env: dict[str, str] | None = None) -> NodeSpec:
+def spec(tmp_path: Path, env: dict[str, str] | None = None) -> PartSpec:
     folder = str(tmp_path)
-    return NodeSpec("r", "g", 0, 1, 0, 1, 1, "exec", ("x",), env or {}, folder, folder, 1.0, secrets.token_hex(16))
+    return PartSpec("r", "g", 0, 1, 0, 1, 1, "exec", ("x",), env or {}, folder, folder, 1.0, secrets.token_hex(16))
 
 
-async def end(node: Node) -> None:
-    node.kill()
-    await asyncio.wait_for(node.gone.wait(), 30)
-    assert node.remains is None
+async def end(kind: type[NoShim], tmp_path: Path) -> ExitReport:
+    """Kill one of this kind; its report, when all that it left is gone."""
+    moved = asyncio.Event()
+    one = kind(spec(tmp_path), moved.set)
+    one.kill()
+    async with asyncio.timeout(30):
+        while not one.state.gone:
+            await moved.wait()
+            moved.clear()
+    assert one.state.remains is None
+    assert one.state.report is not None
+    assert not marked(one.spec.nonce)
+    return one.state.report
 
 
 @pytest.mark.anyio
 async def test_a_shim_that_dies_is_gone_although_its_socket_is_held(tmp_path: Path) -> None:
-    node = LeavesOne(spec(tmp_path), lambda: None)
-    await end(node)
-    assert node.report is not None
-    assert node.report.outcome == "lost"
+    assert (await end(LeavesOne, tmp_path)).outcome == "lost"
 
 
 @pytest.mark.anyio
@@ -67,27 +74,10 @@ async def test_a_shim_that_dies_is_swept_where_exit_codes_are_lost(tmp_path: Pat
     """A program that ignores SIGCHLD gets 0 as every exit code."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        node = LeavesOne(spec(tmp_path), lambda: None)
-        await end(node)
+        report = await end(LeavesOne, tmp_path)
     finally:
         signal.signal(signal.SIGCHLD, before)
-    assert node.report is not None
-    assert (node.report.outcome, node.report.text) == ("lost", "the shim of node 0 ended before its processes")
-    assert not marked(node.spec.nonce)
-
-
-@pytest.mark.anyio
-async def test_stacks_that_are_never_told_are_asked_for_again(tmp_path: Path) -> None:
-    node = NoShim(spec(tmp_path), lambda: None)
-    for _ in range(2):
-        with pytest.raises(TimeoutError):
-            await node.stacks(0.01)
-        assert node._asking is None
-    asking = asyncio.create_task(node.stacks(30.0))
-    await asyncio.sleep(0)
-    await end(node)
-    assert await asking == {}, "it has ended: nobody waits for it"
-    assert await node.stacks(30.0) == {}
+    assert (report.outcome, report.text) == ("lost", "the shim of node 0 ended before its processes")
 
 
 @pytest.mark.anyio

@@ -28,14 +28,15 @@ from replicas.supervisor.logs.pump import Log, LogSource, Pump
 from replicas.supervisor.shim import launcher
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit
+from replicas.supervisor.wire.orders import PartSpec, plain
+from replicas.supervisor.wire.state import ExitReport, LogLoss, RankExit
 from tests.support.channel.frames import MANY, mutants
 from tests.support.programs import SLEEPS
 from tests.support.runs import alive
 from tests.support.shims import shim
 
 MESSAGES = max(300, MANY)
-SPEC = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, "/", "/", 1.0, "nonce")
+SPEC = PartSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, "/", "/", 1.0, "nonce")
 
 
 def send(control: socket.socket, data: bytes) -> None:
@@ -64,6 +65,14 @@ def bystander(mark: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+def dropped(loss: LogLoss) -> orders.Message:
+    return {"type": "dropped", "loss": plain(loss)}
+
+
+def reported(report: ExitReport) -> orders.Message:
+    return {"type": "report", "report": plain(report)}
 
 
 # ------------------------------------------------------------ shim and log pump
@@ -114,13 +123,13 @@ def test_what_a_log_pump_says(
         keeper = PumpWatcher(SPEC._replace(log_dir=str(tmp_path)), selector, None, losses.append)
         keeper._control = ours
         selector.register(ours, selectors.EVENT_READ, keeper._on_message)
-        real = [LogLoss(3, "file", "full").message(), {"type": "drained", "number": 0}]
+        real = [dropped(LogLoss(3, "file", "full")), {"type": "drained", "number": 0}]
         for data in mutants([orders.encode(message) for message in real], seed=13, many=MESSAGES):
             send(theirs, data)
             for key, _ in selector.select(0):
                 key.data()
         keeper.drain(then=lambda: drained.append(1))
-        assert orders.send(theirs, LogLoss(8, "tee", "slow").message())
+        assert orders.send(theirs, dropped(LogLoss(8, "tee", "slow")))
         assert orders.send(theirs, {"type": "drained", "number": keeper._drains})
         while not drained:
             for key, _ in selector.select(30):
@@ -158,11 +167,11 @@ def test_what_a_launcher_says(tmp_path: Path) -> None:
     program = ("-c", FAKE_LAUNCHER, str(theirs.fileno()))
     with ours, shim(tmp_path, "", launcher="torchrun", program=program, pass_fds=[theirs.fileno()]) as one:
         theirs.close()
-        pid = int(one.wait_for("started")["pid"])
-        reports = [failed.message("report"), ExitReport("ok").message("report")]
+        pid = one.started()
+        reports = [reported(failed), reported(ExitReport("ok"))]
         for data in mutants([orders.encode(message) for message in reports], seed=14, many=MESSAGES):
             send(ours, data)
-        send(ours, orders.encode(failed.message("report")))
+        send(ours, orders.encode(reported(failed)))
         one.send({"type": "ping"})
         one.wait_for("pong")
         assert alive(pid)
@@ -185,7 +194,8 @@ def test_what_a_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = orders.pair()
     with ours, theirs:
         told = 0
-        for data in mutants([orders.encode(SPEC._replace(env={"A": "b"}).message())], seed=16, many=MESSAGES):
+        start = {"type": "start", "spec": plain(SPEC._replace(env={"A": "b"}))}
+        for data in mutants([orders.encode(start)], seed=16, many=MESSAGES):
             send(ours, data)
             try:
                 spec = orders.receive_spec(theirs)
@@ -225,11 +235,11 @@ def test_reports_that_can_be_read_can_be_shown(last: str) -> None:
     """What is left of a report has fields of the right types: the shim, and the
     supervisor, work with them."""
     ranks = (RankExit(0, 1, 7, "text", 1.5, "error", ("a", "b"), "after"),) * (1 if last == "only" else 3)
-    real = json.dumps(ExitReport("failed", "why", ranks)._asdict() | {"ranks": [rank._asdict() for rank in ranks]})
+    real = json.dumps(plain(ExitReport("failed", "why", ranks)))
     read = 0
     for data in mutants([real.encode()], seed=15, many=MESSAGES):
         try:
-            report = ExitReport.of(orders.decode(b'{"type": "report", "report": ' + data + b"}")["report"])
+            report = orders.read(ExitReport, orders.decode(b'{"type": "report", "report": ' + data + b"}")["report"])
         except orders.Malformed:
             continue
         read += 1

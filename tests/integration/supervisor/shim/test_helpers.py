@@ -81,7 +81,7 @@ def test_a_long_command_is_started(tmp_path: Path, launcher: str) -> None:
     code = "import os, sys; print(sum(map(len, sys.argv)), os.getcwd(), 'REPLICAS_GUARD' in os.environ, flush=True)"
     command = (sys.executable, "-c", code, *LONG)
     with shim(tmp_path, "", command=command, launcher=launcher) as one:
-        assert one.report().outcome == "ok", one.said
+        assert one.report().outcome == "ok", one.state
         assert one.log().split() == [b"1890002", str(tmp_path).encode(), b"False"]
         assert one.gone() == 0
 
@@ -90,6 +90,6 @@ def test_options_of_another_torchrun_are_the_ranks_own(tmp_path: Path) -> None:
     code = "import os; print(os.environ['PET_MODULE'], os.environ['PET_VIRTUAL_LOCAL_RANK'], os.environ['LOCAL_RANK'])"
     env = {**os.environ, "PET_MODULE": "1", "PET_VIRTUAL_LOCAL_RANK": "1", "PET_NO_PYTHON": "0"}
     with shim(tmp_path, code, launcher="torchrun", nproc_per_node=2, env=env) as one:
-        assert one.report().outcome == "ok", one.said
+        assert one.report().outcome == "ok", one.state
         assert [one.log(rank).split() for rank in range(2)] == [[b"1", b"1", b"0"], [b"1", b"1", b"1"]]
         assert one.gone() == 0

@@ -93,7 +93,7 @@ def test_the_rank_that_failed_first_is_named_and_the_others_are_ended(tmp_path: 
     assert (told.count(told[-1]), told.count("    | so it goes")) == (1, 1)
     names = sorted(path.name for path in (run.state_dir / "logs/a/0/gen-1").iterdir() if path.suffix != ".times")
     assert names == [
-        *("exit-0.json", "exit-1.json", "rank-0.log", "rank-1.log"),
+        *("rank-0.log", "rank-1.log"),
         *("shim-0.log", "shim-1.log", "torchrun-0.log", "torchrun-1.log"),
     ]
 

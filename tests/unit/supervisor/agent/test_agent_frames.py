@@ -20,14 +20,15 @@ from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
+from replicas.supervisor.wire.orders import PartSpec, plain
+from replicas.supervisor.wire.state import UNKNOWN, Belongings, ExitReport, LogLoss, RankExit, Remains
 from tests.support.agents import Field
 from tests.support.channel.frames import MANY, mutants
 from tests.support.fleets import group_of
 from tests.support.virtual import virtually
 
 MESSAGES = max(600, 4 * MANY)
-SPEC = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", ("x",), {"K": "v"}, "/", "/", 1.0, "nonce")
+SPEC = PartSpec("r", "a", 0, 1, 0, 1, 1, "exec", ("x",), {"K": "v"}, "/", "/", 1.0, "nonce")
 
 
 class _Nothing:
@@ -71,7 +72,7 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
         wire.LogQuery(number=1, selection={"target": "a/0", "lines": 5}),
         wire.LogQuery(number=1, selection=None),
         wire.Examine(number=1, demand=Demand(processes=3), supervisor=4),
-        wire.Start(spec=SPEC.message()["spec"], memory_nbytes=1),
+        wire.Start(spec=plain(SPEC), memory_nbytes=1),
     ]
     welcome = wire.Welcome(run="r", supervisor="s", lease_s=0.0, adopt_s=0.0, endpoint="", token="", state_id="i")
     frames = list(mutants([wire.encode(one) for one in real], seed=5, many=MESSAGES))
@@ -96,23 +97,20 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
 
 def test_what_a_supervisor_is_told() -> None:
     report = ExitReport("failed", "text", (RankExit(0, 1, lines=("a",)),))
-    state = wire.ShimState(
-        nonce="nonce",
-        group="a",
-        replica=0,
-        generation=1,
-        node=0,
-        pid=5,
-        main_pid=6,
-        rendezvous=("h", 1),
-        report=report.message()["report"],
-        remains=Remains(1.0, ((1, "x"),)).message(),
-        belongings={"gpu": False, "processes": [[1, 2]]},
-        losses=(LogLoss(3, "file", "full").message(),),
+    state = plain(
+        UNKNOWN.of_part(SPEC)._replace(
+            pid=5,
+            main_pid=6,
+            rendezvous=("h", 1),
+            report=report,
+            remains=Remains(1.0, ((1, "x"),)),
+            belongings=Belongings(processes=((1, 2),)),
+            losses=(LogLoss(3, "file", "full"),),
+        )
     )
-    hello = wire.Hello(release="r", node="n1", incarnation="i", pid=1, start_time=2, scope="s", shims=(state,))
+    hello = wire.Hello(release="r", node="n1", incarnation="i", pid=1, start_time=2, scope="s", parts=(state,))
     real: list[wire.AgentMessage] = [
-        state,
+        wire.PartNews(state),
         hello,
         wire.Beat(3),
         wire.StacksFound(nonce="nonce", found={"a/0/0": "text"}),

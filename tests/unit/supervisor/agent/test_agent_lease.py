@@ -21,6 +21,7 @@ from replicas.linux import private
 from replicas.supervisor.agent import agent as agent_module
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.agent import Agent
+from replicas.supervisor.wire.state import PartState
 from tests.support.virtual import virtually
 
 LEASE_S = 10.0
@@ -116,7 +117,7 @@ class LeaseWorld:
     def _shims(self, _: Callable[[], None]) -> Any:
         """One shim lives until everything is ended."""
         fake = mock.Mock(aclose=mock.AsyncMock())
-        fake.all.return_value, fake.news.return_value, fake.saved_stacks.return_value = (), [], []
+        fake.all.return_value, fake.news.return_value, fake.stacks.return_value = (), [], []
         fake.address, fake.empty = "10.0.0.2", asyncio.Event()
 
         def start(order: wire.Start) -> None:
@@ -263,12 +264,12 @@ def test_stacks_that_a_shim_has_saved_are_told_before_its_end(tmp_path: Path) ->
     async def story() -> None:
         async with world(tmp_path) as made:
             await asyncio.sleep(1.5)
-            ended = wire.ShimState(nonce="n", group="a", replica=0, generation=1, node=0, gone=True)
-            made.shims.saved_stacks.side_effect = [[("n", {"a/0/0": "where it is stuck"})], *([[]] * 9)]
+            ended = PartState("n", "a", 0, 1, 0, gone=True)
+            made.shims.stacks.side_effect = [[("n", {"a/0/0": "where it is stuck"})], *([[]] * 9)]
             made.shims.news.side_effect = [[ended], *([[]] * 9)]
             await asyncio.sleep(1.5)
-            told = [type(one) for one in made.lines[0].said if isinstance(one, wire.StacksFound | wire.ShimState)]
-            assert told == [wire.StacksFound, wire.ShimState]
+            told = [type(one) for one in made.lines[0].said if isinstance(one, wire.StacksFound | wire.PartNews)]
+            assert told == [wire.StacksFound, wire.PartNews]
 
     virtually(story())
 

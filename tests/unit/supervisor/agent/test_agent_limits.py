@@ -18,6 +18,8 @@ from replicas.coordinator.sessions import OUTBOX_NBYTES
 from replicas.coordinator.websocket import WebSocket
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.fleet.agent_route import _Link
+from replicas.supervisor.wire.orders import plain
+from replicas.supervisor.wire.state import ExitReport, PartState
 from tests.support.agents import field
 from tests.support.fleets import group_of
 from tests.support.virtual import history
@@ -30,23 +32,24 @@ async def test_a_node_that_names_too_many_shims_is_not_taken() -> None:
         await asyncio.sleep(3)
         with mock.patch.object(wire, "SHIMS_MAX", 3):
             for number in range(2):
-                made.cluster.receive("n1", wire.encode(shim_state(f"mark {number}")))
+                made.cluster.receive("n1", wire.encode(news(f"mark {number}")))
             with pytest.raises(msgspec.DecodeError, match="more than 3 shims"):
-                made.cluster.receive("n1", wire.encode(shim_state("mark 2")))
+                made.cluster.receive("n1", wire.encode(news("mark 2")))
 
 
-def shim_state(nonce: str, **changes: Any) -> wire.ShimState:
-    state = wire.ShimState(nonce=nonce, group="x", replica=0, generation=1, node=0, pid=7)
-    return msgspec.structs.replace(state, **changes)
+def news(nonce: str, **changes: Any) -> wire.PartNews:
+    return wire.PartNews(plain(PartState(nonce, "x", 0, 1, 0, pid=7)._replace(**changes)))
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        shim_state("n" * 65),
-        shim_state("n", group="g" * 257),
-        shim_state("n", cgroup="c" * 4097),
-        shim_state("n", report={"text": "x" * wire.STATE_NBYTES}),
+        news("n" * 65),
+        news("n", group="g" * 257),
+        news("n", cgroup="c" * 4097),
+        news("n", pid=-1),
+        news("n", rendezvous=("h", 1 << 16)),
+        news("n", report=ExitReport("failed", "x" * wire.STATE_NBYTES)),
         wire.Leaving("r" * (16 * 1024 + 1)),
         wire.Cleaned(("n" * 65,)),
         wire.Hello(release="1", node="n" * 257, incarnation="i", pid=1, start_time=1, scope="s"),
@@ -56,7 +59,12 @@ def shim_state(nonce: str, **changes: Any) -> wire.ShimState:
 )
 def test_whatever_an_agent_sends_has_a_bound(message: wire.AgentMessage) -> None:
     with pytest.raises(msgspec.DecodeError):
-        wire.decode_from_agent(wire.encode(message))
+        received(wire.encode(message))
+
+
+def received(data: bytes) -> None:
+    if isinstance(message := wire.decode_from_agent(data), wire.PartNews):
+        wire.part_state(message.state)
 
 
 class FullConnection:

@@ -49,7 +49,7 @@ class Line:
 
 def shims(_: Any) -> Any:
     fake = mock.Mock(aclose=mock.AsyncMock())
-    fake.all.return_value, fake.news.return_value, fake.saved_stacks.return_value = (), [], []
+    fake.all.return_value, fake.news.return_value, fake.stacks.return_value = (), [], []
     fake.empty.wait = mock.AsyncMock()
     fake.address = "10.0.0.2"
     return fake

@@ -26,7 +26,8 @@ from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.forkservers import TRIES, Forkservers, KeptForkserver
 from replicas.supervisor.agent.messages import Start
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.wire.orders import NodeSpec
+from replicas.supervisor.wire.orders import PartSpec, plain
+from replicas.supervisor.wire.state import UNKNOWN
 
 pytestmark = pytest.mark.anyio
 
@@ -158,8 +159,8 @@ def test_a_mark_fits_into_the_room_for_it() -> None:
 
 
 class FakeNode:
-    def __init__(self, spec: NodeSpec) -> None:
-        self.spec, self.pid, self.gone, self.last_stacks = spec, os.getpid(), asyncio.Event(), dict[str, str]()
+    def __init__(self, spec: PartSpec) -> None:
+        self.spec, self.state = spec, UNKNOWN.of_part(spec)
         self.orders: list[tuple[float, str]] = []
 
     def stop(self, timeout_s: float, *, stacks: bool = False, broken: str = "") -> None:
@@ -173,14 +174,14 @@ class Node:
         self.nodes: list[FakeNode] = []
         self.shims = Shims(cast("Containment", self), folder, lambda: None)
 
-    def start(self, spec: NodeSpec, *_: object, **__: object) -> FakeNode:
+    def start(self, spec: PartSpec, *_: object, **__: object) -> FakeNode:
         self.nodes.append(FakeNode(spec))
         return self.nodes[-1]
 
     def begin(self, sidecars: str, **env: str) -> FakeNode:
         nonce = f"{len(self.nodes)}"
-        spec = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), env, "/", "/", 3.0, nonce, sidecars)
-        self.shims.start(Start(spec=spec.message()["spec"]))
+        spec = PartSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), env, "/", "/", 3.0, nonce, sidecars)
+        self.shims.start(Start(spec=plain(spec)))
         return self.nodes[-1]
 
 
@@ -192,12 +193,12 @@ async def test_a_replica_that_starts_again_finds_the_forkserver_that_it_had(tmp_
     node = Node(tmp_path)
     assert address_of(node.begin("")) is None
     first = node.begin("later")
-    first.gone.set()
+    first.state = first.state._replace(gone=True)
     again = node.begin("later")
     assert address_of(again) == address_of(first)
     other = node.begin("later", LD_PRELOAD="")
     assert address_of(other) != address_of(again)
-    other.gone.set()
+    other.state = other.state._replace(gone=True)
     node.begin("later")
     with pytest.raises(ConnectionRefusedError):
         connected(address_of(other) or "")

@@ -5,8 +5,9 @@ Covers: supervisor/agent/containment.py, supervisor/agent/shims.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from unittest import mock
 
 import pytest
@@ -14,24 +15,28 @@ import pytest
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.messages import Start
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.wire.orders import LogLoss, NodeSpec
+from replicas.supervisor.wire.orders import PartSpec, plain
+from replicas.supervisor.wire.state import UNKNOWN, LogLoss
 
 pytestmark = pytest.mark.anyio
 
-SPEC = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, "/", "/", 3.0, "nonce")
+SPEC = PartSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, "/", "/", 3.0, "nonce")
 
 
-def started(folder: Path) -> tuple[Shims, Any]:
-    node = mock.Mock(pid=1, main_pid=2, rendezvous=None, report=None, remains=None, last_stacks={}, losses=[])
-    node.spec, node.belongings = SPEC, Belongings()
-    node.gone.is_set.return_value = False
+def started(folder: Path) -> tuple[Shims, Callable[..., None]]:
+    """The shims of an agent, one of them, and what makes it lose lines."""
+    shim = mock.Mock(spec=SPEC, state=UNKNOWN.of_part(SPEC), stacks=None)
     places = mock.Mock()
-    places.start.return_value = node
+    places.start.return_value = shim
     shims = Shims(cast("Containment", places), folder, lambda: None)
-    shims.start(Start(spec=SPEC.message()["spec"]))
-    return shims, node
+    shims.start(Start(spec=plain(SPEC)))
+
+    def lose(*losses: LogLoss) -> None:
+        shim.state = shim.state._replace(losses=losses)
+        shims._moved(SPEC.nonce)
+
+    return shims, lose
 
 
 def handle(*, adopted: bool) -> ShimHandle:
@@ -39,14 +44,14 @@ def handle(*, adopted: bool) -> ShimHandle:
 
 
 async def test_what_is_lost_while_no_supervisor_is_there_is_reported_to_the_next_one(tmp_path: Path) -> None:
-    shims, node = started(tmp_path)
+    shims, lose = started(tmp_path)
     first = handle(adopted=False)
     first.take(shims.all()[0])
-    node.losses += [LogLoss(3, "file", "full")]
+    lose(LogLoss(3, "file", "full"))
     for state in shims.news():
         first.take(state)
     assert first.losses == [LogLoss(3, "file", "full")]
-    node.losses += [LogLoss(4, "file", "full"), LogLoss(1, "tee", "slow")]  # nobody is told
+    lose(LogLoss(7, "file", "full"), LogLoss(1, "tee", "slow"))  # nobody is told
     second = handle(adopted=True)
     second.take(shims.all()[0])
     assert second.losses == [LogLoss(4, "file", "full"), LogLoss(1, "tee", "slow")]
@@ -56,10 +61,10 @@ async def test_what_is_lost_while_no_supervisor_is_there_is_reported_to_the_next
 
 
 async def test_a_supervisor_whose_connection_broke_is_told_what_it_missed_once(tmp_path: Path) -> None:
-    shims, node = started(tmp_path)
+    shims, lose = started(tmp_path)
     supervisor = handle(adopted=False)
     supervisor.take(shims.all()[0])
-    node.losses += [LogLoss(3, "file", "full")]
+    lose(LogLoss(3, "file", "full"))
     supervisor.take(shims.all()[0])
     supervisor.take(shims.all()[0])
     assert supervisor.losses == [LogLoss(3, "file", "full")]

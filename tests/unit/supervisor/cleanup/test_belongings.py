@@ -18,8 +18,10 @@ import pytest
 from replicas.linux.processes import start_time
 from replicas.linux.smi import _stuck as smi_stuck
 from replicas.supervisor.cleanup import still_held
-from replicas.supervisor.cleanup.inventory import Belongings, Stocktaking, take
+from replicas.supervisor.cleanup.inventory import Stocktaking, take
 from replicas.supervisor.cleanup.still_held import HoldUps, gpu_memory
+from replicas.supervisor.wire.orders import plain, read
+from replicas.supervisor.wire.state import Belongings
 from replicas.telemetry.events import Event, HeldUp
 
 OLD = Belongings(gpu=True, processes=((4000001, 5),))
@@ -28,7 +30,7 @@ OLD = Belongings(gpu=True, processes=((4000001, 5),))
 def test_processes_are_found_with_their_start() -> None:
     found = take([os.getpid(), 4_000_001])
     assert found == Belongings(processes=((os.getpid(), start_time(os.getpid()) or 0),))
-    assert Belongings.of(found.message()) == found
+    assert read(Belongings, plain(found)) == found
 
 
 def test_gpu_memory_that_the_driver_counts_for_the_old_is_waited_for(

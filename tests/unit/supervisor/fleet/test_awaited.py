@@ -12,7 +12,7 @@ from replicas.config.structs import PlacementConfig, ResourcesConfig
 from replicas.coordinator import Readiness
 from replicas.core.lives.leases import lost_after_s
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.wire.orders import ExitReport
+from replicas.supervisor.wire.state import ExitReport
 from tests.support.agents import LEASE_S, OUTLIVES_S, FakeAgent, Field, field
 from tests.support.fleets import Life, group_of
 from tests.support.virtual import history

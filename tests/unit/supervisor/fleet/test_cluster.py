@@ -24,7 +24,8 @@ from replicas.supervisor.agent.checks import Demand
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.nodes import ANSWER_S, examine
 from replicas.supervisor.state.run_state import ShimRecord
-from replicas.supervisor.wire.orders import ExitReport, NodeSpec
+from replicas.supervisor.wire.orders import PartSpec
+from replicas.supervisor.wire.state import ExitReport
 from replicas.telemetry.events import HeldUp, NodeChanged
 from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
 from tests.support.fleets import Life, config_of, group_of
@@ -449,10 +450,10 @@ async def test_a_node_that_goes_away_before_a_start_is_no_failure_of_the_replica
         one.cut = True
         one.hang_up()
         await asyncio.sleep(0.1)
-        spec = NodeSpec("r", "a", 0, 2, 0, 1, 1, "exec", ("x",), {}, "/", "/", 1.0, "another")
+        spec = PartSpec("r", "a", 0, 2, 0, 1, 1, "exec", ("x",), {}, "/", "/", 1.0, "another")
         handle = made.cluster.start(spec, lambda: None)
-        assert handle.gone.is_set()
-        assert handle.report == ExitReport("node", text="node n1 is away")
+        assert handle.state.gone
+        assert handle.state.report == ExitReport("node", text="node n1 is away")
         one.heal()
 
 
@@ -485,7 +486,7 @@ async def test_an_agent_of_another_protocol_is_refused() -> None:
         assert made.cluster.hello(old, Link(one), local=False, seen_at="") == ""
         (refused,) = answers
         assert isinstance(refused, wire.Refused)
-        assert "speaks protocol 99, the supervisor 1" in refused.message
+        assert "speaks protocol 99, the supervisor 2" in refused.message
         assert [node.name for node in made.cluster.status()] == ["n1"]
 
 

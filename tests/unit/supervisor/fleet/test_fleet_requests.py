@@ -16,7 +16,7 @@ from replicas.errors import UsageError
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.wire.orders import NodeSpec
+from replicas.supervisor.wire.orders import PartSpec
 from tests.support.fleets import DONE, Life, Yard, fleet, group_of
 from tests.support.virtual import history
 
@@ -141,7 +141,7 @@ async def test_one_whose_start_fails_takes_its_group_with_it() -> None:
     group = group_of("a", replicas=2, restart={"strategy": "group"})
     async with fleet(group, lives={"a/0": [Life(ends_s=2.0, code=1), Life()]}) as (_, yard):
 
-        def start(spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+        def start(spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
             if (spec.replica, spec.generation) == (1, 2):
                 raise BlockingIOError("no process is left")
             return yard.start(spec, changed)

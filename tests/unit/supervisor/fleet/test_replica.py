@@ -31,7 +31,6 @@ from replicas.core.lives.lifecycle import Transition
 from replicas.core.lives.placement import Share
 from replicas.core.lives.restarts import Restarts
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.cleanup.inventory import Belongings
 from replicas.supervisor.fleet import course
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -39,7 +38,8 @@ from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.state.state import StateDir
-from replicas.supervisor.wire.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
+from replicas.supervisor.wire.orders import PartSpec
+from replicas.supervisor.wire.state import UNKNOWN, ExitReport, LogLoss, RankExit, Remains
 from replicas.telemetry.events import Event, HeldUp, ReplicaExited
 
 OK = ExitReport("ok")
@@ -53,35 +53,25 @@ def config(tmp_path: Path, **changes: object) -> GroupConfig:
 class FakeShim:
     """A shim that does what the test says."""
 
-    node, local, cgroup, start_time, stopping = "here", True, "", 0, False
+    node, local, stopping = "here", True, False
     over_at: float | None = None
 
-    def __init__(self, spec: NodeSpec, changed: Callable[[], None]) -> None:
+    def __init__(self, spec: PartSpec, changed: Callable[[], None]) -> None:
         self.spec = spec
-        self.pid = 0
-        self.main_pid: int | None = None
-        self.rendezvous: tuple[str, int] | None = None
-        self.report: ExitReport | None = None
-        self.gone = asyncio.Event()
-        self.remains: Remains | None = None
+        self.state = UNKNOWN
         self.told: list[object] = []
-        self.silence_s = 0.0
-        self.belongings = Belongings()
         self.losses: list[LogLoss] = []
         self.last_stacks: dict[str, str] = {}
         self._changed = changed
 
     def started(self) -> None:
-        self.main_pid = 100 + self.spec.node
-        self._changed()
+        self.now(main_pid=100 + self.spec.node)
 
     def ended(self, report: ExitReport, *, gone: bool = True) -> None:
-        self.report = report
-        if gone:
-            self.gone.set()
-        self._changed()
+        self.now(report=report, gone=gone)
 
-    def poke(self) -> None:
+    def now(self, **changes: Any) -> None:
+        self.state = self.state._replace(**changes)
         self._changed()
 
     def meet(self, host: str, port: int) -> None:
@@ -98,9 +88,6 @@ class FakeShim:
 
     def unheard_s(self) -> float:
         return 0.0
-
-    def silent_s(self, now: float) -> float:
-        return self.silence_s
 
     def abandon(self) -> None:
         self.told.append("abandon")
@@ -183,7 +170,7 @@ class FakeWorld:
         if transition.after == "failed":
             self.failed.set()
 
-    def start(self, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+    def start(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
         self.shims.append(FakeShim(spec, changed))
         return cast("ShimHandle", self.shims[-1])
 
@@ -207,7 +194,7 @@ async def living(
         yield replica, world
         replica.stop()
         for shim in world.shims:
-            shim.ended(shim.report or ExitReport("stopped"))
+            shim.ended(shim.state.report or ExitReport("stopped"))
         await asyncio.wait_for(task, 30)
     finally:
         task.cancel()
@@ -237,7 +224,7 @@ async def test_two_nodes_are_introduced_and_ready_when_both_have_started(tmp_pat
     async with living(tmp_path, nnodes=2) as (replica, world):
         zero, one = world.shims
         zero.started()
-        zero.rendezvous = ("127.0.0.1", 5)
+        zero.state = zero.state._replace(rendezvous=("127.0.0.1", 5))
         await settle()
         assert one.told == [("127.0.0.1", 5)]
         replica.check(time.monotonic())
@@ -342,10 +329,10 @@ async def test_a_frozen_member_ends_its_replica(tmp_path: Path) -> None:
 async def test_a_shim_that_does_not_answer_is_killed_and_its_replica_replaced(tmp_path: Path) -> None:
     async with living(tmp_path, nnodes=2) as (replica, world):
         zero, one = world.shims
-        one.silence_s = 29.0
+        one.now(silent_s=29.0)
         replica.check(time.monotonic())
         assert state(replica) == "starting"
-        one.silence_s = 31.0
+        one.now(silent_s=31.0)
         replica.check(time.monotonic())
         assert state(replica) == "draining"
         assert (zero.told, one.told) == ([10.0], [10.0, "kill"])
@@ -385,13 +372,13 @@ async def test_a_process_that_takes_long_to_die_is_named_and_waited_for(
         shim = world.shims[0]
         shim.started()
         replica.check(time.monotonic())
-        shim.remains = Remains(time.time() - 60.0, ((7, "python serve.py"),))
+        remains = Remains(time.time() - 60.0, ((7, "python serve.py"),))
+        shim.now(remains=remains)
         shim.ended(ExitReport("lost", text="the shim was killed"), gone=False)
         await until(lambda: state(replica) == "draining")
         text = "the shim was killed; held up by process 7 (python serve.py): not dead 60 s after SIGKILL"
         assert replica.life.reason == text
-        shim.remains = Remains(shim.remains.since - 10.0, ((7, "python serve.py"), (8, "")))
-        shim.poke()
+        shim.now(remains=Remains(remains.since - 10.0, ((7, "python serve.py"), (8, ""))))
         await until(lambda: len(world.held_up) == 2)
         assert [(one.pid, one.holder) for one in world.held_up] == [
             (7, "process 7 (python serve.py)"),
@@ -401,8 +388,7 @@ async def test_a_process_that_takes_long_to_die_is_named_and_waited_for(
         await asyncio.sleep(0.2)  # several times the limits above
         assert "kill" not in shim.told, "it does what can be done"
         assert (state(replica), len(world.shims)) == ("draining", 1)
-        shim.gone.set()
-        shim.poke()
+        shim.now(gone=True)
         await until(lambda: len(world.shims) == 2)
         assert replica.life.restarts == {"lost": 1}
 
@@ -461,8 +447,7 @@ async def test_ranks_that_may_still_say_goodbye_are_not_declared_lost(tmp_path: 
         world.shims[0].ended(ExitReport("stopped" if asked else "failed", ranks=(RankExit(0, 1),)), gone=False)
         await settle()
         assert [reason for *_, reason in world.ended] == ([] if asked else ["rank 0 exited with code 1"])
-        world.shims[0].gone.set()
-        world.shims[0].poke()
+        world.shims[0].now(gone=True)
         await settle()
         assert [reason for *_, reason in world.ended] == (["stopped"] if asked else ["rank 0 exited with code 1"])
 
@@ -488,7 +473,7 @@ async def test_one_that_is_adopted_and_stopped_at_once_ends(tmp_path: Path, requ
     group = config(tmp_path)
     replica = Replica(world.context, group, 0, world, Restarts(group.restart))
     record = ShimRecord(nonce="1", group="a", replica=0, generation=3)
-    shim = world.start(cast("NodeSpec", None), lambda: None)
+    shim = world.start(cast("PartSpec", None), lambda: None)
     replica.adopt(3, [record], [shim])
     getattr(replica, request_)()
     task = asyncio.create_task(replica.run())
@@ -509,7 +494,7 @@ async def test_one_that_is_adopted_and_stopped_at_once_ends(tmp_path: Path, requ
 async def test_a_shim_that_cannot_be_started_ends_those_of_the_other_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails_for_one(world: FakeWorld, spec: NodeSpec, changed: Callable[[], None]) -> ShimHandle:
+    def fails_for_one(world: FakeWorld, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
         if spec.node == 1 and spec.generation == 1:
             raise OSError("no memory")
         return start(world, spec, changed)

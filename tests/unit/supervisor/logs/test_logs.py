@@ -23,7 +23,7 @@ from replicas.supervisor.logs.pump import LONGEST_NBYTES, Log, LogSource
 from replicas.supervisor.logs.tee import Tee
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.wire.guard import RANK_MARK
-from replicas.supervisor.wire.orders import NodeSpec
+from replicas.supervisor.wire.orders import PartSpec
 from tests.support.machine.full_disk import file_size_limit
 
 LIMIT = 64 << 10
@@ -282,7 +282,7 @@ def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     selector = selectors.DefaultSelector()
-    spec = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, str(tmp_path), str(tmp_path), 1.0, "nonce")
+    spec = PartSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, str(tmp_path), str(tmp_path), 1.0, "nonce")
     keeper = PumpWatcher(spec, selector, None, lambda _: None)
     started: list[int] = []
 

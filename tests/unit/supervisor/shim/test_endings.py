@@ -19,13 +19,14 @@ from replicas.common.patience import Silence
 from replicas.control.access import without_output
 from replicas.linux import cgroups
 from replicas.linux.processes import Child
-from replicas.supervisor.agent.node import Node
+from replicas.supervisor.agent.shim_process import ShimProcess
 from replicas.supervisor.fleet.causes import FailureReports, exited, verdict
 from replicas.supervisor.shim import shim as shim_module
 from replicas.supervisor.shim.deaths import Ends, exit_report
 from replicas.supervisor.shim.shim import Shim
 from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.wire.orders import PartSpec, plain
+from replicas.supervisor.wire.state import UNKNOWN, ExitReport, RankExit
 from replicas.telemetry.events import LogLinesDropped, RankEnd, ReplicaExited
 
 BOOM = ("step 7", "Traceback (most recent call last):", '  File "a.py", line 3, in <module>', "ValueError: boom", "")
@@ -39,8 +40,8 @@ def child() -> Child:
     return one
 
 
-def spec(launcher: str) -> NodeSpec:
-    return NodeSpec(
+def spec(launcher: str) -> PartSpec:
+    return PartSpec(
         run="r", group="a", replica=0, generation=1, node=0, nnodes=1, nproc_per_node=2, launcher=launcher,
         command=("x",), env={}, cwd="/", log_dir="/logs", stop_timeout_s=1.0, nonce="n",
     )  # fmt: skip
@@ -121,7 +122,7 @@ def test_what_died_first_is_named_and_shown_to_everybody(child: Child) -> None:
     child.code = 1
     died = "its process 12 (VLLM::EngineCor) was killed by SIGKILL"
     report = exit_report(spec("exec"), child, None, lines(rank_0=ENGINE), stopping=False, first_death=lambda _: died)
-    cause = verdict([ExitReport.of(report.message()["report"])])
+    cause = verdict([orders.read(ExitReport, plain(report))])
     assert cause is not None
     shown = f"rank 0 exited with code 1 after {died}"
     assert cause.text == f"{shown}: vllm.EngineDeadError: EngineCore is dead"
@@ -180,7 +181,7 @@ def test_a_launcher_whose_socket_a_daemon_holds_is_heard_out() -> None:
     shim._selector.register(ours, selectors.EVENT_READ)
     shim._launcher = ours
     report = ExitReport("failed", "it failed")
-    orders.send(theirs, report.message("report"))
+    orders.send(theirs, {"type": "report", "report": plain(report)})
     with theirs:  # open: the stream has no end
         shim._hear_launcher_out()
     assert shim._report == report
@@ -219,24 +220,16 @@ def test_a_process_that_ends_while_it_is_looked_at_is_over() -> None:
         assert ends.blind
 
 
-def test_a_report_that_was_lost_on_its_way_is_in_its_file(tmp_path: Path) -> None:
-    node = Node.__new__(Node)
-    node.spec = NodeSpec("r", "a", 0, 1, 2, 3, 1, "exec", (), {}, str(tmp_path), str(tmp_path), 1.0, "nonce")
-    assert node._saved_report() is None
-    path = tmp_path / "exit-2.json"
-    report = ExitReport("failed", "boom", (RankExit(4, 3, lines=("a", "b")),))
-    path.write_bytes(orders.encode(report.message()))
-    assert node._saved_report() == report
-    path.write_bytes(b"")  # the disk was full
-    assert node._saved_report() is None
-
-
 def test_a_shim_is_silent_for_as_long_as_it_does_not_answer_but_for_our_own_pauses() -> None:
     """Looked at each second, a little late."""
-    node = Node.__new__(Node)
-    node.report = node.lease_until = node._told_until = node._control = None
-    node._answered_at = node.patience_s = 0.0
-    node._silence = Silence(1.0)
-    assert [node.silent_s(at) for at in (1.01, 2.02, 3.03)] == pytest.approx([0.0, 1.01, 2.02])
-    assert node.silent_s(10.03) == 0.0, "for six seconds nobody looked"
-    assert node.silent_s(11.03) == pytest.approx(1.0)
+    shim = ShimProcess.__new__(ShimProcess)
+    shim.state, shim._finishing, shim._told_until, shim._control = UNKNOWN, False, None, None
+    shim._answered_at, shim._silence = 0.0, Silence(1.0)
+
+    def silent_s(at: float) -> float:
+        shim.look(at, None, 0.0)
+        return shim.state.silent_s
+
+    assert [silent_s(at) for at in (1.01, 2.02, 3.03)] == pytest.approx([0.0, 0.0, 2.02]), "a second is none"
+    assert silent_s(10.03) == 0.0, "for six seconds nobody looked"
+    assert [silent_s(at) for at in (11.03, 12.03)] == pytest.approx([0.0, 2.0])

@@ -11,9 +11,10 @@ import pytest
 
 from replicas.common.patience import Silence
 from replicas.core.lives.leases import FROZEN_S, LAST_S, local_patience_s
-from replicas.supervisor.agent.node import Node
+from replicas.supervisor.agent.shim_process import ShimProcess
 from replicas.supervisor.shim.lease import Lease
 from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.state import UNKNOWN
 
 
 def ends_at(lease: Lease, now: float = 0.0) -> float:
@@ -70,13 +71,12 @@ def test_a_living_supervisor_replaces_a_frozen_agent_before_its_shims_end() -> N
     assert local_patience_s(120.0) == 120.0
 
 
-class Told(Node):
-    """A node that keeps what its shim is told; ``reads``: whether that is taken."""
+class Told(ShimProcess):
+    """Keeps what its shim is told; ``reads``: whether that is taken."""
 
     def __init__(self) -> None:
-        self.report = self.lease_until = self._told_until = None
-        self._answered_at = self.patience_s = 0.0
-        self._silence = Silence(1.0)
+        self.state, self._finishing, self._told_until = UNKNOWN, False, None
+        self._answered_at, self._silence = 0.0, Silence(1.0)
         self.told: list[orders.Message] = []
         self.reads = True
 
@@ -85,8 +85,8 @@ class Told(Node):
         return self.reads
 
     def looks(self, now: float, until: float | None = None, patience_s: float = 0.0) -> list[dict[str, Any]]:
-        self.told, self.lease_until, self.patience_s = [], until, patience_s
-        self.silent_s(now)
+        self.told = []
+        self.look(now, until, patience_s)
         return [{key: value for key, value in one.items() if key != "type"} for one in self.told]
 
     def answers(self, now: float) -> None:
