@@ -30,7 +30,7 @@ MESSAGE, CONNECTION = "message", "connection"
 KINDS = (MESSAGE, CONNECTION)
 TIMES, CONNECTIONS, WARM_UPS = 200, 10, 500
 REPETITIONS, QUICK = 60, 20
-LIMIT = 1.2
+LIMIT = 1.7
 Samples = dict[tuple[str, str], list[float]]
 """CPU seconds of coordinator and member, by what and by way."""
 

@@ -382,7 +382,7 @@ class Channel(Collectives):
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
                 text = "%s: copies on the GPU go on after %s s"
                 logger.warning(text, self.name, CLOSE_TIMEOUT_S)
-            failure = self._hub.take_failure()
+            failure = self._hub.failures.take()
         finally:
             self._hub.call(self._hub.leases.give_back, inside)
         if not self._left.wait_ended(CLOSE_TIMEOUT_S):

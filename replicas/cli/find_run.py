@@ -147,12 +147,12 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
 
 
 def _is_of_run(folder: Path) -> bool:
-    """Whether it is none of ``agent-NODE``, in which an agent writes no events."""
+    """Return True for the folder of a run, False for an agent's."""
     return not folder.name.startswith("agent-") or (folder / EVENTS_FILE).exists()
 
 
 def lives(state_dir: Path) -> bool:
-    """Whether the run of this state folder has a supervisor, by its endpoint file."""
+    """Return True if the run has a supervisor, by its endpoint file."""
     try:
         return start_time(read_endpoint(state_dir).pid) is not None
     except (Disconnected, NotTrusted):
@@ -225,7 +225,7 @@ class RunEndWatcher:
         self._silent_since = None
 
     def came(self, error: Disconnected) -> bool:
-        """Whether the run is over, after a request failed with ``error``.
+        """Return True if the run is over, after a request failed with ``error``.
 
         :raises Disconnected: its supervisor was killed, or has been silent for
             :data:`SILENT_S`.
@@ -368,7 +368,7 @@ class RunAddress:
 
     @property
     def starting(self) -> bool:
-        """Whether a supervisor has the run, as far as can be seen from here."""
+        """True if a supervisor has the run, as far as can be seen from here."""
         try:
             return self.endpoint is None and bool(starting(self.state_dir))
         except ReplicasError:

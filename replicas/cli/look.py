@@ -23,7 +23,7 @@ from replicas.common.foreign import ascii_controls, one_line, readable
 from replicas.config.values import UNITS_S, in_units, nearest
 from replicas.control.commands import DoctorOrder
 from replicas.control.exit_codes import FAILED
-from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
+from replicas.control.log_files import POLL_S, LogFollower, LogLine, Selection, prefixed
 from replicas.errors import Disconnected, ReplicasError, UsageError
 from replicas.telemetry import event_log
 from replicas.telemetry.events import TYPES, Record, RunEnded, RunStarted, decode, encode
@@ -124,7 +124,7 @@ def logs(
 
 
 def _has_other_nodes(place: RunAddress) -> bool:
-    """Whether it runs on other machines, too, whose logs its supervisor reads."""
+    """Return True if the run has other machines, whose logs its supervisor reads."""
     from replicas.supervisor.state.run_state import RunState  # slow to import: by this command only
 
     saved = RunState(place.state_dir / "state.json").peek()
@@ -145,7 +145,7 @@ def _from_files(
     place: RunAddress, selection: Selection, follow: bool, previous: bool
 ) -> Iterator[tuple[LogLine, bool]]:
     state_dir = place.state_dir
-    follower = Follower(state_dir / ("logs.previous" if previous else "logs"), selection)
+    follower = LogFollower(state_dir / ("logs.previous" if previous else "logs"), selection)
     try:
         while True:
             more = follow and lives(state_dir)  # checked before the poll, so that the last lines are not missed
@@ -320,7 +320,7 @@ def doctor(
 
 def _here(place: RunAddress) -> Iterator[Finding]:
     """Findings on this machine; with a living run also of its other nodes."""
-    from replicas.cli.checks import examine, supervisor_of  # imports the supervisor's inspection of the machine
+    from replicas.cli.doctor import examine, supervisor_of  # imports the supervisor's inspection of the machine
     from replicas.supervisor.agent.checks import Finding
 
     config = place.config

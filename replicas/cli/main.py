@@ -21,14 +21,14 @@ import typer
 
 import replicas
 from replicas.cli import render
-from replicas.cli.agent import agent
+from replicas.cli.agent_command import agent
 from replicas.cli.base import Command, Json, Screen, app, command, complain, json_text
 from replicas.cli.find_run import RunAddress
 from replicas.cli.look import doctor, events, logs, status
-from replicas.cli.orders import detach, drain, reload, reset_failed, restart, scale, stacks, wait
-from replicas.cli.ray import ray
+from replicas.cli.order_commands import detach, drain, reload, reset_failed, restart, scale, stacks, wait
+from replicas.cli.ray_command import ray
 from replicas.cli.slurm import slurm
-from replicas.cli.tokens import token
+from replicas.cli.token_command import token
 from replicas.common.foreign import lines
 from replicas.config.file import load
 from replicas.config.structs import Config

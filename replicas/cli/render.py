@@ -308,13 +308,13 @@ def event_line(record: happened.Record) -> Text:
 
 
 def concerns(record: happened.Record, target: str) -> bool:
-    """Whether the event is about this group, this ``group/index``, or all."""
+    """Return True if the event is about this group, this ``group/index``, or all."""
     who = _subject(record.event)
     return not who or who == target or who.startswith(f"{target}/") or target.startswith(f"{who}/")
 
 
 def routine(event: happened.Event) -> bool:
-    """Whether every version that goes well has such events."""
+    """Return True if every version that goes well has such events."""
     if isinstance(event, effects.SyncEnded):
         return event.record.outcome == "committed" and not event.record.lost
     return isinstance(event, effects.ReplicaLoaded) and event.version > 0

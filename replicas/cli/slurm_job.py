@@ -48,7 +48,7 @@ _AGAIN_S = 1.0
 _END_S = 20.0
 _PROBE_S = 5.0
 _LOST = UNAVAILABLE
-"""Exit code of an agent that could not reach its supervisor any more."""
+"""Exit code of an agent that lost its supervisor."""
 _IDENTITIES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_GTIDS")
 _OF_STEPS = ("SLURM_STEP", "SLURM_TASK", "SLURM_PMI", "PMI_", "PMIX_")
 
@@ -309,7 +309,7 @@ def _why_again(code: int, used: str, now: str) -> str:
 
 
 def _is_closed(invitation: str) -> bool:
-    """Whether the supervisor's machine is there, and no supervisor on it."""
+    """True if the supervisor's machine is there, and no supervisor on it."""
     host, _, port = invitation.rpartition("@")[2].rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
@@ -357,7 +357,7 @@ def _noted_signals() -> list[int]:
 
 
 def _read(path: Path) -> str:
-    """The invitation; empty: there is none, or none any more."""
+    """Return the invitation, or "" if it is missing or withdrawn."""
     try:
         return private.read(path).decode().strip()
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -24,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from replicas.coordinator.connection_guard import welcome
 from replicas.status import RunStatus
 from replicas.telemetry.events import Event, Record, ReloadRefused, ReplicaExited
 from replicas.trust.tokens import Tokens
@@ -73,14 +72,17 @@ class ByToken:
         self._refused = refused
 
     def __call__(self, request: Request) -> str:
-        if request.headers.get("authorization") is None:
+        return self.by_headers(request.headers)
+
+    def by_headers(self, headers: Mapping[str, str]) -> str:
+        """As the call, for a request with these headers."""
+        if headers.get("authorization") is None:
             return "this needs an operator's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
         tokens = self._tokens()
-        role = tokens.role_of(request.headers)
+        role = tokens.role_of(headers)
         if role is None:
             self._refused("token")
-            return tokens.refusal(request.headers)
-        welcome(request.scope)
+            return tokens.refusal(headers)
         return "" if role == "operator" else "a member's token gives no right to this: show an operator's token"
 
     def watched(self, request: Request, end: Callable[[], None]) -> AbstractContextManager[None]:

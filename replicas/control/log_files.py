@@ -4,11 +4,11 @@ The files are ``logs/<group>/<replica>/gen-<g>/rank-<r>.log``; rotated parts are
 ``rank-<r>.log.1`` (the next older) and so on. Only the log pump writes them. Reading
 relies on nothing but these names, so no supervisor has to run.
 
-A :class:`Follower` holds each selected file open and reads what was appended, a little
-from each in turn. At the end of a file it checks whether the name now refers to another
-file: then the old one was renamed and has been read to its end, and the parts after it
-are read in order. New generations are found by listing the folders again. The standard
-library lacks inotify, so a follower polls every :data:`POLL_S`.
+A :class:`LogFollower` holds each selected file open and reads what was appended, a
+little from each in turn. At the end of a file it checks whether the name now refers to
+another file: then the old one was renamed and has been read to its end, and the parts
+after it are read in order. New generations are found by listing the folders again. The
+standard library lacks inotify, so a follower polls every :data:`POLL_S`.
 
 ``since`` uses the times that the pump notes beside a log (``rank-<r>.log.times``: lines
 of ``OFFSET TIME``, one for about each second of output); without them, the file's
@@ -177,7 +177,7 @@ class _Stream:
         return lines
 
     def _chunk(self) -> bytes:
-        """The next bytes, also from the next file; empty: none yet."""
+        """Return the next bytes, also from the next file; b"" if none came yet."""
         while True:
             assert self._file is not None
             if data := self._file.read(_READ_NBYTES):
@@ -209,7 +209,7 @@ class _Stream:
         return parts
 
     def is_over(self) -> bool:
-        """Whether its folder was removed and all its data has been read."""
+        """Return True if its folder was removed and all its data has been read."""
         return self._at_end and not self.path.parent.exists()
 
     def rest(self) -> bytes:
@@ -250,11 +250,14 @@ class LogReader(Protocol):
 
     @property
     def many(self) -> bool:
-        """Whether they are of several ranks."""
+        """True if the logs are of several ranks."""
         ...
 
     async def poll(self) -> list[LogLine]:
-        """The new lines; empty: none for now. UsageError: there are no such logs."""
+        """Return the new lines, if any.
+
+        :raises replicas.errors.UsageError: there are no such logs.
+        """
         ...
 
     async def aclose(self) -> list[LogLine]:
@@ -266,7 +269,7 @@ class FolderReader:
     """A :class:`LogReader` of one folder ``logs``; files are read in a thread."""
 
     def __init__(self, logs: Path, selection: Selection) -> None:
-        self._follower = Follower(logs, selection)
+        self._follower = LogFollower(logs, selection)
 
     @property
     def many(self) -> bool:
@@ -281,7 +284,7 @@ class FolderReader:
         return rest
 
 
-class Follower:
+class LogFollower:
     """Reads the selected logs in batches; blocks on files, so not for an event loop.
 
     :param logs: the folder ``logs`` of a run (or ``logs.previous``).

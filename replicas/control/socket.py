@@ -29,7 +29,6 @@ from typing import Self
 from starlette.routing import BaseRoute
 
 from replicas import errors
-from replicas.coordinator.connection_guard import HttpProtocol
 from replicas.coordinator.server import Server
 from replicas.linux.sockets import is_own, listens, peer_uid, reachable
 
@@ -40,24 +39,6 @@ _FORBIDDEN = (
     b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/json\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_REFUSAL), _REFUSAL)  # who still sends is told no end, but a reset
 )
-
-
-class _OwnUserOnly(HttpProtocol):
-    """HTTP for our own user and root; others get a 403, and nothing is parsed."""
-
-    _own = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        super().connection_made(transport)
-        self._own = peer_uid(transport.get_extra_info("socket")) in (os.geteuid(), 0)
-
-    def data_received(self, data: bytes) -> None:
-        if self._own:
-            super().data_received(data)
-        elif not self.transport.is_closing():
-            self.guard.refused("peer")
-            self.transport.write(_FORBIDDEN)
-            self.transport.close()
 
 
 class ControlSocket:
@@ -77,7 +58,7 @@ class ControlSocket:
     async def __aenter__(self) -> Self:
         """Serve. WorldError: the socket cannot be created there."""
         listener = self._listen()
-        self._server = Server(listener, self._routes, self._refused, http=_OwnUserOnly)
+        self._server = Server(listener, self._routes, self._refused, turns_away=self._turns_away)
         try:
             await self._server.start()
         except BaseException:
@@ -92,6 +73,13 @@ class ControlSocket:
         if self._server is not None:
             await self._server.aclose()
         self._remove()
+
+    def _turns_away(self, transport: asyncio.Transport) -> bytes:
+        """The answer to another user's process; empty: it is our own, or root's."""
+        if peer_uid(transport.get_extra_info("socket")) in (os.geteuid(), 0):
+            return b""
+        self._refused("peer")
+        return _FORBIDDEN
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -9,8 +9,8 @@ a closed set of types), its values, and only then passed to the engine.
 as a small message, and an account has a reserve for moments in which this process did
 not run. Handling its messages is charged to a session's :class:`RateLimit`, refilled at
 a fixed share of real time. An overdrawn session is read later, and TCP holds the sender
-back: one expensive message is not punished, thousands are. Strangers wait in a
-:class:`Crowd`.
+back: one expensive message is not punished, thousands are. Connections without a token
+are :class:`Bounded`.
 
 Each refusal has one of the :data:`REASONS`, which are also the values of a metric's
 label.
@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import secrets
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
@@ -35,7 +33,7 @@ REASONS = (
     "tls",  # TLS and plain HTTP mixed up, or a handshake that fails
     "peer",  # another user's process on the Unix socket
     "timeout",  # no request or no Hello in time, or an answer that is not read
-    "too_many",  # more strangers than can be served; the source that has most loses one
+    "too_many",  # more strangers than can be served; the oldest is closed
     "host",  # a foreign host name: DNS rebinding
     "malformed",  # not HTTP, not a message, or invalid values
     "oversized",  # larger than a message of its kind may be
@@ -61,7 +59,6 @@ _HELD = 256
 _GPUS = 64
 _DIMENSIONS = 64
 _PID_MAX = 2**31
-SOURCES = 64
 One = TypeVar("One", bound=Hashable)
 
 
@@ -97,64 +94,47 @@ class RateLimit:
         return wait_s
 
 
-class Crowd(Generic[One]):
-    """Fair queues of connections by source: one source cannot crowd out the others.
+class Bounded(Generic[One]):
+    """At most so many connections, of one source at most half; the oldest give way."""
 
-    Sources are hashed into :data:`SOURCES` queues (stochastic fair queueing) with a
-    secret salt, so memory and time are bounded for any set of addresses. Service is
-    round robin; the connection to evict is the oldest of the longest queue.
-    """
-
-    def __init__(self) -> None:
-        self._salt = secrets.token_bytes(8)
-        self._queues: tuple[OrderedDict[One, None], ...] = tuple(OrderedDict() for _ in range(SOURCES))
-        self._where: dict[One, OrderedDict[One, None]] = {}
-        self._turn = 0
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._sources: dict[One, bytes] = {}
+        self._by_source: dict[bytes, dict[One, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._sources)
 
     def __contains__(self, one: One) -> bool:
-        return one in self._where
+        return one in self._sources
 
     def __iter__(self) -> Iterator[One]:
-        return iter(tuple(self._where))
+        return iter(tuple(self._sources))
 
-    def add(self, one: One, source: bytes) -> None:
-        queue = self._where[one] = self._queue_of(source)
-        queue[one] = None
+    def add(self, one: One, source: bytes) -> One | None:
+        """Add a connection; returns the one that gives way to it, to be ended."""
+        alike = self._by_source.get(source, {})
+        gone = None
+        if 2 * len(alike) >= self.most:
+            gone = next(iter(alike))
+        elif len(self._sources) >= self.most:
+            gone = self.oldest()
+        if gone is not None:
+            self.discard(gone)
+        self._sources[one] = source
+        self._by_source.setdefault(source, {})[one] = None
+        return gone
 
-    def _queue_of(self, source: bytes) -> OrderedDict[One, None]:
-        return self._queues[hash((self._salt, source)) % SOURCES]
+    def oldest(self) -> One | None:
+        return next(iter(self._sources), None)
 
     def discard(self, one: One) -> None:
-        queue = self._where.pop(one, None)
-        if queue is not None:
-            del queue[one]
-
-    def is_mostly(self, source: bytes) -> bool:
-        """Whether more than half of all connections are in the queue of this source."""
-        return 2 * len(self._queue_of(source)) > len(self._where)
-
-    def pop_excess(self) -> One:
-        """Remove the connection to evict; IndexError if there is none."""
-        return self._taken(max(self._queues, key=len))
-
-    def pop_next(self) -> One:
-        """Remove the next in round-robin order; IndexError if there is none."""
-        for step in range(SOURCES):
-            queue = self._queues[(self._turn + step) % SOURCES]
-            if queue:
-                self._turn = (self._turn + step + 1) % SOURCES
-                return self._taken(queue)
-        raise IndexError("no connection waits")
-
-    def _taken(self, queue: OrderedDict[One, None]) -> One:
-        if not queue:
-            raise IndexError("no connection waits")
-        one, _ = queue.popitem(last=False)
-        del self._where[one]
-        return one
+        source = self._sources.pop(one, None)
+        if source is not None:
+            alike = self._by_source[source]
+            del alike[one]
+            if not alike:
+                del self._by_source[source]
 
 
 # ------------------------------------------------------------ sizes

@@ -1,8 +1,10 @@
-"""The HTTP server of the control port, and its WebSocket route for sessions.
+"""The server of the control port, and its WebSocket route for sessions.
 
-A connection is bounded in three places: :mod:`replicas.coordinator.connection_guard`
-before there is a session, :mod:`replicas.coordinator.limits` for each message, and
-here: a session that cannot go on is closed in a second, whether its peer reads or not.
+A connection is bounded before its request is known (:mod:`replicas.coordinator.door`),
+until it has shown a token (:mod:`replicas.coordinator.visits`), as a WebSocket
+(:mod:`replicas.coordinator.websocket`), for each message
+(:mod:`replicas.coordinator.limits`), and here: a session that cannot go on is closed in
+a second, whether its peer reads or not.
 After a transport error (malformed bytes, numbers out of order) only the connection is
 closed, and the member may reconnect: something on the way may have corrupted the data.
 A member that sends invalid values is refused for good, as it would only repeat them; so
@@ -15,42 +17,29 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
+import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
-from urllib.parse import unquote
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
-from starlette.routing import BaseRoute, WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+from starlette.routing import BaseRoute
 
 from replicas import errors
 from replicas.common.logs import Log
 from replicas.config.values import NAME_ONE
-from replicas.coordinator.connection_guard import (
-    CLOSE_TIMEOUT_S,
-    Charged,
-    Guard,
-    GuardConfig,
-    HttpProtocol,
-    is_stranger,
-    session_of,
-    welcome,
-)
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine, NotYet
-from replicas.coordinator.greeting import Greeting
 from replicas.coordinator.limits import hello_problem, message_problem, size_problem
 from replicas.coordinator.sessions import MemberSession
+from replicas.coordinator.visits import KEY, REQUEST_TIMEOUT_S, STALL_TIMEOUT_S, Admission, Pages, Visit
+from replicas.coordinator.websocket import CLOSE_TIMEOUT_S, TOO_BIG, Ended, SocketRoute, WebSocket, quiet
 from replicas.messages import Hello, MemberFrame, Refused, ServerFrame, WireError, decode_member_frame, encode
 from replicas.messages.bounds import FRAME_NBYTES
-from replicas.trust.tls import SecureConnection
 from replicas.trust.tokens import Tokens
 
-START_TIMEOUT_S = 10.0
 HELLO_TIMEOUT_S = 5.0
 REFUSED_MAX = 3
 """Connections in a row closed for bad input before the member is lost."""
@@ -61,7 +50,6 @@ BACKLOG = 256
 
 POLICY_VIOLATION = 1008
 BAD_DATA = 1007
-TOO_BIG = 1009
 TRY_AGAIN = 1013
 
 
@@ -76,35 +64,21 @@ class _Refusal(Exception):
         self.reason, self.text, self.code, self.final = reason, text, code, final
 
 
-def session_route(engine: Engine, tokens: Tokens) -> WebSocketRoute:
+def session_route(engine: Engine, tokens: Tokens) -> SocketRoute:
     """``/session``: for members and operators, by bearer token."""
 
-    async def endpoint(websocket: WebSocket) -> None:
-        headers = websocket.headers
-        if tokens.role_of(headers) is None:
-            engine.refused("token")
-            await websocket.send_denial_response(JSONResponse({"error": tokens.refusal(headers)}, status_code=401))
-            return
-        await websocket.accept()
-        try:
-            with tokens.watched(headers, session_of(websocket.scope).cut):
-                if tokens.role_of(headers) is not None:  # it may have ended while the connection was accepted
-                    await _serve(engine, websocket)
-        except WebSocketDisconnect:
-            return
-        finally:
-            await _close(websocket)
+    def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
+        if tokens.role_of(headers) is not None:
+            return None
+        engine.refused("token")
+        return 401, tokens.refusal(headers)
 
-    return WebSocketRoute("/session", endpoint)
+    async def serve(websocket: WebSocket) -> None:
+        with tokens.watched(websocket.headers, websocket.cut), contextlib.suppress(Ended):
+            if tokens.role_of(websocket.headers) is not None:  # it may have ended since the request was accepted
+                await _serve(engine, websocket)
 
-
-async def _close(websocket: WebSocket, code: int = 1000, text: str = "") -> None:
-    """Close the WebSocket; a peer that is gone or does not read is left to be cut."""
-    if websocket.application_state is WebSocketState.DISCONNECTED:
-        return
-    with contextlib.suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await websocket.close(code, text[:100])
+    return SocketRoute("/session", refusal, serve)
 
 
 async def _serve(engine: Engine, websocket: WebSocket) -> None:
@@ -113,28 +87,28 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
     except _Refusal as refusal:
         engine.refused(refusal.reason)
         if refusal.final:
-            error = WireError.of(errors.UsageError(refusal.text))
-            await websocket.send_bytes(encode(ServerFrame(0, 0, Refused(error))))
-        await _close(websocket, refusal.code, refusal.text)
+            websocket.write((_refused_frame(errors.UsageError(refusal.text)),))
+        websocket.close(refusal.code, refusal.text)
         return
     try:
-        address = websocket.client.host if websocket.client is not None else "127.0.0.1"
-        seen_as = (websocket.scope.get("server") or ("", 0))[0]
-        session = engine.open(hello, session_of(websocket.scope), address, seen_as)
+        session = engine.open(hello, websocket, websocket.peer() or "127.0.0.1", websocket.here())
     except NotYet as exc:
-        await _close(websocket, TRY_AGAIN, str(exc))
+        websocket.close(TRY_AGAIN, str(exc))
         return
     except errors.ReplicasError as exc:
         engine.refused("fenced" if isinstance(exc, errors.Fenced) else "hello")
-        await websocket.send_bytes(encode(ServerFrame(0, 0, Refused(WireError.of(exc)))))
+        websocket.write((_refused_frame(exc),))
         return
-    welcome(websocket.scope)
     await _converse(engine, session, websocket)
+
+
+def _refused_frame(error: errors.ReplicasError) -> bytes:
+    return encode(ServerFrame(0, 0, Refused(WireError.of(error))))
 
 
 async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket) -> None:
     """Read until one side ends it or the session leaves: it writes by itself."""
-    over, connection = session.over, session_of(websocket.scope)
+    over = session.over
     reader = asyncio.create_task(_read(engine, session, websocket, over))
     tasks: set[asyncio.Task[Any]] = {reader, asyncio.create_task(over.wait())}
     try:
@@ -142,22 +116,22 @@ async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket
         if over.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await session.written(connection)
+                    await session.written(websocket)
     finally:
-        engine.detach(session, connection)
+        engine.detach(session, websocket)
         for task in tasks:
             task.cancel()
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(ended, Exception) and not isinstance(ended, WebSocketDisconnect | _Refusal):
+            if isinstance(ended, Exception) and not isinstance(ended, _Refusal):
                 log.error("a bug: the session of %s failed", session.member, exc_info=ended)
     if reader.done() and not reader.cancelled() and isinstance(refusal := reader.exception(), _Refusal):
-        await _close(websocket, refusal.code, refusal.text)
+        websocket.close(refusal.code, refusal.text)
 
 
 async def _hello(websocket: WebSocket) -> Hello:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            data = await _receive(websocket)
+            data = await websocket.receive()
     except TimeoutError:
         text = f"no Hello within {HELLO_TIMEOUT_S:.0f} s"
         raise _Refusal("timeout", text, POLICY_VIOLATION) from None  # not final: this process may have been paused
@@ -179,30 +153,23 @@ def _decoded(data: bytes, *, first: bool = False) -> MemberFrame:
         raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA, final=first) from None
 
 
-async def _receive(websocket: WebSocket) -> bytes:
-    message = await websocket.receive()
-    if message["type"] == "websocket.disconnect":
-        raise WebSocketDisconnect(message.get("code", 1006))
-    return message.get("bytes") or b""
-
-
 async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, over: asyncio.Event) -> None:
     """Handle the messages of a connection until it ends.
 
     :raises _Refusal: it must be closed; counted already, a final one ended the session.
     """
     loop = asyncio.get_running_loop()
-    pace = session_of(websocket.scope).pace
+    pace = websocket.pace
     told = False
     while True:
         try:
-            data = await _receive(websocket)
+            data = await websocket.receive()
             if over.is_set():
                 return
             began = time.perf_counter()
             _handle(engine, session, data)
-        except WebSocketDisconnect as exc:
-            if exc.code == TOO_BIG:
+        except Ended as end:
+            if end.too_big:
                 text = f"a frame of more than {FRAME_NBYTES:,} bytes"
                 _refused(engine, session, _Refusal("oversized", text, TOO_BIG, final=True))
             return
@@ -268,67 +235,13 @@ def bind_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _QuietServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to its embedder."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Entrance:
-    """ASGI middleware for strangers: checks host names, answers once, charges time."""
-
-    def __init__(self, app: Any, guard: Guard, door: Door) -> None:
-        self._app = app
-        self._guard = guard
-        self._door = door
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] not in ("http", "websocket") or not is_stranger(scope):
-            await self._app(scope, receive, send)
-            return
-        names = [value.decode("latin-1") for name, value in scope["headers"] if name in (b"host", b"origin")]
-        app = self._app
-        if problem := self._door.hosts.problem(names):
-            self._guard.refused("host")
-            app = JSONResponse({"error": problem}, status_code=403)
-
-        async def send_once(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-            await send(message)
-
-        await Charged(app(scope, receive, send_once), self._pay)
-
-    def _pay(self, seconds: float) -> None:
-        self._door.pace.charge(seconds, asyncio.get_running_loop().time())
-
-
-class _Targets:
-    """ASGI middleware: a target with scheme and host, as proxies get it, is its path.
-
-    Its host counts, whatever the header says (RFC 9112, 3.2.2).
-    """
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        raw = scope.get("raw_path") or b""
-        if scope["type"] == "http" and raw.lower().startswith((b"http://", b"https://")):
-            host, _, path = raw.partition(b"://")[2].partition(b"/")
-            headers = [(b"host", host), *((name, value) for name, value in scope["headers"] if name != b"host")]
-            path = b"/" + path
-            scope = {**scope, "path": unquote(path.decode("latin-1")), "raw_path": path, "headers": headers}
-        await self._app(scope, receive, send)
-
-
 class Server:
-    """Serves HTTP and sessions on one socket until it is closed.
+    """Serves HTTP, sessions and agents on one socket until it is closed.
 
     :param refused: called with the reason for each connection that is turned away.
-    :param door: accepts the connections; None: uvicorn does, and none is a stranger.
+    :param door: accepts the connections; None: asyncio does, and none is a stranger.
+    :param turns_away: the answer to one who may not be here; empty: it may.
+    :param tls: what the port speaks; None: plain HTTP.
     """
 
     def __init__(
@@ -337,18 +250,25 @@ class Server:
         routes: Sequence[BaseRoute],
         refused: Callable[[str], None],
         *,
-        http: type[HttpProtocol] = HttpProtocol,
         door: Door | None = None,
+        turns_away: Callable[[asyncio.Transport], bytes] = lambda _: b"",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listener = listener
-        self._guard = Guard(refused)
         self._door = door
-        app: Any = Starlette(routes=list(routes))
-        self._config = GuardConfig(
-            _Targets(app if door is None else _Entrance(app, self._guard, door)),
-            self._guard,
-            http=http,
-            backlog=BACKLOG,
+        self._tls = tls
+        self.admission: Admission | None = None if door is None else door.admission
+        self.refused, self.turns_away = refused, turns_away
+        self.sockets: Mapping[str, SocketRoute] = {
+            route.path: route for route in routes if isinstance(route, SocketRoute)
+        }
+        self.visits: set[Visit] = set()
+        """The open connections."""
+        app = Starlette(routes=[route for route in routes if not isinstance(route, SocketRoute)])
+        self._config = uvicorn.Config(
+            Pages(app),
+            http="h11",
+            ws="websockets-sansio",  # of routes that are others': ours are in self.sockets
             ws_max_size=FRAME_NBYTES,
             ws_per_message_deflate=False,
             ws_ping_interval=None,
@@ -356,51 +276,74 @@ class Server:
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=1,
         )
-        self._server = _QuietServer(self._config)
-        self._task: asyncio.Task[None] | None = None
-        self._admitting: set[asyncio.Task[None]] = set()
+        self._config.load()
+        self._uvicorn = uvicorn.Server(self._config)
+        self._accepting: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        sockets = [self._listener] if self._door is None else []
-        self._task = asyncio.create_task(self._server.serve(sockets=sockets))
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not self._server.started:  # uvicorn has no event for it
-                if self._task.done():
-                    await self._task
-                    raise errors.InternalError("the control server ended at once")
-                await asyncio.sleep(0.005)
         if self._door is not None:
             self._door.open(self._admit)
+        else:
+            loop = asyncio.get_running_loop()
+            self._accepting = await loop.create_server(lambda: Visit(self), sock=self._listener, backlog=BACKLOG)
 
-    def _admit(self, sock: socket.socket, source: bytes | None, greeting: Greeting | None) -> None:
-        task = asyncio.create_task(self._connect(sock, source, greeting))
-        self._admitting.add(task)
-        task.add_done_callback(self._admitting.discard)
+    def _admit(self, sock: socket.socket, source: bytes, until: float) -> None:
+        visit = Visit(self, source, until)
+        visit.opening = self._begin(self._connect(sock, visit))
+        if self._tls is not None and self.admission is not None:
+            visit.count_in(self.admission.unproven)
 
-    async def _connect(self, sock: socket.socket, source: bytes | None, greeting: Greeting | None) -> None:
-        """Start the protocol on an accepted socket, as asyncio's own server does."""
-        loop, state = asyncio.get_running_loop(), self._server.server_state
-        protocol = self._config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn makes it
-            config=self._config, server_state=state, app_state=self._server.lifespan.state, _loop=loop
-        )
-        http = cast("HttpProtocol", protocol)
-        http.source = source
-        lowest = http if greeting is None else SecureConnection(http, greeting.tls, greeting.content)
+    async def _connect(self, sock: socket.socket, visit: Visit) -> None:
+        """Make the transport of an accepted socket, as asyncio's own server does."""
         sock.setblocking(False)
+        times: dict[str, float] = {}
+        if self._tls is not None:
+            times = {"ssl_handshake_timeout": REQUEST_TIMEOUT_S, "ssl_shutdown_timeout": STALL_TIMEOUT_S}
         try:
-            await loop.connect_accepted_socket(lambda: lowest, sock)
-        except OSError:  # the peer is gone
-            sock.close()
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: visit, sock, ssl=self._tls, **times)
+        except OSError as error:  # the peer is gone, or does not speak our TLS
+            if self._tls is not None:
+                self.refused("timeout" if isinstance(error, ConnectionAbortedError) else "tls")
+        finally:
+            if visit.opening is not None:  # it has no transport
+                sock.close()
+                visit.left()
+
+    def _begin(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def pages(self, visit: Visit) -> asyncio.Protocol:
+        """uvicorn's protocol for one connection, made as its own server does."""
+        made = self._config.http_protocol_class(  # type: ignore[call-arg]  # any protocol, by its type
+            config=self._config, server_state=self._uvicorn.server_state, app_state={KEY: visit}
+        )
+        made.logger = quiet  # type: ignore[attr-defined]  # bad requests of strangers are counted, not logged
+        return made
+
+    def serve(self, route: SocketRoute, websocket: WebSocket) -> None:
+        """Talk to a WebSocket in a task of its own."""
+        self._begin(self._serve(route, websocket))
+
+    async def _serve(self, route: SocketRoute, websocket: WebSocket) -> None:
+        try:
+            await route.serve(websocket)
+        finally:
+            websocket.close()
 
     async def aclose(self) -> None:
         if self._door is not None:
             self._door.close()
-        self._server.should_exit = True
-        self._server.force_exit = True
-        if self._task is not None:
-            await asyncio.gather(self._task, *self._admitting, return_exceptions=True)
-        for connection in tuple(self._server.server_state.connections):
-            connection.transport.abort()
+        if self._accepting is not None:
+            self._accepting.close()
+        for visit in tuple(self.visits):
+            visit.cut()
+        pages = self._uvicorn.server_state.tasks
+        for task in (*self._tasks, *pages):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *pages, return_exceptions=True)
         self._listener.close()

@@ -55,7 +55,7 @@ STORE_CONNECT = Backoff(0.5, 4.0)
 It exceeds a long round trip; torch's client takes up to twice the timeout."""
 PROBE_NBYTES = 64 << 10
 NCCL_TIMEOUT = timedelta(days=30)
-"""ProcessGroupNCCL's own timeout: never, as ``Handle`` and the owner have deadlines."""
+"""ProcessGroupNCCL's own timeout: in effect none, as each ``StartedWork`` has one."""
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

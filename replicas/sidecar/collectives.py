@@ -15,7 +15,7 @@ import torch
 
 from replicas.core.base.manifest import segment_layout
 from replicas.messages import Segment
-from replicas.sidecar.groups import REDUCIBLE, CollectiveGroup, Handle
+from replicas.sidecar.groups import REDUCIBLE, CollectiveGroup, StartedWork
 from replicas.sidecar.wire import CollectiveSpec
 from replicas.weights.copies.tensors import torch_dtype
 
@@ -96,7 +96,7 @@ class _Operation:
         _, nbytes = segment_layout(self.spec.segments[self.spec.me])
         self._region(self.outputs, 0, nbytes).copy_(self._region(self.inputs, 0, nbytes))
 
-    def _reduce(self) -> Iterator[Handle]:
+    def _reduce(self) -> Iterator[StartedWork]:
         runs = list(self._runs())
         self._copy_inputs()
         for tensor in runs:
@@ -105,7 +105,7 @@ class _Operation:
             else:
                 yield self.group.reduce(tensor, self._root_rank, self.spec.reduce_op, self.deadline)
 
-    def _reduce_scatter(self) -> Iterator[Handle]:
+    def _reduce_scatter(self) -> Iterator[StartedWork]:
         tensors = self._reduced()
         self._copy_inputs()
         for rank, tensor in zip(self.spec.lane_ranks, tensors, strict=True):
@@ -119,16 +119,16 @@ class _Operation:
         regions = [self._region(self.outputs, offsets[place], _padded(segments[place])) for place in self.places]
         return [self._typed(region, segments[place].dtype) for region, place in zip(regions, self.places, strict=True)]
 
-    def _broadcast(self) -> Iterator[Handle]:
+    def _broadcast(self) -> Iterator[StartedWork]:
         memory = self.inputs if self.spec.me == self.spec.root else self.outputs
         for region in self._whole(memory, self.spec.root):
             yield self.group.broadcast(region, self._root_rank, self.deadline)
 
-    def _all_gather(self) -> Iterator[Handle]:
+    def _all_gather(self) -> Iterator[StartedWork]:
         for rank, region in self._gathered():
             yield self.group.broadcast(region, rank, self.deadline)
 
-    def _gather(self) -> Iterator[Handle]:
+    def _gather(self) -> Iterator[StartedWork]:
         if self.spec.me != self.spec.root:
             for region in self._whole(self.inputs, self.spec.me):
                 yield self.group.send(region, self._root_rank, self.deadline)
@@ -137,7 +137,7 @@ class _Operation:
             if rank != self.group.rank:
                 yield self.group.receive(region, rank, self.deadline)
 
-    def _scatter(self) -> Iterator[Handle]:
+    def _scatter(self) -> Iterator[StartedWork]:
         segments = self._one_each(self.spec.root)
         nbytes = _padded(segments[self.places[self.spec.me]])
         mine = self._region(self.outputs, 0, nbytes)
@@ -153,15 +153,15 @@ class _Operation:
             elif region.numel():
                 yield self.group.send(region, self.spec.lane_ranks[index], self.deadline)
 
-    def _send(self) -> Iterator[Handle]:
+    def _send(self) -> Iterator[StartedWork]:
         for region in self._whole(self.inputs, self.spec.me):
             yield self.group.send(region, self.spec.lane_ranks[1 - self.spec.me], self.deadline)
 
-    def _recv(self) -> Iterator[Handle]:
+    def _recv(self) -> Iterator[StartedWork]:
         for region in self._whole(self.outputs, 1 - self.spec.me):
             yield self.group.receive(region, self.spec.lane_ranks[1 - self.spec.me], self.deadline)
 
-    def _barrier(self) -> Iterator[Handle]:
+    def _barrier(self) -> Iterator[StartedWork]:
         yield self.group.all_reduce(torch.zeros(1, dtype=torch.int32), "sum", self.deadline)
 
     @property

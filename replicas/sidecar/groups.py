@@ -3,7 +3,7 @@
 Each backend works in place on one kind of memory: Gloo on host memory, NCCL on device
 memory. Tensors of the other kind go through staging memory, so that every lane can move
 everything (Gloo between GPUs that NCCL refuses, NCCL for slots in host memory).
-Operations start at once and end in :meth:`Handle.wait`; each has its own deadline.
+Operations start at once and end in :meth:`StartedWork.wait`; each has its own deadline.
 Nothing here is safe against a hung device or peer: the owner kills the process when the
 deadline has passed.
 
@@ -71,7 +71,7 @@ def _wait_nccl(work: Any, deadline: float) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Handle:
+class StartedWork:
     """Started operations, which :meth:`wait` completes."""
 
     works: Sequence[Any]
@@ -107,32 +107,32 @@ class CollectiveGroup(ABC):
         """Accept tensors on ``device`` from now on."""
         self._device = self._device or device
 
-    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
+    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> StartedWork:
         options = _c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         start = self._starting(self._backend.broadcast, options, deadline)
         return self._run(tensor, start, deadline, read=self.rank == root, write=self.rank != root)
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> StartedWork:
         options = _c10d.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
         start = self._starting(self._backend.allreduce, options, deadline)
         return self._run(tensor, start, deadline, read=True, write=True)
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> Handle:
+    def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> StartedWork:
         """The root's ``tensor`` gets the result; the others' become scratch."""
         options = _c10d.ReduceOptions()
         options.rootRank, options.rootTensor, options.reduceOp = root, 0, _REDUCE_OPS[op]
         start = self._starting(self._backend.reduce, options, deadline)
         return self._run(tensor, start, deadline, read=True, write=self.rank == root)
 
-    def send(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle:
+    def send(self, tensor: torch.Tensor, peer: int, deadline: float) -> StartedWork:
         return self._run(tensor, lambda near: self._exchange(near, (peer,), ()), deadline, read=True, write=False)
 
-    def receive(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle:
+    def receive(self, tensor: torch.Tensor, peer: int, deadline: float) -> StartedWork:
         return self._run(tensor, lambda near: self._exchange(near, (), (peer,)), deadline, read=False, write=True)
 
-    def spread(self, tensor: torch.Tensor, route: Sequence[int], deadline: float) -> Handle:
+    def spread(self, tensor: torch.Tensor, route: Sequence[int], deadline: float) -> StartedWork:
         """Send from the first member of ``route`` to the rest at once; each calls this.
 
         NCCL runs a member's operations one after another. So all members must start the
@@ -140,7 +140,7 @@ class CollectiveGroup(ABC):
         first unfinished operation never waits for another.
         """
         if len(route) == 1:
-            return Handle((), deadline)
+            return StartedWork((), deadline)
         if len(route) == self.size:
             return self.broadcast(tensor, route[0], deadline)
         if self.rank == route[0]:
@@ -164,10 +164,10 @@ class CollectiveGroup(ABC):
         *,
         read: bool,
         write: bool,
-    ) -> Handle:
+    ) -> StartedWork:
         """:param read: the operation reads ``tensor``. :param write: it changes it."""
         if self._in_place(tensor):
-            return Handle(start(tensor), deadline, wait_for=self._wait_for)
+            return StartedWork(start(tensor), deadline, wait_for=self._wait_for)
         device = self._device
         assert device is not None
         near, give_back = self._near(tensor)
@@ -181,7 +181,7 @@ class CollectiveGroup(ABC):
                 device.synchronize()
             give_back()
 
-        return Handle(start(near), deadline, finish, self._wait_for)
+        return StartedWork(start(near), deadline, finish, self._wait_for)
 
     _wait_for = staticmethod(_wait)
 

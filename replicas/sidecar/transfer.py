@@ -65,7 +65,7 @@ import torch
 
 from replicas.core.base.manifest import Manifest
 from replicas.sidecar.buckets import MAX_BUCKET_NBYTES, Bucket, BucketPlan, image_run, make_plan
-from replicas.sidecar.groups import CollectiveGroup, Handle
+from replicas.sidecar.groups import CollectiveGroup, StartedWork
 from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.copies.accelerator import Accelerator
 from replicas.weights.copies.digest import DeviceDigest, Digest
@@ -106,8 +106,8 @@ class _Flight:
     bucket: Bucket
     tensor: torch.Tensor
     spare: torch.Tensor | None
-    arriving: Handle | None = None
-    leaving: Handle | None = None
+    arriving: StartedWork | None = None
+    leaving: StartedWork | None = None
     checked: Future[None] | None = None
 
 

@@ -143,7 +143,7 @@ class _Terminal:
 
     @property
     def gone(self) -> bool:
-        """Whether it was there and is gone; stderr alone may be a pipe."""
+        """Return True if the terminal was there and is gone; stderr may be a pipe."""
         return (self._controls and not self._is_controlled()) or (self._shown and not os.isatty(2))
 
     @staticmethod

@@ -59,7 +59,7 @@ class Reloading:
         self._sizes: dict[str, int] = {}
         """New sizes of groups that have not been scaled to them yet."""
         self.adapt: Callable[[Config], Config] = lambda config: config
-        """Makes of each config that is read the one that is used."""
+        """Turns each config that is read into the config to use."""
 
     async def reload(
         self,

@@ -25,7 +25,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
@@ -60,6 +60,7 @@ from replicas.supervisor.fleet.nodes import Nodes, longest_lease_of
 from replicas.supervisor.fleet.plans import fitting, machine_for, refuse_unfit, with_sizes
 from replicas.supervisor.fleet.replica import Replica
 from replicas.supervisor.fleet.resources import Resources
+from replicas.supervisor.in_thread import finish_in_thread
 from replicas.supervisor.reloading import Reloading
 from replicas.supervisor.reporting import Reporting
 from replicas.supervisor.saving import Saving
@@ -72,29 +73,7 @@ from replicas.trust.tokens import ROLES, Role, Tokens
 
 log = Log("replicas.supervisor")
 
-T = TypeVar("T")
-
 _STUCK_LOOP_S = 10.0
-
-
-async def _finish_in_thread(
-    work: Callable[[], T], *, given_up: Callable[[], None] = lambda: None, undo: Callable[[], None] = lambda: None
-) -> T:
-    """Run ``work`` in a thread; a cancellation waits until the thread has ended.
-
-    It would go on while the caller undoes what it did. ``given_up`` is called at a
-    cancellation, ``undo`` after it if the work was done nevertheless.
-    """
-    task = asyncio.ensure_future(anyio.to_thread.run_sync(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        given_up()
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait((task,))
-        if task.exception() is None:
-            undo()
-        raise
 
 
 class Supervisor:
@@ -182,9 +161,9 @@ class Supervisor:
         return coordinator
 
     def _vouch(self, hello: Hello) -> bool:
-        """Whether it is of a replica that this supervisor runs.
+        """Return True if the member belongs to a replica that this supervisor runs.
 
-        :raises replicas.errors.Fenced: it poses as such.
+        :raises replicas.errors.Fenced: it claims to, and does not.
         """
         config, saved = self.config.groups.get(hello.group), self.state.saved
         shims = saved.shims if saved is not None else ()  # members of a run that is taken over come back first
@@ -212,7 +191,7 @@ class Supervisor:
         inherited.open_streams()
         config = self.config
         self.resources.plan(config, await self.check_plan(config))
-        await _finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
+        await finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
         stack = AsyncExitStack()
         try:
             await self._open(stack, config)
@@ -247,7 +226,7 @@ class Supervisor:
         await self._nodes.joined()
         await coordinator.store_started()
         helpers = [pid for pid in (coordinator.store_pid, self._nodes.agent_pid) if pid is not None]
-        for leftover in await _finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
+        for leftover in await finish_in_thread(lambda: self.state.sweep(helpers, self._nodes.kept)):
             events.emit(leftover)
         self._tasks = await stack.enter_async_context(anyio.create_task_group())
         saved = self.state.saved

@@ -14,9 +14,9 @@ from replicas.supervisor.supervisor import Supervisor
 
 
 class Surroundings(NamedTuple):
-    """How the supervisor of a run differs from one that a person has started.
+    """What a scheduler changes about a supervisor.
 
-    :ivar adapt: makes of each config that is read the one that is used.
+    :ivar adapt: turns each config that is read into the config to use.
     :ivar preempting: signals that announce a preemption, beside SIGUSR1.
     :ivar opened: called on the event loop when agents can join, before the run's store
         is up and its replicas are started.

@@ -42,7 +42,7 @@ from typing import Any
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.operations.results import Attempt, Job, OperationCall, Unknown
+from replicas.channel.operations.results import Job, OperationAttempt, OperationCall, Unknown
 from replicas.channel.operations.scratch import Scratch, write_segments
 from replicas.channel.session.hub import GRACE_S, Hub, Part, as_wire_error
 from replicas.channel.session.pending import Promise, Receipt
@@ -169,12 +169,12 @@ class RankOperations(Part):
         me = [(m.group, m.replica, m.rank) for m in go.participants].index((member.group, member.replica, member.rank))
         job.said_done = False
         job.running += 1
-        job.attempt = attempt = Attempt(go, me)
+        job.attempt = attempt = OperationAttempt(go, me)
         if earlier is not None and not earlier.running:
             self._give_outputs(job, earlier)
         self._hub.spawn(self._run(job, attempt), f"operation {go.operation}")
 
-    async def _run(self, job: Job, attempt: Attempt) -> None:
+    async def _run(self, job: Job, attempt: OperationAttempt) -> None:
         """One attempt, from its Go to *done* or *failed*."""
         hub, lane, operation = self._hub, None, attempt.go.operation
         answer: wire.OperationDone | wire.OperationFailed
@@ -198,7 +198,7 @@ class RankOperations(Part):
             self._give_outputs(job, attempt)
         self._release(job)
 
-    async def _collective(self, lane: SidecarLane, job: Job, attempt: Attempt) -> float:
+    async def _collective(self, lane: SidecarLane, job: Job, attempt: OperationAttempt) -> float:
         go, operation = attempt.go, job.operation
         outputs = operation.output_segments(go, attempt.me)
         nbytes = segment_layout(outputs)[1] if outputs else 0
@@ -257,7 +257,7 @@ class RankOperations(Part):
         finally:
             self._end(job, outcome)
 
-    def _write(self, job: Job, data: wire.ReceiptData, attempt: Attempt) -> Receipt | errors.ReplicasError:
+    def _write(self, job: Job, data: wire.ReceiptData, attempt: OperationAttempt) -> Receipt | errors.ReplicasError:
         """Write the caller's tensors after a verdict of success. On any thread."""
         try:
             return job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
@@ -295,7 +295,7 @@ class RankOperations(Part):
         if isinstance(outcome, Receipt):
             job.pending.resolve(outcome)
         elif job.pending.fail(outcome):
-            self._hub.note_failure(job.pending)
+            self._hub.failures.note(job.pending)
         self._release(job)
 
     def _release(self, job: Job) -> None:
@@ -308,6 +308,6 @@ class RankOperations(Part):
         if job.attempt is not None and not job.kept:
             self._give_outputs(job, job.attempt)
 
-    def _give_outputs(self, job: Job, attempt: Attempt) -> None:
+    def _give_outputs(self, job: Job, attempt: OperationAttempt) -> None:
         outputs, attempt.outputs = attempt.outputs, None
         self._scratch(job.operation).give(outputs, spoiled=job.spoiled)

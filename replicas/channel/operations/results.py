@@ -107,7 +107,7 @@ class OperationCall:
 
     @property
     def quick(self) -> bool:
-        """Whether a hop to a worker thread would take longer than the write."""
+        """True if a hop to a worker thread would take longer than the write."""
         small = self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
         return small and all(type(one) in _PLAIN for one in self.inputs)  # others bring code of their own
 
@@ -213,7 +213,7 @@ def _text(specs: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 
 
 @dataclass(eq=False, repr=False)
-class Attempt:
+class OperationAttempt:
     """One Go of the coordinator. ``me``: this member's index among the participants."""
 
     go: OperationGo
@@ -234,7 +234,7 @@ class Job:
     outage: float = 0.0  # id of the session outage in which it was posted
     unsettled: tuple[str, ...] = ()
     inputs: Buffer | None = None
-    attempt: Attempt | None = None
+    attempt: OperationAttempt | None = None
     running: int = 0
     said_done: bool = False
     over: bool = False
@@ -331,7 +331,7 @@ class Unknown:
             job.pending.settle(error.exception())
             self._let_go(job)
 
-    def _collect(self, job: Job, attempt: Attempt, data: ReceiptData) -> Receipt:
+    def _collect(self, job: Job, attempt: OperationAttempt, data: ReceiptData) -> Receipt:
         """Write the results, on the thread that waits again."""
         receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
         self._hub.call(self._let_go, job)

@@ -70,7 +70,7 @@ class Scratch:
         return best
 
     def give(self, buffer: Buffer | None, *, spoiled: bool = False) -> None:
-        """Take ``buffer`` back; it is not in use any more.
+        """Take ``buffer`` back, which is no longer in use.
 
         ``spoiled``: a process ended while it worked on it. On a GPU it is freed: the
         next writer could not learn when that work is over.

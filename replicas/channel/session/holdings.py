@@ -17,10 +17,10 @@ number to another one. A version that was held without a digest when the coordin
 replaced is therefore *doubtful*: its digest is computed before it counts as the
 committed version.
 
-**Leases** take back what is lent to the user's threads, even if an interrupt hits them.
-A publish that walks the weights, or a slot of ``arena_like``, ends when the user's
-thread says so. An interrupt may prevent that at any line, even at the first line of an
-``__exit__`` or a ``finally`` (:mod:`replicas.common.waits`). Each therefore has a
+**Leases of holders** take back what is lent to the user's threads, even if an interrupt
+hits them. A publish that walks the weights, or a slot of ``arena_like``, ends when the
+user's thread says so. An interrupt may prevent that at any line, even at the first line
+of an ``__exit__`` or a ``finally`` (:mod:`replicas.common.waits`). Each therefore has a
 :class:`Holder`, to which only frames and objects of the user's own thread refer. When
 the last reference is gone, the resource is taken back.
 
@@ -218,7 +218,7 @@ class Holder:
     """Represents a lent resource; its death takes the resource back."""
 
 
-class Leases:
+class HolderLeases:
     """The leases of one channel. On the session thread."""
 
     def __init__(self, after: Callable[[float, Callable[[], None]], asyncio.TimerHandle]) -> None:

@@ -32,9 +32,9 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.session.holdings import Holdings, Leases
+from replicas.channel.session.holdings import HolderLeases, Holdings
 from replicas.channel.session.loop import SessionLoop
-from replicas.channel.session.pending import Promise
+from replicas.channel.session.pending import Failures, Promise
 from replicas.channel.session.session import Session
 from replicas.common.logs import Log
 from replicas.memory.beacon import find
@@ -96,6 +96,9 @@ class Hub:
     :ivar gpu: UUID of the GPU current at join (each thread has its own); empty: none.
     :ivar device: UUID of the GPU that holds the slots (staging "device"), or empty.
     :ivar down_since: when the session was last lost, an id of that outage; 0: never.
+
+    It has many fields and methods on purpose: what the parts of a channel share is here
+    and nowhere else, so that no part knows another one.
     """
 
     session: Session
@@ -110,7 +113,8 @@ class Hub:
         self._locates = 0
         """Questions for this host so far; a reply carries no number of its own."""
         self.holdings = Holdings(name, self.call, self._dropped)
-        self.leases = Leases(self.after)
+        self.leases = HolderLeases(self.after)
+        self.failures = Failures(name)
         self.loaded = 0
         self.epoch = 0
         self.members: tuple[Member, ...] = ()
@@ -125,7 +129,6 @@ class Hub:
         self._step = self._step_sent = 0
         self._down_reason = ""
         self._down_timer: asyncio.TimerHandle | None = None
-        self._failures: tuple[Promise[Any], ...] = ()
 
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
         self.session = session
@@ -183,22 +186,6 @@ class Hub:
     def pending(self, what: str) -> Promise[Any]:
         """A Pending that the session thread ends: at the latest when it ends itself."""
         return Promise(f"{what} on {self.name}", self.loop.end)
-
-    def note_failure(self, pending: Promise[Any]) -> None:
-        """Session thread: remember a failure, for callers that do not wait for it."""
-        known = (known for known in self._failures if known.untold_error() is not None)
-        self._failures = (*known, pending)
-
-    def take_failure(self) -> BaseException | None:
-        """Any thread: the oldest failure that no caller was told of, to raise it."""
-        found = None
-        for pending in self._failures:
-            error = pending.untold_error()
-            pending.tell()
-            if error is not None and found is not None:
-                logger.warning("%s: an earlier failure that nobody waited for: %s", self.name, error)
-            found = found or error
-        return found
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
         """See :meth:`Part.filled_up_to`."""

@@ -205,7 +205,7 @@ class Pending(Generic[T]):
             )
 
     def _look(self) -> bool:
-        """Whether there is an outcome; if so it counts as observed by the caller."""
+        """Return True if there is an outcome, which then counts as observed."""
         return self.done() and locked(self._ending, self._observe)
 
     def _observe(self) -> bool:
@@ -332,6 +332,36 @@ class Promise(Pending[T]):
     def untold_error(self) -> BaseException | None:
         """The failure if no caller has been told of it."""
         return None if self._told or not self.done() else self._error
+
+
+class Failures:
+    """Failures of one channel, for callers that do not wait.
+
+    :param name: the channel's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._known: tuple[Promise[Any], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def note(self, failed: Promise[Any]) -> None:
+        """Session thread: remember a failure until a caller has been told of it."""
+        known = (known for known in self._known if known.untold_error() is not None)
+        self._known = (*known, failed)
+
+    def take(self) -> BaseException | None:
+        """Any thread: the oldest failure that no caller was told of, to raise it."""
+        found = None
+        for promise in self._known:
+            error = promise.untold_error()
+            promise.tell()
+            if error is not None and found is not None:
+                logger.warning("%s: an earlier failure that nobody waited for: %s", self._name, error)
+            found = found or error
+        return found
 
 
 def afresh(error: BaseException) -> BaseException:

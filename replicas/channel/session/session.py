@@ -33,7 +33,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
@@ -45,6 +44,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.channel.session.connection import CLOSE_TIMEOUT_S, Connection, dial
 from replicas.channel.session.loop import SessionLoop
+from replicas.channel.session.outbox import Outbox
 from replicas.common.backoff import Backoff
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
@@ -61,7 +61,7 @@ DIAL_PAUSE_S = 1.0
 FRUITLESS_PAUSE_S = 5.0
 """Longest pause after connections that brought no new message."""
 LIVED_S = 10.0
-"""A connection that lasted so long is no failed try, whatever it brought."""
+"""Seconds after which a connection is no failed try, whatever it brought."""
 MISSED_ACKS = 3
 SLACK_S = 0.5
 SILENCE_S = 10.0
@@ -133,8 +133,8 @@ class Session:
         self._handler = handler
         self.term = 0
         self.connected = False
-        self._outbox: deque[tuple[int, bytes]] = deque()
-        self._sent = self._numbered = self._acked = self._received = self._unacked = 0
+        self._outbox = Outbox()
+        self._received = self._unacked = 0
         self._wake = asyncio.Event()
         self._flushed = asyncio.Event()
         self._closing = False
@@ -173,8 +173,7 @@ class Session:
         if len(encoded) > most_nbytes(kind):
             text = f"{kind} of {len(encoded):,} bytes: at most {most_nbytes(kind):,} are taken"
             raise errors.UsageError(text, channel=channel)
-        self._numbered += 1
-        self._outbox.append((self._numbered, encoded))
+        self._outbox.append(encoded)
         self._wake.set()
 
     async def close(self, reason: str, timeout_s: float) -> None:
@@ -224,7 +223,7 @@ class Session:
         finally:
             self.connected = False
             await self._hang_up(connection)
-        before, self._gained = self._gained, (self._acked, self._received)
+        before, self._gained = self._gained, (self._outbox.acked, self._received)
         if self._gained == before and time.monotonic() - began < LIVED_S and not self._closing:
             raise _Fruitless(_text(ended) if ended is not None else "it was closed") from ended
 
@@ -267,7 +266,9 @@ class Session:
             try:
                 connection = await dial(self.endpoint, self._token(), reached, self._token_owners)
             except InvalidStatus as error:
-                self._judge_status(error)
+                if (refusal := _refusal(error, self.endpoint)) is not None:
+                    refusal.channel = self._hello.channel
+                    raise _Over(refusal) from error
                 raise
             except errors.UsageError as error:
                 if self.term:  # somebody else may have the port for a moment
@@ -282,18 +283,6 @@ class Session:
                 raise
             return connection
 
-    def _judge_status(self, error: InvalidStatus) -> None:
-        status = error.response.status_code
-        if status in (401, 403):
-            text = f"the coordinator at {self.endpoint} does not accept the token{_reason(error)}"
-            hint = "use the token of the run that listens there (REPLICAS_TOKEN_FILE, or token=...)"
-        elif 400 <= status < 500:
-            text = f"{self.endpoint} answers HTTP {status} to a session: it is not a coordinator"
-            hint = "REPLICAS_ENDPOINT must be the control port of the run"
-        else:
-            return
-        raise _Over(errors.UsageError(text, channel=self._hello.channel, hint=hint)) from error
-
     async def _shake_hands(self, connection: Connection) -> None:
         known = self._handler.introduce(self._hello)
         hello = msgspec.structs.replace(known, resume_term=self.term, received=self._received)
@@ -305,11 +294,10 @@ class Session:
             raise InvalidHandshake(f"the coordinator answered {type(body).__name__} in place of Welcome")
         resumed = self.term != 0 and body.term == self.term
         if resumed:
-            self._forget(body.received)
-            self._sent = self._outbox[0][0] - 1 if self._outbox else self._numbered
+            self._outbox.forget(body.received)
+            self._outbox.rewind()
         else:
-            self._outbox.clear()
-            self._numbered = self._sent = self._acked = self._received = 0
+            self._outbox, self._received = Outbox(), 0
         self.term = body.term
         self.heartbeat_interval_s = body.settings.heartbeat_interval_s
         self.connected = True
@@ -334,7 +322,7 @@ class Session:
     async def _read(self, connection: Connection) -> None:
         while True:
             frame = self._decode(await connection.recv())
-            self._forget(frame.ack)
+            self._outbox.forget(frame.ack)
             if isinstance(frame.body, wire.Refused):
                 raise _Over(frame.body.error.exception())
             if frame.seq == 0 or frame.seq <= self._received:
@@ -354,11 +342,9 @@ class Session:
         beat = time.monotonic()
         while True:
             self._wake.clear()
-            for number, body in list(self._outbox):
-                if number > self._sent:
-                    self._sent = number
-                    await self._put(connection, number, body)
-            if self._closing and self._sent == self._numbered:
+            for number, body in self._outbox.unsent():
+                await self._put(connection, number, body)
+            if self._closing and self._outbox.all_sent:
                 self._flushed.set()
             now = time.monotonic()
             if now >= beat or self._unacked >= ACK_AFTER:
@@ -396,11 +382,6 @@ class Session:
             self._look_at(now)  # first read what arrived meanwhile
             self._handler.paused()
 
-    def _forget(self, acked: int) -> None:
-        self._acked = max(self._acked, acked)
-        while self._outbox and self._outbox[0][0] <= acked:
-            self._outbox.popleft()
-
     def _decode(self, data: str | bytes) -> wire.ServerFrame:
         try:
             frame = wire.decode_server_frame(data if isinstance(data, bytes) else data.encode())
@@ -421,6 +402,20 @@ def _pause(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome is not None else None
     wait = _fruitless if isinstance(error, _Fruitless) else _unreached
     return float(wait(state))
+
+
+def _refusal(error: InvalidStatus, endpoint: str) -> errors.UsageError | None:
+    """What an HTTP status says for good; None: a later try may succeed."""
+    status = error.response.status_code
+    if status in (401, 403):
+        text = f"the coordinator at {endpoint} does not accept the token{_reason(error)}"
+        hint = "use the token of the run that listens there (REPLICAS_TOKEN_FILE, or token=...)"
+    elif 400 <= status < 500:
+        text = f"{endpoint} answers HTTP {status} to a session: it is not a coordinator"
+        hint = "REPLICAS_ENDPOINT must be the control port of the run"
+    else:
+        return None
+    return errors.UsageError(text, hint=hint)
 
 
 def _reason(error: InvalidStatus) -> str:

@@ -27,7 +27,7 @@ DEATH_TIMEOUT_S = 5.0
 MOVED_INTERVAL_S = 0.8
 """Seconds between two LaneMoved messages while bytes move."""
 STILL_S = 1.0
-"""If no bytes moved for so long, LaneMoved is sent at once."""
+"""Seconds without a moved byte after which LaneMoved is sent at once."""
 PREFORK_DELAY_S = 0.2
 """Delay before the next spare sidecar is forked: the lane's first work goes first."""
 

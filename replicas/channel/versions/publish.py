@@ -119,7 +119,7 @@ class Publisher(Part):
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
         hub = self._hub
-        if hub.leader and (earlier := hub.take_failure()) is not None:
+        if hub.leader and (earlier := hub.failures.take()) is not None:
             raise earlier
         started = time.monotonic()
         if not (hub.leader or feed.mode == "parts"):
@@ -142,9 +142,8 @@ class Publisher(Part):
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
         """The replica's common verdict, or our own error if none comes."""
-        left = max(0.0, job.deadline - time.monotonic()) + 2 * GRACE_S
         try:
-            job.pending.wait(min(left, SECONDS_MAX))
+            job.pending.wait(min(job.left_s + 2 * GRACE_S, SECONDS_MAX))
         except errors.ReplicasError as verdict:
             local = isinstance(verdict, (errors.DeadlineExceeded, errors.Disconnected)) and not verdict.unanimous
             return error if local and isinstance(error, errors.ReplicasError) else verdict
@@ -208,10 +207,8 @@ class Publisher(Part):
         self._walking = None
         if job.state == "walking":
             job.pending.tell()  # by the interrupt
-            text = f"the publish on {self._hub.member} was interrupted"
-            self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
-        elif job.state == "over":
-            self._free(job)
+        text = f"the publish on {self._hub.member} was interrupted"
+        self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
     def _walked(self, job: PublishJob, device: str, pack_s: float) -> None:
         if job.state == "walking":
@@ -441,7 +438,7 @@ class Publisher(Part):
                 self._hub.holdings.publishing.discard(job.version)
         job.admitted.fail(error)
         if job.pending.fail(error) and self._hub.leader:
-            self._hub.note_failure(job.pending)
+            self._hub.failures.note(job.pending)
         self._hub.holdings.protect()
 
     def _let_go(self, job: PublishJob, *, keep: bool) -> None:

@@ -70,6 +70,23 @@ class Bound(NamedTuple):
         return f"at_least=({self.key!r}, {self.least})" if self.key else f"at_least={self.least}" if self.least else ""
 
 
+@dataclass(eq=False, repr=False)
+class _Wish:
+    """What is asked of the coordinator.
+
+    :ivar pending: of the open ask; None: there is none, only the last one's bound.
+    :ivar granted: the version that comes next, 0: none yet.
+    :ivar declined: a version that was granted and is not enough.
+    """
+
+    bound: Bound
+    deadline_s: float | None = None
+    pending: Promise[Update] | None = None
+    granted: int = 0
+    declined: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+
 class Receiver(Part):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -79,15 +96,10 @@ class Receiver(Part):
         self._in_hand = 0
         self._bound = Bound()
         self._asks = 0
-        self._asked_bound = Bound()
-        self._declined = 0
+        self._wish = _Wish(Bound())
         self._refused = 0
-        self._asked: Promise[Update] | None = None
-        self._granted = 0
         self._failure: LoadFailed | None = None
         self._given_back = 0
-        self._deadline_s: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------ caller's thread
 
@@ -153,14 +165,14 @@ class Receiver(Part):
         return {ReceiveGrant: self._grant}
 
     def new_term(self) -> None:
-        self._granted = 0
+        self._wish.granted = 0
         if self._failure is not None:
             self._hub.send(self._failure)
-        if self._asked is not None:
+        if self._wish.pending is not None:
             self._send_ask()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        pending = self._asked
+        pending = self._wish.pending
         self._end_ask()
         if pending is not None:
             pending.fail(error)
@@ -179,7 +191,7 @@ class Receiver(Part):
             update = self._delivered()
             if replaced.take_back() and update is not None:
                 update.withdraw()
-            if self._asked is replaced:
+            if self._wish.pending is replaced:
                 self._end_ask()
             text = f"a receive({bound}) took the place of this one"
             replaced.fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next"))
@@ -188,48 +200,49 @@ class Receiver(Part):
             pending.fail(self._still_open(update))  # another thread got it meanwhile
             return
         self._end_ask()  # of an earlier, interrupted call: its Pending is lost
-        self._deadline_s, self._asked_bound = deadline_s, bound
+        self._wish = _Wish(bound, deadline_s)
         self._ask_for(pending)
 
     def _ask_for(self, pending: Promise[Update]) -> None:
-        self._asked = pending
-        if self._deadline_s is not None:
-            self._timer = self._hub.after(self._deadline_s, self._overdue, self._deadline_s)
+        wish = self._wish
+        wish.pending = pending
+        if wish.deadline_s is not None:
+            wish.timer = self._hub.after(wish.deadline_s, self._overdue, wish.deadline_s)
         self._send_ask()
 
     def _send_ask(self) -> None:
         self._asks += 1
-        after = max(self._hub.loaded - int(self._has_enough()), self._declined, self._refused)
-        self._hub.send(ReceiveAsk(self._asks, after, *self._asked_bound))
+        after = max(self._hub.loaded - int(self._has_enough()), self._wish.declined, self._refused)
+        self._hub.send(ReceiveAsk(self._asks, after, *self._wish.bound))
 
     def _has_enough(self) -> bool:
-        """Whether the version served here, still held, is enough for the bound."""
-        hub, bound = self._hub, self._asked_bound
+        """Return True if the version served here is enough for the bound, and held."""
+        hub, bound = self._hub, self._wish.bound
         loaded, meta = hub.loaded, hub.holdings.meta(hub.loaded)
         return bound != Bound() and loaded in hub.arena.images() and is_enough(*bound, loaded, meta)
 
     def _grant(self, message: ReceiveGrant) -> None:
-        if message.ask != self._asks or self._asked is None:
+        if message.ask != self._asks or self._wish.pending is None:
             return
-        self._granted = message.version
+        self._wish.granted = message.version
         self._hub.assign(message.version)
         self._deliver()
 
     def _deliver(self) -> None:
-        pending = self._asked
-        if pending is None or not self._granted:
+        pending = self._wish.pending
+        if pending is None or not self._wish.granted:
             return
-        hub, version = self._hub, self._granted
+        hub, version = self._hub, self._wish.granted
         slot = hub.arena.find_pinned(version)
         if slot is None:
             if max(hub.arena.images(), default=0) > version:  # overtaken: it will not come any more
-                self._granted = 0
+                self._wish.granted = 0
                 self._send_ask()
             return
-        meta, bound = hub.holdings.meta(version), self._asked_bound
+        meta, bound = hub.holdings.meta(version), self._wish.bound
         if not is_enough(*bound, version, meta):
             hub.arena.unpin(slot)
-            self._granted, self._declined = 0, version
+            self._wish.granted, self._wish.declined = 0, version
             self._send_ask()
             return
         try:
@@ -255,7 +268,7 @@ class Receiver(Part):
         """Swap a delivered, unobserved update for a newer version, once for each."""
         pending, hub = self._pending, self._hub
         update = self._delivered()
-        if pending is None or update is None or pending is self._asked:
+        if pending is None or update is None or pending is self._wish.pending:
             return
         if hub.latest <= max(update.version, self._given_back) or hub.arena.find(hub.latest) is None:
             return
@@ -266,31 +279,30 @@ class Receiver(Part):
 
     def paused(self) -> None:
         pending, update = self._pending, self._delivered()
-        if self._asked is not None:
-            self._granted = 0
+        if self._wish.pending is not None:
+            self._wish.granted = 0
             self._send_ask()
         elif pending is not None and update is not None and pending.take_back():
             update.withdraw()
             self._ask_for(pending)
 
     def _end_ask(self) -> None:
-        self._asked, self._granted, self._declined = None, 0, 0
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._wish.timer is not None:
+            self._wish.timer.cancel()
+        self._wish = _Wish(self._wish.bound, self._wish.deadline_s)
 
     def _overdue(self, deadline_s: float) -> None:
-        hub, bound = self._hub, self._asked_bound
+        hub, bound = self._hub, self._wish.bound
         what, found = "the receive", ""
         if bound != Bound():
             what, found = f"receive({bound})", f" (the newest version is {hub.latest})"
-        if self._declined:
+        if self._wish.declined:
             others = f"other ranks of {hub.member.replica_name}"
-            found = f" ({others} have begun with version {self._declined}, and not asked again)"
+            found = f" ({others} have begun with version {self._wish.declined}, and not asked again)"
         self.session_down(hub.no_answer(what + found, deadline_s))
 
     def session_down(self, error: errors.ReplicasError) -> None:
-        if self._asked is not None:
+        if self._wish.pending is not None:
             self._hub.send(ReceiveCancel(self._asks))
             self.fail_all(error)
 

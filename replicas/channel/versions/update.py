@@ -39,6 +39,8 @@ class UpdateOwner(Protocol):
     def let_go(self, holder: Holder, slot: Slot) -> None: ...  # a second call does nothing
 
 
+# One object for the user, so it has a method for each way to read a version; its fields
+# are the version, the slot, and who reads it at the moment.
 class Update:
     """The newest committed version, the same for all ranks of this replica.
 

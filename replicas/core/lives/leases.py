@@ -26,9 +26,9 @@ END_S = 4.0
 MARGIN_S = 1.0
 """Allowance for clocks of different speed and for processes that are slow to die."""
 UNHEARD_S = 2 * BEAT_S
-"""A node that is silent for longer is, for now, nobody to judge its processes by."""
+"""Do not blame a replica while its node has been silent for longer than this."""
 FROZEN_S = 10.0
-"""An agent of the supervisor's own machine that is silent for so long is replaced."""
+"""Silence after which the agent of the supervisor's own machine is replaced."""
 LAST_S = 3.0
 """Time for a last ping when the patience of a shim is over, in seconds."""
 

@@ -58,7 +58,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     per_node: int | None = None
 
     def accepts(self, offer: Offer) -> bool:
-        """Whether the node has all labels and as many CPUs as are asked for."""
+        """Return True if the node has the labels and CPUs that are asked for."""
         return self.has_labels(offer) and self.has_cpus(offer)
 
     def has_labels(self, offer: Offer) -> bool:

@@ -102,6 +102,9 @@ class Pulse:
 class Sidecar:
     """One sidecar process, with at most one process group.
 
+    It has a method for each request, and the fields of both ends of its life: of the
+    process, which is watched, and of the socket, which is never waited for.
+
     :ivar on_exit: called on the loop, once, with a reason, when it ends without
         :meth:`kill`.
     :ivar on_moved: called on the loop, about twice a second while it handles a request

@@ -65,9 +65,9 @@ JOIN_S = 300.0
 """How long an agent that was never taken tries to reach its supervisor."""
 _ANSWER_S = 10.0
 _SILENCE_S = 5 * BEAT_S
-"""An agent of another machine that has heard nothing for so long dials again: a
-connection over a link that was broken for some seconds is mended by TCP only after as
-long again, a new one at once."""
+"""Silence after which an agent with a lease dials again: TCP mends a connection over a
+link that was broken for some seconds only after as long again, a new one works at
+once."""
 _GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when everything of the run ends."""
 _KILL_S = END_S - 1.0
@@ -156,7 +156,7 @@ class Agent:
     async def run(self) -> int:
         """Serve until the end. Nothing that it started is left then.
 
-        :return: 0: the run is over, or this node was not needed any more; 1: the
+        :return: 0: the run is over, or this node was released; 1: the
             supervisor could not be reached within the lease, nor after it.
         :raises replicas.errors.WorldError: no supervisor took it.
         """
@@ -191,7 +191,7 @@ class Agent:
             async with asyncio.timeout(_KILL_S):
                 await self._shims.empty.wait()
         self._shims.kill_all()
-        await self._shims.empty.wait()  # what SIGKILL does not end now is swept again and again
+        await self._shims.empty.wait()  # what SIGKILL does not end now is swept until it is gone
         await self._shims.aclose()
 
     # ------------------------------------------------------------ time

@@ -51,7 +51,7 @@ async def _run(options: argparse.Namespace) -> int:
     containment = Containment(options.run, root=options.cgroup, lock=options.lock, limited=options.limited)
 
     def wanted() -> bool:
-        """Whether the supervisor that started it lives; asked until it has answered."""
+        """Return True while the supervisor that started this agent lives."""
         return os.getppid() == int(options.parent)
 
     def make(changed: Callable[[], None]) -> Shims:

@@ -14,7 +14,7 @@ import anyio.to_thread
 import msgspec
 
 from replicas import errors
-from replicas.control.log_files import Follower, LogLine, Selection
+from replicas.control.log_files import LogFollower, LogLine, Selection
 from replicas.supervisor.agent.messages import LogQuery, LogReply
 
 _READERS_MAX = 64
@@ -23,7 +23,7 @@ REPLY_NBYTES = 1 << 20
 
 
 class _Reader:
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: LogFollower) -> None:
         self.follower = follower
         self.waiting: deque[LogLine] = deque()
         """Lines that did not fit into the reply before."""
@@ -39,7 +39,7 @@ class _Reader:
         return LogReply(number=number, body=bytes(body))
 
 
-class LogReader:
+class NodeLogReaders:
     """The readers of one node's logs, by number; one that is done closes its files."""
 
     def __init__(self, folder: Path) -> None:
@@ -77,5 +77,5 @@ class LogReader:
         while len(self._readers) >= _READERS_MAX:  # of readers that went away without a word
             self._readers.pop(next(iter(self._readers))).follower.close()
         selection = msgspec.convert(query.selection, Selection)
-        reader = self._readers[query.number] = _Reader(Follower(self._folder, selection))
+        reader = self._readers[query.number] = _Reader(LogFollower(self._folder, selection))
         return reader

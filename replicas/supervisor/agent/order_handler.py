@@ -13,7 +13,7 @@ import anyio.to_thread
 from replicas.common.logs import Log
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import examine_node
-from replicas.supervisor.agent.log_reader import LogReader
+from replicas.supervisor.agent.log_reader import NodeLogReaders
 from replicas.supervisor.agent.orphans import clean_up
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.wire.orders import Malformed
@@ -32,7 +32,7 @@ class OrderHandler:
 
     def __init__(self, shims: Shims, state_dir: Path, tell: Callable[[wire.AgentMessage], None]) -> None:
         self._shims, self._state_dir, self._tell = shims, state_dir, tell
-        self._logs = LogReader(state_dir / "logs")
+        self._logs = NodeLogReaders(state_dir / "logs")
         self._examining = asyncio.Lock()
         self.tasks: set[asyncio.Task[None]] = set()
 

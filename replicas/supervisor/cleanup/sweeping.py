@@ -138,7 +138,7 @@ def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None
 
 
 def _removed(group: Path) -> bool:
-    """Whether it is gone, or stays without a process, as another user's is in it."""
+    """Return True if the group is gone, or must stay for another user's process."""
     try:
         return cgroups.remove(group)
     except OSError:

@@ -36,7 +36,7 @@ class NodeEntry:
     """One node and its agent."""
 
     def __init__(self, name: str, *, local: bool, now: float) -> None:
-        self.name, self.local = name, local
+        self.name = name
         self.life = NodeLife(now, leased=not local)
         self.incarnation = ""
         self.process: ProcessRecord | None = None
@@ -55,6 +55,11 @@ class NodeEntry:
         """Where pids of the agent are valid."""
         self.elsewhere: list[tuple[float, dict[str, ShimHandle]]] = []
         """Of earlier agents of that name elsewhere, and when their lease is over."""
+
+    @property
+    def local(self) -> bool:
+        """Whether it is the supervisor's own machine, whose agent has no lease."""
+        return not self.life.leased
 
     def send(self, order: Order) -> None:
         if self.link is not None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
-from starlette.responses import JSONResponse
-from starlette.routing import WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from replicas.common.logs import Log
-from replicas.coordinator.connection_guard import CLOSE_TIMEOUT_S, SessionProtocol, session_of, welcome
 from replicas.coordinator.sessions import OUTBOX_NBYTES
+from replicas.coordinator.websocket import Ended, SocketRoute, WebSocket
 from replicas.supervisor.agent.messages import Hello, Refused, decode_from_agent, encode
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.trust.tokens import Tokens
@@ -31,7 +28,7 @@ class _Link:
     :param refused: called with the reason then.
     """
 
-    def __init__(self, connection: SessionProtocol, refused: Callable[[str], None]) -> None:
+    def __init__(self, connection: WebSocket, refused: Callable[[str], None]) -> None:
         self._connection, self._refused = connection, refused
         self.over = asyncio.Event()
 
@@ -53,40 +50,36 @@ class _Link:
 def agent_route(
     cluster: Callable[[], Cluster | None],
     refused: Callable[[str], None],
-    access: Callable[[WebSocket], str] | None,
+    access: Callable[[Mapping[str, str]], str] | None,
     tokens: Callable[[], Tokens],
-) -> WebSocketRoute:
+) -> SocketRoute:
     """The route.
 
     :param cluster: None: the run does not take agents (yet).
     :param refused: called with the reason of each refusal.
-    :param access: why an agent is not let in; None: this is the run's own socket.
+    :param access: why an agent with these headers is not let in; None: this is the
+        run's own socket.
     :param tokens: of the run; the connection ends when its own is retired.
     """
 
-    async def endpoint(websocket: WebSocket) -> None:
+    def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
+        if access is not None and (why := access(headers)):
+            return 401, why
+        return None if cluster() is not None else (503, "the run is not ready for agents yet")
+
+    async def serve(websocket: WebSocket) -> None:
         here = cluster()
-        why = access(websocket) if access is not None else ""
-        if why or here is None:
-            problem = why or "the run is not ready for agents yet"
-            await websocket.send_denial_response(JSONResponse({"error": problem}, status_code=401 if why else 503))
-            return
-        await websocket.accept()
-        welcome(websocket.scope)
-        with contextlib.suppress(WebSocketDisconnect):
-            link = _Link(session_of(websocket.scope), refused)
+        assert here is not None
+        link = _Link(websocket, refused)
+        with contextlib.suppress(Ended):
             if access is None:
                 await _serve(here, websocket, link, refused, local=True)
-            else:
-                with tokens().watched(websocket.headers, link.close):
-                    if not access(websocket):  # its token may have ended while the connection was accepted
-                        await _serve(here, websocket, link, refused, local=False)
-        if websocket.application_state is not WebSocketState.DISCONNECTED:
-            with contextlib.suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await websocket.close()
+                return
+            with tokens().watched(websocket.headers, link.close):
+                if not access(websocket.headers):  # its token may have ended since the request was accepted
+                    await _serve(here, websocket, link, refused, local=False)
 
-    return WebSocketRoute("/agent", endpoint)
+    return SocketRoute("/agent", refusal, serve)
 
 
 async def _serve(
@@ -94,7 +87,7 @@ async def _serve(
 ) -> None:
     try:
         async with asyncio.timeout(_HELLO_S):
-            hello = decode_from_agent(await _received(websocket))
+            hello = decode_from_agent(await websocket.receive())
     except TimeoutError:
         refused("timeout")
         return
@@ -105,7 +98,7 @@ async def _serve(
     if not isinstance(hello, Hello):
         refused("out_of_order")
         return
-    seen_at = "" if local or websocket.client is None else websocket.client.host
+    seen_at = "" if local else websocket.peer()
     try:
         node = cluster.hello(hello, link, local=local, seen_at=seen_at)
     except msgspec.DecodeError as error:
@@ -127,19 +120,11 @@ async def _serve(
         if isinstance(ended, msgspec.DecodeError):
             refused("malformed")
             log.error("the agent of node %s is disconnected: %s", node, ended)
-            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-                await websocket.close(_BAD_DATA, str(ended)[:100])
-        elif isinstance(ended, Exception) and not isinstance(ended, WebSocketDisconnect):
+            websocket.close(_BAD_DATA, str(ended))
+        elif isinstance(ended, Exception) and not isinstance(ended, Ended):
             log.error("a bug: the connection of node %s failed", node, exc_info=ended)
 
 
 async def _read(cluster: Cluster, node: str, websocket: WebSocket) -> None:
     while True:
-        cluster.receive(node, await _received(websocket))
-
-
-async def _received(websocket: WebSocket) -> bytes:
-    message = await websocket.receive()
-    if message["type"] == "websocket.disconnect":
-        raise WebSocketDisconnect(message.get("code", 1006))
-    return message.get("bytes") or b""
+        cluster.receive(node, await websocket.receive())

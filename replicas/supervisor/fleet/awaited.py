@@ -81,7 +81,7 @@ class Awaited:
             self._note()
 
     def tick(self, now: float) -> bool:
-        """Whether the last lease is over under which anything could run."""
+        """Forget leases that are over; return True if the last unseen one was."""
         over = [key for key, until in self._unseen.items() if now > until]
         for key in over:
             del self._unseen[key], self._leases[key]
@@ -90,7 +90,7 @@ class Awaited:
         return bool(over) and not self._unseen
 
     def left(self, nodes: Collection[str]) -> tuple[Lease, ...]:
-        """What the end of the run leaves: on these nodes, and what nobody sees."""
+        """Leases under which ``nodes``, or unseen agents, may leave something."""
         kept = (one for key, one in self._leases.items() if one.node in nodes or key in self._unseen)
         return tuple(msgspec.structs.replace(one, unseen=True) for one in kept)
 

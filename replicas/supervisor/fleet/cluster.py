@@ -126,9 +126,9 @@ class Cluster:
         start: wire.Start | None = None,
     ) -> ShimHandle:
         def unheard_s() -> float:
-            if member.local or member.life.state == "up":
-                return 0.0 if member.local else self.silent_s(member.name)
-            return math.inf  # its last words may have arrived late, with the end of its connection
+            if member.local:
+                return 0.0
+            return self.silent_s(member.name) if member.life.state == "up" else math.inf  # its last words may come late
 
         return ShimHandle(
             nonce, member.name, member.send, changed, start=start, local=member.local, unheard_s=unheard_s
@@ -195,7 +195,7 @@ class Cluster:
         member.incarnation, member.link, member.life.heard_at = hello.incarnation, link, now
         member.life.step("hello")
         member.process = ProcessRecord(hello.pid, hello.start_time)
-        member.local, member.release, member.labels = local, hello.release, dict(hello.labels)
+        member.life.leased, member.release, member.labels = not local, hello.release, dict(hello.labels)
         member.address = hello.address or seen_at
         member.limits_refused = hello.limits_refused
         member.machine = hello.machine or self._context.resources.machine
@@ -477,7 +477,7 @@ class Cluster:
         return [name for name, member in self._members.items() if member.life.duty != "open"]
 
     def is_empty(self, node: str) -> bool:
-        """Whether no shim is left there, or the node is lost."""
+        """Return True if the node has no shim left, or is lost."""
         member = self._members.get(node)
         return member is None or member.life.over or not member.living
 

@@ -340,7 +340,7 @@ class Fleet:
         return f"for {lacks}" if lacks else ""
 
     def _held_back(self, group: Group) -> bool:
-        """Whether the group restarts as a whole, and it is not yet time."""
+        """Return True if the group restarts as a whole, and has to wait for that."""
         if group.config.restart.strategy != "group":
             return False
         return group.falling or group.rules.resume_in_s(self._loop.time()) > 0
@@ -445,7 +445,7 @@ class Fleet:
     async def drain_node(self, node: str, is_empty: Callable[[], bool], stands: Callable[[], bool]) -> None:
         """Restart the replicas of a closed node, and wait until it is empty.
 
-        :raises replicas.errors.WorldError: the drain does not stand any more.
+        :raises replicas.errors.WorldError: it was undone, or the agent is another.
         """
         cause, began = Cause("node", f"node {node} is being drained"), self._loop.time()
         self._emit(Draining(target=f"node {node}", reason="node"))

@@ -146,7 +146,7 @@ class Generation:
 
     @property
     def stopped_before(self) -> bool:
-        """Whether an earlier supervisor had told it to end."""
+        """Whether an earlier supervisor had told the generation to end."""
         return any(node.stopping for node in self.nodes)
 
     def silent(self, now: float, timeout_s: float) -> list[int]:

@@ -15,7 +15,7 @@ from replicas.core.lives.ordering import enough, is_done, is_good, is_lost, is_o
 from replicas.core.lives.restarts import Restarts
 from replicas.status import GroupStatus, ReplicaState
 from replicas.supervisor.fleet.replica import Replica
-from replicas.supervisor.state.run_state import SavedCause, SavedGroup, SavedReplica, Spent
+from replicas.supervisor.state.run_state import SavedCause, SavedGroup, SavedReplica, SavedRestart
 
 
 class Group:
@@ -43,7 +43,7 @@ class Group:
         self.replicas: dict[int, Replica] = {}
         self.rules = Restarts(config.restart, rng=rng)
         self._retired: dict[int, SavedReplica] = {}
-        """State of replicas that are not there (any more), for a later one by index."""
+        """State of retired replicas by index, for the next replica of that index."""
         if saved is not None:
             if saved.configured == config.replicas:
                 self.size = saved.size
@@ -72,7 +72,7 @@ class Group:
                 )
                 for index, one in sorted(known.items())
             },
-            spent=tuple(Spent(wall - age, replica) for age, replica in self.rules.ages(now)),
+            spent=tuple(SavedRestart(wall - age, replica) for age, replica in self.rules.ages(now)),
         )
 
     def use(self, config: GroupConfig) -> None:
@@ -89,7 +89,7 @@ class Group:
     def enter(self, replica: Replica, *, settled: bool = False) -> None:
         """Add a replica, which continues where an earlier one of its index stopped.
 
-        :param settled: one that had finished or failed rests.
+        :param settled: a replica that had finished or failed stays so.
         """
         self.replicas[replica.index] = replica
         before = self._retired.pop(replica.index, None)
@@ -117,7 +117,7 @@ class Group:
         self.rules.forget(replica.index)
 
     def retire_surplus(self, joined: Container[int]) -> None:
-        """Retire replicas that are not expected, and have no members (any more)."""
+        """Retire replicas beyond the expected number that have no members."""
         for replica in [one for index, one in self.replicas.items() if index >= self.size and index not in joined]:
             if replica.over.is_set():
                 self.retire(replica)
@@ -175,7 +175,7 @@ class Group:
 
     @property
     def hopeless(self) -> bool:
-        """Whether it cannot become ready before failed replicas are reset."""
+        """Whether too many replicas have failed for the group to become ready."""
         states = list(self.states.values())
         return is_lost(states, enough(self.config.min_ready, len(states)))
 

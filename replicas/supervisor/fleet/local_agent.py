@@ -1,12 +1,12 @@
 """The agent of the supervisor's own machine: start it, replace it, and end it.
 
 It is started with the supervisor, before any other process, and dials the run's socket.
-One that dies is replaced, and the next one ends what it has left; one that freezes is
-killed first. At the end it gets the order to end; while something of the run does not
-die, it stays and looks after that.
+An agent that dies is replaced, and the next one ends what it has left; a frozen agent
+is killed first. At the end it gets the order to end; while something of the run does
+not die, it stays and looks after that.
 
 An agent that an earlier supervisor has started is kept if it lives and dials by itself,
-as it does within some seconds; one that is frozen is replaced like any other.
+as it does within some seconds; a frozen one is replaced like any other.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LocalAgent:
         self._ended = asyncio.Event()
 
     def start(self) -> None:
-        """Start it, or watch the one that is known. OSError: it cannot be started."""
+        """Start the agent, or watch the known one. OSError: it cannot be started."""
         self._again = None
         self._began = self._loop.time()
         self._life.start(self._began)
@@ -164,9 +164,9 @@ class LocalAgent:
         send_signal(self._pidfd, signal.SIGKILL)
 
     async def aclose(self) -> None:
-        """Wait until it has ended, as ordered.
+        """Wait until the agent has ended, as ordered.
 
-        One with processes left stays, and one that SIGKILL does not end within 5 s.
+        It stays if it has processes left, or if SIGKILL does not end it within 5 s.
         """
         self._stop()
         if self.pid is None:
@@ -199,7 +199,7 @@ class LocalAgent:
 
     def _let_go(self) -> None:
         if self._popen is not None:
-            self._popen.returncode = 0  # it is not waited for any more
+            self._popen.returncode = 0  # nobody waits for it from here on
         self._forget()
 
     def _forget(self) -> None:

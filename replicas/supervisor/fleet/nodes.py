@@ -26,16 +26,14 @@ from typing import Any, Self
 
 import anyio
 from msgspec.structs import replace
-from starlette.requests import Request
-from starlette.routing import WebSocketRoute
-from starlette.websockets import WebSocket
 
 import replicas
 from replicas import errors
 from replicas.config.structs import Config
-from replicas.control.access import Access
+from replicas.control.access import ByToken
 from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.control.socket import SOCKET_FILE
+from replicas.coordinator.websocket import SocketRoute
 from replicas.core.lives.leases import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
@@ -89,7 +87,7 @@ class Nodes:
         self._started = False
         self._left = False
         self.adopting = False
-        """Whether something of an earlier supervisor goes on."""
+        """Whether agents of an earlier supervisor go on."""
 
     @property
     def cluster(self) -> Cluster:
@@ -248,7 +246,7 @@ class Nodes:
         return found
 
     def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
-        """End a shim that nobody takes over; it keeps its share until it is gone."""
+        """End a shim of no present replica; it keeps its share until it is gone."""
         share = Share(group=record.group, node=record.agent, gpus=record.gpus, memory_nbytes=record.memory_nbytes)
         let_go = self._context.resources.hold(record.nonce, share)
 
@@ -263,19 +261,10 @@ class Nodes:
 
     # ------------------------------------------------------------ the route
 
-    def route(self, access: Access | None, refused: Callable[[str], None]) -> WebSocketRoute:
+    def route(self, access: ByToken | None, refused: Callable[[str], None]) -> SocketRoute:
         """The route at which agents join; ``access`` None: of the run's own socket."""
-
-        def problem(websocket: WebSocket) -> str:
-            assert access is not None
-            return access(Request({**websocket.scope, "type": "http", "method": "GET"}))
-
-        return agent_route(
-            lambda: self._cluster,
-            refused,
-            None if access is None else problem,
-            lambda: self._context.coordinator.tokens,
-        )
+        by_headers = None if access is None else access.by_headers
+        return agent_route(lambda: self._cluster, refused, by_headers, lambda: self._context.coordinator.tokens)
 
     # ------------------------------------------------------------ while it runs
 
@@ -306,7 +295,7 @@ class Nodes:
             raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {', '.join(known) or 'none'}")
 
     def refuse_while_away(self) -> None:
-        """UsageError: nodes are away that may know no token but the one that ends."""
+        """UsageError: a node that is away may know only the token that ends."""
         away = self.cluster.unreached()
         if away:
             names = ", ".join(node or "one that is not known" for node in away)
@@ -328,7 +317,8 @@ class Nodes:
             groups[group].nproc_per_node
             for group, index in resources.on(node)
             if group in groups
-            for _ in range(resources.nodes_of(group, index).count(node))
+            for share in resources.shares(group, index)
+            if share.node == node
         ]
         return Demand.of(self._context.config.logs, replicas=len(parts), ranks=sum(parts))
 

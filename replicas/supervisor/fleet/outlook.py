@@ -1,4 +1,4 @@
-"""Where the replicas of a plan would run, which would wait, and what is odd. Pure.
+"""Predict where the replicas of a plan would run and which would wait. Pure.
 
 For ``replicas check``: all replicas of a config are placed, in the order of their
 start, on the nodes that the status of a run names, as if these were empty. Groups that
@@ -33,7 +33,7 @@ def oddities(config: Config) -> list[str]:
 
 
 def outlook(config: Config, nodes: Iterable[NodeStatus]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """The nodes of each replica, and what each one that fits nowhere waits for, in
+    """The nodes of each replica, and what each replica without a place waits for, in
     words; both by its name.
 
     The labels of the supervisor's own machine are those of the config. External groups

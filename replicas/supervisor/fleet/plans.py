@@ -40,7 +40,7 @@ def refuse_unfit(config: Config, machine: Machine) -> None:
 
 
 def may_grow(config: Config) -> bool:
-    """Whether agents on other machines can join the run."""
+    """Return True if agents on other machines can join the run."""
     return not config.cluster.local or not is_loopback(config.control.host)
 
 
@@ -112,7 +112,7 @@ def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 def fitting(
     saved: Mapping[str, SavedGroup], config: Config, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, SavedGroup]:
-    """A dead supervisor's groups; sizes that do not fit (any more) are the config's."""
+    """A dead supervisor's groups; sizes that do not fit here are the config's."""
     sizes = {
         name: saved[name].size
         for name, group in config.groups.items()

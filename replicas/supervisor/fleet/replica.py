@@ -117,7 +117,7 @@ class Replica:
 
     @property
     def here(self) -> bool:
-        """Whether its last generation runs, or ran, on the supervisor's own machine."""
+        """Whether the last generation runs, or ran, on the supervisor's machine."""
         return all(node.local for node in self._generation.nodes)
 
     @property
@@ -127,9 +127,9 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        """Its state for others: of one that is not heard nobody says that it is ready.
+        """The state to show: a replica of which nothing is heard is not called ready.
 
-        Its processes may be well, so that alone does not end them.
+        Its processes may be well, so silence alone does not end them.
         """
         return "starting" if self.life.state == "ready" and self._silence else self.life.state
 
@@ -297,7 +297,7 @@ class Replica:
 
     @property
     def _lives(self) -> bool:
-        """Whether nothing has ended its generation yet."""
+        """Whether its generation runs, and nothing has begun to end it."""
         generation = self._generation
         return self.life.state in ("starting", "ready") and not (generation.failing or generation.ended)
 

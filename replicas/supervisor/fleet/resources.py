@@ -103,11 +103,6 @@ class Resources:
 
     # ------------------------------------------------------------ shares
 
-    @property
-    def free(self) -> tuple[str, ...]:
-        """GPUs of this machine that no replica holds."""
-        return self.free_on(self.local)
-
     def free_on(self, node: str) -> tuple[str, ...]:
         """GPUs of a node that no replica holds."""
         shares = [share for share in self._taken_shares() if share.node == node]
@@ -117,13 +112,6 @@ class Resources:
 
     def _taken_shares(self) -> list[Share]:
         return [*(share for held in self._held.values() for share in held), *self._ending.values()]
-
-    def held(self, group: str, index: int) -> tuple[str, ...]:
-        return tuple(gpu for share in self._held.get((group, index), ()) for gpu in share.gpus)
-
-    def nodes_of(self, group: str, index: int) -> tuple[str, ...]:
-        """The node of each part of a replica; none: it holds no share."""
-        return tuple(share.node for share in self._held.get((group, index), ()))
 
     @property
     def short(self) -> bool:
@@ -168,8 +156,7 @@ class Resources:
         self._held[group.name, index] = shares
 
     def hold(self, name: str, share: Share) -> Callable[[], None]:
-        """Hold a share for processes that belong to no replica any more; the result
-        frees it."""
+        """Hold a share for ending processes of no replica; return what frees it."""
         self._ending[name] = share
 
         def let_go() -> None:
@@ -189,7 +176,7 @@ class Resources:
         return len(held) == need.parts and all(good(share) for share in held)
 
     def misplaced(self, group: GroupConfig, index: int) -> bool:
-        """Whether it holds a place on a node that it would not be given any more."""
+        """Return True if the replica holds a place that it would not be given now."""
         need, offers = need_of(group), (self._offers.get(share.node) for share in self.shares(group.name, index))
         return any(offer is not None and not need.accepts(offer) for offer in offers)
 

@@ -83,7 +83,7 @@ def _lives(process: ProcessRecord | None) -> bool:
 
 
 def _is_swept(lease: Lease) -> bool:
-    """Whether what it has left is seen, and ended, by the sweep at the start."""
+    """True if the sweep at the start sees, and ends, what that one has left."""
     return lease.local and _is_here(lease.scope) and not _lives(lease.process)
 
 

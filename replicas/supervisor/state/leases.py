@@ -71,9 +71,9 @@ class Leases:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.found = False
-        """Whether a file was there, and could be read."""
+        """True if a file was there, and could be read."""
         self.damaged = False
-        """Whether a file was there, and could not be read."""
+        """True if a file was there, and could not be read."""
         self.records: tuple[Lease, ...] = ()
         self.starts = 0
         self.floor = 0

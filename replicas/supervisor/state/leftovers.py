@@ -172,13 +172,13 @@ def _words(pid: int, file: str) -> list[bytes]:
 
 
 def is_orphan(pid: int) -> bool:
-    """Whether it is a shim, and what started it (supervisor or agent) is dead."""
+    """Return True for a shim whose starter (supervisor or agent) is dead."""
     starter = _starter(pid)
     return starter is not None and parents(pid)[:1] != [starter]
 
 
 def _has_supervisor(pid: int) -> bool:
-    """Whether it is a shim and still the child of the supervisor that started it."""
+    """Return True for a shim that is still the child of what started it."""
     starter = _starter(pid)
     return starter is not None and parents(pid)[:1] == [starter]
 

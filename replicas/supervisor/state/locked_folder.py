@@ -111,7 +111,10 @@ def take_lock(lock: int) -> bool:
 
 
 def identity_of(folder: Path) -> str:
-    """The id of this state folder; empty: none. OSError: it cannot be read."""
+    """Return the id of this state folder, or "" if it has none.
+
+    :raises OSError: it cannot be read.
+    """
     try:
         found = private.read(folder / "id").strip()
     except FileNotFoundError:
@@ -120,7 +123,7 @@ def identity_of(folder: Path) -> str:
 
 
 def give_identity(folder: Path) -> str:
-    """The id of this state folder, created if missing. Hold its lock."""
+    """Return the id of this state folder; give it one if it has none. Hold its lock."""
     found = identity_of(folder)
     if not found:
         found = secrets.token_hex(16)
@@ -156,10 +159,10 @@ class Owner(NamedTuple):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is on another machine or in a container that shares the folder."""
+        """True if the owner is on another machine, or in another pid namespace."""
         return bool(self.machine) and self.machine != machine()
 
     @property
     def alive(self) -> bool:
-        """Whether this very process lives, as far as can be seen from here."""
+        """True if the owner lives, as far as can be seen from here."""
         return bool(self.start) and not self.elsewhere and start_time(int(self.pid)) == int(self.start)

@@ -46,7 +46,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     start_time: int
 
     def alive(self) -> bool:
-        """Whether this very process lives, if its record is of this machine."""
+        """True if this very process lives, for a record of this machine."""
         return start_time(self.pid) == self.start_time
 
 
@@ -91,7 +91,7 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: tuple[str, ...] = ()
 
 
-class Spent(msgspec.Struct, frozen=True):
+class SavedRestart(msgspec.Struct, frozen=True):
     """One restart of a group's budget. ``at``: seconds since 1970."""
 
     at: float
@@ -136,7 +136,7 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     configured: int = 0
     replicas: dict[int, SavedReplica] = {}
-    spent: tuple[Spent, ...] = ()
+    spent: tuple[SavedRestart, ...] = ()
 
     @property
     def once_removed(self) -> SavedGroup:
@@ -174,7 +174,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     starts: int = 0
 
     def of_this_machine(self) -> bool:
-        """Whether its process records may name processes that are visible from here."""
+        """True if its process records may name processes that are visible from here."""
         return self.machine == machine()
 
     @property

@@ -67,7 +67,7 @@ class StateDir(LockedFolder):
     :param longest_lease_s: of any node by the config, in seconds; 0: none gets one.
     """
 
-    patience_s = 13.0
+    patience_s = 8.0
 
     def __init__(self, path: Path, run: str, *, longest_lease_s: float = 0.0) -> None:
         super().__init__(path)
@@ -111,6 +111,7 @@ class StateDir(LockedFolder):
         try:
             if self.path.is_dir():
                 private.close_to_others(self.path, once_ours="lock")
+            self._swept = False
             self._take()
             try:
                 self._begin(self.lock)
@@ -204,7 +205,7 @@ class StateDir(LockedFolder):
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was under way; also if its state was unusable, or is lost.
+        """True if the run was under way; also if its state was unusable, or is lost.
 
         One that has ended in order, and left a lease, was not: its versions are gone.
         """

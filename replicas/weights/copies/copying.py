@@ -217,7 +217,7 @@ def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool
     to, sources, sizes, most = table[0:1], table[1:2], table[2:3], table[3:4]
     try:
         streaming.copy_runs(streaming.still_there([tensor], to if load else sources, most), to, sources, sizes)
-    except streaming.Moved:
+    except streaming.MemoryMoved:
         return False
     if load:
         torch.autograd.graph.increment_version([destination])
@@ -246,7 +246,7 @@ class Prefix:
             self._progress(self._end)
 
     def finish(self) -> None:
-        """Report all bytes: everything is filled, and no step can fail any more."""
+        """Report all bytes: everything is filled, and all steps have succeeded."""
         self._progress(self._nbytes)
 
 

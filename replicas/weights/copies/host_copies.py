@@ -35,7 +35,7 @@ import torch
 from replicas.errors import ManifestMismatch, ReplicasError
 from replicas.messages.bounds import text_of
 from replicas.weights.copies import streaming
-from replicas.weights.copies.streaming import Addresses, Moved, Private
+from replicas.weights.copies.streaming import Addresses, MemoryMoved, Private
 from replicas.weights.copies.tensors import is_copied, why_unusable, written_as_bits
 
 STEP_NBYTES = 4 << 20
@@ -47,7 +47,7 @@ RUNS_MAX = 1 << 16
 """Runs of bytes that are copied together: each takes some 40 bytes of index arrays, and
 no other Python thread runs while they are made and copied."""
 TIMES = 100
-"""How often memory is looked for that moves again and again."""
+"""How often a step is tried whose tensors move meanwhile."""
 
 _SHAPE, _DTYPE, _ON_CPU = map(operator.attrgetter, ("shape", "dtype", "is_cpu"))
 
@@ -278,7 +278,7 @@ class HostCopies:
                 if self._load:
                     _written(self._found.tensors[some])
                 return
-            except Moved:
+            except MemoryMoved:
                 if cut.axis >= 0:
                     raise unusable(
                         self._name(cut.first), self._found.tensors[cut.first], "was freed or resized"
@@ -343,7 +343,7 @@ class HostCopies:
         with torch.no_grad():
             tensor = self._found.tensors[index].detach()
         if tensor.shape != self._kinds.shapes[index] or tensor.dtype is not self._kinds.dtypes[index]:
-            raise Moved
+            raise MemoryMoved
         return tensor
 
     def _look_again(self, some: slice) -> None:

@@ -55,7 +55,7 @@ _ALIGNED = 64
 _POINTER, _STORAGE, _ROOM = torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 
 
-class Moved(Exception):
+class MemoryMoved(Exception):
     """The memory of a tensor is not where it was found; nothing was copied."""
 
 
@@ -112,10 +112,10 @@ def copy_runs(
     It needs :data:`available`.
 
     :param past_caches: the result of :func:`pays` for the whole copy.
-    :raises Moved: ``check`` is not true.
+    :raises MemoryMoved: ``check`` is not true.
     """
     if not _copy(check, to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), threads, int(past_caches)):
-        raise Moved
+        raise MemoryMoved
 
 
 def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -166,13 +166,13 @@ class Private:
             self.views[number] = view.conj() if tensor.is_conj() else view
 
     def take(self) -> None:
-        """Fill the private memory from the tensors; raises :class:`Moved`."""
+        """Fill the private memory from the tensors; raises :class:`MemoryMoved`."""
         if self._tensors:
             check, theirs = self._found()
             copy_runs(check, self._places, theirs, self._sizes)
 
     def give(self) -> None:
-        """Write the private memory to the tensors; raises :class:`Moved`."""
+        """Write the private memory to the tensors; raises :class:`MemoryMoved`."""
         if self._tensors:
             check, theirs = self._found()
             copy_runs(check, theirs, self._places, self._sizes)

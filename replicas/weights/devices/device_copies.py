@@ -47,7 +47,7 @@ from replicas.weights.copies.accelerator import Accelerator, Event
 from replicas.weights.copies.copying import Copier, Prefix, Progress, Step, copy_host
 from replicas.weights.copies.digest import device_digest_of
 from replicas.weights.copies.host_copies import unusable
-from replicas.weights.copies.streaming import Moved, Private
+from replicas.weights.copies.streaming import MemoryMoved, Private
 from replicas.weights.memory.buffers import Buffer
 
 DEVICE_NBYTES = 64 << 20
@@ -261,7 +261,7 @@ class DeviceCopies:
             private = Private(sources[first:last])  # another thread may free what is copied
             try:
                 private.take()
-            except Moved:
+            except MemoryMoved:
                 raise unusable(name, sources[first]) from None
             with self._accelerator.on_side_stream(self._device):
                 self._accelerator.copy(destinations[first:last], private.views)

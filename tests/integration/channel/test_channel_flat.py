@@ -48,7 +48,7 @@ def census(*channels: Channel) -> dict[str, int]:
             "manifests": channel._manifests._fetches,
             "lanes": channel._lanes._lanes,
             "watches": channel._watches._loads,
-            "failures": channel._hub._failures,
+            "failures": channel._hub.failures,
             "outbox": channel._hub.session._outbox,
         }
         found.update({f"{name} of {index}": len(table) for name, table in tables.items()})

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from replicas import environ
-from replicas.cli import checks as looks
+from replicas.cli import doctor as looks
 from replicas.cli import main as cli
 from replicas.cli.find_run import RunAddress
 from replicas.linux.processes import MARK

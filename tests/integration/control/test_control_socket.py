@@ -25,10 +25,10 @@ from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.commands import Answer, Restart, Scale
 from replicas.control.socket import ControlSocket
-from replicas.coordinator import connection_guard as guard
 from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.door import Door
 from replicas.coordinator.server import Server, bind_listener
+from replicas.coordinator.visits import Admission
 from replicas.linux.sockets import peer_uid
 from replicas.supervisor.agent import orphans
 from replicas.trust.tokens import Tokens
@@ -108,10 +108,9 @@ async def test_the_socket_of_a_living_run_is_not_taken(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path) -> None:
     """Those who come later cannot cut off whoever follows the logs, or an order that
     takes long."""
-    monkeypatch.setattr(guard, "STRANGERS", 2)
     run = Run(tmp_path / "logs")
     (run.logs / "a" / "0" / "gen-1").mkdir(parents=True)
     (run.logs / "a" / "0" / "gen-1" / "rank-0.log").write_text("one\n")
@@ -119,9 +118,9 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path, monkeypatc
     address = listener.getsockname()
     access = ByToken(lambda: TOKENS, run.refused.append)
     hosts = AllowedHosts("127.0.0.1", "127.0.0.1")
-    door = Door(
-        listener, run.refused.append, knows=lambda given: TOKENS.role(given) is not None, hosts=hosts, live=run.live
-    )
+    admission = Admission(run.refused.append, lambda given: TOKENS.role(given) is not None, hosts, run.live)
+    admission.strangers.most = 4  # of one source, half of that
+    door = Door(listener, admission)
     asked: asyncio.Queue[None] = asyncio.Queue()
 
     async def hang(_: Request) -> Response:

@@ -1,7 +1,7 @@
 """Strangers, and members gone mad: refused or cut within seconds, counted, and of no
 harm to anybody else.
 
-Covers: coordinator/connection_guard.py, coordinator/server.py.
+Covers: coordinator/server.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starlette.routing import Route
 from websockets.exceptions import ConnectionClosed
 
 from replicas import messages as wire
-from replicas.coordinator import Coordinator, GroupShape, connection_guard, door, server, sessions
+from replicas.coordinator import Coordinator, GroupShape, door, server, sessions, websocket
 from replicas.core.base.effects import Send
 from tests.support.channel.members import Client
 from tests.support.channels import wait_until
@@ -59,7 +59,8 @@ async def coordinator(shared: Coordinator, caplog: pytest.LogCaptureFixture) -> 
 def strangers(coordinator: Coordinator) -> int:
     assert coordinator._server is not None
     assert coordinator._server._door is not None
-    return coordinator._server._guard.strangers + coordinator._server._door.waiting
+    admission = coordinator._server._door.admission
+    return len(admission.strangers) + len(admission.unproven) + coordinator._server._door.waiting
 
 
 @pytest.fixture
@@ -213,7 +214,8 @@ async def test_strangers_lock_nobody_out(
     coordinator: Coordinator, bystander: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert coordinator._server is not None
-    monkeypatch.setattr(coordinator._server._door, "_lobby_max", 8)
+    assert coordinator._server._door is not None
+    monkeypatch.setattr(coordinator._server._door._lobby, "most", 16)  # of one source, half of that
     connections = [await connect(coordinator) for _ in range(30)]
     await counted(coordinator, "too_many", 22)
     assert isinstance(await Client(coordinator, replica=1).join(), wire.Welcome)
@@ -426,7 +428,7 @@ def is_cut(found: socket.socket) -> bool:
 
 async def test_a_thousand_fragments_are_no_message(coordinator: Coordinator, bystander: Client) -> None:
     hostile = await asyncio.to_thread(raw_session, coordinator)
-    block = framed(b"x", fin=False) + framed(b"", opcode=0, fin=False) * (connection_guard.FRAGMENTS + 1)
+    block = framed(b"x", fin=False) + framed(b"", opcode=0, fin=False) * (websocket.FRAGMENTS + 1)
     await asyncio.to_thread(hostile.sendall, block)
     await counted(coordinator, "malformed")
     await wait_until(lambda: is_cut(hostile), "a socket that was cut")

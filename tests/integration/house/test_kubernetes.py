@@ -1,7 +1,7 @@
 """What the manifests of services/kubernetes say (config, environment, ports, probes,
 process 1 and its signals), run as processes of hosts with a network between them.
 
-Covers: cli/tokens.py.
+Covers: cli/token_command.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from replicas.cli.client import Client
-from replicas.cli.tokens import make
+from replicas.cli.token_command import make
 from replicas.status import ReplicaStatus, RunStatus
 from replicas.trust.tokens import OPERATOR_FILE
 from tests.support.house.manifests import container, documents, environment, expanded, status_of

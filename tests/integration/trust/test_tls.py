@@ -1,7 +1,7 @@
 """A control port with TLS: members that join it by their token alone, and everything
 that is refused: wrong keys, old tokens, people between, and handshakes gone wrong.
 
-Covers: trust/certificate.py, trust/tls.py.
+Covers: trust/certificate.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import replicas
 from replicas import errors
 from replicas import messages as wire
 from replicas.cli.client import Client as CliClient
-from replicas.coordinator import Coordinator, door, greeting
+from replicas.coordinator import Coordinator, server
 from replicas.trust.certificate import PortKey, make_pem
 from replicas.trust.tokens import JoinToken
 from replicas.trust.way import way_to
@@ -306,7 +306,7 @@ async def test_an_older_tls(coordinator: Coordinator) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+    with pytest.raises(OSError):  # of TLS, or a reset: asyncio sends no alert
         await asyncio.open_connection(host, int(port), ssl=context)
     await counted(coordinator, "tls")
 
@@ -321,7 +321,7 @@ def hello() -> bytes:
 
 @pytest.mark.parametrize("part", ["a byte", "half a hello", "a hello"])
 async def test_a_slow_handshake(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    monkeypatch.setattr(door, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 0.3)
     data = hello()
     reader, writer = await plain(coordinator.endpoint)
     writer.write(data[: {"a byte": 1, "half a hello": len(data) // 2, "a hello": len(data)}[part]])
@@ -331,23 +331,22 @@ async def test_a_slow_handshake(coordinator: Coordinator, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("data", "reason", "answer"),
+    "data",
     [
-        (b"\x16\x03\x01\x40\x00" + bytes(100), "oversized", greeting.TOO_LONG),
-        (b"\x16\x03\x01\x00\x04\x01\xff\xff\xff", "oversized", greeting.TOO_LONG),
-        (b"\x16\x03\x01\x00\x04\x01\x00\x00\x00", "tls", None),
-        (b"\x80\x80\x01\x03\x01", "malformed", b""),
-        (b"\x17\x03\x03\x00\x10" + bytes(16), "malformed", b""),
+        b"\x16\x03\x01\x50\x00" + bytes(0x5000),
+        b"\x16\x03\x01\x00\x04\x01\xff\xff\xff" + bytes(100),
+        b"\x16\x03\x01\x00\x04\x01\x00\x00\x00",
+        b"\x80\x80\x01\x03\x01",
+        b"\x17\x03\x03\x00\x10" + bytes(16),
     ],
     ids=["a huge record", "a huge hello", "an empty hello", "SSL 2", "content"],
 )
-async def test_what_is_no_handshake(coordinator: Coordinator, data: bytes, reason: str, answer: bytes | None) -> None:
+async def test_what_is_no_handshake(coordinator: Coordinator, data: bytes) -> None:
     reader, writer = await plain(coordinator.endpoint)
     writer.write(data)
-    got = await ended(reader)
-    assert got == answer if answer is not None else got.startswith(b"\x15\x03")  # an alert
+    assert await ended(reader) == b""
     writer.close()
-    await counted(coordinator, reason)
+    await counted(coordinator, "tls")
 
 
 async def test_a_huge_request_head_over_tls(coordinator: Coordinator) -> None:
@@ -360,7 +359,9 @@ async def test_a_huge_request_head_over_tls(coordinator: Coordinator) -> None:
 
 
 async def test_handshakes_of_many_lock_nobody_out(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "SHAKING", 8)
+    assert coordinator._server is not None
+    assert coordinator._server.admission is not None
+    monkeypatch.setattr(coordinator._server.admission.unproven, "most", 16)  # of one source, half of that
     member = await join(coordinator.endpoint, coordinator.token)
     connections = [await plain(coordinator.endpoint) for _ in range(30)]
     data = hello()

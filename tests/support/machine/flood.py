@@ -9,7 +9,6 @@ Standard library only, and alone in its process, as it has to be fast. Kinds:
 * ``idle``: ask for /status on two hundred connections, again and again, and read the
   answers
 * ``drip``: a thousand requests, a byte at a time
-* ``busy``: none, but it takes as much of a processor as ``touch``
 
 It prints how many connections it has made when its input ends.
 """
@@ -119,21 +118,9 @@ def _slow(address: tuple[str, int], kind: str) -> int:
     return made
 
 
-def _busy(_: tuple[str, int], __: str) -> int:
-    print("flooding", flush=True)
-    while not _over():
-        socket.socket().close()
-    return 0
-
-
 def main() -> None:
     host, port, kind = sys.argv[1:]
-    print(
-        (_busy if kind == "busy" else _fast if kind in ("touch", "hold", "page", "live") else _slow)(
-            (host, int(port)), kind
-        ),
-        flush=True,
-    )
+    print((_slow if kind in ("idle", "drip") else _fast)((host, int(port)), kind), flush=True)
 
 
 if __name__ == "__main__":

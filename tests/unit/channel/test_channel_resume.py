@@ -195,7 +195,7 @@ async def test_a_late_verdict_settles_what_was_unknown(
     source.tell(wire.Commit(5, source.hub.holdings.digest(5), "h"), wire.PublishEnd(1, receipt(5)))
     assert (await pending).nbytes == 16
     assert (source.hub.loaded, pins(source)) == (5, {5: 0})
-    assert source.hub.take_failure() is None
+    assert source.hub.failures.take() is None
 
 
 async def test_a_late_error_settles_what_was_unknown(source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> None:

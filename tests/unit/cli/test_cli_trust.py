@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.cli import checks as doctor
+from replicas.cli import doctor
 from replicas.cli import find_run as find
 from replicas.cli import main as cli
 from replicas.linux.sockets import listener_uids

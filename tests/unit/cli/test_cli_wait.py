@@ -1,6 +1,6 @@
 """The command ``wait``: what it waits for, and what it does not wait for any longer.
 
-Covers: cli/base.py, cli/orders.py.
+Covers: cli/base.py, cli/order_commands.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from replicas.cli import base as cli_base
 from replicas.cli import main as cli
-from replicas.cli import orders as cli_wait
+from replicas.cli import order_commands as cli_wait
 from replicas.cli.find_run import RunAddress
 from replicas.control.commands import Answer
 from replicas.errors import Disconnected, UsageError, WorldError

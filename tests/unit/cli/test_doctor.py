@@ -1,6 +1,6 @@
 """What the doctor says about room for logs.
 
-Covers: cli/checks.py.
+Covers: cli/doctor.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.cli import checks as cli_checks
+from replicas.cli import doctor as cli_checks
 from replicas.config import file as config_file
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent import checks as doctor

@@ -14,7 +14,7 @@ import pytest
 from replicas import errors
 from replicas.cli.look import moment
 from replicas.control import log_files
-from replicas.control.log_files import Follower, LogLine, Selection, offset_since, tail_offset
+from replicas.control.log_files import LogFollower, LogLine, Selection, offset_since, tail_offset
 
 
 def write(logs: Path, name: str, text: str) -> Path:
@@ -59,7 +59,7 @@ def test_the_last_lines(
 
 def test_lines_come_as_they_are_complete(tmp_path: Path) -> None:
     write(tmp_path, "a/0/gen-1/rank-0", "one\ntw")
-    follower = Follower(tmp_path, Selection())
+    follower = LogFollower(tmp_path, Selection())
     assert texts(follower.poll()) == ["one"]
     assert follower.poll() == []
     write(tmp_path, "a/0/gen-1/rank-0", "o\nthree")
@@ -74,7 +74,7 @@ def test_a_follower_loses_nothing_in_a_rotation(tmp_path: Path, monkeypatch: pyt
     in the end."""
     monkeypatch.setattr(log_files, "_READ_NBYTES", 8)
     path = write(tmp_path, "a/0/gen-1/rank-0", "".join(f"line {number}\n" for number in range(10)))
-    follower = Follower(tmp_path, Selection())
+    follower = LogFollower(tmp_path, Selection())
     seen = texts(follower.poll())
     for number in range(10, 40):
         if number in (12, 13, 25):
@@ -96,7 +96,7 @@ def test_the_last_lines_of_a_rotated_log(tmp_path: Path) -> None:
     write(tmp_path, "a/0/gen-1/rank-0", "5\n")
 
     def last(lines: int | None) -> list[str]:
-        follower = Follower(tmp_path, Selection(lines=lines))
+        follower = LogFollower(tmp_path, Selection(lines=lines))
         found: list[str] = []
         while more := follower.poll():
             found += texts(more)
@@ -112,7 +112,7 @@ def test_the_last_lines_of_a_rotated_log(tmp_path: Path) -> None:
 def test_new_generations_and_replicas_are_read_from_their_start(tmp_path: Path) -> None:
     write(tmp_path, "a/0/gen-1/rank-0", "old\n")
     write(tmp_path, "a/0/gen-2/rank-0", "x\nnow\n")
-    follower = Follower(tmp_path, Selection(target="a", lines=1))
+    follower = LogFollower(tmp_path, Selection(target="a", lines=1))
     assert [(line.generation, line.text) for line in follower.poll()] == [(2, "now")]
     write(tmp_path, "a/0/gen-3/rank-0", "first\nsecond\n")
     write(tmp_path, "a/1/gen-1/rank-0", "third\n")
@@ -125,7 +125,7 @@ def test_new_generations_and_replicas_are_read_from_their_start(tmp_path: Path) 
 def test_a_run_that_starts_again_is_followed(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     write(logs, "a/0/gen-1/rank-0", "before\n")
-    follower = Follower(logs, Selection())
+    follower = LogFollower(logs, Selection())
     assert texts(follower.poll()) == ["before"]
     logs.rename(tmp_path / "logs.previous")
     assert follower.poll() == []
@@ -138,17 +138,17 @@ def test_bytes_that_are_no_text_and_lines_without_end(tmp_path: Path, monkeypatc
     monkeypatch.setattr(log_files, "_LINE_NBYTES", 4)
     path = write(tmp_path, "a/0/gen-1/rank-0", "")
     path.write_bytes(b"\xff\xfe\nabcdefgh")
-    follower = Follower(tmp_path, Selection())
+    follower = LogFollower(tmp_path, Selection())
     assert texts(follower.poll()) == ["\ufffd\ufffd", "abcdefgh"]
     follower.close()
 
 
 def test_a_selection_that_is_empty_names_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match=r"has written no log yet in .*--previous"):
-        Follower(tmp_path, Selection()).poll()
+        LogFollower(tmp_path, Selection()).poll()
     write(tmp_path, "a/0/gen-1/rank-0", "x\n")
     with pytest.raises(errors.UsageError, match=r"no log of a/0, rank 3, generation 2 .*there are logs of: a/0"):
-        Follower(tmp_path, Selection(target="a/0", rank=3, generation=2)).poll()
+        LogFollower(tmp_path, Selection(target="a/0", rank=3, generation=2)).poll()
 
 
 def test_since_goes_by_the_times_beside_a_log(tmp_path: Path) -> None:
@@ -158,10 +158,10 @@ def test_since_goes_by_the_times_beside_a_log(tmp_path: Path) -> None:
     assert offset_since(path, 40) == 0  # no times were noted: all or nothing
     path.with_name("rank-0.log.times").write_text("0 10.000\n2 20.000\n4 30.000\n4")
     assert [offset_since(path, since) for since in (5, 15, 25, 31)] == [0, 0, 2, 4]
-    follower = Follower(tmp_path, Selection(since=25))
+    follower = LogFollower(tmp_path, Selection(since=25))
     assert texts(follower.poll()) == ["2", "3"]
     follower.close()
-    later = Follower(tmp_path, Selection(since=60))
+    later = LogFollower(tmp_path, Selection(since=60))
     assert later.poll() == []
     write(tmp_path, "a/0/gen-1/rank-0", "4\n")
     assert texts(later.poll()) == ["4"]
@@ -174,7 +174,7 @@ def open_files() -> int:
 
 def test_a_generation_that_is_removed_is_read_to_its_end_and_let_go_of(tmp_path: Path) -> None:
     first = write(tmp_path, "a/0/gen-1/rank-0", "1\n2\n3")
-    follower = Follower(tmp_path, Selection())
+    follower = LogFollower(tmp_path, Selection())
     before = open_files()
     assert texts(follower.poll()) == ["1", "2"]
     write(tmp_path, "a/0/gen-2/rank-0", "4\n")
@@ -216,7 +216,7 @@ def test_one_look_takes_a_little_of_many_logs(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(log_files, "BATCH_NBYTES", 10)
     for index in range(3):
         write(tmp_path, f"a/{index}/gen-1/rank-0", f"{index}_one\n{index}_two\n{index}_three\n")
-    follower = Follower(tmp_path, Selection())
+    follower = LogFollower(tmp_path, Selection())
     batches = [texts(follower.poll()) for _ in range(4)]
     assert [len(batch) for batch in batches] == [3, 3, 3, 0]
     assert {text for batch in batches for text in batch} == {
@@ -227,7 +227,7 @@ def test_one_look_takes_a_little_of_many_logs(tmp_path: Path, monkeypatch: pytes
 
 def test_a_line_longer_than_a_look_is_no_end(tmp_path: Path) -> None:
     write(tmp_path, "a/0/gen-1/rank-0", f"{'x' * 3 * log_files.BATCH_NBYTES}\nlast\n")
-    follower = Follower(tmp_path, Selection())
+    follower = LogFollower(tmp_path, Selection())
     assert [len(text) for text in texts(follower.poll())] == [3 * log_files.BATCH_NBYTES, 4]
     assert follower.poll() == follower.rest() == []
     follower.close()

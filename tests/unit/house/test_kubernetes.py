@@ -15,7 +15,7 @@ import pytest
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from replicas import environ
-from replicas.cli import agent as cli_agent
+from replicas.cli import agent_command as cli_agent
 from replicas.cli import main as cli
 from replicas.config.file import parse
 from replicas.config.structs import Config

@@ -1,6 +1,6 @@
 """What is deployed names only metrics, commands and exit codes that exist.
 
-Covers: cli/agent.py.
+Covers: cli/agent_command.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.cli import agent
+from replicas.cli import agent_command as agent
 from replicas.cli import main as cli
 from replicas.control import exit_codes
 from replicas.environ import JOIN

@@ -26,7 +26,7 @@ from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import Preflight, WorldError
 from replicas.sidecar import building, wire
-from replicas.sidecar.groups import CollectiveGroup, GlooGroup, Handle, NcclGroup
+from replicas.sidecar.groups import CollectiveGroup, GlooGroup, NcclGroup, StartedWork
 from replicas.sidecar.process import SidecarProcess
 from replicas.sidecar.transfer import run_transfer
 from replicas.weights.copies.digest import DeviceDigest, device_digest_of, digest_of
@@ -161,8 +161,8 @@ class NcclWork:
 
 
 def test_nccl_is_waited_for_without_its_own_wait() -> None:
-    def handle(work: NcclWork, deadline: float) -> Handle:
-        return Handle([work], deadline, wait_for=NcclGroup._wait_for)
+    def handle(work: NcclWork, deadline: float) -> StartedWork:
+        return StartedWork([work], deadline, wait_for=NcclGroup._wait_for)
 
     work = NcclWork(5)
     handle(work, time.monotonic() + 5.0).wait()
@@ -258,10 +258,10 @@ class SerialGroup(CollectiveGroup):
     def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         raise NotImplementedError
 
-    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
+    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> StartedWork:
         others = [rank for rank in range(self.size) if rank != self.rank]
         to, sources = (others, []) if root == self.rank else ([], [root])
-        return Handle(self._exchange(tensor, to, sources), deadline, wait_for=self._wait_for)
+        return StartedWork(self._exchange(tensor, to, sources), deadline, wait_for=self._wait_for)
 
     def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
         return [self._stream.submit(self._move, tensor, to, sources)]

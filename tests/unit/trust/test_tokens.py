@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import msgspec
 import pytest
-from starlette.routing import WebSocketRoute
-from starlette.websockets import WebSocketState
 
 from replicas import errors
-from replicas.coordinator import server
 from replicas.coordinator.server import session_route
+from replicas.coordinator.websocket import Ended, SocketRoute, WebSocket
 from replicas.linux import private
-from replicas.supervisor.fleet import agent_route
+from replicas.supervisor.fleet.agent_route import agent_route
 from replicas.supervisor.state.token_files import TokenFiles
 from replicas.trust.tokens import JoinToken, Role, SavedTokens, Tokens
 from replicas.trust.way import way_to
@@ -259,48 +258,42 @@ def test_a_ca_that_is_none(tmp_path: Path) -> None:
             way_to("10.0.0.5:9477", "secret", {"REPLICAS_CA_FILE": str(tmp_path / name)})
 
 
-class WebSocketOfOldToken:
-    """While it is accepted, its token ends. Whoever reads it then serves it."""
+class OldToken:
+    """A WebSocket whose token ends when its request has been accepted. Whoever reads
+    it then serves it."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self.headers = bearer(tokens.secret("operator"))
-        tokens.rotate("operator")
-        self.scope: dict[str, Any] = {}
-        self.application_state = WebSocketState.CONNECTED
+    def __init__(self, headers: dict[str, str]) -> None:
+        self.headers = headers
         self.read = False
-        self._tokens = tokens
 
-    async def accept(self) -> None:
-        self._tokens.revoke_old("operator")
-
-    async def receive(self) -> dict[str, Any]:
+    async def receive(self) -> bytes:
         self.read = True
-        return {"type": "websocket.disconnect"}
+        raise Ended
 
-    async def close(self, *_: object) -> None:
-        self.application_state = WebSocketState.DISCONNECTED
+    def cut(self) -> None:
+        pass
 
 
-def routes(tokens: Tokens) -> dict[str, WebSocketRoute]:
-    def access(websocket: Any) -> str:
-        return "" if tokens.role_of(websocket.headers) else "it is not valid any more"
+def routes(tokens: Tokens) -> dict[str, SocketRoute]:
+    def access(headers: Mapping[str, str]) -> str:
+        return "" if tokens.role_of(headers) else "it is not valid any more"
 
-    nothing = cast("Any", object())
+    nothing = mock.MagicMock()
     return {
-        "agents": agent_route.agent_route(lambda: nothing, lambda _: None, access, lambda: tokens),
+        "agents": agent_route(lambda: nothing, lambda _: None, access, lambda: tokens),
         "members": session_route(nothing, tokens),
     }
 
 
 @pytest.mark.parametrize("kind", ["agents", "members"])
-def test_a_token_that_ends_while_its_connection_is_accepted_ends_that(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (agent_route, server):
-        monkeypatch.setattr(module, "session_of", lambda _: SimpleNamespace(cut=lambda: None))
-        monkeypatch.setattr(module, "welcome", lambda _: None)
+def test_a_token_that_ends_while_its_connection_is_accepted_ends_that(kind: str) -> None:
     tokens = Tokens()
-    websocket = WebSocketOfOldToken(tokens)
-    asyncio.run(cast("Any", routes(tokens)[kind].endpoint)(websocket))
+    route, websocket = routes(tokens)[kind], OldToken(bearer(tokens.secret("operator")))
+    tokens.rotate("operator")
+    assert route.refusal(websocket.headers) is None
+    tokens.revoke_old("operator")
+    refused = route.refusal(websocket.headers)
+    assert refused is not None
+    assert refused[0] == 401
+    asyncio.run(cast("Any", route.serve(cast("WebSocket", websocket))))
     assert not websocket.read
-    assert websocket.application_state is WebSocketState.DISCONNECTED

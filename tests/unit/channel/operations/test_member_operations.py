@@ -341,4 +341,4 @@ async def test_nothing_piles_up(world: ScriptedWorld) -> None:
                 await made.pending
     assert (world.operations._jobs, world.operations._unknown._kept) == ({}, ())
     assert mapped_by(os.getpid(), "replicas-policy-scratch") <= 4
-    assert not world.hub.take_failure()
+    assert not world.hub.failures.take()

@@ -14,8 +14,8 @@ from unittest import mock
 import msgspec
 import pytest
 
-from replicas.coordinator.connection_guard import SessionProtocol
 from replicas.coordinator.sessions import OUTBOX_NBYTES
+from replicas.coordinator.websocket import WebSocket
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.fleet.agent_route import _Link
 from tests.support.agents import field
@@ -78,7 +78,7 @@ async def test_an_agent_that_does_not_read_is_disconnected() -> None:
     refused: list[str] = []
     for unread_nbytes, done in ((OUTBOX_NBYTES, ["write", "write"]), (OUTBOX_NBYTES + 1, ["cut"])):
         connection = FullConnection(unread_nbytes)
-        link = _Link(cast("SessionProtocol", connection), refused.append)
+        link = _Link(cast("WebSocket", connection), refused.append)
         link.send(b"x")
         link.send(b"x")
         assert connection.done == done

@@ -17,7 +17,7 @@ from replicas import errors
 from replicas.control.log_files import LogLine, Selection
 from replicas.messages.bounds import FRAME_NBYTES
 from replicas.supervisor.agent import log_reader
-from replicas.supervisor.agent.log_reader import LogReader
+from replicas.supervisor.agent.log_reader import NodeLogReaders
 from replicas.supervisor.agent.messages import LogQuery, LogReply, encode
 from replicas.supervisor.fleet import node_logs
 from replicas.supervisor.fleet.cluster import Cluster
@@ -33,7 +33,7 @@ class Nodes:
     """The agents of some nodes, each with its logs; those of ``frozen`` are mute."""
 
     def __init__(self, folders: dict[str, Path], frozen: frozenset[str] = frozenset()) -> None:
-        self.agents = {node: LogReader(folder) for node, folder in folders.items()}
+        self.agents = {node: NodeLogReaders(folder) for node, folder in folders.items()}
         self.frozen = frozen
         self.replies: list[LogReply] = []
 
@@ -124,7 +124,7 @@ def test_following_goes_on_when_the_last_node_has_no_such_log_any_more(
         assert texts(await reader.poll()) == ["one"]
         for one in nodes.agents["far"]._readers.values():
             one.follower.close()
-        nodes.agents["far"] = LogReader(tmp_path / "empty")
+        nodes.agents["far"] = NodeLogReaders(tmp_path / "empty")
         assert [await reader.poll() for _ in range(3)] == [[], [], []]
         write(tmp_path / "empty", "a/0/gen-2/rank-0", "two\n")
         assert texts(await reader.poll()) == ["two"]

@@ -113,15 +113,20 @@ def test_cpus_of_one_machine_are_shared_and_of_several_asked_for() -> None:
     assert {nodes.take(plan.groups["c"], index) for index in range(9)} == {""}, "shared"
     nodes.offer("n1", replace(EIGHT, cpus=9), {})
     assert nodes.take(plan.groups["a"], 0) == ""
-    assert nodes.nodes_of("a", 0) == ("n1",)
+    assert [share.node for share in nodes.shares("a", 0)] == ["n1"]
     assert nodes.take(plan.groups["c"], 0) == ""
-    assert nodes.nodes_of("c", 0) == ("local",), "it keeps its place"
+    assert [share.node for share in nodes.shares("c", 0)] == ["local"], "it keeps its place"
     more = grown(c={"resources": {"cpu_threads": 9}}).groups["c"]
     assert nodes.take(more, 0) == ""
-    assert nodes.nodes_of("c", 0) == ("n1",), "its own has too few by now"
+    assert [share.node for share in nodes.shares("c", 0)] == ["n1"], "its own has too few by now"
 
 
 # ---------------------------------------------------------------- the ledger
+
+
+def held(resources: Resources, group: str, index: int) -> tuple[str, ...]:
+    """The GPUs of a replica."""
+    return tuple(gpu for share in resources.shares(group, index) for gpu in share.gpus)
 
 
 def test_gpus_are_kept_over_restarts_and_given_back() -> None:
@@ -130,12 +135,12 @@ def test_gpus_are_kept_over_restarts_and_given_back() -> None:
     a, b = plan.groups["a"], plan.groups["b"]
     assert resources.take(a, 0) == resources.take(a, 1) == ""
     assert resources.take(a, 0) == ""
-    assert (resources.held("a", 0), resources.held("a", 1)) == (("0", "1", "2"), ("3", "4", "5"))
+    assert (held(resources, "a", 0), held(resources, "a", 1)) == (("0", "1", "2"), ("3", "4", "5"))
     assert resources.take(b, 0) == "3 GPUs (2 free)"
     resources.release("a", 0)
     assert resources.take(b, 0) == ""
-    assert resources.held("b", 0) == ("0", "1", "2")
-    assert resources.free == ("6", "7")
+    assert held(resources, "b", 0) == ("0", "1", "2")
+    assert resources.free_on("local") == ("6", "7")
 
 
 def test_a_group_that_asks_for_another_number_takes_anew() -> None:
@@ -143,7 +148,7 @@ def test_a_group_that_asks_for_another_number_takes_anew() -> None:
     assert resources.take(config(a=gpus(8)).groups["a"], 0) == ""
     fewer = config(a=gpus(2)).groups["a"]
     assert resources.take(fewer, 0) == ""
-    assert len(resources.held("a", 0)) == 2
+    assert len(held(resources, "a", 0)) == 2
 
 
 def test_the_environment_of_each_node() -> None:
@@ -173,8 +178,8 @@ def test_no_gpu_has_two_owners(steps: list[tuple[str, int, bool]]) -> None:
             resources.take(plan.groups[name], index)
         else:
             resources.release(name, index)
-        held = [gpu for group in "abc" for replica in range(3) for gpu in resources.held(group, replica)]
-        assert sorted([*held, *resources.free]) == sorted(EIGHT.gpus)
+        given = [gpu for group in "abc" for replica in range(3) for gpu in held(resources, group, replica)]
+        assert sorted([*given, *resources.free_on("local")]) == sorted(EIGHT.gpus)
 
 
 # ---------------------------------------------------------------- the machine

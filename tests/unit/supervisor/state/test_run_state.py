@@ -16,8 +16,8 @@ from replicas.supervisor.state.run_state import (
     Saved,
     SavedGroup,
     SavedReplica,
+    SavedRestart,
     ShimRecord,
-    Spent,
     machine,
     this_process,
 )
@@ -36,7 +36,7 @@ STATE = Saved(
             size=3,
             configured=2,
             replicas={0: SavedReplica(generation=3, restarts={"exit": 2}, cycles=1, last_exit="rank 0 died")},
-            spent=(Spent(1.0, 0), Spent(2.0, 0)),
+            spent=(SavedRestart(1.0, 0), SavedRestart(2.0, 0)),
         )
     },
     shims=(

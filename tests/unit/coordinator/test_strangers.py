@@ -1,7 +1,7 @@
-"""Connections by source: who gives way, whose turn it is; and by which names a port may
-be spoken to.
+"""Where a connection comes from, which one gives way, what its request says; and by
+which names a port may be spoken to.
 
-Covers: coordinator/door.py.
+Covers: coordinator/door.py, coordinator/visits.py.
 """
 
 from __future__ import annotations
@@ -9,51 +9,22 @@ from __future__ import annotations
 import pytest
 
 from replicas.coordinator.addresses import LOOPBACK, AllowedHosts, source_of
-from replicas.coordinator.door import authorization_of, head_of
-from replicas.coordinator.limits import Crowd
+from replicas.coordinator.limits import Bounded
+from replicas.coordinator.visits import authorization_of, head_nbytes
 
 
-def crowd_of(many: int, few: int) -> Crowd[str]:
-    """Of two sources that do not share a queue (the salt is another one each time)."""
-    crowd: Crowd[str] = Crowd()
-    other = next(
-        name for name in map(str, range(100)) if crowd._queue_of(name.encode()) is not crowd._queue_of(b"many")
-    )
-    for number in range(many):
-        crowd.add(f"many{number}", b"many")
-    for number in range(few):
-        crowd.add(f"few{number}", other.encode())
-    return crowd
-
-
-def test_the_oldest_of_the_source_that_has_most_gives_way() -> None:
-    crowd = crowd_of(many=20, few=5)
-    assert [crowd.pop_excess() for _ in range(15)] == [f"many{number}" for number in range(15)]
-    assert len(crowd) == 10
-    assert not crowd.is_mostly(b"many")
-    crowd.add("another", b"many")
-    assert crowd.is_mostly(b"many")
-    assert "few0" in crowd
-
-
-def test_everybody_is_served_in_turn() -> None:
-    crowd = crowd_of(many=10, few=2)
-    served = [crowd.pop_next() for _ in range(4)]
-    assert {*served[:2]} == {"many0", "few0"}
-    assert {*served[2:]} == {"many1", "few1"}
-    assert [crowd.pop_next() for _ in range(8)] == [f"many{number}" for number in range(2, 10)]
-    with pytest.raises(IndexError):
-        crowd.pop_next()
-    with pytest.raises(IndexError):
-        crowd.pop_excess()
-
-
-def test_what_is_seen_may_be_taken_out() -> None:
-    crowd = crowd_of(many=3, few=2)
+def test_the_oldest_gives_way_and_one_source_has_half() -> None:
+    crowd: Bounded[str] = Bounded(6)
+    assert [crowd.add(f"many{number}", b"many") for number in range(5)] == [None, None, None, "many0", "many1"]
+    assert [crowd.add(f"few{number}", f"{number}".encode()) for number in range(4)] == [None, None, None, "many2"]
+    assert list(crowd) == ["many3", "many4", "few0", "few1", "few2", "few3"]
+    assert "many2" not in crowd
+    crowd.discard("many2")
+    crowd.discard("many3")
+    assert (crowd.oldest(), len(crowd)) == ("many4", 5)
     for one in crowd:
-        if one != "few1":
-            crowd.discard(one)
-    assert list(crowd) == ["few1"]
+        crowd.discard(one)
+    assert crowd.oldest() is None
 
 
 @pytest.mark.parametrize(
@@ -78,11 +49,11 @@ def test_the_head_of_a_request(end: bytes) -> None:
     data = end.join(
         [b"GET / HTTP/1.1", b"HOST: x:1", b"authorization:  Bearer s", b"Origin: http://y", b"", b"Host: body"]
     )
-    head = head_of(data)
-    assert head is not None
+    head = data[: head_nbytes(data)]
+    assert head + b"Host: body" == data
     assert authorization_of(head) == b"Bearer s"
     assert authorization_of(b"GET / HTTP/1.1" + end + b"Host: x") == b""
-    assert head_of(head) is None
+    assert head_nbytes(head[:-1]) == 0
 
 
 LOOPBACK_PORT = AllowedHosts("my.name", "127.0.0.1")

@@ -1,0 +1,42 @@
+"""The messages of a session that the coordinator has not acknowledged."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+
+class Outbox:
+    """Messages to a coordinator, numbered from 1 on, until it has acknowledged them."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._numbered = self._sent = 0
+        self.acked = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def all_sent(self) -> bool:
+        return self._sent == self._numbered
+
+    def append(self, body: bytes) -> None:
+        self._numbered += 1
+        self._queue.append((self._numbered, body))
+
+    def unsent(self) -> Iterator[tuple[int, bytes]]:
+        """The messages after the last sent one; each counts as sent when given."""
+        for number, body in list(self._queue):
+            if number > self._sent:
+                self._sent = number
+                yield number, body
+
+    def forget(self, acked: int) -> None:
+        self.acked = max(self.acked, acked)
+        while self._queue and self._queue[0][0] <= acked:
+            self._queue.popleft()
+
+    def rewind(self) -> None:
+        """Have all messages sent again that were not acknowledged."""
+        self._sent = self._queue[0][0] - 1 if self._queue else self._numbered

@@ -1,0 +1,271 @@
+"""The WebSocket of a session or an agent, with limits of what its peer may cost.
+
+Frames are parsed by the Sans-I/O protocol of websockets. Around it:
+
+* Little is read at a time, so that all connections get a turn. Parsing is charged to
+  the connection's account, because pings and fragments never become messages that could
+  be charged. A connection that is in debt, or whose messages wait, is not read.
+* A pong is written only to a peer that reads; a message may not come in thousands of
+  fragments; a text frame is malformed.
+* A closing connection is aborted when its peer does not read the remaining data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import msgspec
+from starlette.routing import BaseRoute
+from websockets.frames import Frame, Opcode
+from websockets.http11 import Request
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from replicas.common.logs import Log
+from replicas.coordinator.limits import RateLimit
+from replicas.messages.bounds import FRAME_NBYTES
+
+CLOSE_TIMEOUT_S = 1.0
+"""Time for the peer of a closing connection to read the remaining data."""
+READ_NBYTES = 4096
+"""Read from one connection per turn: some 160 of the smallest messages, 3 ms."""
+MESSAGES_WAITING = 32
+"""Unhandled messages of a connection beyond which it is not read."""
+FRAGMENTS = 1024
+"""Maximum fragments of one message (this library sends each message whole)."""
+TOO_BIG = 1009
+_REASON_NBYTES = 120
+_NO_MESSAGE = b"\xc1"
+"""A byte that MessagePack never uses; it replaces the content of a text frame."""
+_RTT = struct.Struct("<68xI")
+"""``tcpi_rtt`` of Linux's ``struct tcp_info``, in microseconds."""
+quiet = Log("replicas.coordinator.http")
+quiet.setLevel(logging.CRITICAL)  # bad requests of strangers are counted, not logged
+
+
+class Ended(Exception):
+    """No more messages come from a connection.
+
+    :ivar too_big: its last frame was larger than :data:`FRAME_NBYTES`.
+    """
+
+    def __init__(self, *, too_big: bool = False) -> None:
+        super().__init__("the connection has ended")
+        self.too_big = too_big
+
+
+class SocketRoute(BaseRoute):
+    """A path of the control port at which WebSockets are served.
+
+    :param refusal: status and text for a request with these headers, which is not
+        upgraded then; None: it is. Names are in lower case.
+    :param serve: talks to one connection, which is closed when it returns.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        refusal: Callable[[Mapping[str, str]], tuple[int, str] | None],
+        serve: Callable[[WebSocket], Awaitable[None]],
+    ) -> None:
+        self.path, self.refusal, self.serve = path, refusal, serve
+
+
+class WebSocket(asyncio.BufferedProtocol):
+    """One connection, from its request on.
+
+    :param left: called when it has ended.
+    """
+
+    headers: Mapping[str, str]
+    """Those of its request, once that was accepted."""
+
+    def __init__(self, transport: asyncio.Transport, left: Callable[[], None]) -> None:
+        self._transport = transport
+        self._left = left
+        self._loop = asyncio.get_running_loop()
+        self._conn = ServerProtocol(max_size=FRAME_NBYTES, logger=quiet)
+        self._buffer = bytearray(READ_NBYTES)
+        self._fragments: list[bytes] = []
+        self._messages: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._full = self._ended = self._paused = False
+        self._writable = True
+        self._resting: asyncio.TimerHandle | None = None
+        self.pace = RateLimit(self._loop.time())
+        """Account that pays for parsing its bytes and handling its messages."""
+        self.on_writable: Callable[[], None] = lambda: None
+        self.on_bytes: Callable[[], None] = lambda: None
+        self.on_malformed: Callable[[], None] = lambda: None
+
+    # ------------------------------------------------------------ the request
+
+    def open(self, head: bytes, judge: Callable[[Mapping[str, str]], tuple[int, str] | None]) -> bool:
+        """Answer the request; False: it is refused, and the connection is closing."""
+        self._conn.receive_data(head)
+        request = next(iter(self._conn.events_received()), None)
+        if isinstance(request, Request):
+            self.headers = {name.lower(): value for name, value in reversed([*request.headers.raw_items()])}
+            if refusal := judge(self.headers):
+                answer = self._conn.reject(refusal[0], msgspec.json.encode({"error": refusal[1]}).decode())
+                del answer.headers["Content-Type"]
+                answer.headers["Content-Type"] = "application/json"
+            else:
+                answer = self._conn.accept(request)
+            self._conn.send_response(answer)
+        if self._conn.state is not State.OPEN:
+            self.on_malformed = lambda: None
+        self._write_out()
+        return self._conn.state is State.OPEN
+
+    def peer(self) -> str:
+        """The address of its peer; empty: it is on a Unix socket."""
+        return _host(self._transport.get_extra_info("peername"))
+
+    def here(self) -> str:
+        """The address of this side; empty: it is a Unix socket."""
+        return _host(self._transport.get_extra_info("sockname"))
+
+    # ------------------------------------------------------------ incoming
+
+    def get_buffer(self, _: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.take(bytes(memoryview(self._buffer)[:nbytes]))
+
+    def take(self, data: bytes) -> None:
+        """Parse what has come, and charge it."""
+        began = time.perf_counter()
+        self._conn.receive_data(data)
+        for frame in self._conn.events_received():
+            if isinstance(frame, Frame):
+                self._keep(frame)
+        if self._conn.state is not State.OPEN:
+            self._end()
+        if self._writable or self._ended:
+            self._write_out()
+        else:
+            self._conn.data_to_send()  # discards pongs: the peer does not read
+        if not self._messages:
+            self.on_bytes()
+        self._full = self._full or len(self._messages) > MESSAGES_WAITING
+        rest_s = self.pace.charge(time.perf_counter() - began, self._loop.time())
+        if rest_s and self._resting is None:
+            self._resting = self._loop.call_later(rest_s, self._rested)
+        self._regulate()
+
+    def _keep(self, frame: Frame) -> None:
+        if frame.opcode not in (Opcode.BINARY, Opcode.TEXT, Opcode.CONT):
+            return
+        self._fragments.append(_NO_MESSAGE if frame.opcode is Opcode.TEXT else bytes(frame.data))
+        if frame.fin:
+            self._messages.append(b"".join(self._fragments))
+            self._fragments.clear()
+            self._news.set()
+        elif len(self._fragments) > FRAGMENTS:
+            self.on_malformed()
+            self.cut()
+
+    def _rested(self) -> None:
+        self._resting = None
+        self._regulate()
+
+    def _regulate(self) -> None:
+        """Read from the transport, or pause."""
+        paused = self._full or self._resting is not None
+        if paused is not self._paused and not self._transport.is_closing():
+            self._paused = paused
+            (self._transport.pause_reading if paused else self._transport.resume_reading)()
+
+    async def receive(self) -> bytes:
+        """The next message. Ended: there is none."""
+        while not self._messages:
+            if self._ended:
+                raise Ended(too_big=self._conn.close_sent is not None and self._conn.close_sent.code == TOO_BIG)
+            self._news.clear()
+            await self._news.wait()
+        message = self._messages.popleft()
+        if self._full and not self._messages:
+            self._full = False
+            self._regulate()
+        return message
+
+    def _end(self) -> None:
+        self._ended = True
+        self._news.set()
+
+    def eof_received(self) -> None:
+        self._end()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+        self._end()
+        self._left()
+
+    # ------------------------------------------------------------ outgoing
+
+    def takes_more(self) -> bool:
+        return self._writable
+
+    @property
+    def unread_nbytes(self) -> int:
+        """What was written and has not left this process."""
+        return self._transport.get_write_buffer_size()
+
+    def rtt_s(self) -> float:
+        """The kernel's smoothed round-trip time in seconds; 0: unknown."""
+        sock = self._transport.get_extra_info("socket")
+        try:
+            return float(_RTT.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.size))[0]) / 1e6
+        except (OSError, struct.error):  # the socket is closed
+            return 0.0
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self.on_writable()
+
+    def write(self, messages: Sequence[bytes]) -> None:
+        """Write the messages; does nothing on a closing connection."""
+        if self._conn.state is State.OPEN and not self._transport.is_closing():
+            for message in messages:
+                self._conn.send_binary(message)
+            self._write_out()
+
+    def _write_out(self) -> None:
+        parts = self._conn.data_to_send()
+        if not self._transport.is_closing():
+            self._transport.write(b"".join(parts))
+            if not all(parts):  # an empty part is the end
+                self._close_transport()
+
+    # ------------------------------------------------------------ the end
+
+    def close(self, code: int = 1000, text: str = "") -> None:
+        """Close it; it is aborted if its peer does not answer in time."""
+        if self._conn.state is State.OPEN:
+            self._conn.send_close(code, text.encode()[:_REASON_NBYTES].decode(errors="ignore"))
+            self._write_out()
+        self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    def _close_transport(self) -> None:
+        self._transport.close()
+        self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    def cut(self) -> None:
+        """End the connection at once; its member may come back."""
+        self._transport.abort()
+
+
+def _host(address: object) -> str:
+    return str(address[0]) if isinstance(address, tuple) else ""

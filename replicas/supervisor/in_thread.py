@@ -1,0 +1,32 @@
+"""Work in a thread, which a cancellation waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+
+T = TypeVar("T")
+
+
+async def finish_in_thread(
+    work: Callable[[], T], *, given_up: Callable[[], None] = lambda: None, undo: Callable[[], None] = lambda: None
+) -> T:
+    """Run ``work`` in a thread; a cancellation waits until the thread has ended.
+
+    It would go on while the caller undoes what it did. ``given_up`` is called at a
+    cancellation, ``undo`` after it if the work was done nevertheless.
+    """
+    task = asyncio.ensure_future(anyio.to_thread.run_sync(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        given_up()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait((task,))
+        if task.exception() is None:
+            undo()
+        raise
