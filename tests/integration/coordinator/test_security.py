@@ -1,7 +1,7 @@
 """Strangers, and members gone mad: refused or cut within seconds, counted, and of no
 harm to anybody else.
 
-Covers: coordinator/connection_guard.py, coordinator/server.py.
+Covers: coordinator/server.py.
 """
 
 from __future__ import annotations

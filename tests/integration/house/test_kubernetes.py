@@ -1,7 +1,7 @@
 """What the manifests of services/kubernetes say (config, environment, ports, probes,
 process 1 and its signals), run as processes of hosts with a network between them.
 
-Covers: cli/tokens.py.
+Covers: cli/token_command.py.
 """
 
 from __future__ import annotations

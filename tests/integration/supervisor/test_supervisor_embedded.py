@@ -1,6 +1,6 @@
 """``async with replicas.Supervisor(config)`` in a program of one's own.
 
-Covers: supervisor/reporting.py.
+Covers: supervisor/in_thread.py, supervisor/reporting.py.
 """
 
 from __future__ import annotations

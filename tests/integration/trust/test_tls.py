@@ -1,7 +1,7 @@
 """A control port with TLS: members that join it by their token alone, and everything
 that is refused: wrong keys, old tokens, people between, and handshakes gone wrong.
 
-Covers: trust/certificate.py, trust/tls.py.
+Covers: trust/certificate.py.
 """
 
 from __future__ import annotations

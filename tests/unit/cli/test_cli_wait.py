@@ -1,6 +1,6 @@
 """The command ``wait``: what it waits for, and what it does not wait for any longer.
 
-Covers: cli/base.py, cli/orders.py.
+Covers: cli/base.py, cli/order_commands.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the doctor says about room for logs.
 
-Covers: cli/checks.py.
+Covers: cli/doctor.py.
 """
 
 from __future__ import annotations

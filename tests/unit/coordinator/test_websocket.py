@@ -1,5 +1,8 @@
 """A WebSocket of the control port on a transport that keeps what is written: what it
-reads, when it pauses, and how it ends."""
+reads, when it pauses, and how it ends.
+
+Covers: coordinator/websocket.py.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,6 @@ WIDE = {
     "channel/session/hub.py: Hub": "the one thread on which all parts of a channel meet",
     "channel/versions/update.py: Update": _FACE,
     "coordinator/coordinator.py: Coordinator": _FACE,
-    "coordinator/websocket.py: WebSocket": "one connection, which asyncio calls in many ways",
     "core/moving/transfers.py: Transfer": "one transfer in attempts; pulls between hosts will replace it",
     "sidecar/rank_side/handle.py: Sidecar": _FACE,
     "supervisor/fleet/fleet.py: Fleet": "all groups, which share nodes and budgets",

@@ -1,6 +1,6 @@
 """What is deployed names only metrics, commands and exit codes that exist.
 
-Covers: cli/agent.py.
+Covers: cli/agent_command.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bundles of a run on Ray, with a stand-in for Ray: those that a drain or a reload
 takes away are replaced, and what Ray says is told. (tests/engines has a real one.)
 
-Covers: cli/ray.py, integrations/ray_run.py.
+Covers: cli/ray_command.py, integrations/ray_run.py.
 """
 
 from __future__ import annotations

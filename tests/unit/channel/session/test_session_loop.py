@@ -1,7 +1,7 @@
 """The session thread's loop: it serves as long as the process lives, and who waits for
 it never waits in vain.
 
-Covers: channel/session/hub.py, channel/session/loop.py.
+Covers: channel/session/hub.py, channel/session/loop.py, channel/session/outbox.py.
 """
 
 from __future__ import annotations
