@@ -58,15 +58,15 @@ LINES_MAX = 450
 LONG = {
     "supervisor/supervisor.py": 692,
     "core/moving/transfers.py": 652,
-    "supervisor/fleet/cluster.py": 584,
     "supervisor/fleet/fleet.py": 581,
+    "supervisor/fleet/cluster.py": 578,
     "core/versions/commits.py": 527,
     "supervisor/fleet/replica.py": 499,
     "coordinator/coordinator.py": 493,
     "channel/versions/publish.py": 486,
     "channel/channel.py": 473,
-    "supervisor/shim/shim.py": 456,
     "config/file.py": 460,
+    "supervisor/shim/shim.py": 456,
     "core/operations/pairing.py": 454,
     "config/structs.py": 452,
 }

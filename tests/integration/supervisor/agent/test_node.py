@@ -1,7 +1,7 @@
 """The supervisor's side of a shim, against processes that are no shims: they say
 nothing, or die in a bad moment.
 
-Covers: supervisor/agent/node.py.
+Covers: supervisor/agent/shim_process.py.
 """
 
 from __future__ import annotations
