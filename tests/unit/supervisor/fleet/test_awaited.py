@@ -1,7 +1,8 @@
 """Histories of a supervisor that starts where what may still run cannot be seen: no two
 generations of a replica are ever alive at once, and no number is used twice.
 
-Covers: supervisor/agent/machine.py, supervisor/fleet/awaited.py.
+Covers: supervisor/agent/machine.py, supervisor/fleet/awaited.py,
+supervisor/wire/state.py.
 """
 
 from __future__ import annotations
