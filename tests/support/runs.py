@@ -60,7 +60,7 @@ WITHOUT_CGROUPS = (
 """A supervisor that sees the control groups, and cannot make any."""
 
 
-def eventually(condition: Callable[[], Any], what: str, *, timeout_s: float = 20.0) -> Any:
+def eventually(condition: Callable[[], Any], what: str, *, timeout_s: float = 45.0) -> Any:
     """The first true value of ``condition``, which is asked again and again up to a
     deadline."""
     deadline = time.monotonic() + timeout_s
