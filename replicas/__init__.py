@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from replicas import errors
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 if TYPE_CHECKING:
     from replicas.channel import Channel, Pending, Receipt, Shard, Update, join
