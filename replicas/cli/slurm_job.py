@@ -349,7 +349,7 @@ def _waited(pid: int) -> int:
 
 
 def _noted_signals() -> list[int]:
-    """Do no more on Slurm's signals than to note them in this list."""
+    """Record Slurm's signals in the list instead of acting on them."""
     came: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: came.append(number))

@@ -88,7 +88,7 @@ class ChildLife:
         self._due = None
 
     def ended(self, now: float, again: Backoff | None = None) -> bool:
-        """Note its end; return whether that was too often.
+        """Record the exit; return True once the restart limit is reached.
 
         :param again: delays in place of the usual ones.
         """

@@ -1,4 +1,4 @@
-"""How long something has lasted, less the pauses of this process.
+"""Timers that do not count time in which this process was paused.
 
 A process that was stopped, starved or moved to another machine looks late at what it
 watches: signs of life may lie unread, and the watched process was perhaps paused with

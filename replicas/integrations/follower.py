@@ -87,7 +87,7 @@ class Following:
     :ivar url: the server's address for routers.
     :ivar gate: the server's gate, if it has one.
     :ivar is_gone: returns why the server is gone, or an empty text.
-    :ivar engine_timeout_s: for so long the engine may answer nothing while its
+    :ivar engine_timeout_s: how long the engine may answer nothing while its
         processes are at work (it compiles), or cannot be seen from here.
     :ivar process: the pid of the server's API process; None: the one that listens on
         the port, if that is of this machine's loopback.

@@ -266,7 +266,7 @@ class _Bundles:
             remove_placement_group(slot.place)
 
     def _shrink(self, slots: list[_Slot], surplus: int) -> None:
-        """End so many bundles in which no replica is left, as far as there are some."""
+        """Release up to that many bundles in which no replica is left."""
         nodes = [one for one in self._supervisor.status().nodes if any(slot.holds(one.name) for slot in slots)]
         surplus -= sum(one.state == "draining" for one in nodes)
         idle = [one.name for one in nodes if one.state == "up" and not one.replicas]

@@ -1,4 +1,4 @@
-"""Make a forked process one of its client's, though another program has started it.
+"""Move a forked sidecar into its rank's environment, output and control group.
 
 A forkserver serves all ranks of its node. A sidecar that it forks gets the environment
 and the output of the rank it is for, enters that one's control group, so that it counts

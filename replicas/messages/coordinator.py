@@ -190,7 +190,7 @@ class TransferGo(_FromCoordinator, frozen=True):
 
 
 class Released(_FromCoordinator, frozen=True):
-    """No responsive member of your host has ``version`` any more: await no readers."""
+    """All readers of ``version`` on your host are gone or silent: await none of them."""
 
     version: int
 

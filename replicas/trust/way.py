@@ -1,4 +1,4 @@
-"""How a client reaches a control port: the TLS that it demands, and what it shows.
+"""A client's TLS: what it requires of a control port, and which token it shows.
 
 :func:`way_to` decides it from the endpoint, the token and the environment, before
 anything is sent:

@@ -1,4 +1,4 @@
-"""Heartbeats: how often they come, and how long silence is no reason to worry.
+"""Heartbeats: their interval, and how much silence is tolerated.
 
 Members send heartbeats every second; beyond :data:`BEATS_PER_S` members of a channel
 less often, at most every :data:`HEARTBEAT_MAX_S`, so that the coordinator's load stays

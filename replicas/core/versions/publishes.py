@@ -72,7 +72,7 @@ class Publish:
     def phases(self, total_s: float = 0.0) -> dict[str, float]:
         """Return seconds by phase, in order; ``commit`` is the rest of ``total_s``.
 
-        With a GPU also ``hold``: for so long the source's streams were held.
+        With a GPU also ``hold``: how long the source's streams were held.
         """
         transfer, every = self.transfer, self.packed.values()
         phases = {

@@ -53,7 +53,7 @@ RECOVERY_S = 3.0
 
 
 class Told:
-    """The part of a channel's state that may be shown: commits that are on disk.
+    """The state of a channel that may be shown: commits that are already on disk.
 
     The state machine is ahead of the disk: it decides, and goes on as if the decision
     were recorded. That is safe for its messages, which follow the record in the order

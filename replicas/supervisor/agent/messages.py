@@ -8,7 +8,7 @@ reconnection, so none is missed; each has the shim's mark (``nonce``). One for a
 that the agent does not have is ignored: the supervisor knows from the states in a Hello
 that it is gone.
 
-:class:`Beat` and :class:`Heard` carry the lease: the agent may go on for so long after
+:class:`Beat` and :class:`Heard` carry the lease: the agent may go on that long after
 it *sent* a beat that was heard, and the supervisor waits longer than that after it
 *received* one (:mod:`replicas.core.lives.leases`).
 

@@ -30,7 +30,7 @@ shim, which an embedding program may end at any time.
 
 An agent of another machine gives a lease with each ping, that of the supervisor's
 machine a patience (:mod:`replicas.supervisor.shim.lease`): a shim that hears nothing
-for so long ends as if its supervisor were gone.
+that long ends as if its supervisor were gone.
 
 If the shim itself is killed, the launcher and the ranks have their parent-death
 signals, and the supervisor sweeps the rest by its control group and by the mark in its
