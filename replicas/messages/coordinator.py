@@ -190,7 +190,7 @@ class TransferGo(_FromCoordinator, frozen=True):
 
 
 class Released(_FromCoordinator, frozen=True):
-    """All readers of ``version`` on your host are gone or silent: await none of them."""
+    """All readers of ``version`` on your host are gone or silent: await none."""
 
     version: int
 

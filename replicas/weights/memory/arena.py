@@ -373,7 +373,7 @@ class Arena:
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")
 
     def _choose(self, nbytes: int) -> Slot | None:
-        """Choose the best-fitting free slot, else the oldest one that may be evicted."""
+        """Choose the best-fitting free slot, else the oldest evictable one."""
         free = sorted((slot for slot in self._slots if slot.state == "free"), key=lambda slot: not _fits(slot, nbytes))
         evictable = [
             slot
