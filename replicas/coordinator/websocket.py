@@ -133,7 +133,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._left = left
         self._loop = asyncio.get_running_loop()
         self._conn = ServerProtocol(max_size=FRAME_NBYTES, logger=quiet)
-        self._buffer = bytearray(READ_NBYTES)
+        self._buffer = memoryview(bytearray(READ_NBYTES))  # asyncio reads several TLS records into slices of it
         self._inbox = _Inbox()
         self._paused = False
         self._writable = True
@@ -173,11 +173,11 @@ class WebSocket(asyncio.BufferedProtocol):
 
     # ------------------------------------------------------------ incoming
 
-    def get_buffer(self, _: int) -> bytearray:
+    def get_buffer(self, _: int) -> memoryview:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.take(bytes(memoryview(self._buffer)[:nbytes]))
+        self.take(bytes(self._buffer[:nbytes]))
 
     def take(self, data: bytes) -> None:
         """Parse what has come, and charge it."""

@@ -12,7 +12,7 @@ import datetime
 import ipaddress
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from websockets.asyncio.client import connect
+from websockets.client import ClientProtocol
+from websockets.frames import Frame, Opcode
+from websockets.protocol import State
+from websockets.uri import parse_uri
 
 import replicas
 from replicas import errors
@@ -424,3 +428,75 @@ def test_off_loopback_tls_is_on_unless_it_is_off_in_words(tmp_path: Path) -> Non
         Coordinator(CHANNELS, host="10.255.255.1", token=made.token)
     with pytest.raises(errors.UsageError, match='tls must be "auto", "on" or "off"'):
         Coordinator(CHANNELS, tls="yes")  # type: ignore[arg-type]  # a mistake
+
+
+class Records:
+    """A client's TLS, of which each write is a record, sent when it is told to."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.way = way_to(coordinator.endpoint, coordinator.token, {})
+        self._from, self._to = ssl.MemoryBIO(), ssl.MemoryBIO()
+        context = context_of(coordinator)
+        self._tls = context.wrap_bio(self._from, self._to, server_hostname=self.way.host)
+
+    async def open(self) -> None:
+        self._reader, self._writer = await plain(self.coordinator.endpoint)
+        while True:
+            try:
+                self._tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                await self._exchange()
+        self.send()
+
+    def write(self, parts: Iterable[bytes]) -> None:
+        for one in parts:
+            self._tls.write(one)
+
+    def send(self) -> None:
+        self._writer.write(self._to.read())
+
+    async def read(self) -> bytes:
+        while True:
+            try:
+                return self._tls.read(1 << 16)
+            except ssl.SSLWantReadError:
+                await self._exchange()
+
+    async def _exchange(self) -> None:
+        self.send()
+        self._from.write(await asyncio.wait_for(self._reader.read(1 << 16), 30))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def test_frames_in_several_tls_records_are_read_whole(coordinator: Coordinator) -> None:
+    """As of a member that comes back, and sends again what was not acknowledged: the
+    server finds several records at once."""
+    tls = Records(coordinator)
+    await tls.open()
+    protocol = ClientProtocol(parse_uri(tls.way.url("/session")))
+    request = protocol.connect()
+    request.headers.update(tls.way.headers)
+    protocol.send_request(request)
+    tls.write(protocol.data_to_send())
+    tls.send()
+    while protocol.state is not State.OPEN:
+        protocol.receive_data(await tls.read())
+        protocol.events_received()
+        assert protocol.handshake_exc is None
+    sent = [bytes([number]) * 100 for number in range(8)]
+    for one in sent:
+        protocol.send_ping(one)
+    tls.write(protocol.data_to_send())
+    tls.send()
+    pongs: list[bytes] = []
+    while len(pongs) < len(sent):
+        protocol.receive_data(await tls.read())
+        found = protocol.events_received()
+        assert protocol.state is State.OPEN, protocol.close_rcvd
+        pongs += [bytes(one.data) for one in found if isinstance(one, Frame) and one.opcode is Opcode.PONG]
+    assert pongs == sent
+    tls.close()
