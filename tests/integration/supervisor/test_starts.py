@@ -75,5 +75,5 @@ def test_whoever_waits_for_a_run_can_give_up(tmp_path: Path) -> None:
     waiting.given_up.set()
     thread.join(20)
     assert not thread.is_alive()
-    assert [str(one) for one in ended] == ['the start of run "r" was given up']
+    assert [str(one) for one in ended] == [f"the start in {tmp_path} was given up"]
     holder.release()

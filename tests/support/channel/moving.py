@@ -39,6 +39,15 @@ def full(shape: tuple[int, ...], value: int) -> torch.Tensor:
     return torch.full(shape, float(value))
 
 
+def _turned(one: torch.Tensor) -> torch.Tensor:
+    """Its transpose; the tensor itself where torch refuses, as its memory shrank just
+    now."""
+    try:
+        return one.data.t() if one.ndim == 2 else one
+    except RuntimeError:
+        return one
+
+
 class Model:
     """Parameters, and a thread that is never done with their memory."""
 
@@ -122,8 +131,7 @@ class Copies:
         self._pack(Feed(self.model.tensors, dtype=torch.bfloat16))
 
     def transposed(self) -> None:
-        turned = {name: one.data.t() if one.ndim == 2 else one for name, one in self.model.tensors.items()}
-        self._pack(Feed(turned))
+        self._pack(Feed({name: _turned(one) for name, one in self.model.tensors.items()}))
 
     def walk(self) -> None:
         self._pack(Feed(self._steps()), self.manifest)
