@@ -160,7 +160,7 @@ class Operator:
         try:
             code = self.cli("reload", "run.toml")
             assert code == 78
-            assert self.cli("status", "run.toml") == 0
+            assert self.cli("status") == 0, "it looks for the run of this folder"
         finally:
             self.run.config.write_text(kept)
         return str(code)
