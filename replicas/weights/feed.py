@@ -85,21 +85,26 @@ class Ties:
         """The first name of this same tensor, if it came before; equal on all ranks."""
         if not isinstance(value, torch.Tensor) or is_lazy(value):
             return None
-        key: object = None
-        with suppress(Exception):  # a tensor's own code may raise: it is looked at again, and named
-            if is_dtensor(value):
-                key = (tuple(value.shape), str(value.placements), self._key(value.to_local()))
-            elif type(value) not in PLAIN:
-                key = ((), "", self._key(taken)) if (taken := alias_of(value)).numel() else None
-            elif value.numel() and value.layout is torch.strided and not value.is_meta:
-                key = ((), "", self._key(value))
+        try:
+            key = self._key(value)
+        except Exception:  # noqa: BLE001  # a tensor's own code may raise: it is looked at again, and named
+            key = None
         if key is None:
             return None
         first = self._first.setdefault(key, name)
         return first if first != name else None
 
+    def _key(self, value: torch.Tensor) -> object:
+        """What is alike for tensors that are tied; None: it is tied to none."""
+        if type(value) in PLAIN:
+            dense = value.numel() and value.layout is torch.strided and not value.is_meta
+            return ((), "", self._place(value)) if dense else None
+        if is_dtensor(value):
+            return tuple(value.shape), str(value.placements), self._place(value.to_local())
+        return ((), "", self._place(taken)) if (taken := alias_of(value)).numel() else None
+
     @staticmethod
-    def _key(tensor: torch.Tensor) -> object:
+    def _place(tensor: torch.Tensor) -> object:
         # The storage object, not its address: a rank whose shard is empty must see the
         # tie, too.
         storage = tensor.untyped_storage()._cdata
@@ -306,7 +311,8 @@ class Feed:
         if isinstance(value, Shard) and self.mode == "image":
             text = f"tensor {name!r} is a Shard, but only the leader of this source carries bytes"
             raise ManifestMismatch(text, hint='set ranks = "all" for the source, or publish whole tensors')
-        if type(tensor) not in PLAIN and not is_dtensor(value):  # its own code does not run
+        dtensor = value if type(tensor) not in PLAIN and is_dtensor(value) else None
+        if type(tensor) not in PLAIN and dtensor is None:  # its own code does not run
             if why := why_unusable(tensor):
                 raise unusable(name, tensor, why)
             tensor = alias_of(tensor)
@@ -317,13 +323,13 @@ class Feed:
         if alias is not None:
             return Entry(name, None, dtype, shape, None, alias)
         box: Box | None = ((0,) * len(shape), shape) if all(shape) else None
-        if is_dtensor(value) and self.mode == "image":
+        if dtensor is not None and self.mode == "image":
             return Entry(name, gathered, dtype, shape, box)
-        if is_dtensor(value):
-            box = local_box(value, name)
+        if dtensor is not None:
+            box = local_box(dtensor, name)
             if box is None:
                 return Entry(name, None, dtype, shape, box)
-            tensor = value.to_local()
+            tensor = dtensor.to_local()
         elif isinstance(value, Shard):
             box = (value.offsets, tuple(tensor.shape)) if tensor.numel() else None
         taken = alias_of(tensor)

@@ -124,22 +124,26 @@ class Kinds:
         these = slice(few.start + first, few.start + first + size)
         try:
             addresses = np.fromiter(map(torch.Tensor.data_ptr, some), np.uintp, size)
-            offsets = np.fromiter(map(torch.Tensor.storage_offset, some), np.uintp, size)
+            offsets = list(map(torch.Tensor.storage_offset, some))
         except RuntimeError:  # it has no storage: it is sparse, say
             return False
-        if not all(map(operator.eq, map(_SHAPE, some), self.shapes[these])):
-            return False
-        if not all(map(operator.is_, map(_DTYPE, some), self.dtypes[these])):
+        if (
+            not all(map(operator.eq, map(_SHAPE, some), self.shapes[these]))
+            or list(map(_DTYPE, some)) != self.dtypes[these]
+        ):
             return False
         sizes = self.sizes[these]
         if np.any((addresses == 0) & (sizes != 0)):
             return False
-        found.addresses[few], found.needed[few] = addresses, offsets * self.items[these] + sizes
+        found.addresses[few], found.needed[few] = addresses, sizes
+        if any(offsets):
+            found.needed[few] += np.array(offsets, np.uintp) * self.items[these]
         if not all(map(_ON_CPU, some)):
             found.elsewhere = found.elsewhere or next(tensor for tensor in some if not tensor.is_cpu)
         elif streaming.available:
             found.runs[few] = self.kept[these]
-            found.runs[few] &= np.fromiter(map(torch.Tensor.is_contiguous, some), np.bool_, size)
+            if not all(map(torch.Tensor.is_contiguous, some)):
+                found.runs[few] &= np.fromiter(map(torch.Tensor.is_contiguous, some), np.bool_, size)
             for lazy in (torch.Tensor.is_neg, torch.Tensor.is_conj)[: 1 + self.complex]:
                 if any(map(lazy, some)):
                     found.runs[few] &= ~np.fromiter(map(lazy, some), np.bool_, size)
