@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from bench.rank import Driver, Handler
 from replicas import messages as wire
-from replicas.channel.session.connection import Connection, dial
+from replicas.channel.session.connection import FrameConnection, dial
 from replicas.coordinator import Coordinator
 from replicas.messages.identity import ProcessIdentity
 
@@ -30,7 +30,7 @@ def handlers(driver: Driver) -> dict[str, Handler]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the threads that follow, too
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    member: list[Connection] = []
+    member: list[FrameConnection] = []
 
     def run(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
@@ -72,7 +72,7 @@ def handlers(driver: Driver) -> dict[str, Handler]:
     }
 
 
-async def _until(connection: Connection, kind: str) -> None:
+async def _until(connection: FrameConnection, kind: str) -> None:
     while True:
         data = await connection.recv()
         assert isinstance(data, bytes)

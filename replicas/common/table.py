@@ -62,7 +62,7 @@ class Table(Generic[S, E]):
         return all(before != state for before, _ in self.rows)
 
 
-class Machine(Generic[S, E, A]):
+class StateMachine(Generic[S, E, A]):
     """The state of one thing, ``now``, and what is to be done at each step.
 
     :param actions: of a state and an event, in their order; none where it has no entry.

@@ -28,7 +28,7 @@ from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
 from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.threaded import LoopThread
-from replicas.coordinator.visits import Admission
+from replicas.coordinator.visits import PortRules
 from replicas.core.base.effects import Event
 from replicas.core.channel import ChannelState
 from replicas.core.members.roster import GroupShape
@@ -166,11 +166,11 @@ class Coordinator:
         try:
             routes = [session_route(self.engine, self.tokens), *self._routes]
             hosts = AllowedHosts(self._host, listener.getsockname()[0])
-            admission = Admission(
+            rules = PortRules(
                 self.engine.refused, lambda given: self.tokens.role(given) is not None, hosts, self._live
             )
             tls = None if self._port_key is None else self._port_key.context
-            door = Door(listener, admission, tls=tls is not None)
+            door = Door(listener, rules, tls=tls is not None)
             self._server = Server(listener, routes, self.engine.refused, door=door, tls=tls)
             self.engine.without_store()
             await self._store.resolve()  # before members come, who may be on other machines

@@ -37,7 +37,7 @@ from replicas.coordinator.visits import (
     HEAD_NBYTES,
     REQUEST_S,
     REQUEST_TIMEOUT_S,
-    Admission,
+    PortRules,
     answer,
     authorization_of,
     head_nbytes,
@@ -88,8 +88,8 @@ class Door:
     :param tls: the port speaks it.
     """
 
-    def __init__(self, listener: socket.socket, admission: Admission, *, tls: bool = False) -> None:
-        self.admission = admission
+    def __init__(self, listener: socket.socket, rules: PortRules, *, tls: bool = False) -> None:
+        self.rules = rules
         self._listener = listener
         self._family = int(listener.family)
         self._accept_fd: Callable[[], tuple[int, Any]] = listener._accept  # type: ignore[attr-defined]  # typeshed leaves it out
@@ -107,7 +107,7 @@ class Door:
     def open(self, admit: Admit) -> None:
         """Start to accept."""
         self._loop = asyncio.get_running_loop()
-        self._pace = RateLimit(self._loop.time(), HANDSHAKES_SHARE) if self._tls else self.admission.pace
+        self._pace = RateLimit(self._loop.time(), HANDSHAKES_SHARE) if self._tls else self.rules.pace
         self._admit = admit
         self._poll = select.epoll()
         self._loop.add_reader(self._poll.fileno(), self._on_readable)
@@ -193,11 +193,11 @@ class Door:
         if not data:
             self._drop(one)
         elif self._tls and data[0] != _TLS_HANDSHAKE:
-            self.admission.refused("tls")
+            self.rules.refused("tls")
             self._answer(one, answer("400 Bad Request", _SPEAKS_TLS) if data[:1].isalpha() else b"")
-        elif not self._tls and nbytes and (probe := self.admission.answer_at_once(data)) is not None:
+        elif not self._tls and nbytes and (probe := self.rules.answer_at_once(data)) is not None:
             self._answer(one, probe)
-        elif not self._tls and nbytes and self.admission.knows(authorization_of(data[:nbytes])):
+        elif not self._tls and nbytes and self.rules.knows(authorization_of(data[:nbytes])):
             self._let_in(one)
         elif self._tls or nbytes or len(data) >= HEAD_NBYTES or not data[:1].isalpha():
             self._take_turns(one)
@@ -221,7 +221,7 @@ class Door:
         self._drop(one)
 
     def _refuse(self, one: _Waiting, reason: str) -> None:
-        self.admission.refused(reason)
+        self.rules.refused(reason)
         self._drop(one)
 
     def _unwatch(self, one: _Waiting) -> None:

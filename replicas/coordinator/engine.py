@@ -30,13 +30,13 @@ from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.newcomers import Newcomers
-from replicas.coordinator.sessions import Connection, Encoded, MemberSession
+from replicas.coordinator.sessions import Encoded, MemberConnection, MemberSession
 from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.subscribers import Subscribers
 from replicas.core.base import effects
 from replicas.core.base.effects import CommitDecision, Effect, Event, StoreChanged
 from replicas.core.channel import ChannelState
-from replicas.core.members.heartbeats import Silence
+from replicas.core.members.heartbeats import SilenceOfAll
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.lanes import SECRET_NBYTES
 from replicas.core.versions.manifests import Joined, read
@@ -100,7 +100,7 @@ class Engine:
         self._subscribers = Subscribers()
         self._outlets = {name: _Outlet() for name in channels}
         self._encoded = Encoded()
-        self._silence = Silence()
+        self._silence = SilenceOfAll()
         self._tasks: set[asyncio.Task[None]] = set()
         self.lag_s = 0.0
         self.refusals: dict[str, int] = {}
@@ -118,7 +118,7 @@ class Engine:
 
     # ------------------------------------------------------------ sessions
 
-    def open(self, hello: wire.Hello, connection: Connection, address: str, seen_as: str = "") -> MemberSession:
+    def open(self, hello: wire.Hello, connection: MemberConnection, address: str, seen_as: str = "") -> MemberSession:
         """Bind a connection to the incarnation's session, a new one if it has none.
 
         :param address: the member's address, as seen from here. :param seen_as: the
@@ -165,7 +165,9 @@ class Engine:
             watch.start(lambda: self._exited(session))
         return session
 
-    def _attach(self, session: MemberSession, connection: Connection, received: int, welcome: wire.Welcome) -> None:
+    def _attach(
+        self, session: MemberSession, connection: MemberConnection, received: int, welcome: wire.Welcome
+    ) -> None:
         session.attach(connection, received, welcome)
         connection.on_bytes = lambda: self._heard(session)
 
@@ -177,7 +179,7 @@ class Engine:
             if now - session.wrote_at >= ACK_BYTES_S:
                 session.send(wire.Ack())
 
-    def detach(self, session: MemberSession, connection: Connection) -> None:
+    def detach(self, session: MemberSession, connection: MemberConnection) -> None:
         """The connection has ended; its member may come back with another one."""
         channel = self._channel(session.member)
         if session.detach(connection) and channel is not None:

@@ -35,7 +35,7 @@ from replicas.coordinator.engine import Engine
 from replicas.coordinator.limits import hello_problem, message_problem, size_problem
 from replicas.coordinator.newcomers import NotYet
 from replicas.coordinator.sessions import MemberSession
-from replicas.coordinator.visits import KEY, REQUEST_TIMEOUT_S, STALL_TIMEOUT_S, Admission, Pages, Visit
+from replicas.coordinator.visits import KEY, REQUEST_TIMEOUT_S, STALL_TIMEOUT_S, Pages, PortRules, Visit
 from replicas.coordinator.websocket import CLOSE_TIMEOUT_S, TOO_BIG, Ended, SocketRoute, WebSocket, quiet
 from replicas.messages import Hello, MemberFrame, Refused, ServerFrame, WireError, decode_member_frame, encode
 from replicas.messages.bounds import FRAME_NBYTES
@@ -258,7 +258,7 @@ class Server:
         self._listener = listener
         self._door = door
         self._tls = tls
-        self.admission: Admission | None = None if door is None else door.admission
+        self.rules: PortRules | None = None if door is None else door.rules
         self.refused, self.turns_away = refused, turns_away
         self.sockets: Mapping[str, SocketRoute] = {
             route.path: route for route in routes if isinstance(route, SocketRoute)
@@ -293,8 +293,8 @@ class Server:
     def _admit(self, sock: socket.socket, source: bytes, until: float) -> None:
         visit = Visit(self, source, until)
         visit.opening = self._begin(self._connect(sock, visit))
-        if self._tls is not None and self.admission is not None:
-            visit.count_in(self.admission.unproven)
+        if self._tls is not None and self.rules is not None:
+            visit.count_in(self.rules.unproven)
 
     async def _connect(self, sock: socket.socket, visit: Visit) -> None:
         """Make the transport of an accepted socket, as asyncio's own server does."""

@@ -41,7 +41,7 @@ WRITE_NBYTES = 1 << 18
 """Written at once, before checking whether the connection takes more."""
 
 
-class Connection(Protocol):
+class MemberConnection(Protocol):
     """The transport to a member."""
 
     on_writable: Callable[[], None]
@@ -83,7 +83,7 @@ class MemberSession:
         self.sent = 0
         self.refused = 0
         """Connections closed for bad input since the last good message."""
-        self.connection: Connection | None = None
+        self.connection: MemberConnection | None = None
         self.watch: ProcessWatch | None = None
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
         self._unacknowledged_nbytes = 0
@@ -98,7 +98,7 @@ class MemberSession:
         self.on_detach: Callable[[], None] | None = None
         """Called when the connection has ended and all its input was handled."""
 
-    def attach(self, connection: Connection, acknowledged: int, first: FromCoordinator) -> None:
+    def attach(self, connection: MemberConnection, acknowledged: int, first: FromCoordinator) -> None:
         """Take over a new connection: send ``first``, then what is unacknowledged."""
         self.over.set()
         self.over = asyncio.Event()
@@ -170,13 +170,13 @@ class MemberSession:
         self.wrote_at = asyncio.get_running_loop().time()
         return frames
 
-    async def written(self, connection: Connection) -> None:
+    async def written(self, connection: MemberConnection) -> None:
         """Return when all messages queued for this connection were handed to it."""
         while self.connection is connection and (self._queue or self._ack_due):
             self._news.clear()
             await self._news.wait()
 
-    def detach(self, connection: Connection) -> bool:
+    def detach(self, connection: MemberConnection) -> bool:
         """The connection has ended. Returns False if another one has replaced it."""
         present = self.connection is connection
         if present:

@@ -69,7 +69,7 @@ def head_nbytes(data: bytes) -> int:
     return min((at + len(end) for end in _ENDS if (at := data.find(end)) >= 0), default=0)
 
 
-class Admission:
+class PortRules:
     """Who may do what at one port, and the strangers there.
 
     :param refused: called with the reason for each connection that is turned away.
@@ -115,7 +115,7 @@ class Admission:
 class Port(Protocol):
     """The server that a visit is at."""
 
-    admission: Admission | None
+    rules: PortRules | None
     refused: Callable[[str], None]
     sockets: Mapping[str, SocketRoute]
     visits: set[Visit]
@@ -134,14 +134,14 @@ class Visit(asyncio.Protocol):
     """One connection, for as long as it is no WebSocket.
 
     :param source: where it comes from. :param until: loop time by which its head must
-        be there. Both are of no use at a port without an admission.
+        be there. Both are of no use at a port without rules.
     """
 
     transport: asyncio.Transport
 
     def __init__(self, port: Port, source: bytes = b"", until: float = 0.0) -> None:
         self._port = port
-        self.admission = port.admission
+        self.rules = port.rules
         self._source = source
         self._until = until
         self._loop = asyncio.get_running_loop()
@@ -156,14 +156,14 @@ class Visit(asyncio.Protocol):
 
     @property
     def is_stranger(self) -> bool:
-        return self.admission is not None and self in self.admission.strangers
+        return self.rules is not None and self in self.rules.strangers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         self.opening = None
         self.is_secure = transport.get_extra_info("sslcontext") is not None
         self._port.visits.add(self)
-        if self.admission is not None:
+        if self.rules is not None:
             self._wait(max(0.0, self._until - self._loop.time()))
 
     def count_in(self, crowd: Bounded[Visit]) -> None:
@@ -210,17 +210,17 @@ class Visit(asyncio.Protocol):
 
     def _said_at_once(self, head: bytes) -> bytes:
         """The answer to a probe, or to one stranger too many; empty: go on."""
-        if (admission := self.admission) is None:
+        if (rules := self.rules) is None:
             return b""
-        admission.unproven.discard(self)
+        rules.unproven.discard(self)
         self.began = time.perf_counter() if self.is_secure else self.began
-        if (probe := admission.answer_at_once(head)) is not None:
+        if (probe := rules.answer_at_once(head)) is not None:
             return probe
-        if not admission.knows(authorization_of(head)):
-            if self.is_secure and admission.pace.charge(REQUEST_S, self._loop.time()):  # else the door has charged it
-                admission.refused("too_many")
+        if not rules.knows(authorization_of(head)):
+            if self.is_secure and rules.pace.charge(REQUEST_S, self._loop.time()):  # else the door has charged it
+                rules.refused("too_many")
                 return answer("503 Service Unavailable", "too many ask without a token")
-            self.count_in(admission.strangers)
+            self.count_in(rules.strangers)
         return b""
 
     def _upgrade(self, route: SocketRoute, head: bytes, rest: bytes) -> None:
@@ -229,8 +229,8 @@ class Visit(asyncio.Protocol):
 
         def judge(headers: Mapping[str, str]) -> tuple[int, str] | None:
             problem = None
-            if self.admission is not None and self.is_stranger:
-                problem = self.admission.problem([headers[name] for name in _NAMES if name in headers])
+            if self.rules is not None and self.is_stranger:
+                problem = self.rules.problem([headers[name] for name in _NAMES if name in headers])
             return problem or route.refusal(headers)
 
         self.transport.set_protocol(websocket)
@@ -303,9 +303,9 @@ class Visit(asyncio.Protocol):
     def left(self) -> None:
         """The connection is over."""
         self._port.visits.discard(self)
-        if self.admission is not None:
-            self.admission.unproven.discard(self)
-            self.admission.strangers.discard(self)
+        if self.rules is not None:
+            self.rules.unproven.discard(self)
+            self.rules.strangers.discard(self)
 
 
 # ------------------------------------------------------------ around the pages
@@ -329,24 +329,24 @@ class Pages:
             headers = [(b"host", host), *((name, value) for name, value in scope["headers"] if name != b"host")]
             path = b"/" + path
             scope = {**scope, "path": unquote(path.decode("latin-1")), "raw_path": path, "headers": headers}
-        admission = visit.admission
+        rules = visit.rules
         try:
-            if admission is None or not visit.is_stranger:
+            if rules is None or not visit.is_stranger:
                 await self._app(scope, receive, send)
             else:
-                await self._for_stranger(admission, visit.began, scope, receive, send)
+                await self._for_stranger(rules, visit.began, scope, receive, send)
         finally:
             visit.finish(scope["type"])
 
-    async def _for_stranger(self, admission: Admission, began: float, scope: Any, receive: Any, send: Any) -> None:
+    async def _for_stranger(self, rules: PortRules, began: float, scope: Any, receive: Any, send: Any) -> None:
         names = [value.decode("latin-1") for name, value in scope["headers"] if name.decode("latin-1") in _NAMES]
-        refusal = admission.problem(names)
+        refusal = rules.problem(names)
         app = self._app if refusal is None else JSONResponse({"error": refusal[1]}, status_code=refusal[0])
         loop = asyncio.get_running_loop()
 
         async def send_once(message: Any) -> None:
             if message["type"] == "http.response.start":
-                admission.pace.charge(time.perf_counter() - began, loop.time())
+                rules.pace.charge(time.perf_counter() - began, loop.time())
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 

@@ -22,7 +22,7 @@ from replicas.integrations.engine_server import Answer, EngineServer
 from replicas.linux.processes import descendants, stat_fields
 from replicas.linux.sockets import listeners
 
-__all__ = ["API", "Health", "Spent", "Vigil", "processor_time", "serving_process"]
+__all__ = ["API", "EngineHealth", "Spent", "Vigil", "processor_time", "serving_process"]
 
 EVERY_S = 1.0
 AT_WORK = 0.05
@@ -145,7 +145,7 @@ class Vigil:
         return now - since if now - idle_since > patience_s or now - since > max(patience_s, self._limit_s) else 0.0
 
 
-class Health:
+class EngineHealth:
     """Threads that watch a server in a ``with`` block, and give it up.
 
     :param is_gone: returns why the server is gone, or an empty text.
@@ -172,7 +172,7 @@ class Health:
         asks = [threading.Thread(target=self._ask, args=(path,), name="replicas-engine-ask") for path in watched]
         self._threads = [*asks, threading.Thread(target=self._watch, name="replicas-engine-health")]
 
-    def __enter__(self) -> Health:
+    def __enter__(self) -> EngineHealth:
         for thread in self._threads:
             thread.daemon = True
             thread.start()

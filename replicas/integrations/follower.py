@@ -49,7 +49,7 @@ from typing import Any, Literal
 
 import replicas
 from replicas import errors
-from replicas.integrations.engine_health import API, Health, Spent, processor_time, serving_process
+from replicas.integrations.engine_health import API, EngineHealth, Spent, processor_time, serving_process
 from replicas.integrations.engine_server import EngineServer, Refused
 from replicas.integrations.gate import GatePage
 
@@ -135,7 +135,7 @@ def run(server: EngineServer, following: Following, stop: threading.Event, start
     def spent() -> Spent | None:
         return None if process is None else processor_time(process)
 
-    with Health(
+    with EngineHealth(
         server,
         following.is_gone,
         WATCHED,
@@ -187,7 +187,7 @@ def _lost(reason: str) -> errors.SyncError:
 class Follower:
     """Brings the versions of one channel into one server."""
 
-    def __init__(self, server: EngineServer, following: Following, health: Health, stop: threading.Event) -> None:
+    def __init__(self, server: EngineServer, following: Following, health: EngineHealth, stop: threading.Event) -> None:
         self._server = server
         self._following = following
         self._health = health

@@ -18,10 +18,10 @@ from replicas.errors import ReplicasError
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import die_with_parent
 
-__all__ = ["Agent", "main"]
+__all__ = ["RayAgent", "main"]
 
 
-class Agent:
+class RayAgent:
     """The actor."""
 
     def serve(self, join: str, name: str, labels: Mapping[str, str], folder: str) -> int:

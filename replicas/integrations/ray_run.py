@@ -37,7 +37,7 @@ from replicas import errors
 from replicas.common.foreign import one_line
 from replicas.config.structs import Config, GroupConfig
 from replicas.core.lives.lifecycle import Transition
-from replicas.integrations.ray_agent import Agent
+from replicas.integrations.ray_agent import RayAgent
 from replicas.supervisor.operator import supervise
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.surroundings import Surroundings, invitation, on_cluster
@@ -235,7 +235,7 @@ class _Bundles:
         folder = str(supervisor.config.run.state_dir / "nodes")
         while not slot.retired:
             actor = (
-                ray.remote(Agent)
+                ray.remote(RayAgent)
                 .options(
                     num_cpus=wanted["CPU"],
                     num_gpus=wanted.get("GPU", 0),

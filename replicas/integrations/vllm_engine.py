@@ -40,7 +40,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import replicas
 from replicas import errors
-from replicas.integrations.vllm_reload import Reload
+from replicas.integrations.vllm_reload import EngineReload
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,7 +105,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._channel: replicas.Channel | None = None
         self._update: replicas.Update | None = None
         self._begun = False
-        self._reload = Reload(model, vllm_config.model_config, device)
+        self._reload = EngineReload(model, vllm_config.model_config, device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the channel as a rank of this server's replica; a second call joins
@@ -126,7 +126,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             info={"worker": str(rank - 1)},
             timeout=init_info.timeout_s,
         )
-        self._reload = Reload(self.model, self.model_config, self.device)  # what fitted before may not any more
+        self._reload = EngineReload(self.model, self.model_config, self.device)  # what fitted before may not any more
         self._reload.complete = init_info.complete
 
     def _refuse_old_memories(self) -> None:

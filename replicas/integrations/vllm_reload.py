@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get
 
 from replicas import errors
 
-__all__ = ["Reload"]
+__all__ = ["EngineReload"]
 
 logger = logging.getLogger("vllm.replicas")
 _NEVER = -(1 << 62)
@@ -84,7 +84,7 @@ class _Misfit(Exception):
     pass
 
 
-class Reload:
+class EngineReload:
     """Loads versions into one model.
 
     :ivar complete: False: versions may lack parameters of the model.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from replicas.linux.files import open_plain
 from replicas.linux.processes import START_TIME, boot_id, namespace, stat_fields
-from replicas.memory.door import ANSWER_S, Door, fetch
+from replicas.memory.door import ANSWER_S, MemoryDoor, fetch
 from replicas.messages import Beacon
 from replicas.messages.identity import ProcessIdentity
 
@@ -40,7 +40,7 @@ def own_beacon() -> Beacon:
         fd = os.memfd_create("replicas-beacon", os.MFD_CLOEXEC)
         os.write(fd, nonce.encode())
         try:
-            door = str(Door().address)
+            door = str(MemoryDoor().address)
         except (OSError, RuntimeError):  # no socket or thread can be had: other namespaces are other hosts then
             door = ""
         _beacon = Beacon(os.getpid(), fd, nonce, os.geteuid(), door)

@@ -59,13 +59,13 @@ _GIVEN, _NOT_THERE = b"\1", b"\0"
 _MESSAGE_NBYTES = 256
 
 
-class Door:
+class MemoryDoor:
     """The door of this process, until it ends."""
 
     def __init__(self) -> None:
         """Open it; OSError or RuntimeError: no socket or no thread can be had."""
         self.address = SocketAddress(f"replicas-door-{secrets.token_hex(8)}", secrets.token_hex(16))
-        self._clients: dict[socket.socket, _Client] = {}
+        self._clients: dict[socket.socket, _Asker] = {}
         self._socket = self.address.listen()
         self._socket.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -110,11 +110,11 @@ class Door:
             one.close()
             return
         one.setblocking(False)
-        client = self._clients[one] = _Client()
+        client = self._clients[one] = _Asker()
         self._selector.register(one, selectors.EVENT_READ)
         one.send(client.challenge)
 
-    def _answer(self, one: socket.socket, client: _Client) -> bool:
+    def _answer(self, one: socket.socket, client: _Asker) -> bool:
         """Answer one request; False: there will be no other one."""
         message = one.recv(_MESSAGE_NBYTES)
         theirs, mac, request = _split(message)
@@ -142,7 +142,7 @@ class Door:
 
 
 @dataclass(eq=False)
-class _Client:
+class _Asker:
     """``served``: it has proven who it is."""
 
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(_CHALLENGE_NBYTES))

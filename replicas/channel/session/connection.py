@@ -23,7 +23,7 @@ _quiet.setLevel(logging.ERROR)
 MAX_FRAME_NBYTES = 256 << 20
 
 
-class Connection(Protocol):
+class FrameConnection(Protocol):
     """Whole frames, in order, each once.
 
     :ivar fd: a descriptor that a forked child must not keep open; -1: none.
@@ -45,7 +45,7 @@ class Connection(Protocol):
     def abort(self) -> None: ...
 
 
-in_process: dict[str, Callable[[str], Connection]] = {}
+in_process: dict[str, Callable[[str], FrameConnection]] = {}
 """By endpoint: opens a connection to a coordinator in this process, given a token
 (:mod:`replicas.testing`)."""
 
@@ -66,7 +66,7 @@ class _Socket(PortConnection):
 
 async def dial(
     endpoint: str, token: str, reached: Callable[[], None], token_owners: frozenset[int] | None
-) -> Connection:
+) -> FrameConnection:
     """Connect to the coordinator at ``endpoint``.
 
     :param reached: called when TCP has connected, before the HTTP handshake.

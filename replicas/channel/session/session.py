@@ -42,7 +42,7 @@ from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketExce
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.session.connection import CLOSE_TIMEOUT_S, Connection, dial
+from replicas.channel.session.connection import CLOSE_TIMEOUT_S, FrameConnection, dial
 from replicas.channel.session.loop import SessionLoop
 from replicas.channel.session.outbox import Outbox
 from replicas.common.backoff import Backoff
@@ -193,7 +193,7 @@ class Session:
         self._task.cancel()
         await asyncio.wait([self._task], timeout=timeout_s + CLOSE_TIMEOUT_S)
 
-    async def _run(self, first: Connection) -> None:
+    async def _run(self, first: FrameConnection) -> None:
         there = [first]
 
         async def use() -> None:
@@ -210,7 +210,7 @@ class Session:
             logger.error("%s: the session ends because of a bug", self._hello.channel, exc_info=error)
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
-    async def _use(self, connection: Connection) -> None:
+    async def _use(self, connection: FrameConnection) -> None:
         """Serve the connection until it ends; _Fruitless without a new message."""
         began = time.monotonic()
         ended: BaseException | None = None
@@ -244,7 +244,7 @@ class Session:
         self._flushed.set()
         self._handler.session_over(error)
 
-    async def _hang_up(self, connection: Connection) -> None:
+    async def _hang_up(self, connection: FrameConnection) -> None:
         try:
             await connection.close()
         finally:
@@ -257,7 +257,7 @@ class Session:
         if error is not None:
             self._last_error = _text(error)
 
-    async def _connect_once(self) -> Connection:
+    async def _connect_once(self) -> FrameConnection:
         async with asyncio.timeout(REACH_S) as limit:
 
             def reached() -> None:
@@ -283,7 +283,7 @@ class Session:
                 raise
             return connection
 
-    async def _shake_hands(self, connection: Connection) -> None:
+    async def _shake_hands(self, connection: FrameConnection) -> None:
         known = self._handler.introduce(self._hello)
         hello = msgspec.structs.replace(known, resume_term=self.term, received=self._received)
         await connection.send(wire.encode(wire.MemberFrame(0, self._received, hello)))
@@ -304,7 +304,7 @@ class Session:
         self._handler.welcomed(body, resumed)
         self._wake.set()
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: FrameConnection) -> None:
         self._look_at(time.monotonic())
         work = (self._read, self._write, self._listen)
         tasks = [asyncio.create_task(part(connection), name=f"session {part.__name__}") for part in work]
@@ -319,7 +319,7 @@ class Session:
                 if isinstance(result, kind):
                     raise result
 
-    async def _read(self, connection: Connection) -> None:
+    async def _read(self, connection: FrameConnection) -> None:
         while True:
             frame = self._decode(await connection.recv())
             self._outbox.forget(frame.ack)
@@ -338,7 +338,7 @@ class Session:
             self._note_pause()
             self._handler.handle(frame.body)
 
-    async def _write(self, connection: Connection) -> None:
+    async def _write(self, connection: FrameConnection) -> None:
         beat = time.monotonic()
         while True:
             self._wake.clear()
@@ -355,11 +355,11 @@ class Session:
                 async with asyncio.timeout(max(0.0, beat - time.monotonic())):
                     await self._wake.wait()
 
-    async def _put(self, connection: Connection, number: int, body: bytes) -> None:
+    async def _put(self, connection: FrameConnection, number: int, body: bytes) -> None:
         self._unacked = 0
         await connection.send(wire.encode_frame(number, self._received, body))
 
-    async def _listen(self, connection: Connection) -> None:
+    async def _listen(self, connection: FrameConnection) -> None:
         """Raise TimeoutError when no byte has arrived for too long."""
         while True:
             self._clock.due = time.monotonic() + self.heartbeat_interval_s / 2

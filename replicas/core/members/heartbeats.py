@@ -63,7 +63,7 @@ class Heartbeats:
             self._slowest_s, self._slow_until = interval_s, 0.0
 
 
-class Silence:
+class SilenceOfAll:
     """Silence of all members of a coordinator. Times are of one monotonic clock."""
 
     def __init__(self) -> None:

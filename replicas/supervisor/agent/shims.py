@@ -19,7 +19,7 @@ from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.forkservers import Forkservers
 from replicas.supervisor.agent.messages import Plain, Start
 from replicas.supervisor.agent.shim_process import ShimProcess, base_environment
-from replicas.supervisor.wire.orders import OtherRelease, PartSpec
+from replicas.supervisor.wire.orders import OtherOrders, PartSpec
 from replicas.supervisor.wire.state import IDENTITY, UNKNOWN, ExitReport, PartState
 
 log = Log("replicas.agent")
@@ -77,7 +77,7 @@ class Shims:
                 memory_nbytes=order.memory_nbytes,
                 max_processes=order.max_processes,
             )
-        except (OtherRelease, OSError) as error:
+        except (OtherOrders, OSError) as error:
             report = ExitReport("lost", text=f"a shim cannot be started: {error}")
             self._states[nonce] = state._replace(report=report, gone=True)
         self._moved(nonce)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from replicas.common.table import Machine
+from replicas.common.table import StateMachine
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import GENERATION, GENERATION_ACTIONS, Asked, CourseInput, CourseState
 from replicas.core.lives.lifecycle import Lifecycle
@@ -79,7 +79,7 @@ class Course:
         self._owner, self._context = owner, context
         self._key = owner.life.group, owner.life.replica
         self._held = [part.state.belongings for part in before if part.local]
-        self._machine = Machine(GENERATION, GENERATION_ACTIONS)
+        self._machine = StateMachine(GENERATION, GENERATION_ACTIONS)
         self._drain_by = 0.0
         self._now = asyncio.get_running_loop().time
 

@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Sequence
 
 from replicas import errors
-from replicas.common.table import Machine
+from replicas.common.table import StateMachine
 from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import ASKED, ASKED_ACTIONS, LEAVING, UNWANTED, Asked, Request, request_of
@@ -72,7 +72,7 @@ class Replica:
         self._restarts = restarts
         self._turns = turns or new_turns()
         self._poke = asyncio.Event()
-        self._asked = Machine(ASKED, ASKED_ACTIONS)
+        self._asked = StateMachine(ASKED, ASKED_ACTIONS)
         self._resume_at = 0.0
         self._waits_for = ""
         self._begin()

@@ -146,7 +146,7 @@ class LogSource:
         self._numbers[2] = len(tail)
 
 
-class Log:
+class OutputLog:
     """One log of ``group/replica``; ``replaces``: after a pump that was killed."""
 
     def __init__(
@@ -287,12 +287,12 @@ class Pump:
     :param tee: descriptor of the terminal; None if lines are not shown there.
     """
 
-    def __init__(self, logs: list[Log], control: socket.socket, tee: int | None, replica: str) -> None:
+    def __init__(self, logs: list[OutputLog], control: socket.socket, tee: int | None, replica: str) -> None:
         self._logs = logs
         self._control = control
         self._selector = selectors.EpollSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
-        self._open: dict[int, tuple[Log, int]] = {}
+        self._open: dict[int, tuple[OutputLog, int]] = {}
         self._told = {"file": 0, "tee": 0}
         self._tell_at: float | None = None
         self._tee: Tee | None = None
@@ -374,7 +374,7 @@ class Pump:
         """Report newly lost lines to the shim, at most once a second."""
         if self._tell_at is not None and now < self._tell_at and not at_once:
             return
-        counting: dict[str, Sequence[Log | Tee]] = {"file": self._logs, "tee": [self._tee] if self._tee else []}
+        counting: dict[str, Sequence[OutputLog | Tee]] = {"file": self._logs, "tee": [self._tee] if self._tee else []}
         for where, counters in counting.items():
             new = sum(one.dropped for one in counters) - self._told[where]
             if new > 0:
@@ -383,7 +383,7 @@ class Pump:
                 reason = next((one.why_dropped for one in counters if one.why_dropped), "")
                 orders.send(self._control, {"type": "dropped", "loss": orders.plain(LogLoss(new, where, reason))})
 
-    def _show(self, log: Log, lines: bytes) -> None:
+    def _show(self, log: OutputLog, lines: bytes) -> None:
         if lines and self._tee is not None and log.source.shown:
             self._on_tee(lambda tee: tee.show(lines, log.prefix))
 

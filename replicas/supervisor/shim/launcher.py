@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     control.set_inheritable(False)
     try:
         spec = orders.receive_spec(control)
-    except (orders.Malformed, orders.OtherRelease) as error:
+    except (orders.Malformed, orders.OtherOrders) as error:
         note(f"what the shim said is no order: {error}")
         return 1
     if spec is None:

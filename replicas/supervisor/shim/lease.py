@@ -16,7 +16,7 @@ from replicas.common.patience import PauseClock
 from replicas.core.lives.leases import LAST_S
 
 
-class Lease:
+class ShimLease:
     """When the shim ends by itself.
 
     :param until: end of the lease; 0: there is none.

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from replicas.common.table import Machine, Table
+from replicas.common.table import StateMachine, Table
 from replicas.supervisor.wire.orders import REMAINS_INTERVAL_S
 
 SWEEP_GRACE_S = 1.0
@@ -58,7 +58,7 @@ ACTIONS: Mapping[tuple[Phase, Input], tuple[Action, ...]] = {
 }
 
 
-class Phases(Machine[Phase, Input, Action]):
+class Phases(StateMachine[Phase, Input, Action]):
     """The phase of one shim, ``now``, and the time of its next SIGKILL."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from replicas.common.foreign import last_lines
 from replicas.common.patience import Patience
 from replicas.linux.processes import send_signal
 from replicas.supervisor.logs.log_file import remove_old_generations
-from replicas.supervisor.logs.pump import COMM, Log, LogSource, Pump, waiting_nbytes
+from replicas.supervisor.logs.pump import COMM, LogSource, OutputLog, Pump, waiting_nbytes
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, note
 from replicas.supervisor.wire.state import LogLoss
@@ -182,7 +182,9 @@ class PumpWatcher:
             folder = Path(spec.log_dir)
             _rename(f"replicas log pump of {name}")
             limits = (spec.log_max_nbytes, spec.log_keep)
-            logs = [Log(source, folder, *limits, name, replaces=self._replaces) for source in self._sources.values()]
+            logs = [
+                OutputLog(source, folder, *limits, name, replaces=self._replaces) for source in self._sources.values()
+            ]
             remove_old_generations(folder, spec.log_keep_generations)
             Pump(logs, control, self._tee, name).run()
             code = 0

@@ -69,7 +69,7 @@ from replicas.supervisor.cleanup.inventory import Stocktaking
 from replicas.supervisor.cleanup.sweeping import Grace, kill_group
 from replicas.supervisor.shim.deaths import DeathWatch, Ends, StoppedWatch, exit_report
 from replicas.supervisor.shim.dumps import Stack, Stacks, ranks_below, short
-from replicas.supervisor.shim.lease import Lease
+from replicas.supervisor.shim.lease import ShimLease
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.shim.starting import Starter
@@ -112,7 +112,7 @@ class Shim:
         self._others = Ends(self._selector)
         self._phases = Phases()
         self._childless = False
-        self._lease = Lease(time.monotonic(), spec.lease_until, spec.patience_s)
+        self._lease = ShimLease(time.monotonic(), spec.lease_until, spec.patience_s)
         self._grace = Grace()
         self._killing_since = 0.0
         self._promised_s = math.inf
@@ -444,7 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except orders.Malformed as error:
         note(f"what the supervisor said is no order: {error}")
         return 1
-    except (orders.OtherRelease, OSError) as error:
+    except (orders.OtherOrders, OSError) as error:
         orders.send(control, state_message(UNKNOWN._replace(report=_not_started(error), gone=True)))
         return 0
     return shim.run()

@@ -46,7 +46,7 @@ T = TypeVar("T")
 MISFITS = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
-class OtherRelease(Exception):
+class OtherOrders(Exception):
     """The supervisor runs another release than the installed one, with other orders."""
 
     def __init__(self, release: str, error: Exception) -> None:
@@ -122,7 +122,7 @@ class PartSpec(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> PartSpec:
-        """OtherRelease: it is a spec of another release. Malformed: it is none."""
+        """OtherOrders: it is a spec of another release. Malformed: it is none."""
         if not isinstance(data, dict):
             raise Malformed(f"a start without fields: a {type(data).__name__}")
         try:
@@ -130,7 +130,7 @@ class PartSpec(NamedTuple):
                 raise TypeError(f"no such field: {', '.join(sorted(map(str, unknown)))}"[:200])
             spec: PartSpec = _decoded(cls, data)
         except MISFITS as error:
-            raise OtherRelease(str(data.get("release", "unknown")), error) from error
+            raise OtherOrders(str(data.get("release", "unknown")), error) from error
         return spec
 
 
@@ -266,7 +266,7 @@ def receive(connection: socket.socket) -> Message | None:
 
 
 def receive_spec(connection: socket.socket) -> PartSpec | None:
-    """The start order, which is the first; None: the end. Malformed, OtherRelease."""
+    """The start order, which is the first; None: the end. Malformed, OtherOrders."""
     message = receive(connection)
     if message is None:
         return None

@@ -28,7 +28,7 @@ from replicas.control.socket import ControlSocket
 from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.door import Door
 from replicas.coordinator.server import Server, bind_listener
-from replicas.coordinator.visits import Admission
+from replicas.coordinator.visits import PortRules
 from replicas.linux.sockets import peer_uid
 from replicas.supervisor.agent import orphans
 from replicas.trust.tokens import Tokens
@@ -118,9 +118,9 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path) -> None:
     address = listener.getsockname()
     access = ByToken(lambda: TOKENS, run.refused.append)
     hosts = AllowedHosts("127.0.0.1", "127.0.0.1")
-    admission = Admission(run.refused.append, lambda given: TOKENS.role(given) is not None, hosts, run.live)
-    admission.strangers.most = 4  # of one source, half of that
-    door = Door(listener, admission)
+    rules = PortRules(run.refused.append, lambda given: TOKENS.role(given) is not None, hosts, run.live)
+    rules.strangers.most = 4  # of one source, half of that
+    door = Door(listener, rules)
     asked: asyncio.Queue[None] = asyncio.Queue()
 
     async def hang(_: Request) -> Response:

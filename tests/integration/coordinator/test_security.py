@@ -59,8 +59,8 @@ async def coordinator(shared: Coordinator, caplog: pytest.LogCaptureFixture) -> 
 def strangers(coordinator: Coordinator) -> int:
     assert coordinator._server is not None
     assert coordinator._server._door is not None
-    admission = coordinator._server._door.admission
-    return len(admission.strangers) + len(admission.unproven) + coordinator._server._door.waiting
+    rules = coordinator._server._door.rules
+    return len(rules.strangers) + len(rules.unproven) + coordinator._server._door.waiting
 
 
 @pytest.fixture

@@ -364,8 +364,8 @@ async def test_a_huge_request_head_over_tls(coordinator: Coordinator) -> None:
 
 async def test_handshakes_of_many_lock_nobody_out(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     assert coordinator._server is not None
-    assert coordinator._server.admission is not None
-    monkeypatch.setattr(coordinator._server.admission.unproven, "most", 16)  # of one source, half of that
+    assert coordinator._server.rules is not None
+    monkeypatch.setattr(coordinator._server.rules.unproven, "most", 16)  # of one source, half of that
     member = await join(coordinator.endpoint, coordinator.token)
     connections = [await plain(coordinator.endpoint) for _ in range(30)]
     data = hello()

@@ -18,7 +18,7 @@ from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.sessions import MemberSession
 from replicas.core.base.effects import EpochStarted, Event, MemberJoined, MemberLost
-from replicas.core.members.heartbeats import DEAF_MAX_S, Silence
+from replicas.core.members.heartbeats import DEAF_MAX_S, SilenceOfAll
 from replicas.core.members.roster import GroupShape
 from replicas.messages import (
     PROTOCOL,
@@ -236,7 +236,7 @@ def test_one_silent_member_is_judged_while_another_is_heard() -> None:
 
 
 def test_time_is_forgiven_once() -> None:
-    silence = Silence()
+    silence = SilenceOfAll()
     assert silence.passed(5.0) == 0.0, "nobody has ever been heard"
     assert silence.heard(10.0) == 0.0
     assert silence.passed(11.0) == 0.0, "that is from one heartbeat to the next"

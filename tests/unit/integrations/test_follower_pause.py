@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicas.integrations import engine_health, follower
-from replicas.integrations.engine_health import Health
+from replicas.integrations.engine_health import EngineHealth
 from replicas.integrations.engine_server import EngineServer
 from replicas.integrations.follower import Following, PauseMode, Weights
 from replicas.integrations.gate import GatePage
@@ -38,7 +38,7 @@ def test_the_time_in_which_a_server_ends_its_requests_is_no_pause(
     page = GatePage.create()
     page.open(1)  # so it is warm
     following = Following(channel="policy", url=server.url, mode=mode, gate=page, min_serving=0.5)
-    health = Health(server, lambda: "", {}, while_loading=(), limit_s=1.0)
+    health = EngineHealth(server, lambda: "", {}, while_loading=(), limit_s=1.0)
     weights = Weights(server, following, health, threading.Event())
     weights._load(2)
     assert page.paused_s == paused_s

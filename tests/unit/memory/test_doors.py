@@ -23,7 +23,7 @@ from replicas.linux import locks
 from replicas.linux.sockets import SocketAddress
 from replicas.memory import door, kept
 from replicas.memory.beacon import find, own_beacon
-from replicas.memory.door import Door, fetch, is_open
+from replicas.memory.door import MemoryDoor, fetch, is_open
 from replicas.messages import Beacon, SlotPlace
 from tests.support.channel.memory import Child
 from tests.support.runs import eventually
@@ -34,7 +34,7 @@ ELSEWHERE = 1 << 22  # no pid
 
 @pytest.fixture(scope="module")
 def address() -> str:
-    return str(Door().address)
+    return str(MemoryDoor().address)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_all_steps_of_a_door_together_are_waited_for_once(memory: int, monkeypat
 def test_idle_strangers_are_sent_away_and_do_not_delay_others(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "PATIENCE_S", 0.1)
     monkeypatch.setattr(door, "CLIENTS", 3)
-    address = str(Door().address)
+    address = str(MemoryDoor().address)
     strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
     for one in strangers:
         one.settimeout(30)

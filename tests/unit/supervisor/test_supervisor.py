@@ -129,7 +129,7 @@ def test_messages_keep_their_content_and_others_are_refused() -> None:
 def test_a_spec_with_a_field_of_another_type_is_refused() -> None:
     spec = PartSpec("r", "g", 0, 1, 0, 2, 4, "exec", ("a", "b"), {"K": "v"}, "/", "/l", 1.5, "n")
     for change in ({"run": 7}, {"nnodes": "2"}, {"stop_timeout_s": None}, {"tee": "no"}):
-        with pytest.raises(orders.OtherRelease, match="is not of type"):
+        with pytest.raises(orders.OtherOrders, match="is not of type"):
             PartSpec.of({**plain(spec), **change})
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import MARK
-from replicas.supervisor.logs.pump import Log, LogSource, Pump
+from replicas.supervisor.logs.pump import LogSource, OutputLog, Pump
 from replicas.supervisor.shim import launcher
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.wire import orders
@@ -82,7 +82,7 @@ def test_what_a_log_pump_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[st
     """The lines of the ranks are logged all the same, each once."""
     ours, theirs = orders.pair()
     reader, writer = os.pipe()
-    pump = Pump([Log(LogSource("rank-0", (reader,)), tmp_path, 1 << 20, 3, "a/0")], theirs, None, "a/0")
+    pump = Pump([OutputLog(LogSource("rank-0", (reader,)), tmp_path, 1 << 20, 3, "a/0")], theirs, None, "a/0")
     thread = threading.Thread(target=pump.run)
     thread.start()
     try:
@@ -199,7 +199,7 @@ def test_what_a_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             send(ours, data)
             try:
                 spec = orders.receive_spec(theirs)
-            except (orders.Malformed, orders.OtherRelease) as error:
+            except (orders.Malformed, orders.OtherOrders) as error:
                 told += 1
                 told_lines = str(error).splitlines()
                 assert len(told_lines) == 1

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.common.table import InvalidStep, Machine, Table
+from replicas.common.table import InvalidStep, StateMachine, Table
 from replicas.core.lives.ending import (
     ASKED,
     ASKED_ACTIONS,
@@ -135,7 +135,7 @@ PAIRS = [
     ("table", "actions", "expected", "state", "event"), PAIRS, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_each_input_in_each_state(table: Table[Any, Any], actions: Any, expected: Any, state: str, event: str) -> None:
-    machine = Machine(table, actions)
+    machine = StateMachine(table, actions)
     machine.now = state
     if event in expected[state]:
         done = machine.step(event)
@@ -155,7 +155,7 @@ def test_every_action_is_that_of_a_row() -> None:
 
 @given(st.data())
 def test_on_each_way_the_end_is_noted_and_told_once(data: st.DataObject) -> None:
-    machine, done = Machine(GENERATION, GENERATION_ACTIONS), list[str]()
+    machine, done = StateMachine(GENERATION, GENERATION_ACTIONS), list[str]()
     for _ in range(40):
         if GENERATION.final(machine.now):
             break
@@ -173,7 +173,7 @@ def test_on_each_way_the_end_is_noted_and_told_once(data: st.DataObject) -> None
 
 @given(st.lists(st.sampled_from(get_args(Request))))
 def test_a_stop_for_good_is_not_taken_back(requests: list[Request]) -> None:
-    machine, ends = Machine(ASKED, ASKED_ACTIONS), 0
+    machine, ends = StateMachine(ASKED, ASKED_ACTIONS), 0
     for request in requests:
         before = machine.now
         if not ASKED.allows(before, request):

@@ -19,7 +19,7 @@ from replicas.config.structs import LogsConfig
 from replicas.linux import private
 from replicas.supervisor.fleet.generation import wants_tee
 from replicas.supervisor.logs.log_file import RotatedFile, remove_old_generations
-from replicas.supervisor.logs.pump import LONGEST_NBYTES, Log, LogSource
+from replicas.supervisor.logs.pump import LONGEST_NBYTES, LogSource, OutputLog
 from replicas.supervisor.logs.tee import Tee
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.wire.guard import RANK_MARK
@@ -49,8 +49,8 @@ def pipe() -> Pipe:
     return Pipe()
 
 
-def log_of(pipe: Pipe, folder: Path, max_nbytes: int = LIMIT, keep: int = 3, *, replaces: bool = False) -> Log:
-    return Log(pipe.source, folder, max_nbytes, keep, "a/0", replaces=replaces)
+def log_of(pipe: Pipe, folder: Path, max_nbytes: int = LIMIT, keep: int = 3, *, replaces: bool = False) -> OutputLog:
+    return OutputLog(pipe.source, folder, max_nbytes, keep, "a/0", replaces=replaces)
 
 
 def test_a_log_is_rotated_by_size_and_only_so_many_parts_are_kept(tmp_path: Path, pipe: Pipe) -> None:
@@ -105,12 +105,12 @@ def test_another_pump_knows_the_rank_of_a_worker(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     other, other_writer = os.pipe()
     source = LogSource("", (reader, other), shown=True)
-    log = Log(source, tmp_path, LIMIT, 3, "a/0")
+    log = OutputLog(source, tmp_path, LIMIT, 3, "a/0")
     os.write(writer, RANK_MARK + b"7\nout\n")
     log.read(0, 0.0)
     log.close()
     os.write(other_writer, RANK_MARK + b"7\nerr\n")
-    log = Log(source, tmp_path, LIMIT, 3, "a/0", replaces=True)
+    log = OutputLog(source, tmp_path, LIMIT, 3, "a/0", replaces=True)
     assert log.read(1, 0.0) == b"err\n"
     lines = (tmp_path / "rank-7.log").read_bytes().splitlines()
     assert (lines[0], lines[-1], len(lines)) == (b"out", b"err", 3)

@@ -12,12 +12,12 @@ import pytest
 from replicas.common.patience import Silence
 from replicas.core.lives.leases import FROZEN_S, LAST_S, local_patience_s
 from replicas.supervisor.agent.shim_process import ShimProcess
-from replicas.supervisor.shim.lease import Lease
+from replicas.supervisor.shim.lease import ShimLease
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.state import UNKNOWN
 
 
-def ends_at(lease: Lease, now: float = 0.0) -> float:
+def ends_at(lease: ShimLease, now: float = 0.0) -> float:
     """When a shim that is not paused ends."""
     while not lease.over(now):
         assert lease.wakes > now
@@ -26,25 +26,25 @@ def ends_at(lease: Lease, now: float = 0.0) -> float:
 
 
 def test_a_lease_ends_at_its_time_even_if_the_shim_was_paused() -> None:
-    assert ends_at(Lease(0.0, until=5.0)) == 5.0
-    assert Lease(0.0, until=5.0).over(60.0)
-    lease = Lease(0.0, until=5.0)
+    assert ends_at(ShimLease(0.0, until=5.0)) == 5.0
+    assert ShimLease(0.0, until=5.0).over(60.0)
+    lease = ShimLease(0.0, until=5.0)
     lease.pinged(4.9, until=15.0)
     assert ends_at(lease) == 15.0
     assert not lease.over(15.1), "it is said once"
 
 
 def test_without_a_lease_and_patience_a_shim_goes_on() -> None:
-    lease = Lease(0.0, until=5.0, patience_s=5.0)
+    lease = ShimLease(0.0, until=5.0, patience_s=5.0)
     lease.pinged(4.0)
     assert lease.wakes == float("inf")
     assert not lease.over(1e9)
 
 
 def test_a_patience_ends_some_seconds_after_its_time_without_a_ping() -> None:
-    lease = Lease(0.0, patience_s=20.0)
+    lease = ShimLease(0.0, patience_s=20.0)
     assert ends_at(lease) == 20.0 + LAST_S
-    lease = Lease(0.0, patience_s=20.0)
+    lease = ShimLease(0.0, patience_s=20.0)
     assert not lease.over(20.0)
     lease.pinged(20.5, patience_s=20.0)
     assert ends_at(lease) == 40.5 + LAST_S
@@ -53,14 +53,14 @@ def test_a_patience_ends_some_seconds_after_its_time_without_a_ping() -> None:
 @pytest.mark.parametrize("wakes_at", [20.0, 21.5, 600.0])
 def test_a_machine_that_was_paused_for_longer_than_the_patience_goes_on(wakes_at: float) -> None:
     """Whichever of its processes runs first."""
-    lease = Lease(0.0, patience_s=20.0)
+    lease = ShimLease(0.0, patience_s=20.0)
     assert not lease.over(wakes_at)
     lease.pinged(wakes_at + 0.1, patience_s=20.0)
     assert ends_at(lease) == wakes_at + 20.1 + LAST_S
 
 
 def test_a_pause_within_the_last_seconds_is_none_of_them() -> None:
-    lease = Lease(0.0, patience_s=20.0)
+    lease = ShimLease(0.0, patience_s=20.0)
     assert not lease.over(20.0)
     assert not lease.over(600.0)
     assert ends_at(lease) == 600.0 + LAST_S
