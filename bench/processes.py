@@ -136,12 +136,12 @@ async def _forkserver() -> AsyncIterator[Forkserver]:
 async def forkservers(count: int) -> AsyncIterator[list[Forkserver]]:
     """So many, each of which has loaded torch: it answers its first client only
     then."""
-    from replicas.sidecar.rank_side import client  # takes torch, of which this process needs nothing later
+    from replicas.sidecar.rank_side import forkserver_client  # takes torch, of which this process needs nothing later
 
     async with AsyncExitStack() as stack:
         found = [await stack.enter_async_context(_forkserver()) for _ in range(count)]
         connections = await asyncio.gather(
-            *(client.Forkserver.connect(one.name, timeout_s=FORKSERVER_TIMEOUT_S) for one in found)
+            *(forkserver_client.Forkserver.connect(one.name, timeout_s=FORKSERVER_TIMEOUT_S) for one in found)
         )
         await asyncio.gather(*(one.aclose() for one in connections))
         yield found

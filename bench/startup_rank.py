@@ -17,8 +17,8 @@ from bench.rank import Driver, Handler  # noqa: E402
 from bench.sync_rank import SyncRank  # noqa: E402
 from replicas import errors  # noqa: E402
 from replicas.channel.session.loop import session_loop  # noqa: E402
-from replicas.sidecar.rank_side.client import Forkserver  # noqa: E402
-from replicas.sidecar.rank_side.handle import SidecarFailed  # noqa: E402
+from replicas.sidecar.rank_side.forkserver_client import Forkserver  # noqa: E402
+from replicas.sidecar.rank_side.sidecar_handle import SidecarFailed  # noqa: E402
 from replicas.sidecar.wire import CollectiveSpec  # noqa: E402
 
 WAIT_S = 60.0

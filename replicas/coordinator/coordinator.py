@@ -30,7 +30,7 @@ from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.threaded import LoopThread
 from replicas.coordinator.visits import PortRules
 from replicas.core.base.effects import Event
-from replicas.core.channel import ChannelState
+from replicas.core.channel_state import ChannelState
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.steps import number_in
 from replicas.linux import needs
@@ -166,9 +166,7 @@ class Coordinator:
         try:
             routes = [session_route(self.engine, self.tokens), *self._routes]
             hosts = AllowedHosts(self._host, listener.getsockname()[0])
-            rules = PortRules(
-                self.engine.refused, lambda given: self.tokens.role(given) is not None, hosts, self._live
-            )
+            rules = PortRules(self.engine.refused, lambda given: self.tokens.role(given) is not None, hosts, self._live)
             tls = None if self._port_key is None else self._port_key.context
             door = Door(listener, rules, tls=tls is not None)
             self._server = Server(listener, routes, self.engine.refused, door=door, tls=tls)

@@ -2,15 +2,14 @@
 
 The engine has no sockets of its own and runs on one asyncio loop. Each event (a
 message, a loss or a tick) is handled to its end without an await: it goes into a
-:class:`~replicas.core.channel.ChannelState`, and the returned effects are applied in
-order. A decision is written and synced to disk before the commit is queued to any
+:class:`~replicas.core.channel_state.ChannelState`, and the returned effects are applied
+in order. A decision is written and synced to disk before the commit is queued to any
 member. Sending only queues: nothing here waits for a member.
 
 Time is the loop's monotonic clock. A late tick means that this process did not run (a
 stopped machine, a long pause) and could not hear its members. So the pause is added to
-every lease, and the sockets are read before any member or deadline is judged. Time in
-which no member at all was heard does not count against members on other hosts either:
-then this host was cut off (:mod:`replicas.core.members.heartbeats`).
+every lease, and the sockets are read before any member or deadline is judged. Nor does
+a silence of all members count against those on other hosts: this host was cut off then.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.subscribers import Subscribers
 from replicas.core.base import effects
 from replicas.core.base.effects import CommitDecision, Effect, Event, StoreChanged
-from replicas.core.channel import ChannelState
+from replicas.core.channel_state import ChannelState
 from replicas.core.members.heartbeats import SilenceOfAll
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.lanes import SECRET_NBYTES

@@ -10,7 +10,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.common.logs import Log
 from replicas.coordinator.sessions import MemberSession, ProcessWatch
-from replicas.core.channel import ChannelState
+from replicas.core.channel_state import ChannelState
 from replicas.messages.identity import Member, ProcessIdentity
 
 log = Log("replicas.coordinator")

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from replicas.core.channel import ChannelState
+from replicas.core.channel_state import ChannelState
 from replicas.core.members.member_state import MemberState
 
 STRANDED_S = 5.0

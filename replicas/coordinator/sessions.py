@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from replicas.core.channel import ChannelState
+from replicas.core.channel_state import ChannelState
 from replicas.linux.processes import START_TIME, stat_fields
 from replicas.messages import Ack, FromCoordinator, Refused, Welcome, encode_body, encode_frame
 from replicas.messages.identity import Member, ProcessIdentity

@@ -14,7 +14,7 @@ from __future__ import annotations
 from replicas.core.base.effects import ReplicaIdle
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.ground import Ground
-from replicas.core.operations.operations import Operations
+from replicas.core.operations.running import Operations
 from replicas.core.versions.commits import Commits
 from replicas.core.versions.rounds import Rounds
 

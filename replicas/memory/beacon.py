@@ -3,9 +3,9 @@
 Each process that joins has a *beacon*: a memfd that contains a random nonce. Its Hello
 names its pid, descriptor and nonce. A process that opens ``/proc/PID/fd/FD`` and reads
 that nonce is on the same host and allowed to map the other's memory; in another pid
-namespace it opens the beacon through the other's door (:mod:`replicas.memory.door`),
-and so proves the same. Names, addresses and boot ids prove none of this: network
-namespaces share a kernel, containers share names.
+namespace it opens the beacon through the other's door
+(:mod:`replicas.memory.memory_door`), and so proves the same. Names, addresses and boot
+ids prove none of this: network namespaces share a kernel, containers share names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from replicas.linux.files import open_plain
 from replicas.linux.processes import START_TIME, boot_id, namespace, stat_fields
-from replicas.memory.door import ANSWER_S, MemoryDoor, fetch
+from replicas.memory.memory_door import ANSWER_S, MemoryDoor, fetch
 from replicas.messages import Beacon
 from replicas.messages.identity import ProcessIdentity
 

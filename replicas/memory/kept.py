@@ -5,9 +5,9 @@ Theory of operation
 
 A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living process.
 :func:`hold` opens that very file with a file description of its own, through ``/proc``
-or else through the door of the process (:mod:`replicas.memory.door`), and takes the
-locks that mark it as held (:mod:`replicas.linux.locks`). From then on the owner does
-not refill the memory, and it is not freed when the owner ends.
+or else through the door of the process (:mod:`replicas.memory.memory_door`), and takes
+the locks that mark it as held (:mod:`replicas.linux.locks`). From then on the owner
+does not refill the memory, and it is not freed when the owner ends.
 
 :class:`MemoryHolder` lets the newest committed version of a channel outlive its source:
 members open it in the coordinator's process as they would have opened it in the source.
@@ -31,7 +31,7 @@ from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.linux import locks
 from replicas.linux.files import open_plain
 from replicas.linux.scarce import SCARCE, limit
-from replicas.memory import door
+from replicas.memory import memory_door
 from replicas.memory.beacon import own_door
 from replicas.messages import SlotPlace
 
@@ -51,7 +51,7 @@ def is_near(place: SlotPlace) -> bool:
 
 def is_there(place: SlotPlace) -> bool:
     """Like :func:`is_near`; of memory that came through a door: the process lives."""
-    return is_near(place) or (place.door not in ("", own_door()) and door.is_open(place.door))
+    return is_near(place) or (place.door not in ("", own_door()) and memory_door.is_open(place.door))
 
 
 def hold(place: SlotPlace, version: int, *, wait: bool = True) -> int:
@@ -61,7 +61,7 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True) -> int:
     the process, owner or holder, that named the place.
 
     :param wait: knock at its door, if ``/proc`` does not show it, for up to
-        :data:`~replicas.memory.door.ANSWER_S`.
+        :data:`~replicas.memory.memory_door.ANSWER_S`.
     :raises Gone: the process has ended, or the memory is gone or reused.
     :raises NoCapacity: this process has no descriptor or memory left at the moment.
     :raises WorldError: this process can never open it, though it may exist.
@@ -105,7 +105,7 @@ def _open(place: SlotPlace, *, wait: bool) -> int:
         if not place.door or not wait or error.errno in SCARCE:
             raise
         try:
-            return door.fetch(place.door, place.fd, inode=place.inode, nbytes=place.nbytes)
+            return memory_door.fetch(place.door, place.fd, inode=place.inode, nbytes=place.nbytes)
         except (ConnectionError, FileNotFoundError, TimeoutError):
             # Over, or frozen. What /proc showed may be another process of this pid.
             raise FileNotFoundError from None

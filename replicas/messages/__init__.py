@@ -82,17 +82,17 @@ from typing import TypeVar
 import msgspec
 
 from replicas.common.decoding import MALFORMED
-from replicas.messages import coordinator, member, values
-from replicas.messages.coordinator import *  # noqa: F403  # the names of their __all__
-from replicas.messages.coordinator import FromCoordinator
-from replicas.messages.member import *  # noqa: F403
-from replicas.messages.member import FromMember
-from replicas.messages.values import *  # noqa: F403
+from replicas.messages import carried, from_coordinator, from_member
+from replicas.messages.carried import *  # noqa: F403
+from replicas.messages.from_coordinator import *  # noqa: F403  # the names of their __all__
+from replicas.messages.from_coordinator import FromCoordinator
+from replicas.messages.from_member import *  # noqa: F403
+from replicas.messages.from_member import FromMember
 
 __all__ = [
-    *values.__all__,
-    *member.__all__,
-    *coordinator.__all__,
+    *carried.__all__,
+    *from_member.__all__,
+    *from_coordinator.__all__,
     "PROTOCOL",
     "MemberFrame",
     "ServerFrame",

@@ -32,7 +32,7 @@ from replicas.errors import InternalError, Preflight, ReplicasError, StoreTamper
 from replicas.linux.processes import name_process
 from replicas.sidecar import wire
 from replicas.sidecar.building import build_group
-from replicas.sidecar.collectives import run_collective
+from replicas.sidecar.collective import run_collective
 from replicas.sidecar.groups import CollectiveGroup
 from replicas.sidecar.mailbox import Mailbox
 from replicas.sidecar.meeting import Unreachable

@@ -44,7 +44,7 @@ from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.base.effects import MemberLost, ReplicaIdle
-from replicas.core.lives.leases import lost_after_s
+from replicas.core.lives.lease_times import lost_after_s
 from replicas.core.lives.ordering import start_levels
 from replicas.linux import inherited, needs
 from replicas.messages import Hello, arguments

@@ -34,7 +34,7 @@ import replicas
 from replicas import errors
 from replicas.core.lives.lifecycle import RestartReason
 from replicas.core.lives.ordering import enough, is_good
-from replicas.messages.values import OperationKind
+from replicas.messages.carried import OperationKind
 from replicas.status import ChannelStatus, GroupStatus, NodeStatus, ReplicaState, ReplicaStatus, RunStatus
 from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Histogram, Tally
 

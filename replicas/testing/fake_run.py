@@ -35,8 +35,8 @@ from replicas.config.structs import ChannelConfig
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.messages.identity import Member
 from replicas.status import ChannelStatus
+from replicas.testing.fake_wire import Wire
 from replicas.testing.virtual_target import VirtualTarget
-from replicas.testing.wire import Wire
 
 T = TypeVar("T")
 

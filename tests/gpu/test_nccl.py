@@ -17,7 +17,7 @@ import torch
 from replicas.channel import Channel
 from replicas.core.base.manifest import Manifest
 from replicas.messages import OperationKind
-from replicas.sidecar.rank_side.handle import SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import SidecarFailed
 from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from replicas.config.structs import GroupConfig
-from replicas.core.lives.leases import BEAT_S, END_S
+from replicas.core.lives.lease_times import BEAT_S, END_S
 from replicas.core.lives.tenancy import Tenancy
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Finding
@@ -22,7 +22,7 @@ from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.nodes import Nodes
 from replicas.supervisor.wire.orders import PartSpec, plain
-from replicas.supervisor.wire.state import UNKNOWN, ExitReport, RankExit
+from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, RankExit
 from replicas.trust.tokens import Tokens
 from tests.support.fleets import Life, Yard, config_of
 

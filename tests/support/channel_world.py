@@ -33,7 +33,7 @@ from replicas.core.base.effects import (
     SweepStore,
 )
 from replicas.core.base.manifest import PartManifest, TensorSpec
-from replicas.core.channel import ChannelState
+from replicas.core.channel_state import ChannelState
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifests import read

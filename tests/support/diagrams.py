@@ -10,7 +10,7 @@ from replicas.common.table import Table
 from replicas.core.base.membership import LANE, MEMBER, OPERATION, PUBLISH, PUBLISH_JOB, ROUND, SLOT, TRANSFER
 from replicas.core.lives.ending import ASKED, GENERATION
 from replicas.core.lives.lifecycle import REPLICA
-from replicas.core.lives.nodes import DUTY, NODE
+from replicas.core.lives.node_life import DUTY, NODE
 from replicas.core.lives.tenancy import TENANCY
 from replicas.supervisor.shim.phases import PHASES
 from tests.support.root import ROOT

@@ -30,7 +30,7 @@ from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import SavedGroup
 from replicas.supervisor.state.state import StateDir
 from replicas.supervisor.wire.orders import PartSpec
-from replicas.supervisor.wire.state import UNKNOWN, ExitReport, LogLoss, RankExit, Remains
+from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, LogLoss, RankExit, Remains
 from replicas.telemetry.events import Event
 
 __all__ = ["DIES", "DONE", "Life", "Yard", "config_of", "fleet", "group_of"]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from replicas.linux.processes import MARK, signal_marked
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec
-from replicas.supervisor.wire.state import UNKNOWN, ExitReport, PartState
+from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, PartState
 from tests.support.runs import ROOT, eventually
 
 __all__ = ["ShimUnderTest", "pump_of", "shim"]

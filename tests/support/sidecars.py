@@ -23,8 +23,8 @@ import torch.distributed as dist
 from replicas.core.base.manifest import item_nbytes, segment_layout
 from replicas.linux.sockets import SocketAddress
 from replicas.messages import OperationKind, ReduceOp, Segment
-from replicas.sidecar.rank_side.client import Forkserver
-from replicas.sidecar.rank_side.handle import Sidecar
+from replicas.sidecar.rank_side.forkserver_client import Forkserver
+from replicas.sidecar.rank_side.sidecar_handle import Sidecar
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec
 from replicas.weights.copies.tensors import dtype_name, torch_dtype, typed
 from replicas.weights.memory.buffers import Buffer

@@ -50,7 +50,7 @@ from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.common.logs import Log
 from replicas.core.base.manifest import segment_layout
 from replicas.messages.bounds import text_of
-from replicas.sidecar.rank_side.handle import SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec
 
 logger = Log("replicas.channel")

@@ -40,7 +40,7 @@ from replicas.common.logs import Log
 from replicas.memory.beacon import find
 from replicas.messages.bounds import text_of
 from replicas.messages.identity import Member
-from replicas.sidecar.rank_side.handle import SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import SidecarDied, SidecarFailed
 from replicas.weights.memory.arena import Arena
 
 logger = Log("replicas.channel")

@@ -57,8 +57,8 @@ from replicas.common.logs import Log
 from replicas.common.waits import locked
 from replicas.linux.sockets import SocketAddress
 from replicas.messages.bounds import text_of
-from replicas.sidecar.rank_side.client import Forkserver, OtherRelease, Unbound
-from replicas.sidecar.rank_side.handle import Sidecar
+from replicas.sidecar.rank_side.forkserver_client import Forkserver, OtherRelease, Unbound
+from replicas.sidecar.rank_side.sidecar_handle import Sidecar
 
 T = TypeVar("T")
 logger = Log("replicas.channel")

@@ -18,7 +18,7 @@ from replicas import errors
 from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.common.logs import Log
 from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
-from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import GroupSpec, Moved
 
 logger = Log("replicas.channel")

@@ -38,7 +38,7 @@ from replicas.common.logs import Log
 from replicas.core.base.manifest import Manifest
 from replicas.core.versions.fetching import Cache, Fetch, pieces
 from replicas.memory.kept import is_near
-from replicas.sidecar.rank_side.handle import Sidecar
+from replicas.sidecar.rank_side.sidecar_handle import Sidecar
 from replicas.sidecar.wire import TransferSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.arena import Slot

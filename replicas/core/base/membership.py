@@ -1,8 +1,8 @@
 """The state machines of a channel, as transition tables.
 
-:class:`~replicas.core.channel.ChannelState` applies these tables (and each member's
-:class:`~replicas.weights.memory.arena.Arena` the one of its slots). A transition
-without a row here is refused.
+:class:`~replicas.core.channel_state.ChannelState` applies these tables (and each
+member's :class:`~replicas.weights.memory.arena.Arena` the one of its slots). A
+transition without a row here is refused.
 
 *A member* is one incarnation of a rank: *joining* until a boundary, where it is
 admitted to a new epoch and is *live*. A target that did not get a committed version is

@@ -1,8 +1,8 @@
 """The state and callbacks that the parts of one channel share.
 
 A part is given a :class:`Ground` and the few other parts that it works with, never the
-whole :class:`~replicas.core.channel.ChannelState`: its constructor names all it can
-change.
+whole :class:`~replicas.core.channel_state.ChannelState`: its constructor names all it
+can change.
 """
 
 from __future__ import annotations

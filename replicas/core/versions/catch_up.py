@@ -25,7 +25,7 @@ from replicas.core.base.effects import CaughtUp
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.ground import Ground
-from replicas.core.moving.transfers import Transfer
+from replicas.core.moving.transfer import Transfer
 from replicas.messages.identity import Member
 
 RETRY = Backoff(1.0, 30.0)

@@ -19,7 +19,7 @@ from replicas.core.base.effects import CommitDecision, Send, SyncEnded
 from replicas.core.members.member_state import MemberState, Reading
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.ground import Ground
-from replicas.core.moving.transfers import Transfer
+from replicas.core.moving.transfer import Transfer
 from replicas.core.versions.catch_up import CatchUp
 from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifests import Manifests

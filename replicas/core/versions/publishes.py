@@ -25,7 +25,7 @@ from replicas import errors
 from replicas.core.base.membership import PUBLISH, PublishState
 from replicas.core.members.member_state import Life
 from replicas.core.moving.attempt import Payload
-from replicas.core.moving.transfers import Transfer
+from replicas.core.moving.transfer import Transfer
 from replicas.messages import Filled, Packed, PublishBegin, ReceiptData, WireError
 from replicas.messages.identity import Member, ProcessIdentity
 

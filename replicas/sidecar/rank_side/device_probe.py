@@ -16,8 +16,8 @@ import secrets
 import torch
 
 from replicas.errors import Preflight
-from replicas.sidecar.rank_side.client import Forkserver
-from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.forkserver_client import Forkserver
+from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarDied, SidecarFailed
 from replicas.weights.copies.accelerator import device_of
 from replicas.weights.memory.buffers import Buffer
 

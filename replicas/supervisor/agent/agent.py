@@ -6,7 +6,8 @@ told, and relays what the shims say. It decides one thing by itself: when to end
 everything, which is
 
 * when the supervisor says that the run is over;
-* when its lease is over (:mod:`replicas.core.lives.leases`): nothing was heard of the
+* when its lease is over (:mod:`replicas.core.lives.lease_times`): nothing was heard of
+the
   supervisor for that time, whatever the reason, and the replicas may be started
   elsewhere soon. Then it tries for a minute more to offer its node anew, unless its
   supervisor is plainly gone. The shims have the same lease, from the agent's pings:
@@ -45,7 +46,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from replicas import __version__, errors
 from replicas.common.backoff import Backoff
 from replicas.common.logs import Log
-from replicas.core.lives.leases import BEAT_S, END_S, local_patience_s
+from replicas.core.lives.lease_times import BEAT_S, END_S, local_patience_s
 from replicas.core.lives.tenancy import Tenancy
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent import messages as wire

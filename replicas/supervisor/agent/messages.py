@@ -2,15 +2,15 @@
 
 The agent dials, says :class:`Hello`, and is answered with :class:`Welcome` or
 :class:`Refused`. It then relays the whole
-:class:`~replicas.supervisor.wire.state.PartState` of each part whenever that changes,
-and once more after each reconnection. Orders are repeated by the supervisor after a
-reconnection, so none is missed; each has the shim's mark (``nonce``). One for a shim
-that the agent does not have is ignored: the supervisor knows from the states in a Hello
-that it is gone.
+:class:`~replicas.supervisor.wire.part_state.PartState` of each part whenever that
+changes, and once more after each reconnection. Orders are repeated by the supervisor
+after a reconnection, so none is missed; each has the shim's mark (``nonce``). One for a
+shim that the agent does not have is ignored: the supervisor knows from the states in a
+Hello that it is gone.
 
 :class:`Beat` and :class:`Heard` carry the lease: the agent may go on that long after
 it *sent* a beat that was heard, and the supervisor waits longer than that after it
-*received* one (:mod:`replicas.core.lives.leases`).
+*received* one (:mod:`replicas.core.lives.lease_times`).
 
 What shims are told and say (specs, states) keeps the form of
 :mod:`replicas.supervisor.wire`, objects with names: agent and supervisor
@@ -30,7 +30,7 @@ from replicas.messages.bounds import TEXT_LENGTH
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.wire.orders import Malformed, read
-from replicas.supervisor.wire.state import PartState
+from replicas.supervisor.wire.part_state import PartState
 
 PROTOCOL = 2
 Plain = dict[str, Any]

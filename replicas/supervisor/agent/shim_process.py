@@ -27,7 +27,7 @@ from replicas.supervisor.cleanup.sweeping import UNSEEN, Sweep, by_mark
 from replicas.supervisor.logs.pump import is_pump
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import REMAINS_INTERVAL_S, PartSpec, plain
-from replicas.supervisor.wire.state import ExitReport, LogLoss, PartState, Remains, first_state
+from replicas.supervisor.wire.part_state import ExitReport, LogLoss, PartState, Remains, first_state
 
 log = Log("replicas.agent")
 

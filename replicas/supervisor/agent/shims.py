@@ -20,7 +20,7 @@ from replicas.supervisor.agent.forkservers import Forkservers
 from replicas.supervisor.agent.messages import Plain, Start
 from replicas.supervisor.agent.shim_process import ShimProcess, base_environment
 from replicas.supervisor.wire.orders import OtherOrders, PartSpec
-from replicas.supervisor.wire.state import IDENTITY, UNKNOWN, ExitReport, PartState
+from replicas.supervisor.wire.part_state import IDENTITY, UNKNOWN, ExitReport, PartState
 
 log = Log("replicas.agent")
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 
 from replicas.linux.processes import start_time
-from replicas.supervisor.wire.state import Belongings
+from replicas.supervisor.wire.part_state import Belongings
 
 _FIRST_S = 5.0
 _INTERVAL_S = 60.0

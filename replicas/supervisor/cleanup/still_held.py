@@ -16,7 +16,7 @@ import anyio.to_thread
 from replicas.common.foreign import one_line
 from replicas.linux.processes import command_line
 from replicas.linux.smi import gpu_processes
-from replicas.supervisor.wire.state import Belongings, Remains
+from replicas.supervisor.wire.part_state import Belongings, Remains
 from replicas.telemetry.events import Event, HeldUp
 
 CLEAR_S = 10.0

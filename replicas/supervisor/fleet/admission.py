@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from replicas.common.logs import Log
-from replicas.core.lives.nodes import SILENT_S, NodeLife
+from replicas.core.lives.node_life import SILENT_S, NodeLife
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.agent.messages import Hello, Order

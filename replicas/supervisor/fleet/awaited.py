@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from replicas.common.logs import Log
-from replicas.core.lives.leases import lost_after_s
+from replicas.core.lives.lease_times import lost_after_s
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.leases import Lease
-from replicas.supervisor.wire.state import PartState
+from replicas.supervisor.wire.part_state import PartState
 
 log = Log("replicas.supervisor")
 

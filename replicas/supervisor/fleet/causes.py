@@ -17,7 +17,7 @@ from replicas.config.structs import HealthConfig
 from replicas.coordinator import Readiness
 from replicas.core.lives.lifecycle import ReplicaEvent, RestartReason, Transition
 from replicas.linux.processes import signal_name
-from replicas.supervisor.wire.state import ExitReport, LogLoss, RankExit
+from replicas.supervisor.wire.part_state import ExitReport, LogLoss, RankExit
 from replicas.telemetry.events import Event, LogLinesDropped, RankEnd, ReplicaExited
 
 STOPPED = "stopped"

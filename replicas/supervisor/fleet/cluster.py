@@ -2,8 +2,8 @@
 
 A node is known by its name, from the first Hello of its agent until it is drained. What
 is heard of it, and whether it takes new replicas, are two tables
-(:mod:`replicas.core.lives.nodes`). The replicas of a node that is lost have ended, for
-the reason ``node``, which spends no budget, and start elsewhere.
+(:mod:`replicas.core.lives.node_life`). The replicas of a node that is lost have ended,
+for the reason ``node``, which spends no budget, and start elsewhere.
 
 Another process of an agent on the same node (another *incarnation*) has none of the
 earlier one's shims: it is told to end what they have left, and only then have the
@@ -31,8 +31,8 @@ import msgspec
 from replicas.common.foreign import one_line
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
-from replicas.core.lives.leases import BEAT_S, lost_after_s
-from replicas.core.lives.nodes import DutyEvent, NodeState
+from replicas.core.lives.lease_times import BEAT_S, lost_after_s
+from replicas.core.lives.node_life import DutyEvent, NodeState
 from replicas.status import NodeStatus
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.messages import Hello
@@ -41,7 +41,7 @@ from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, ShimRecord
 from replicas.supervisor.wire.orders import PartSpec, plain
-from replicas.supervisor.wire.state import ExitReport, PartState
+from replicas.supervisor.wire.part_state import ExitReport, PartState
 from replicas.telemetry.events import NodeChanged
 
 log = Log("replicas.supervisor")

@@ -13,13 +13,13 @@ import msgspec
 from replicas import environ
 from replicas.config.structs import GroupConfig, LogsConfig
 from replicas.config.values import is_loopback
-from replicas.core.lives.leases import UNHEARD_S
+from replicas.core.lives.lease_times import UNHEARD_S
 from replicas.linux.processes import MARK
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.state.run_state import ProcessRecord, ShimRecord
 from replicas.supervisor.wire.orders import PartSpec
-from replicas.supervisor.wire.state import ExitReport, Remains
+from replicas.supervisor.wire.part_state import ExitReport, Remains
 
 STUCK_S = 8.0
 """Grace after a generation's stop timeout, in seconds: then shims that give no reason

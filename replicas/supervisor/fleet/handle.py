@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from replicas.supervisor.agent.messages import AskStacks, Kill, Meet, Order, ShimLeft, Start, Stop
-from replicas.supervisor.wire.state import UNKNOWN, ExitReport, LogLoss, PartState
+from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, LogLoss, PartState
 
 _STACKS_S = 5.0
 

@@ -23,7 +23,7 @@ from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
 from replicas.common.logs import Log
 from replicas.common.patience import Patience, PauseClock
-from replicas.core.lives.leases import BEAT_S, FROZEN_S
+from replicas.core.lives.lease_times import BEAT_S, FROZEN_S
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import send_signal
 from replicas.supervisor.fleet.cluster import Cluster

@@ -34,7 +34,7 @@ from replicas.control.access import ByToken
 from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.control.socket import SOCKET_FILE
 from replicas.coordinator.websocket import SocketRoute
-from replicas.core.lives.leases import BEAT_S, outlives_s
+from replicas.core.lives.lease_times import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
@@ -51,7 +51,7 @@ from replicas.supervisor.fleet.node_logs import NodesReader
 from replicas.supervisor.fleet.plans import may_grow
 from replicas.supervisor.state.leases import Lease
 from replicas.supervisor.state.run_state import ShimRecord, machine
-from replicas.supervisor.wire.state import ExitReport
+from replicas.supervisor.wire.part_state import ExitReport
 
 ANSWER_S = 40.0
 """A driver that hangs takes 25 s of it."""

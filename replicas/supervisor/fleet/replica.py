@@ -23,7 +23,7 @@ from replicas.common.table import StateMachine
 from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import ASKED, ASKED_ACTIONS, LEAVING, UNWANTED, Asked, Request, request_of
-from replicas.core.lives.leases import UNHEARD_S
+from replicas.core.lives.lease_times import UNHEARD_S
 from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, RestartReason, after_exit
 from replicas.core.lives.restarts import Restarts, RestartVerdict
 from replicas.status import ReplicaState, ReplicaStatus

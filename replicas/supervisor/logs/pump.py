@@ -55,7 +55,7 @@ from replicas.supervisor.logs.tee import Tee
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.guard import RANK_MARK
 from replicas.supervisor.wire.orders import note
-from replicas.supervisor.wire.state import LogLoss
+from replicas.supervisor.wire.part_state import LogLoss
 
 ALONE_S = 2.0
 """How long the pump goes on after the shim's death, in seconds."""

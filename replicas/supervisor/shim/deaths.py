@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from replicas.linux.processes import Child, has_zombie, is_below, is_stopped, signal_name, stat_fields
 from replicas.supervisor.wire.orders import PartSpec
-from replicas.supervisor.wire.state import ExitReport, RankExit
+from replicas.supervisor.wire.part_state import ExitReport, RankExit
 
 RECENT_S = 60.0
 """How long before the main process a process may have died to be named, in seconds."""

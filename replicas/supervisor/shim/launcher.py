@@ -63,7 +63,7 @@ from replicas.supervisor.shim.starting import guard_command, guard_orders, where
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.guard import GUARD
 from replicas.supervisor.wire.orders import PartSpec, note, plain
-from replicas.supervisor.wire.state import ExitReport, RankExit
+from replicas.supervisor.wire.part_state import ExitReport, RankExit
 
 if _collects:
     gc.enable()

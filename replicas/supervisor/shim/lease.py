@@ -5,7 +5,7 @@ be started elsewhere, so the shim ends, whatever has kept it from being pinged. 
 *patience* is a duration: the agent of the supervisor's own machine has no lease, but
 one that is frozen must not keep its shims for ever. Nothing is started elsewhere in
 that case, so a shim that was paused, perhaps with its whole machine, gives its agent
-:data:`~replicas.core.lives.leases.LAST_S` more to ping. Standard library only.
+:data:`~replicas.core.lives.lease_times.LAST_S` more to ping. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 from replicas.common.patience import PauseClock
-from replicas.core.lives.leases import LAST_S
+from replicas.core.lives.lease_times import LAST_S
 
 
 class ShimLease:

@@ -35,7 +35,7 @@ from replicas.supervisor.logs.log_file import remove_old_generations
 from replicas.supervisor.logs.pump import COMM, LogSource, OutputLog, Pump, waiting_nbytes
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, note
-from replicas.supervisor.wire.state import LogLoss
+from replicas.supervisor.wire.part_state import LogLoss
 
 DRAIN_S = 2.0
 """How long the exit report waits for the last lines, in seconds."""

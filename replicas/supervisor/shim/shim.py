@@ -3,7 +3,7 @@
 An agent execs ``python -m replicas.supervisor.shim.shim --control FD --parent PID`` for
 each part of a replica; orders come over the socketpair ``FD``
 (:mod:`replicas.supervisor.wire.orders`), the first of which says what to start, and the
-state of the part goes back (:mod:`replicas.supervisor.wire.state`). The shim is a
+state of the part goes back (:mod:`replicas.supervisor.wire.part_state`). The shim is a
 subreaper, so every process that a rank forks, double-forks or puts into a
 session of its own stays below it. One thread, one loop over a selector, in the phases
 of :mod:`replicas.supervisor.shim.phases`:
@@ -76,7 +76,7 @@ from replicas.supervisor.shim.starting import Starter
 from replicas.supervisor.shim.telling import Teller, state_message
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, note
-from replicas.supervisor.wire.state import UNKNOWN, Belongings, ExitReport, Remains
+from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport, Remains
 
 ORPHAN_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""

@@ -9,7 +9,7 @@ from typing import Any
 from replicas import __version__
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, note, plain
-from replicas.supervisor.wire.state import LogLoss, PartState, first_state
+from replicas.supervisor.wire.part_state import LogLoss, PartState, first_state
 
 
 class Teller:

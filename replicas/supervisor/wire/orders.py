@@ -8,12 +8,12 @@ Agent → shim: ``start`` (a :class:`PartSpec`), ``rendezvous`` (host and port, 
 other than 0), ``stop`` (with ``stacks``: after they have been saved; with ``broken``:
 why it cannot go on), ``stacks``, ``ping`` (``until``: the shim's lease, in seconds of
 the monotonic clock; ``patience_s``: how long it goes on without another ping). Shim →
-agent: ``state`` (the whole :class:`~replicas.supervisor.wire.state.PartState`, at each
-change), ``pong``, and ``stacks`` (texts by ``group/replica/rank``). Between shim and
-launcher: ``start``, ``rendezvous`` and ``report`` (an
-:class:`~replicas.supervisor.wire.state.ExitReport`); between shim and log pump:
+agent: ``state`` (the whole :class:`~replicas.supervisor.wire.part_state.PartState`, at
+each change), ``pong``, and ``stacks`` (texts by ``group/replica/rank``). Between shim
+and launcher: ``start``, ``rendezvous`` and ``report`` (an
+:class:`~replicas.supervisor.wire.part_state.ExitReport`); between shim and log pump:
 ``drain``, ``drained`` and ``dropped`` (a
-:class:`~replicas.supervisor.wire.state.LogLoss`).
+:class:`~replicas.supervisor.wire.part_state.LogLoss`).
 
 Standard library only, and no dataclasses: they would take a fifth of a shim's start-up
 time.

@@ -23,7 +23,7 @@ from tests.support.machine.disks import fill
 __all__ = ["KINDS", "LOST_S", "NodeFault", "deck"]
 
 LOST_S = ADOPT_S + 5.0
-"""How long after the last beat a node is lost (:mod:`replicas.core.lives.leases`)."""
+"""A node is lost so long after its last beat (``core/lives/lease_times.py``)."""
 AGENT = ("-m replicas agent", "agent.local")
 SUPERVISOR = ("tests.chaos.nodes.node_supervisor",)
 SHIM = ("supervisor.shim.shim",)

@@ -21,7 +21,7 @@ buckets are only copied where a version comes in parts (:func:`moments_of`).
 from __future__ import annotations
 
 from replicas.core.base.effects import CommitDecision, Effect, Send
-from replicas.core.channel import ChannelState
+from replicas.core.channel_state import ChannelState
 from replicas.messages import (
     FromMember,
     LaneForm,

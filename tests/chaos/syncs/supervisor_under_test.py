@@ -37,7 +37,7 @@ import msgspec
 from replicas.config.file import load
 from replicas.coordinator.decisions import DecisionLog
 from replicas.core.base.effects import CommitDecision, Effect
-from replicas.core.channel import ChannelState
+from replicas.core.channel_state import ChannelState
 from replicas.messages import FromMember
 from replicas.supervisor import operator as command_line
 from replicas.supervisor.supervisor import Supervisor

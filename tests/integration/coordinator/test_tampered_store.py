@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from replicas import errors
 from replicas.coordinator import Coordinator
-from replicas.sidecar.rank_side.handle import SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import SidecarFailed
 from tests.support.channels import channel_world, wait_until
 from tests.support.sidecars import lane, shared_forkserver
 

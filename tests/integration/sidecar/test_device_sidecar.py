@@ -19,9 +19,9 @@ import torch
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.errors import Preflight
-from replicas.sidecar.rank_side.client import Forkserver
 from replicas.sidecar.rank_side.device_probe import prove_device
-from replicas.sidecar.rank_side.handle import SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.forkserver_client import Forkserver
+from replicas.sidecar.rank_side.sidecar_handle import SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferSpec
 from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.copies.digest import device_digest_of

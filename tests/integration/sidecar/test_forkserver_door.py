@@ -26,8 +26,8 @@ from replicas.linux.processes import command_line
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
 from replicas.sidecar.forkserver import ForkServer
-from replicas.sidecar.rank_side.client import Forkserver, OtherRelease
-from replicas.sidecar.rank_side.handle import SidecarDied
+from replicas.sidecar.rank_side.forkserver_client import Forkserver, OtherRelease
+from replicas.sidecar.rank_side.sidecar_handle import SidecarDied
 from replicas.supervisor.agent.forkservers import KeptForkserver
 from tests.support.channels import wait_until
 from tests.support.machine.users import ATTACKER, needs_users, stranger

@@ -20,8 +20,8 @@ import torch
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
 from replicas.messages import OperationKind, ReduceOp, Segment
-from replicas.sidecar.rank_side.client import Forkserver
-from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.forkserver_client import Forkserver
+from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed, Shard
@@ -423,7 +423,7 @@ async def test_closing_the_connection_leaves_no_process() -> None:
 
 RANK = """
 import asyncio, os, signal, sys
-from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.forkserver_client import Forkserver
 
 async def main():
     name = sys.argv[1]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.sidecar.rank_side.client import Forkserver
-from replicas.sidecar.rank_side.handle import Sidecar, SidecarFailed
+from replicas.sidecar.rank_side.forkserver_client import Forkserver
+from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec
 from replicas.weights.memory.buffers import Buffer
 from tests.support.channel.remote_sidecars import remote_forkservers, remote_store

@@ -16,7 +16,7 @@ import torch
 
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
-from replicas.sidecar.rank_side.handle import SILENCE_S, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import SILENCE_S, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed, Shard

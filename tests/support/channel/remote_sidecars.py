@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.forkserver_client import Forkserver
 from tests.support.machine.networks import Machine
 
 __all__ = ["remote_forkservers", "remote_store"]

@@ -22,7 +22,7 @@ from replicas.channel.versions.transfers import ManifestExchange, Transfers
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.fetching import pieces
 from replicas.messages.identity import Member, ProcessIdentity
-from replicas.sidecar.rank_side.handle import SidecarDied
+from replicas.sidecar.rank_side.sidecar_handle import SidecarDied
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 from replicas.weights.memory.buffers import Buffer
 

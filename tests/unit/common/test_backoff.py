@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from replicas.common.backoff import Backoff
-from replicas.core import channel
+from replicas.core import channel_state
 from replicas.core.members import roster
 from replicas.core.moving import links, pacing
 from replicas.core.versions import catch_up
@@ -23,7 +23,7 @@ from replicas.supervisor.shim import pump_watcher as logkeeper
 @pytest.mark.parametrize(
     ("backoff", "seconds"),
     [
-        (channel.QUARANTINE, [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
+        (channel_state.QUARANTINE, [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
         (pacing.SLOW, [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
         (catch_up.RETRY, [1, 2, 4, 8, 16, 30, 30]),
         (roster.PROBATION, [1, 2, 4, 8, 16, 30, 30]),

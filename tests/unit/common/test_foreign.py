@@ -1,7 +1,7 @@
 """Whatever stands in a text from elsewhere: nothing of it controls a terminal, and no
 line of it passes for ours.
 
-Covers: common/foreign.py, messages/values.py.
+Covers: common/foreign.py, messages/carried.py.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from replicas.cli.look import draw_findings
 from replicas.cli.render import event_line, run_status
 from replicas.common.foreign import ascii_controls, characters, hanging, lines, one_line, readable, visible
 from replicas.core.base.effects import MemberLost
+from replicas.messages.carried import WireError
 from replicas.messages.identity import Member
-from replicas.messages.values import WireError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
 from replicas.supervisor.agent import checks as doctor
 from replicas.supervisor.cleanup import still_held as remains

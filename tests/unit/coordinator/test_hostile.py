@@ -1,7 +1,7 @@
 """A member that holds the token and says anything at any time: it may spoil its own
 day, and nobody else's.
 
-Covers: messages/coordinator.py.
+Covers: messages/from_coordinator.py.
 """
 
 from __future__ import annotations

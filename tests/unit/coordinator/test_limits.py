@@ -2,7 +2,7 @@
 whatever as a frame.
 
 Covers: common/decoding.py, coordinator/limits.py, messages/bounds.py,
-messages/member.py.
+messages/from_member.py.
 """
 
 from __future__ import annotations

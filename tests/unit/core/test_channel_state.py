@@ -1,7 +1,7 @@
 """Histories of a weight channel: what is committed, who is told what, and who gets
 which version.
 
-Covers: core/base/effects.py, core/channel.py, core/members/views.py,
+Covers: core/base/effects.py, core/channel_state.py, core/members/views.py,
 core/moving/ground.py, core/versions/commits.py, core/versions/load_watches.py.
 """
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from replicas import messages as wire
-from replicas.core.channel import ChannelState
+from replicas.core.channel_state import ChannelState
 from replicas.core.operations import pairing
 from tests.support.channel_world import World, peer_config
 

@@ -1,6 +1,6 @@
 """Doors: descriptors of memory for processes that /proc does not lead to.
 
-Covers: linux/locks.py, memory/beacon.py, memory/door.py, memory/kept.py.
+Covers: linux/locks.py, memory/beacon.py, memory/memory_door.py, memory/kept.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import pytest
 from replicas.errors import Gone, WorldError
 from replicas.linux import locks
 from replicas.linux.sockets import SocketAddress
-from replicas.memory import door, kept
+from replicas.memory import kept, memory_door
 from replicas.memory.beacon import find, own_beacon
-from replicas.memory.door import MemoryDoor, fetch, is_open
+from replicas.memory.memory_door import MemoryDoor, fetch, is_open
 from replicas.messages import Beacon, SlotPlace
 from tests.support.channel.memory import Child
 from tests.support.runs import eventually
@@ -128,7 +128,7 @@ def test_another_process_of_the_same_pid_does_not_speak_for_a_dead_one(
 
 
 def test_a_door_that_does_not_answer_is_not_waited_for_long(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "ANSWER_S", 0.05)
+    monkeypatch.setattr(memory_door, "ANSWER_S", 0.05)
     listener = SocketAddress("replicas-door-frozen").listen()
     with pytest.raises(Gone):
         kept.hold(place_of(memory, "replicas-door-frozen:secret"), 1)
@@ -137,13 +137,15 @@ def test_a_door_that_does_not_answer_is_not_waited_for_long(memory: int, monkeyp
 
 def test_all_steps_of_a_door_together_are_waited_for_once(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     past = [0.0]
-    monkeypatch.setattr(door, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + past[0], sleep=time.sleep))
+    monkeypatch.setattr(
+        memory_door, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + past[0], sleep=time.sleep)
+    )
     listener = SocketAddress("replicas-door-slow").listen()
 
     def answer() -> None:
         one, _ = listener.accept()
         with one:
-            past[0] = door.ANSWER_S  # so long it took
+            past[0] = memory_door.ANSWER_S  # so long it took
             one.send(bytes(16))
             with suppress(ConnectionResetError):  # the client hung up before it read all of the answer
                 one.recv(1000)
@@ -157,8 +159,8 @@ def test_all_steps_of_a_door_together_are_waited_for_once(memory: int, monkeypat
 
 
 def test_idle_strangers_are_sent_away_and_do_not_delay_others(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(door, "CLIENTS", 3)
+    monkeypatch.setattr(memory_door, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(memory_door, "CLIENTS", 3)
     address = str(MemoryDoor().address)
     strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
     for one in strangers:

@@ -1,7 +1,8 @@
 """When a process counts as frozen; frames as they come; who is to blame. Virtual time
 throughout.
 
-Covers: sidecar/meeting.py, sidecar/rank_side/client.py, sidecar/rank_side/handle.py.
+Covers: sidecar/meeting.py, sidecar/rank_side/forkserver_client.py,
+sidecar/rank_side/sidecar_handle.py.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from replicas.common.patience import PAUSE_S
 from replicas.linux.stalls import LOOK_INTERVAL_S, STARTING_S, STOPPED_S, StallWatch
 from replicas.sidecar import building, wire
 from replicas.sidecar.meeting import blame
-from replicas.sidecar.rank_side.client import Forkserver
-from replicas.sidecar.rank_side.handle import IDLE_S, INTERVAL_S, SILENCE_S, Pulse, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.forkserver_client import Forkserver
+from replicas.sidecar.rank_side.sidecar_handle import IDLE_S, INTERVAL_S, SILENCE_S, Pulse, SidecarDied, SidecarFailed
 from tests.support.runs import eventually
 
 # ---------------------------------------------------------------- pings
@@ -84,7 +85,7 @@ def test_nobody_is_judged_after_our_own_pause() -> None:
 @pytest.mark.parametrize("busy_s", [20.0, 0.5], ids=["short", "long"])
 def test_a_forkserver_is_not_killed_for_a_pause_of_the_rank(busy_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if that was longer than the time for which it may be busy."""
-    monkeypatch.setattr("replicas.sidecar.rank_side.client.BUSY_TIMEOUT_S", busy_s)
+    monkeypatch.setattr("replicas.sidecar.rank_side.forkserver_client.BUSY_TIMEOUT_S", busy_s)
 
     async def fork() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -29,7 +29,7 @@ from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.supervisor.supervisor import Supervisor
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, plain
-from replicas.supervisor.wire.state import UNKNOWN, Belongings, ExitReport, LogLoss, PartState, RankExit, Remains
+from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport, LogLoss, PartState, RankExit, Remains
 from replicas.telemetry.events import RunEnded, RunStarted
 from replicas.trust.tokens import Tokens
 

@@ -3,7 +3,7 @@
 tests/integration/channel/test_channel.py holds it to what a run does otherwise.
 
 Covers: channel/session/connection.py, testing/fake_run.py, testing/virtual_target.py,
-testing/wire.py.
+testing/fake_wire.py.
 """
 
 from __future__ import annotations

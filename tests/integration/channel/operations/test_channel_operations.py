@@ -1,7 +1,7 @@
 """Collectives between peers through a real coordinator, store and sidecars; all members
 in this process.
 
-Covers: sidecar/collectives.py.
+Covers: sidecar/collective.py.
 """
 
 from __future__ import annotations

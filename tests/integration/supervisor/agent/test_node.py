@@ -18,7 +18,7 @@ import pytest
 from replicas.linux.processes import MARK, marked
 from replicas.supervisor.agent.shim_process import ShimProcess
 from replicas.supervisor.wire.orders import PartSpec
-from replicas.supervisor.wire.state import ExitReport
+from replicas.supervisor.wire.part_state import ExitReport
 
 DEAF = "echo; exec sleep 600 >&2"
 LEAVES_ONE = "sleep 600 >&2 & echo; exec sleep 600 >&2"

@@ -29,7 +29,7 @@ from replicas.supervisor.shim import launcher
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, plain
-from replicas.supervisor.wire.state import ExitReport, LogLoss, RankExit
+from replicas.supervisor.wire.part_state import ExitReport, LogLoss, RankExit
 from tests.support.channel.frames import MANY, mutants
 from tests.support.programs import SLEEPS
 from tests.support.runs import alive

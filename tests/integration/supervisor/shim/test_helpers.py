@@ -21,7 +21,7 @@ PEERS = '[channels.grads]\npeers = ["a"]\n'
 
 RANK_IN_A_REMOVED_FOLDER = """
 import asyncio, os
-from replicas.sidecar.rank_side.client import Forkserver
+from replicas.sidecar.rank_side.forkserver_client import Forkserver
 
 async def main():
     os.mkdir("gone")

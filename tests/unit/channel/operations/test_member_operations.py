@@ -20,7 +20,7 @@ from replicas import messages as wire
 from replicas.channel.operations.results import KEPT_RESULTS, OperationCall
 from replicas.channel.session.pending import Promise, Receipt
 from replicas.messages.identity import Member
-from replicas.sidecar.rank_side.handle import SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import SidecarFailed
 from replicas.sidecar.wire import CollectiveSpec, Failed
 from replicas.weights.memory.buffers import Buffer
 from tests.support.channel.scripted import ME, ScriptedWorld, Sidecar

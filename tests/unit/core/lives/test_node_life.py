@@ -1,6 +1,6 @@
-"""A node's life in its tables, and what its silence leads to (core/lives/nodes.py).
+"""A node's life in its tables, and what its silence leads to (core/lives/node_life.py).
 
-Covers: core/lives/nodes.py.
+Covers: core/lives/node_life.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from replicas.common.table import InvalidStep
-from replicas.core.lives.leases import lost_after_s
-from replicas.core.lives.nodes import SILENT_S, DutyEvent, NodeLife
+from replicas.core.lives.lease_times import lost_after_s
+from replicas.core.lives.node_life import SILENT_S, DutyEvent, NodeLife
 
 
 def up(*, leased: bool = True, lease_s: float = 10.0) -> NodeLife:

@@ -1,6 +1,6 @@
 """Where replicas are placed, on any offers, and what is said when they are not.
 
-Covers: core/lives/leases.py, core/lives/placement.py.
+Covers: core/lives/lease_times.py, core/lives/placement.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.core.lives.leases import END_S, MARGIN_S, lost_after_s
+from replicas.core.lives.lease_times import END_S, MARGIN_S, lost_after_s
 from replicas.core.lives.placement import Need, Offer, Share, place
 from replicas.core.lives.tenancy import Tenancy
 

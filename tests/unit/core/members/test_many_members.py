@@ -17,7 +17,7 @@ from bench.scale_model import Rates, chain_s, leaders_of, messages_of, messages_
 from replicas import messages as wire
 from replicas.coordinator.sessions import Encoded, MemberSession
 from replicas.core.base.manifest import Manifest, PartManifest
-from replicas.core.channel import ChannelState
+from replicas.core.channel_state import ChannelState
 from replicas.core.members.member_state import Held, MemberState
 from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.versions import manifests

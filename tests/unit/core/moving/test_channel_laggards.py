@@ -1,7 +1,7 @@
 """Targets that do not get ready: the others wait for them once, and no joiner waits for
 them at all.
 
-Covers: core/moving/transfers.py, core/versions/catch_up.py.
+Covers: core/moving/transfer.py, core/versions/catch_up.py.
 """
 
 from __future__ import annotations

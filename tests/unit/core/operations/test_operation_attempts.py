@@ -1,7 +1,7 @@
 """Histories of operations that lose members, lanes or their coordinator: who gets which
 verdict, and what is left behind.
 
-Covers: core/operations/operation.py, core/operations/operations.py.
+Covers: core/operations/operation.py, core/operations/running.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.wire.orders import PartSpec, plain
-from replicas.supervisor.wire.state import UNKNOWN, Belongings, ExitReport, LogLoss, RankExit, Remains
+from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport, LogLoss, RankExit, Remains
 from tests.support.agents import Field
 from tests.support.channel.frames import MANY, mutants
 from tests.support.fleets import group_of

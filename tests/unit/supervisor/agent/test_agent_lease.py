@@ -21,7 +21,7 @@ from replicas.linux import private
 from replicas.supervisor.agent import agent as agent_module
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.agent import Agent
-from replicas.supervisor.wire.state import PartState
+from replicas.supervisor.wire.part_state import PartState
 from tests.support.virtual import virtually
 
 LEASE_S = 10.0

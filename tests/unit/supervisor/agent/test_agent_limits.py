@@ -19,7 +19,7 @@ from replicas.coordinator.websocket import WebSocket
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.fleet.agent_route import _Link
 from replicas.supervisor.wire.orders import plain
-from replicas.supervisor.wire.state import ExitReport, PartState
+from replicas.supervisor.wire.part_state import ExitReport, PartState
 from tests.support.agents import field
 from tests.support.fleets import group_of
 from tests.support.virtual import history

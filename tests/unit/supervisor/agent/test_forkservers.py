@@ -27,7 +27,7 @@ from replicas.supervisor.agent.forkservers import TRIES, Forkservers, KeptForkse
 from replicas.supervisor.agent.messages import Start
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.wire.orders import PartSpec, plain
-from replicas.supervisor.wire.state import UNKNOWN
+from replicas.supervisor.wire.part_state import UNKNOWN
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ from replicas.supervisor.agent.messages import Start
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.fleet.handle import ShimHandle
 from replicas.supervisor.wire.orders import PartSpec, plain
-from replicas.supervisor.wire.state import UNKNOWN, LogLoss
+from replicas.supervisor.wire.part_state import UNKNOWN, LogLoss
 
 pytestmark = pytest.mark.anyio
 

@@ -21,7 +21,7 @@ from replicas.supervisor.cleanup import still_held
 from replicas.supervisor.cleanup.inventory import Stocktaking, take
 from replicas.supervisor.cleanup.still_held import HoldUps, gpu_memory
 from replicas.supervisor.wire.orders import plain, read
-from replicas.supervisor.wire.state import Belongings
+from replicas.supervisor.wire.part_state import Belongings
 from replicas.telemetry.events import Event, HeldUp
 
 OLD = Belongings(gpu=True, processes=((4000001, 5),))

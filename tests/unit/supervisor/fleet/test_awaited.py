@@ -2,7 +2,7 @@
 generations of a replica are ever alive at once, and no number is used twice.
 
 Covers: supervisor/agent/machine.py, supervisor/fleet/awaited.py,
-supervisor/wire/state.py.
+supervisor/wire/part_state.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 
 from replicas.config.structs import PlacementConfig, ResourcesConfig
 from replicas.coordinator import Readiness
-from replicas.core.lives.leases import lost_after_s
+from replicas.core.lives.lease_times import lost_after_s
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.wire.state import ExitReport
+from replicas.supervisor.wire.part_state import ExitReport
 from tests.support.agents import LEASE_S, OUTLIVES_S, FakeAgent, Field, field
 from tests.support.fleets import Life, group_of
 from tests.support.virtual import history

@@ -17,7 +17,7 @@ import pytest
 from replicas.config.structs import ClusterConfig, HealthConfig, PlacementConfig, ResourcesConfig
 from replicas.control.exit_codes import USAGE
 from replicas.coordinator import Readiness
-from replicas.core.lives.leases import BEAT_S, lost_after_s
+from replicas.core.lives.lease_times import BEAT_S, lost_after_s
 from replicas.errors import UsageError, WorldError
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Demand
@@ -25,7 +25,7 @@ from replicas.supervisor.agent.machine import Machine
 from replicas.supervisor.fleet.nodes import ANSWER_S, examine
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.wire.orders import PartSpec
-from replicas.supervisor.wire.state import ExitReport
+from replicas.supervisor.wire.part_state import ExitReport
 from replicas.telemetry.events import HeldUp, NodeChanged
 from tests.support.agents import LEASE_S, FakeAgent, Field, _Link, field
 from tests.support.fleets import Life, config_of, group_of

@@ -39,7 +39,7 @@ from replicas.supervisor.fleet.resources import Resources
 from replicas.supervisor.state.run_state import ShimRecord
 from replicas.supervisor.state.state import StateDir
 from replicas.supervisor.wire.orders import PartSpec
-from replicas.supervisor.wire.state import UNKNOWN, ExitReport, LogLoss, RankExit, Remains
+from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, LogLoss, RankExit, Remains
 from replicas.telemetry.events import Event, HeldUp, ReplicaExited
 
 OK = ExitReport("ok")

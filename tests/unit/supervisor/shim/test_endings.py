@@ -26,7 +26,7 @@ from replicas.supervisor.shim.deaths import Ends, exit_report
 from replicas.supervisor.shim.shim import Shim
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, plain
-from replicas.supervisor.wire.state import UNKNOWN, ExitReport, RankExit
+from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, RankExit
 from replicas.telemetry.events import LogLinesDropped, RankEnd, ReplicaExited
 
 BOOM = ("step 7", "Traceback (most recent call last):", '  File "a.py", line 3, in <module>', "ValueError: boom", "")

@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from replicas.common.patience import Silence
-from replicas.core.lives.leases import FROZEN_S, LAST_S, local_patience_s
+from replicas.core.lives.lease_times import FROZEN_S, LAST_S, local_patience_s
 from replicas.supervisor.agent.shim_process import ShimProcess
 from replicas.supervisor.shim.lease import ShimLease
 from replicas.supervisor.wire import orders
-from replicas.supervisor.wire.state import UNKNOWN
+from replicas.supervisor.wire.part_state import UNKNOWN
 
 
 def ends_at(lease: ShimLease, now: float = 0.0) -> float:

@@ -6,8 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from replicas.messages.identity import Member, ProcessIdentity
-from replicas.messages.values import (
+from replicas.messages.carried import (
     Beacon,
     HeldVersion,
     ManifestAsk,
@@ -19,6 +18,7 @@ from replicas.messages.values import (
     SlotPlace,
     WireError,
 )
+from replicas.messages.identity import Member, ProcessIdentity
 
 __all__ = [
     "Bye",

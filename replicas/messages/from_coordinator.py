@@ -6,8 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from replicas.messages.identity import Member
-from replicas.messages.values import (
+from replicas.messages.carried import (
     Backend,
     Beacon,
     ChannelSettings,
@@ -19,6 +18,7 @@ from replicas.messages.values import (
     SlotPlace,
     WireError,
 )
+from replicas.messages.identity import Member
 
 __all__ = [
     "Ack",

@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 A :class:`Forkserver` is the connection to a forkserver, the node's or a helper process
-of the rank's own, and makes :class:`~replicas.sidecar.rank_side.handle.Sidecar`
+of the rank's own, and makes :class:`~replicas.sidecar.rank_side.sidecar_handle.Sidecar`
 objects; a sidecar has one process group. All run on the asyncio loop of the session
 thread. Requests and replies are matched by number, so that a reply that comes after its
 caller gave up is dropped and never taken for another's. The end of a sidecar is
@@ -13,8 +13,8 @@ detected by its pidfd, which no inherited socket delays.
 **Hung and frozen.** A sidecar whose group hangs still answers pings. It may be in
 native code without a timeout, so it is killed when it has not answered a request one
 second after its deadline. A frozen sidecar answers no ping: it is killed after two
-seconds (:class:`~replicas.sidecar.rank_side.handle.Pulse`), long before any deadline,
-and its lane is replaced.
+seconds (:class:`~replicas.sidecar.rank_side.sidecar_handle.Pulse`), long before any
+deadline, and its lane is replaced.
 
 **Ahead of need.** After :meth:`Forkserver.prefork`, a forkserver connection has one
 spare sidecar, so that a lane does not wait for the fork. ``ps`` calls it
@@ -47,7 +47,7 @@ from replicas.linux.processes import pid_of, send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch, work_of
 from replicas.sidecar import wire
-from replicas.sidecar.rank_side.handle import Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarDied, SidecarFailed
 
 logger = Log("replicas.sidecar")
 

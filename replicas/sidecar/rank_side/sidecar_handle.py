@@ -1,6 +1,6 @@
 """One sidecar, as its rank uses it: requests, signs of life, errors, and its end.
 
-:mod:`replicas.sidecar.rank_side.client` has the theory of operation.
+:mod:`replicas.sidecar.rank_side.forkserver_client` has the theory of operation.
 
 **Pings.** A sidecar answers a ping on a separate thread, within 0.2 s, whatever its
 main thread is stuck in. One that does not answer is stopped (SIGSTOP, a frozen cgroup),

@@ -40,7 +40,7 @@ from replicas.core.members.views import Views
 from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import Lanes
 from replicas.core.moving.links import Links
-from replicas.core.operations.operations import Operations, Trials
+from replicas.core.operations.running import Operations, Trials
 from replicas.core.versions.commits import Commits
 from replicas.core.versions.load_watches import LoadWatches
 from replicas.core.versions.manifests import Joined

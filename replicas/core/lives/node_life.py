@@ -5,8 +5,8 @@ and the node may take new replicas. *Away*: the connection is closed, or no beat
 for :data:`SILENT_S`. Its replicas may run on, and are not judged by it; an agent that
 comes back is told again what it may have missed, and says what it has. *Lost*: the
 lease is over, so the agent and its shims have ended everything by now
-(:mod:`replicas.core.lives.leases`). *Drained*: its agent was told to end, and nothing
-is left of it; the node is forgotten.
+(:mod:`replicas.core.lives.lease_times`). *Drained*: its agent was told to end, and
+nothing is left of it; the node is forgotten.
 
 :data:`DUTY` is whether the node takes new replicas. *Open*: it does. *Draining*: its
 replicas are moved elsewhere. *Released*: they were, and its agent was told to end. An
@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Literal
 
 from replicas.common.table import Table
-from replicas.core.lives.leases import BEAT_S, lost_after_s
+from replicas.core.lives.lease_times import BEAT_S, lost_after_s
 
 SILENT_S = 3.5 * BEAT_S
 """A node of which nothing is heard for longer is away."""
