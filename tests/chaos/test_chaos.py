@@ -30,7 +30,7 @@ from tests.chaos.syncs.faults import Fault, deck
 from tests.chaos.syncs.invariants import Invariants
 from tests.chaos.syncs.recovery import Recovery
 from tests.chaos.syncs.rig import GUEST, Shape, SyncWorld, open_world
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "50"))

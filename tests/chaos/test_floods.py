@@ -17,7 +17,8 @@ import pytest
 import replicas
 from tests.support.machine.flood import KINDS, flood
 from tests.support.programs import SERVES, group
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 TRAINER = """
 import time, torch, replicas

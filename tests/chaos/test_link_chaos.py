@@ -32,7 +32,7 @@ from tests.chaos.report import Report
 from tests.chaos.written import ALLOWED, Written
 from tests.support.machine.load import Load
 from tests.support.machine.switch import why_no_switch
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
 SECONDS = float(os.environ.get("CHAOS_LINK_SECONDS", "30"))

@@ -25,7 +25,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 MINUTES = float(os.environ.get("SCENE_MINUTES", "0.7"))
 SEED = int(os.environ.get("SCENE_SEED", "1"))

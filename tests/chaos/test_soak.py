@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import group
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 ROUNDS = int(os.environ.get("SOAK_ROUNDS", "24"))
 """So many versions and so many epochs after the warm-up."""

@@ -27,7 +27,7 @@ from tests.chaos.tree.tree_attack import Attack
 from tests.chaos.tree.tree_facts import Facts
 from tests.chaos.tree.tree_faults import ENDS_RUN, Fault, deck
 from tests.chaos.tree.tree_world import Picture, Process, TreeShape, TreeWorld, alive, open_tree
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "25"))

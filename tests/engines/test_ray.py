@@ -23,7 +23,8 @@ from replicas import errors
 from replicas.integrations.ray import Handle, coordinator, find, options
 from replicas.linux.processes import command_line, descendants
 from tests.engines.programs.ray_cluster import Raylets, raylets
-from tests.support.runs import alive, eventually
+from tests.support.runs import alive
+from tests.support.waits import eventually
 
 CHANNELS = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
 AGAIN = {"max_restarts": -1, "max_task_retries": -1}

@@ -16,7 +16,8 @@ import pytest
 from tests.engines.programs.cluster_programs import ROLLOUT, TRAINER, commits
 from tests.engines.programs.ray_cluster import Raylets, raylets
 from tests.engines.test_ray_run import RUN
-from tests.support.runs import MARK, ROOT, eventually
+from tests.support.runs import MARK, ROOT
+from tests.support.waits import eventually
 
 FIRST_S = 30.0
 """Also on a busy machine. The promise is 3 s, for medians: bench/bench_jobs.py."""

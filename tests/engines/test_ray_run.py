@@ -23,7 +23,8 @@ from replicas.linux.processes import command_line
 from replicas.status import RunStatus
 from tests.engines.programs.cluster_programs import ROLLOUT, TRAINER, commits
 from tests.engines.programs.ray_cluster import Raylets, raylets
-from tests.support.runs import MARK, ROOT, eventually
+from tests.support.runs import MARK, ROOT
+from tests.support.waits import eventually
 
 RUN = f"""
 schema_version = 1

@@ -18,7 +18,7 @@ import pytest
 
 from tests.engines.programs.cluster_programs import ROLLOUT, TRAINER, commits
 from tests.engines.programs.slurm_cluster import UNPACKED, Slurm, slurm, why_no_slurm
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 RUN = f"""
 schema_version = 1

@@ -15,7 +15,8 @@ import pytest
 
 from replicas import errors
 from tests.engines.programs.one_url import one_url
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 PROGRAMS = Path(__file__).parent / "programs"
 MODEL = Path(sys.prefix) / "model"

@@ -14,7 +14,8 @@ from pathlib import Path
 from replicas.linux.processes import die_with_parent
 from tests.engines.world import MODEL, START_S, VLLM_OPTIONS, EngineWorld
 from tests.support.house.manifests import container, environment, status_of
-from tests.support.runs import MARK, ROOT, Run, eventually, running
+from tests.support.runs import MARK, ROOT, Run, running
+from tests.support.waits import eventually
 
 EXTERNAL = """
 [groups.trainer]

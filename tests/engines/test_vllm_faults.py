@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from tests.engines.world import EngineWorld
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 KILLED_S = 1.0
 """How much longer than a sync of all alive the next one may take after a kill."""

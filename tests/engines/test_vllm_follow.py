@@ -26,7 +26,7 @@ from replicas.integrations.vllm import follow
 from replicas.linux.processes import die_with_parent
 from replicas.sources import hf
 from tests.engines.world import CAPITAL, MODEL, START_S, VLLM_OPTIONS, ask, get
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",

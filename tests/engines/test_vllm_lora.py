@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engines.world import CAPITAL, START_S, EngineWorld, ask, running_world
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.runs import Run, alive, eventually, running
+from tests.support.runs import Run, alive, running
+from tests.support.waits import eventually
 
 __all__ = ["CAPITAL", "MODEL", "START_S", "TENSOR_PARALLEL", "EngineWorld", "ask", "get", "running_world"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.gpu.card import REAL, backend_of, given_back, used_nbytes
 from tests.gpu.gpu_rank import GpuRank, GpuWorld, gpu_world
-from tests.support.channels import wait_until
+from tests.support.waits import wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.gpu.card import given_back, used_nbytes
-from tests.support.runs import eventually, running
+from tests.support.runs import running
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.timeout(240)
 

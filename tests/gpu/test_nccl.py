@@ -25,8 +25,9 @@ from replicas.weights.loading import views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.packing import stage
 from tests.gpu.card import BACKEND, DEVICE, REAL, as_host, bits, card, uuid
-from tests.support.channels import channel_world, wait_until
+from tests.support.channels import channel_world
 from tests.support.sidecars import Lane, lane, read_segments, segments_of
+from tests.support.waits import wait_until
 
 TIMEOUT_S = 90.0
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -15,7 +15,8 @@ import pytest
 from tests.gpu.card import REAL, given_back, used_nbytes
 from tests.support.nodes import Agent, replicas_of
 from tests.support.programs import group
-from tests.support.runs import alive, eventually, running
+from tests.support.runs import alive, running
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,11 @@ import replicas
 from replicas.channel import Channel
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.testing import FakeRun
+from tests.support.waits import wait_until
 
-__all__ = ["POLICY", "ChannelWorld", "channel_world", "fake_world", "freeze", "wait_until"]
+__all__ = ["POLICY", "ChannelWorld", "channel_world", "fake_world", "freeze"]
 
 POLICY: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "30s"}
-
-
-async def wait_until(condition: Callable[[], object], what: str, *, timeout_s: float = 20.0) -> None:
-    """Ask ``condition`` on this loop again and again until it is true."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    while not condition():
-        assert loop.time() < deadline, f"not within {timeout_s} s: {what}"
-        await asyncio.sleep(0.01)
 
 
 async def freeze(process: asyncio.subprocess.Process) -> None:

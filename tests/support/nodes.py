@@ -15,7 +15,8 @@ from replicas.linux.processes import descendants, signal_each
 from replicas.status import RunStatus
 from replicas.trust.tokens import OPERATOR_FILE
 from tests.support.programs import group
-from tests.support.runs import MARK, ROOT, Run, alive, eventually, running
+from tests.support.runs import MARK, ROOT, Run, alive, running
+from tests.support.waits import eventually
 
 __all__ = [
     "AGENT_COMMAND",

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from replicas.linux.sockets import SocketAddress
 from replicas.status import RunStatus
 from replicas.supervisor.state.run_state import decode
 from tests.support.root import ROOT
+from tests.support.waits import eventually
 
 __all__ = [
     "MARK",
@@ -36,7 +37,6 @@ __all__ = [
     "WITHOUT_CGROUPS",
     "Run",
     "alive",
-    "eventually",
     "processes_marked",
     "running",
     "shared_memory",
@@ -58,16 +58,6 @@ WITHOUT_CGROUPS = (
     "replicas.supervisor",
 )
 """A supervisor that sees the control groups, and cannot make any."""
-
-
-def eventually(condition: Callable[[], Any], what: str, *, timeout_s: float = 45.0) -> Any:
-    """The first true value of ``condition``, which is asked again and again up to a
-    deadline."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
-    return value
 
 
 def alive(pid: int) -> bool:

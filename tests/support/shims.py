@@ -16,7 +16,8 @@ from replicas.linux.processes import MARK, signal_marked
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec
 from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, PartState
-from tests.support.runs import ROOT, eventually
+from tests.support.runs import ROOT
+from tests.support.waits import eventually
 
 __all__ = ["ShimUnderTest", "pump_of", "shim"]
 

@@ -28,7 +28,8 @@ from tests.chaos.syncs.rig import Tail
 from tests.chaos.written import Line
 from tests.support.machine.networks import Machine
 from tests.support.machine.switch import MBIT_NBYTES, Shape, Switch, switched_hosts
-from tests.support.runs import ROOT, eventually
+from tests.support.runs import ROOT
+from tests.support.waits import eventually
 
 __all__ = ["PLACES", "A", "B", "C", "D", "FarWorld", "Scene", "far_world"]
 

@@ -18,7 +18,7 @@ from tests.chaos.nodes.node_host import NAMES
 from tests.chaos.nodes.node_world import NodeWorld
 from tests.chaos.written import ALLOWED, Line, Written
 from tests.support.machine.load import Load
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 __all__ = ["Before", "Facts", "Table"]
 

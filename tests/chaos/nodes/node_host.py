@@ -16,7 +16,8 @@ from replicas.linux import cgroups
 from replicas.linux.cgroups import find_own
 from replicas.linux.processes import MARK
 from tests.support.machine.networks import Machine
-from tests.support.runs import ROOT, eventually
+from tests.support.runs import ROOT
+from tests.support.waits import eventually
 
 __all__ = ["GPUS", "LABELS", "NAMES", "Host", "mark_of"]
 

@@ -16,7 +16,7 @@ from tests.chaos.programs.signals import EXIT, RAISE, REJOIN, REJOIN_OUTER
 from tests.chaos.syncs.faults import Fault
 from tests.chaos.syncs.noise import attack_port, framed, garbage
 from tests.chaos.syncs.rig import LEASE_S, SyncWorld
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 __all__ = ["Attack", "Victim", "choose"]
 

@@ -15,7 +15,7 @@ from tests.chaos.syncs.rig import LOAD_DEADLINE_S, SLOTS, SyncWorld
 from tests.chaos.written import Written
 from tests.support.machine.memfds import mapped_anywhere, memories, ownerless
 from tests.support.processes import name_of
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 __all__ = ["Invariants"]
 

@@ -22,7 +22,8 @@ from tests.chaos.programs.guest import Guest
 from tests.chaos.syncs.gateway import Gateway
 from tests.chaos.syncs.moments import moments_of
 from tests.chaos.written import GUEST
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 __all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "SyncWorld", "Tail", "open_world"]
 

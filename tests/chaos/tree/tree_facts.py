@@ -19,7 +19,8 @@ from typing import Any
 from replicas.status import RunStatus
 from tests.chaos.tree.tree_attack import Attack
 from tests.chaos.tree.tree_world import MAX_RESTARTS, Picture, TreeWorld
-from tests.support.runs import Run, eventually, processes_marked, shared_memory
+from tests.support.runs import Run, processes_marked, shared_memory
+from tests.support.waits import eventually
 
 __all__ = ["Facts", "port_is_open"]
 

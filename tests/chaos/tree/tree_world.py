@@ -24,7 +24,8 @@ from tests.chaos.anatomy import Anatomy, Unfinished
 from tests.chaos.syncs.rig import Tail
 from tests.support.machine.disks import small_disk
 from tests.support.processes import start_time
-from tests.support.runs import Run, eventually, processes_marked
+from tests.support.runs import Run, processes_marked
+from tests.support.waits import eventually
 
 __all__ = [
     "HEARTBEAT_S",

@@ -12,7 +12,7 @@ import torch
 import replicas
 from replicas import errors
 from replicas.coordinator import Coordinator
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 __all__ = ["Listener", "listening"]
 

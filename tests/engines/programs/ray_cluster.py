@@ -13,7 +13,8 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
-from tests.support.runs import MARK, ROOT, eventually, processes_marked
+from tests.support.runs import MARK, ROOT, processes_marked
+from tests.support.waits import eventually
 
 __all__ = ["Raylets", "raylets"]
 

@@ -21,7 +21,8 @@ from datetime import datetime
 from pathlib import Path
 
 from tests.support.machine.networks import Machine, hosts, why_no_hosts
-from tests.support.runs import ROOT, eventually
+from tests.support.runs import ROOT
+from tests.support.waits import eventually
 
 __all__ = ["Slurm", "slurm", "why_no_slurm"]
 

@@ -19,7 +19,8 @@ import torch
 
 from replicas import errors
 from replicas.channel import Channel, Update
-from tests.support.channels import ChannelWorld, channel_world, wait_until
+from tests.support.channels import ChannelWorld, channel_world
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

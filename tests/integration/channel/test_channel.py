@@ -23,7 +23,8 @@ from replicas.channel import Channel, Pending, Receipt, Shard, Update
 from replicas.coordinator import GroupShape
 from replicas.weights.memory.arena import Arena
 from replicas.weights.memory.buffers import Buffer
-from tests.support.channels import channel_world, fake_world, wait_until
+from tests.support.channels import channel_world, fake_world
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

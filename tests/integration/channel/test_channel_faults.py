@@ -31,8 +31,9 @@ from replicas.messages import (
     decode_server_frame,
     encode,
 )
-from tests.support.channels import ChannelWorld, channel_world, freeze, wait_until
+from tests.support.channels import ChannelWorld, channel_world, freeze
 from tests.support.machine.proxy import Proxy
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

@@ -15,8 +15,9 @@ import torch
 from replicas.channel import Channel, Update
 from replicas.channel.session.pending import Promise
 from replicas.channel.versions.filling import PublishJob
-from tests.support.channels import channel_world, wait_until
+from tests.support.channels import channel_world
 from tests.support.machine.proxy import Proxy
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

@@ -23,9 +23,10 @@ from replicas import messages as wire
 from replicas.channel import Channel
 from replicas.messages.identity import ProcessIdentity
 from tests.support.channel.members import Client
-from tests.support.channels import ChannelWorld, channel_world, wait_until
+from tests.support.channels import ChannelWorld, channel_world
 from tests.support.programs import RECEIVES
 from tests.support.runs import alive
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

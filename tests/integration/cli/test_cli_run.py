@@ -24,7 +24,8 @@ from replicas.errors import UsageError
 from replicas.status import RunStatus
 from replicas.telemetry.events import RunEnded, RunStarted, Scaled, decode
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import ROOT, Run, eventually, running
+from tests.support.runs import ROOT, Run, running
+from tests.support.waits import eventually
 
 COUNTS = """
 import itertools, time

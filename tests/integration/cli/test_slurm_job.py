@@ -21,7 +21,8 @@ from replicas.cli import main as cli
 from replicas.control.exit_codes import FAILED, SUPERVISED, UNAVAILABLE
 from replicas.linux import private
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import MARK, ROOT, Run, eventually, running
+from tests.support.runs import MARK, ROOT, Run, running
+from tests.support.waits import eventually
 
 JOB = {"SLURM_JOB_ID": "5", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0", "SLURM_JOB_NUM_NODES": "1"}
 PART = (sys.executable, "-m", "replicas", "slurm", "--here")

@@ -20,9 +20,10 @@ import replicas
 from replicas import errors
 from replicas.channel import Channel, Receipt, Update
 from tests.support.channel.coordinator_process import CoordinatorProcess
-from tests.support.channels import POLICY, wait_until
+from tests.support.channels import POLICY
 from tests.support.machine.proxy import Proxy
 from tests.support.programs import PUBLISHES, RECEIVES
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,8 @@ import torch
 
 from replicas.coordinator import Coordinator
 from replicas.core.base.effects import CommitDecision
-from tests.support.channels import POLICY, ChannelWorld, wait_until
+from tests.support.channels import POLICY, ChannelWorld
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

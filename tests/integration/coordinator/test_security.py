@@ -27,8 +27,8 @@ from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape, door, server, sessions, websocket
 from replicas.core.base.effects import Send
 from tests.support.channel.members import Client
-from tests.support.channels import wait_until
 from tests.support.runs import alive
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

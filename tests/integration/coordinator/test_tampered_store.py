@@ -25,8 +25,9 @@ import torch.distributed as dist
 from replicas import errors
 from replicas.coordinator import Coordinator
 from replicas.sidecar.rank_side.sidecar_handle import SidecarFailed
-from tests.support.channels import channel_world, wait_until
+from tests.support.channels import channel_world
 from tests.support.sidecars import lane, shared_forkserver
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

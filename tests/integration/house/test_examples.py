@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.root import ROOT
-from tests.support.runs import MARK, eventually, processes_marked, shared_memory
+from tests.support.runs import MARK, processes_marked, shared_memory
+from tests.support.waits import eventually
 
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 110.0

@@ -23,7 +23,8 @@ from replicas.status import ReplicaStatus, RunStatus
 from replicas.trust.tokens import OPERATOR_FILE
 from tests.support.house.manifests import container, documents, environment, expanded, status_of
 from tests.support.machine.networks import Machine, hosts, why_no_hosts
-from tests.support.runs import ROOT, alive, eventually
+from tests.support.runs import ROOT, alive
+from tests.support.waits import eventually
 
 LABELS = "metadata.labels['leaderworkerset.sigs.k8s.io/{}-index']"
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.machine.networks import Machine
 from tests.support.machine.switch import MBIT_NBYTES, ROOT, Shape, Switch, switched_hosts, why_no_switch
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 IP_UDP_NBYTES = 28
 """Headers of one datagram."""

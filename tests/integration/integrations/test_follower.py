@@ -29,9 +29,9 @@ from replicas.integrations import engine_health, engine_server, follower
 from replicas.integrations.engine_health import Spent
 from replicas.integrations.vllm import follow
 from replicas.linux.processes import start_time
-from tests.support.channels import POLICY, ChannelWorld, channel_world, wait_until
+from tests.support.channels import POLICY, ChannelWorld, channel_world
 from tests.support.engines import FakeEngine
-from tests.support.runs import eventually
+from tests.support.waits import eventually, wait_until
 
 pytestmark = pytest.mark.anyio
 

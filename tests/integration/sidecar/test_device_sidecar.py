@@ -30,11 +30,11 @@ from replicas.weights.loading import views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.packing import stage
-from tests.support.channels import wait_until
 from tests.support.devices import fake_accelerator, far_accelerator
 from tests.support.devices.device_memory import lingering_nbytes
 from tests.support.devices.fake_accelerator import FakeAccelerator, fake_memory_nbytes
 from tests.support.sidecars import lane, read_segments, segments_of, shared_forkserver
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

@@ -29,9 +29,9 @@ from replicas.sidecar.forkserver import ForkServer
 from replicas.sidecar.rank_side.forkserver_client import Forkserver, OtherRelease
 from replicas.sidecar.rank_side.sidecar_handle import SidecarDied
 from replicas.supervisor.agent.forkservers import KeptForkserver
-from tests.support.channels import wait_until
 from tests.support.machine.users import ATTACKER, needs_users, stranger
 from tests.support.sidecars import start_forkserver
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

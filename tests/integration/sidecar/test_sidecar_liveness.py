@@ -28,10 +28,11 @@ from replicas.sidecar.rank_side.forkserver_client import Forkserver
 from replicas.sidecar.rank_side.sidecar_handle import SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferSpec
 from replicas.weights.memory.arena import Arena, Slot
-from tests.support.channels import channel_world, wait_until
+from tests.support.channels import channel_world
 from tests.support.processes import name_of
-from tests.support.runs import eventually, running
+from tests.support.runs import running
 from tests.support.sidecars import LoopbackStore, children_of, gone, lane, shared_forkserver, start_forkserver
+from tests.support.waits import eventually, wait_until
 
 pytestmark = pytest.mark.anyio
 

@@ -24,8 +24,8 @@ from replicas.weights.loading import views
 from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.packing import stage
-from tests.support.channels import wait_until
 from tests.support.sidecars import Lane, lane, shared_forkserver
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

@@ -24,7 +24,8 @@ from replicas.supervisor.state.state import StateDir
 from tests.integration.supervisor.agent.test_agents import again, publishing, told, versions
 from tests.integration.supervisor.test_supervisor_embedded import config
 from tests.support.nodes import ready
-from tests.support.runs import ROOT, Run, alive, eventually
+from tests.support.runs import ROOT, Run, alive
+from tests.support.waits import eventually
 
 DETACH = (sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())", "detach")
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.processes import name_of, sidecars_of
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 TRAINER = """
 import json, os, sys, time

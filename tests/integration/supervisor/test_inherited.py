@@ -25,7 +25,8 @@ from replicas.control.exit_codes import USAGE
 from replicas.linux import inherited
 from tests.support.machine.users import needs_users
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import Run, alive, eventually, running
+from tests.support.runs import Run, alive, running
+from tests.support.waits import eventually
 
 DAEMON = (sys.executable, "-m", "replicas.supervisor")
 COMMAND_LINE = (sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())")

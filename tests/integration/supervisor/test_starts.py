@@ -15,7 +15,8 @@ from replicas import errors
 from replicas.linux.processes import is_stopped
 from replicas.supervisor.state.state import StateDir
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 SITE = """
 import os, signal, sys

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from replicas.linux.processes import start_time
 from tests.support.programs import SERVES, SLEEPS, group
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 JOINS = """
 import time, replicas

@@ -27,7 +27,8 @@ from replicas.supervisor.state.run_state import ProcessRecord, Saved, ShimRecord
 from replicas.supervisor.state.state import AlreadySupervised, StateDir
 from replicas.telemetry.events import ConnectionsRefused, RunStarted, StateSetAside
 from tests.support.programs import PUBLISHES, RECEIVES, group
-from tests.support.runs import Run, alive, eventually, running
+from tests.support.runs import Run, alive, running
+from tests.support.waits import eventually
 
 FAILS_TWICE = """
 import os, sys, time

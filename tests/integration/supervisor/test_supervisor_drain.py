@@ -12,7 +12,8 @@ from pathlib import Path
 
 from replicas.status import ReplicaStatus
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 PUBLISHES_ONCE = """
 import time, torch, replicas

@@ -13,7 +13,8 @@ import pytest
 
 from replicas.linux.processes import descendants, is_below, marked, signal_each, signal_marked, start_time
 from tests.support.programs import DAEMONIZES, SLEEPS, group
-from tests.support.runs import Run, alive, eventually, running
+from tests.support.runs import Run, alive, running
+from tests.support.waits import eventually
 
 RESTART = 'restart = { initial_delay = "100ms", no_progress_cycles = 0 }'
 

@@ -12,7 +12,8 @@ from replicas.control.exit_codes import CUT
 from replicas.status import GroupStatus
 from replicas.telemetry.events import RunEnded, decode
 from tests.support.programs import DAEMONIZES, IGNORES, SLEEPS, group
-from tests.support.runs import alive, eventually, running
+from tests.support.runs import alive, running
+from tests.support.waits import eventually
 
 
 def test_a_run_ends_with_0_when_its_groups_have_finished(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from replicas.control.exit_codes import PREEMPTED
 from tests.support.machine.notify import FakeSystemd
 from tests.support.programs import IGNORES, SLEEPS, group
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 DAEMON = (sys.executable, "-m", "replicas.supervisor")
 CHECK = (sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())", "check")

@@ -17,7 +17,8 @@ import pytest
 
 from tests.support.machine.users import ATTACKER, VICTIM, as_user, folder_of, needs_users, python_environment
 from tests.support.programs import group
-from tests.support.runs import Run, eventually
+from tests.support.runs import Run
+from tests.support.waits import eventually
 
 PLANTS = """
 import base64, os, pickle, sys, threading, time

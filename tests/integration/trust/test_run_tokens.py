@@ -28,7 +28,8 @@ from tests.support.machine.full_disk import file_size_limit
 from tests.support.machine.networks import hosts, why_no_hosts
 from tests.support.nodes import Agent, over_nodes, ready, states, there
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import ROOT, Run, eventually, running
+from tests.support.runs import ROOT, Run, running
+from tests.support.waits import eventually
 
 TLS = '[control]\nlisten = "127.0.0.1:{port}"\ntls = "on"\n'
 

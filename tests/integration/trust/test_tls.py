@@ -40,8 +40,9 @@ from replicas.trust.certificate import PortKey, make_pem
 from replicas.trust.tokens import JoinToken
 from replicas.trust.way import way_to
 from tests.support.channel.members import Client
-from tests.support.channels import POLICY, ChannelWorld, wait_until
+from tests.support.channels import POLICY, ChannelWorld
 from tests.support.machine.proxy import Proxy
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

@@ -27,7 +27,8 @@ from replicas.linux.sockets import SocketAddress
 from tests.support.machine.exposure import Listener, Process, files_of, listeners, processes_of
 from tests.support.machine.users import ATTACKER, VICTIM, as_user, folder_of, needs_users, python_environment
 from tests.support.programs import SERVES, group
-from tests.support.runs import MARK, Run, eventually
+from tests.support.runs import MARK, Run
+from tests.support.waits import eventually
 
 LOOPBACK = "0100007F"
 ABSTRACT = re.compile(r"replicas-[0-9a-f]{32}|replicas-door-[0-9a-f]{16}")

@@ -16,9 +16,9 @@ from typing import Any
 
 from replicas.coordinator import Coordinator, GroupShape
 from tests.support.channel.host_rank import TIMEOUT_S
-from tests.support.channels import wait_until
 from tests.support.machine.networks import Machine, Network, hosts
 from tests.support.root import ROOT
+from tests.support.waits import wait_until
 
 __all__ = ["HostRank", "HostWorld", "host_world"]
 

@@ -46,7 +46,7 @@ from replicas.channel import Channel
 from replicas.coordinator import Coordinator
 from tests.support.channel.call_pools import MOVING, stir
 from tests.support.machine.log_handlers import rogue_handlers
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 __all__ = ["DEEDS", "Found", "Scene", "at_each_line", "at_random", "scene"]
 

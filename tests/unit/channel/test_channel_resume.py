@@ -21,7 +21,7 @@ from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Arena, Slot
 from tests.support.channel.scripted import MANIFEST, ScriptedWorld
-from tests.support.channels import wait_until
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

@@ -26,7 +26,7 @@ from replicas.config.file import parse
 from replicas.config.structs import Config
 from replicas.errors import BadConfig, UsageError
 from replicas.supervisor.surroundings import Surroundings, on_cluster
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 PYTHON = "/opt/a venv/bin/python"
 

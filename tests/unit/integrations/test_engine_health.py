@@ -19,7 +19,7 @@ from replicas.integrations import engine_health
 from replicas.integrations.engine_health import EVERY_S, Spent, Vigil, _Call, processor_time, serving_process
 from replicas.integrations.engine_server import Answer, EngineServer
 from replicas.linux.processes import children
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 WATCHED = {"/health": 15.0, "/is_paused": 30.0}
 LIMIT_S = 600.0

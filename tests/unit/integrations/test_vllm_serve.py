@@ -24,7 +24,7 @@ from replicas.integrations import follower, router, vllm
 from replicas.integrations.follower import release_of
 from replicas.integrations.gate import GatePage
 from replicas.linux.processes import start_time
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from replicas.memory.beacon import find, own_beacon
 from replicas.memory.memory_door import MemoryDoor, fetch, is_open
 from replicas.messages import Beacon, SlotPlace
 from tests.support.channel.memory import Child
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 CLONE_NEWNET = 0x40000000
 ELSEWHERE = 1 << 22  # no pid

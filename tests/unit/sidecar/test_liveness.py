@@ -28,7 +28,7 @@ from replicas.sidecar import building, wire
 from replicas.sidecar.meeting import blame
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
 from replicas.sidecar.rank_side.sidecar_handle import IDLE_S, INTERVAL_S, SILENCE_S, Pulse, SidecarDied, SidecarFailed
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 # ---------------------------------------------------------------- pings
 

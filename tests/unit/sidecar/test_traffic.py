@@ -14,7 +14,7 @@ import pytest
 
 from replicas.sidecar.traffic import SHARE, TRIES, Traffic, _Connection, _holds_up
 from replicas.sidecar.wire import Moved
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 
 @contextmanager

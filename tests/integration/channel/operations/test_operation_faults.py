@@ -22,8 +22,9 @@ from replicas.channel import Channel, Pending, Receipt
 from replicas.coordinator import Coordinator
 from replicas.core.operations.operation import Operation
 from replicas.sidecar.rank_side import sidecar_handle
-from tests.support.channels import ChannelWorld, channel_world, wait_until
+from tests.support.channels import ChannelWorld, channel_world
 from tests.support.machine.proxy import Proxy
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

@@ -26,12 +26,13 @@ from replicas.coordinator import GroupShape
 from replicas.weights.copies.accelerator import accelerator
 from tests.integration.coordinator.test_coordinator_restart import world_of
 from tests.support.channel.memory import statistics
-from tests.support.channels import ChannelWorld, channel_world, wait_until
+from tests.support.channels import ChannelWorld, channel_world
 from tests.support.devices import fake_accelerator
 from tests.support.devices.fake_accelerator import fake_memory_nbytes
 from tests.support.ranks import ELEMENTS, RankProcess
 from tests.support.root import ROOT
 from tests.support.sidecars import shared_forkserver
+from tests.support.waits import wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300), pytest.mark.usefixtures("gpus")]
 

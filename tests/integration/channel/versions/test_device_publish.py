@@ -14,10 +14,11 @@ import torch
 from replicas import errors
 from replicas.channel import Channel, Pending, Receipt
 from replicas.channel.session import loop as session_loops
-from tests.support.channels import ChannelWorld, channel_world, wait_until
+from tests.support.channels import ChannelWorld, channel_world
 from tests.support.devices.fake_accelerator import NAME, FakeAccelerator
 from tests.support.ranks import ELEMENTS
 from tests.support.root import ROOT
+from tests.support.waits import wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300), pytest.mark.usefixtures("sidecars_too")]
 

@@ -17,8 +17,9 @@ from replicas.coordinator import GroupShape
 from replicas.core.versions.fetching import PIECE_NBYTES
 from replicas.messages.bounds import MANIFEST_NBYTES
 from tests.support.channel.coordinator_process import CoordinatorProcess
-from tests.support.channels import channel_world, wait_until
+from tests.support.channels import channel_world
 from tests.support.machine.proxy import Proxy
+from tests.support.waits import wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 

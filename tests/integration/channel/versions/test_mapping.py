@@ -14,10 +14,11 @@ import pytest
 
 from replicas.coordinator import GroupShape
 from tests.support.channel.coordinator_process import CoordinatorProcess
-from tests.support.channels import POLICY, ChannelWorld, channel_world, freeze, wait_until
+from tests.support.channels import POLICY, ChannelWorld, channel_world, freeze
 from tests.support.machine.memfds import Memory, mapped_anywhere, memories, ownerless
 from tests.support.processes import children
 from tests.support.ranks import RankProcess
+from tests.support.waits import wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 

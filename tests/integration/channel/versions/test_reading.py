@@ -16,7 +16,8 @@ from replicas import errors
 from replicas.channel import Channel, Receipt
 from replicas.coordinator import GroupShape
 from replicas.weights.copies.digest import digest_of
-from tests.support.channels import channel_world, wait_until
+from tests.support.channels import channel_world
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,8 @@ import torch
 from replicas import errors
 from replicas.channel import Channel
 from replicas.weights.feed import Feed
-from tests.support.channels import channel_world, wait_until
+from tests.support.channels import channel_world
+from tests.support.waits import wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")]
 

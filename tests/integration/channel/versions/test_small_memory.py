@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import replicas
-from tests.support.channels import channel_world, wait_until
+from tests.support.channels import channel_world
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

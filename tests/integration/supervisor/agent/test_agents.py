@@ -36,7 +36,8 @@ from tests.support.nodes import (
     there,
 )
 from tests.support.programs import PUBLISHES, RECEIVES, SLEEPS, group
-from tests.support.runs import MARK, ROOT, Run, alive, eventually, running
+from tests.support.runs import MARK, ROOT, Run, alive, running
+from tests.support.waits import eventually
 
 # ---------------------------------------------------------------- together
 

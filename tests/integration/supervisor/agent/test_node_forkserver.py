@@ -13,7 +13,8 @@ import pytest
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S
 from tests.support.processes import parent_of, sidecars_of
 from tests.support.programs import group
-from tests.support.runs import WITHOUT_CGROUPS, Run, alive, eventually, running
+from tests.support.runs import WITHOUT_CGROUPS, Run, alive, running
+from tests.support.waits import eventually
 
 RESTART = 'restart = { initial_delay = "100ms" }'
 SYNCS = """

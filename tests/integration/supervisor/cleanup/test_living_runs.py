@@ -21,7 +21,8 @@ from replicas.supervisor.state.run_state import Saved, ShimRecord, machine
 from replicas.supervisor.state.state import StateDir
 from tests.support.machine.users import as_user, needs_users
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import Run, alive, eventually, running
+from tests.support.runs import Run, alive, running
+from tests.support.waits import eventually
 
 TWO = group("a", SLEEPS, "replicas = 2")
 

@@ -18,7 +18,8 @@ from replicas.linux.cgroups import find_own
 from replicas.linux.processes import start_time
 from replicas.supervisor.fleet.local_agent import AGENT
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import WITHOUT_CGROUPS, Run, alive, eventually, running
+from tests.support.runs import WITHOUT_CGROUPS, Run, alive, running
+from tests.support.waits import eventually
 
 BOUND_S = 10.0
 """Five seconds are promised, and held in the chaos suite; a machine that runs other

@@ -15,7 +15,8 @@ import pytest
 
 from replicas.linux.processes import parents
 from tests.support.programs import group
-from tests.support.runs import ROOT, Run, eventually, running
+from tests.support.runs import ROOT, Run, running
+from tests.support.waits import eventually
 
 COMMAND = [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())"]
 

@@ -16,7 +16,8 @@ import pytest
 from replicas.control.exit_codes import CUT, DONE
 from replicas.linux.processes import children, parents, start_time
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import ROOT, Run, alive, eventually, running
+from tests.support.runs import ROOT, Run, alive, running
+from tests.support.waits import eventually
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 

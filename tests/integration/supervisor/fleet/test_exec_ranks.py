@@ -9,7 +9,8 @@ import pytest
 from replicas.cli.client import Client
 from replicas.control.commands import Drain
 from tests.support.programs import PUBLISHES, group
-from tests.support.runs import eventually, running
+from tests.support.runs import running
+from tests.support.waits import eventually
 
 RANK = """
 import sys

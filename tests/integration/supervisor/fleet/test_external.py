@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from replicas.status import ReplicaStatus
-from tests.support.runs import MARK, ROOT, Run, eventually, running
+from tests.support.runs import MARK, ROOT, Run, running
+from tests.support.waits import eventually
 
 EXTERNAL = """
 [groups.trainer]

@@ -19,7 +19,8 @@ from replicas.errors import Fenced
 from replicas.messages.identity import proof_of
 from tests.support.channel.members import Client
 from tests.support.programs import group
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 JOINS = """
 import time, replicas

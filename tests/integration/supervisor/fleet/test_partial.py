@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.programs import PUBLISHES, group
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 ROLLOUT = """
 import json, os, time

@@ -16,7 +16,8 @@ import pytest
 
 from replicas.status import RunStatus
 from tests.support.programs import PUBLISHES, RECEIVES, group
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
+from tests.support.waits import eventually
 
 PAUSE_S = float(os.environ.get("PAUSE_S", "6"))
 """Longer than the leases and timeouts below; by hand: PAUSE_S=60."""

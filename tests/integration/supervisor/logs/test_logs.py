@@ -19,8 +19,9 @@ from replicas.supervisor.cleanup.sweeping import Sweep, by_mark
 from replicas.supervisor.logs.pump import READ_NBYTES
 from tests.support.machine.disks import fill, small_disk
 from tests.support.programs import group
-from tests.support.runs import alive, eventually, running
+from tests.support.runs import alive, running
 from tests.support.shims import ShimUnderTest, pump_of, shim
+from tests.support.waits import eventually
 
 FLOODS = """
 import os

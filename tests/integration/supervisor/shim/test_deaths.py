@@ -18,7 +18,8 @@ import pytest
 from replicas.linux.processes import descendants, parents
 from replicas.supervisor.shim.deaths import DeathWatch
 from tests.support.programs import group
-from tests.support.runs import eventually, running
+from tests.support.runs import running
+from tests.support.waits import eventually
 
 ENGINE = """
 import multiprocessing, os, time

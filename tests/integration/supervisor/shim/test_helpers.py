@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import Run, eventually, running
+from tests.support.runs import Run, running
 from tests.support.shims import shim
+from tests.support.waits import eventually
 
 DAEMON = (sys.executable, "-m", "replicas.supervisor")
 ELSEWHERE = ("sh", "-c", 'mkdir gone && cd gone && exec "$@"', "sh", *DAEMON)

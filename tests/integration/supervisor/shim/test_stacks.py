@@ -9,7 +9,8 @@ from pathlib import Path
 
 import replicas
 from tests.support.programs import group
-from tests.support.runs import eventually, running
+from tests.support.runs import running
+from tests.support.waits import eventually
 
 HOLDS_THE_GIL = """
 import ctypes, replicas

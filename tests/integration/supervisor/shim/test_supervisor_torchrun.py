@@ -12,7 +12,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.launcher import api as launcher_api
 
 from replicas.control.exit_codes import CUT
-from tests.support.runs import eventually, running
+from tests.support.runs import running
+from tests.support.waits import eventually
 
 MEETS = """
 import os, torch, torch.distributed as dist

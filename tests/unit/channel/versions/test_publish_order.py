@@ -21,7 +21,7 @@ from replicas.messages import Meta
 from replicas.weights.feed import Feed
 from replicas.weights.packing import Packing
 from tests.support.channel.scripted import ScriptedWorld
-from tests.support.channels import wait_until
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

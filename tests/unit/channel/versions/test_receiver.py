@@ -22,7 +22,7 @@ from replicas.channel.versions.receive import Bound
 from replicas.channel.versions.update import Update
 from replicas.weights.loading import load_image
 from tests.support.channel.scripted import ScriptedWorld
-from tests.support.channels import wait_until
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 

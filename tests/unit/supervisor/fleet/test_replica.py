@@ -41,6 +41,7 @@ from replicas.supervisor.state.state import StateDir
 from replicas.supervisor.wire.orders import PartSpec
 from replicas.supervisor.wire.part_state import UNKNOWN, ExitReport, LogLoss, RankExit, Remains
 from replicas.telemetry.events import Event, HeldUp, ReplicaExited
+from tests.support.waits import wait_until
 
 OK = ExitReport("ok")
 
@@ -205,14 +206,6 @@ def state(replica: Replica) -> str:
     return replica.life.state
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.005)
-
-
 async def settle() -> None:
     """Let every task that can run do so."""
     for _ in range(20):
@@ -354,11 +347,11 @@ async def test_a_shim_that_does_not_end_is_killed_until_it_does(
         shim = world.shims[0]
         shim.started()
         replica.restart()
-        await until(lambda: shim.told.count("kill") > 3)
+        await wait_until(lambda: shim.told.count("kill") > 3, "it is killed again")
         assert shim.told[0] == 0.0
         assert (state(replica), len(world.shims)) == ("draining", 1)
         shim.ended(ExitReport("lost", text="the shim was killed"))
-        await until(lambda: len(world.shims) == 2)
+        await wait_until(lambda: len(world.shims) == 2, "the next generation")
         assert replica.life.restarts == {"requested": 1}
 
 
@@ -375,11 +368,11 @@ async def test_a_process_that_takes_long_to_die_is_named_and_waited_for(
         remains = Remains(time.time() - 60.0, ((7, "python serve.py"),))
         shim.now(remains=remains)
         shim.ended(ExitReport("lost", text="the shim was killed"), gone=False)
-        await until(lambda: state(replica) == "draining")
+        await wait_until(lambda: state(replica) == "draining", "it drains")
         text = "the shim was killed; held up by process 7 (python serve.py): not dead 60 s after SIGKILL"
         assert replica.life.reason == text
         shim.now(remains=Remains(remains.since - 10.0, ((7, "python serve.py"), (8, ""))))
-        await until(lambda: len(world.held_up) == 2)
+        await wait_until(lambda: len(world.held_up) == 2, "it is held up again")
         assert [(one.pid, one.holder) for one in world.held_up] == [
             (7, "process 7 (python serve.py)"),
             (8, "process 8 (dying)"),
@@ -389,7 +382,7 @@ async def test_a_process_that_takes_long_to_die_is_named_and_waited_for(
         assert "kill" not in shim.told, "it does what can be done"
         assert (state(replica), len(world.shims)) == ("draining", 1)
         shim.now(gone=True)
-        await until(lambda: len(world.shims) == 2)
+        await wait_until(lambda: len(world.shims) == 2, "the next generation")
         assert replica.life.restarts == {"lost": 1}
 
 
@@ -520,7 +513,7 @@ async def test_nothing_starts_that_the_disk_has_not_noted(tmp_path: Path, monkey
         reason = replica.status(time.monotonic()).reason
         assert reason == "waits for the disk of the state folder (/state: No space left on device)"
         world.full = ""
-        await until(lambda: bool(world.shims))
+        await wait_until(lambda: bool(world.shims), "a generation")
         world.shims[0].started()
         replica.check(time.monotonic())
         assert (state(replica), replica.life.generation, replica.life.restarts) == ("ready", 1, {})

@@ -11,7 +11,7 @@ import pytest
 
 from replicas.linux.processes import has_zombie, is_stopped
 from replicas.supervisor.shim.deaths import STOPPED_S, StoppedWatch
-from tests.support.runs import eventually
+from tests.support.waits import eventually
 
 # Its child lives until a line comes.
 PARENT = """
