@@ -178,7 +178,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``state``: ``up``; ``draining``, up but for no new replicas; ``away``, its agent is
     not connected; ``lost``, its replicas start elsewhere. ``local``: the supervisor's
-    own. ``replicas``: names of those that have a place there. ``heard_age_s``: since
+    own. ``replicas``: names of those that have a part there. ``heard_age_s``: since
     its agent was last heard.
     """
 

@@ -373,7 +373,7 @@ class Channel(Collectives):
         failure: BaseException | None = None
         inside = Holder()
         try:
-            self._hub.call(self._hub.leases.lend, inside, self._start_to_leave)  # runs even if this is interrupted
+            self._hub.call(self._hub.loans.lend, inside, self._start_to_leave)  # runs even if this is interrupted
             self._closed = True
             if wait and self._hub.over is None:
                 self._hub.loop.run(lambda: asyncio.sleep(0), CLOSE_TIMEOUT_S)  # earlier calls have reached the loop
@@ -384,7 +384,7 @@ class Channel(Collectives):
                 logger.warning(text, self.name, CLOSE_TIMEOUT_S)
             failure = self._hub.failures.take()
         finally:
-            self._hub.call(self._hub.leases.give_back, inside)
+            self._hub.call(self._hub.loans.give_back, inside)
         if not self._left.wait_ended(CLOSE_TIMEOUT_S):
             logger.warning("%s: leaving took more than %s s", self.name, CLOSE_TIMEOUT_S)
         if failure is None or isinstance(failure, errors.Fenced):

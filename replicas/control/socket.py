@@ -102,7 +102,7 @@ class ControlSocket:
             listener.close()
             raise errors.WorldError(
                 f"control: cannot make the socket {self.path}: {error.strerror}",
-                hint="name another place with control.socket in the config",
+                hint="name another path with control.socket in the config",
             ) from error
         listener.setblocking(False)
         return listener

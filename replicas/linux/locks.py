@@ -8,12 +8,12 @@ share the description that they were given, and so its locks.
 the exclusive lock before it writes. A reader that comes later is refused; a reader that
 was there first makes the owner choose other memory.
 
-*Marks* are read locks on single bytes (``F_OFD_SETLK``; a byte is a number, nothing is
+*Flags* are read locks on single bytes (``F_OFD_SETLK``; a byte is a number, nothing is
 stored at it). No process ever takes a write lock: it only tests whether one could be
 had. Byte 0: a mapping given to a user may still be alive, though no process holds the
 memory officially any more. Byte ``N`` > 0: the memory has been filled ``N`` times, and
-the last fill is complete. Each holder has that mark, and only while there is no writer;
-so a reader that has the shared lock and finds another holder's mark knows that the
+the last fill is complete. Each holder has that flag, and only while there is no writer;
+so a reader that has the shared lock and finds another holder's flag knows that the
 memory was not refilled before it came.
 """
 
@@ -28,9 +28,9 @@ from pathlib import Path
 from replicas.linux.files import kernel_lines
 
 MAPPED = 0
-"""Byte marked while a user's mapping may be alive; larger bytes count fills."""
+"""Byte flagged while a user's mapping may be alive; larger bytes count fills."""
 OPENED = 1 << 62
-"""Byte marked while a process has the (GPU) memory open to which the file leads."""
+"""Byte flagged while a process has the (GPU) memory open to which the file leads."""
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
@@ -50,28 +50,28 @@ def let_go(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def mark(fd: int, byte: int) -> None:
-    """Mark ``byte``; any number of descriptions can."""
-    _set_mark(fd, byte, fcntl.F_RDLCK)
+def flag(fd: int, byte: int) -> None:
+    """Flag ``byte``; any number of descriptions can."""
+    _set_flag(fd, byte, fcntl.F_RDLCK)
 
 
-def unmark(fd: int, byte: int) -> None:
-    """Remove this description's mark of ``byte``."""
-    _set_mark(fd, byte, fcntl.F_UNLCK)
+def unflag(fd: int, byte: int) -> None:
+    """Remove this description's flag of ``byte``."""
+    _set_flag(fd, byte, fcntl.F_UNLCK)
 
 
-def _set_mark(fd: int, byte: int, kind: int) -> None:
+def _set_flag(fd: int, byte: int, kind: int) -> None:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # A kernel without such locks: `marked` fails in readers, so none maps this
+        # A kernel without such locks: `flagged` fails in readers, so none maps this
         # memory; they use the process group instead.
 
 
-def marked(fd: int, byte: int) -> bool:
-    """Return whether another description has marked ``byte``.
+def flagged(fd: int, byte: int) -> bool:
+    """Return whether another description has flagged ``byte``.
 
     :raises OSError: EINVAL on a kernel without such locks.
     """

@@ -6,7 +6,7 @@ Theory of operation
 A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living process.
 :func:`hold` opens that very file with a file description of its own, through ``/proc``
 or else through the door of the process (:mod:`replicas.memory.memory_door`), and takes
-the locks that mark it as held (:mod:`replicas.linux.locks`). From then on the owner
+the locks that flag it as held (:mod:`replicas.linux.locks`). From then on the owner
 does not refill the memory, and it is not freed when the owner ends.
 
 :class:`MemoryHolder` lets the newest committed version of a channel outlive its source:
@@ -79,9 +79,9 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True) -> int:
     try:
         if not locks.hold_shared(fd):
             raise Gone(f"{what} is being replaced by another version", version=version)
-        if not locks.marked(fd, place.serial):
+        if not locks.flagged(fd, place.serial):
             raise Gone(f"{what} was replaced by another version", version=version)
-        locks.mark(fd, place.serial)
+        locks.flag(fd, place.serial)
     except OSError as error:
         os.close(fd)
         if error.errno in SCARCE:
@@ -179,7 +179,7 @@ class MemoryHolder:
         fd, serial = self._held.pop(key, (-1, 0))
         if fd >= 0:
             locks.let_go(fd)  # a child being started may share the file description a moment longer
-            locks.unmark(fd, serial)
+            locks.unflag(fd, serial)
             os.close(fd)
 
     def close(self) -> None:

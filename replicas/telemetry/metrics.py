@@ -94,7 +94,7 @@ _NODE = (
     ),
     _Gauge("node_gpus", "GPUs that the node has for the run.", lambda node: node.gpus),
     _Gauge("node_gpus_free", "GPUs of the node that no replica holds.", lambda node: node.gpus_free),
-    _Gauge("node_replicas", "Replicas with a place on the node.", lambda node: len(node.replicas)),
+    _Gauge("node_replicas", "Replicas of which a part is on the node.", lambda node: len(node.replicas)),
     _Gauge("node_heard_age_seconds", "Seconds since the node's agent was last heard.", lambda node: node.heard_age_s),
 )
 _GROUP = (
@@ -249,7 +249,7 @@ class Metrics(Collector):
         yield self._gauge("group_replicas", "Replicas of a group by state.", ("group", "state"), series)
         series = [pair for one in status.channels for pair in _by_state((one.name,), one.members, _MEMBER_STATES)]
         yield self._gauge("channel_members", "Members of the channel by state.", ("channel", "state"), series)
-        text = "Always 1: the replica has a place on the node."
+        text = "Always 1: a part of the replica is on the node."
         places = [(one, node) for group in status.groups for one in group.replicas for node in dict.fromkeys(one.nodes)]
         series = [((one.group, str(one.replica), node), 1) for one, node in places]
         yield self._gauge("replica_node_info", text, ("group", "replica", "node"), series)

@@ -17,7 +17,7 @@ number to another one. A version that was held without a digest when the coordin
 replaced is therefore *doubtful*: its digest is computed before it counts as the
 committed version.
 
-**Leases of holders** take back what is lent to the user's threads, even if an interrupt
+**Loans** take back what is lent to the user's threads, even if an interrupt
 hits them. A publish that walks the weights, or a slot of ``arena_like``, ends when the
 user's thread says so. An interrupt may prevent that at any line, even at the first line
 of an ``__exit__`` or a ``finally`` (:mod:`replicas.common.waits`). Each therefore has a
@@ -218,8 +218,8 @@ class Holder:
     """Represents a lent resource; its death takes the resource back."""
 
 
-class HolderLeases:
-    """The leases of one channel. On the session thread."""
+class Loans:
+    """The loans of one channel. On the session thread."""
 
     def __init__(self, after: Callable[[float, Callable[[], None]], asyncio.TimerHandle]) -> None:
         self._after = after
@@ -238,20 +238,20 @@ class HolderLeases:
         return known
 
     def give_back(self, holder: Holder) -> None:
-        """Take it back; does nothing if the lease has ended already."""
+        """Take it back; does nothing if the loan has ended already."""
         take_back = self._end(holder)
         if take_back is not None:
             take_back()
 
     def keep(self, holder: Holder) -> bool:
-        """End the lease, keep the resource; False: ended before, or not lent here."""
+        """End the loan, keep the resource; False: ended before, or not lent here."""
         return self._end(holder) is not None
 
     def sweep(self) -> None:
         while self._gone:
-            lease = self._lent.pop(id(self._gone.popleft()), None)
-            if lease is not None:
-                lease[1]()
+            loan = self._lent.pop(id(self._gone.popleft()), None)
+            if loan is not None:
+                loan[1]()
 
     def _end(self, holder: Holder) -> Callable[[], object] | None:
         found = next((number for number, (known, _) in self._lent.items() if known() is holder), None)

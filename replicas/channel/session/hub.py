@@ -32,7 +32,7 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.session.holdings import HolderLeases, Holdings
+from replicas.channel.session.holdings import Holdings, Loans
 from replicas.channel.session.loop import SessionLoop
 from replicas.channel.session.pending import Failures, Promise
 from replicas.channel.session.session import Session
@@ -113,7 +113,7 @@ class Hub:
         self._locates = 0
         """Questions for this host so far; a reply carries no number of its own."""
         self.holdings = Holdings(name, self.call, self._dropped)
-        self.leases = HolderLeases(self.after)
+        self.loans = Loans(self.after)
         self.failures = Failures(name)
         self.loaded = 0
         self.epoch = 0

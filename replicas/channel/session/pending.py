@@ -368,7 +368,7 @@ def afresh(error: BaseException) -> BaseException:
     """A copy of an error that is kept, to raise it.
 
     An error that is raised refers to the frames that it passes. If a kept one did, all
-    that its callers held would live as long: tensors, or the lease of a publish.
+    that its callers held would live as long: tensors, or the loan of a publish.
     """
     try:
         made = copy.copy(error)

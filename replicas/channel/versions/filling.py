@@ -278,7 +278,7 @@ class Filling:
 
     async def _take(self, job: PublishJob, written: WritableSlot) -> Slot:
         self._check(job)
-        if not (isinstance(written.holder, Holder) and self._hub.leases.keep(written.holder)):
+        if not (isinstance(written.holder, Holder) and self._hub.loans.keep(written.holder)):
             text = "publish: this slot is one of another channel, or of an earlier session of this one"
             raise self._hub.error(errors.UsageError, text, hint="publish it on the channel whose arena_like made it")
         self._hub.arena.assign(written.slot, job.version)
@@ -330,7 +330,7 @@ async def free_slot(
     while True:
         changed = hub.holdings.changed
         check()
-        hub.leases.sweep()
+        hub.loans.sweep()
         hub.arena.release(version)
         if nbytes < PREPARED_NBYTES:  # its memory is allocated fast enough for this thread
             slot = hub.arena.acquire(version, manifest, alone=alone)
@@ -373,7 +373,7 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode,
         if refusal is not None:
             raise refusal from None
         raise
-    return WritableSlot(slot, manifest, partial(hub.call, hub.leases.give_back, holder), holder)
+    return WritableSlot(slot, manifest, partial(hub.call, hub.loans.give_back, holder), holder)
 
 
 def reserve(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, slots: int) -> None:
@@ -422,5 +422,5 @@ async def _lent(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, u
     if holder is None:
         hub.arena.free(slot)
         raise hub.error(errors.Gone, "nobody waits for the slot any more", hint="")
-    hub.leases.lend(holder, partial(hub.arena.free, slot))
+    hub.loans.lend(holder, partial(hub.arena.free, slot))
     return slot

@@ -91,7 +91,7 @@ class Publisher(Part):
             self._hub.call(self._begin_publish, job, walk)
             self._walk(job, feed)
         finally:
-            self._hub.call(self._hub.leases.give_back, walk)
+            self._hub.call(self._hub.loans.give_back, walk)
         return job.pending
 
     def _walk(self, job: PublishJob, feed: Feed) -> None:
@@ -182,7 +182,7 @@ class Publisher(Part):
         if hub.over is not None:
             self._fail(job, hub.over)
             return
-        hub.leases.sweep()
+        hub.loans.sweep()
         if self._walking is not None:
             text = "publish was called while another thread is in it"
             error = hub.error(errors.UsageError, text, hint="publish from one thread")
@@ -191,7 +191,7 @@ class Publisher(Part):
             job.pending.fail(error)
             return
         self._walking = job
-        hub.leases.lend(walk, partial(self._walk_over, job))
+        hub.loans.lend(walk, partial(self._walk_over, job))
         job.number = hub.publishes_made + 1
         try:
             hub.send(job.begin_message(job.left_s))

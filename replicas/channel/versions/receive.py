@@ -252,7 +252,7 @@ class Receiver(Part):
             raise
         self._end_ask()
         before, self._update = self._update, weakref.ref(update)
-        hub.leases.lend(update.holder, partial(self._lost, slot, version))
+        hub.loans.lend(update.holder, partial(self._lost, slot, version))
         if not pending.resolve(update):
             self._update = before
             self._unpin(update.holder, slot)
@@ -317,7 +317,7 @@ class Receiver(Part):
         self._hub.send(message)
 
     def _unpin(self, holder: Holder, slot: Slot) -> None:
-        if self._hub.leases.keep(holder):
+        if self._hub.loans.keep(holder):
             self._hub.arena.unpin(slot)
 
 

@@ -95,7 +95,7 @@ class Cluster:
 
         On a node that has gone away meanwhile it has ended, for that reason.
 
-        :raises OSError: the replica has no place on a node that is known.
+        :raises OSError: a part of the replica is on no node that is known.
         """
         try:
             name = self._context.resources.node(spec.group, spec.replica, spec.node)

@@ -121,7 +121,7 @@ class Resources:
     def take(self, group: GroupConfig, index: int) -> str:
         """Give the replica a place for each part; return what it lacks, in words.
 
-        It keeps its places while their nodes are there, open and as it needs them.
+        It keeps its nodes while these are there, open and as it needs them.
         """
         if group.external:
             return ""

@@ -18,9 +18,9 @@ reached, and a stream that waits for it hangs for ever
 their deadline, wait for events of another process.
 
 *The end.* Use of memory that its owner has freed may end the reader's context. So a
-process that opens the memory marks the page (:data:`~replicas.linux.locks.OPENED`), by
-a file description of its own, until the last tensor over it is gone; the mark ends with
-the process. If the page is marked or locked when its owner closes the buffer, the
+process that opens the memory flags the page (:data:`~replicas.linux.locks.OPENED`), by
+a file description of its own, until the last tensor over it is gone; the flag ends with
+the process. If the page is flagged or locked when its owner closes the buffer, the
 memory is freed only once it is neither (:class:`_Lingering`). It ends with its owner's
 process even while it is open elsewhere: having it open never counts as holding a
 version.
@@ -170,21 +170,21 @@ class DeviceBuffer(Buffer):
         """Nothing: a forked child inherits no GPU memory, and leaves the page alone."""
 
     def _open_memory(self) -> DeviceMemory:
-        """Open the memory, and mark its page while it is open here."""
+        """Open the memory, and flag its page while it is open here."""
         if self._memory is None:
-            mark = os.fdopen(reopen(self._open_fd), "rb", buffering=0)
+            flag = os.fdopen(reopen(self._open_fd), "rb", buffering=0)
             try:
-                locks.mark(mark.fileno(), locks.OPENED)
+                locks.flag(flag.fileno(), locks.OPENED)
                 device = device_of(self.device)
-                self._memory = device.open(self._page.memory, self.nbytes, self.device, on_free=mark.close)
+                self._memory = device.open(self._page.memory, self.nbytes, self.device, on_free=flag.close)
             except BaseException:
-                mark.close()
+                flag.close()
                 raise
         return self._memory
 
     def _open_event(self) -> Event:
         if self._written is None:
-            self._open_memory()  # its mark keeps the event alive, too
+            self._open_memory()  # its flag keeps the event alive, too
             self._written = device_of(self.device).open_event(self._page.written, self.device)
         return self._written
 
@@ -237,7 +237,7 @@ class _Leftover:
         if not locks.hold_exclusive(self.page):
             return False
         with contextlib.suppress(OSError):  # a kernel without such locks: no other process can open it either
-            if locks.marked(self.page, locks.OPENED):
+            if locks.flagged(self.page, locks.OPENED):
                 return False
         self.memory.close()
         self.written = None

@@ -184,14 +184,14 @@ class Buffer:
             locks.let_go(self.fd)
             return "shown"
         try:
-            in_sight = locks.marked(self.fd, locks.MAPPED)
+            in_sight = locks.flagged(self.fd, locks.MAPPED)
         except OSError:  # no such locks: no other process can have mapped it; users here know until when they may read
             in_sight = False
         if in_sight:
             locks.let_go(self.fd)
             return "in sight"
         if self.offered:
-            locks.unmark(self.fd, self.serial)
+            locks.unflag(self.fd, self.serial)
         self.offered, self.released = 0, False
         return "claimed"
 
@@ -202,7 +202,7 @@ class Buffer:
     def offer(self, version: int) -> None:
         """Announce that ``version`` is complete in it: others may hold it now."""
         self.serial += 1
-        locks.mark(self._open_fd, self.serial)
+        locks.flag(self._open_fd, self.serial)
         self.offered, self.released = version, False
         locks.let_go(self.fd)
 
@@ -328,7 +328,7 @@ class Buffer:
         if self._locks_in == os.getpid():  # a forked child shares the locks, and must not release them
             locks.let_go(fd)
             if self.offered:
-                locks.unmark(fd, self.serial)
+                locks.unflag(fd, self.serial)
         os.close(fd)
         for watcher in list(self.watchers):
             watcher.buffer_closed(self.key)

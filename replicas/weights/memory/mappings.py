@@ -112,17 +112,17 @@ def map_readable(fd: int, nbytes: int) -> Mapping:
 
 
 def map_private(fd: int, nbytes: int) -> torch.Tensor:
-    """Map copy-on-write, marked as mapped while it lives, faulted in as it is read."""
+    """Map copy-on-write, flagged as mapped while it lives, faulted in as it is read."""
     prot = mmap.PROT_READ | mmap.PROT_WRITE
-    return torch.frombuffer(_mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_PRIVATE, prot, mark=True), dtype=torch.uint8)
+    return torch.frombuffer(_mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_PRIVATE, prot, flag=True), dtype=torch.uint8)
 
 
-def _mapped(fd: int, nbytes: int, mode: int, flags: int, prot: int, *, mark: bool = False) -> mmap.mmap:
+def _mapped(fd: int, nbytes: int, mode: int, flags: int, prot: int, *, flag: bool = False) -> mmap.mmap:
     try:
         own = reopen(fd, mode)
         try:
-            if mark:  # the mapping keeps a duplicate of `own`, and so the mark, until it is gone
-                locks.mark(own, locks.MAPPED)
+            if flag:  # the mapping keeps a duplicate of `own`, and so the flag, until it is gone
+                locks.flag(own, locks.MAPPED)
             return mmap.mmap(own, nbytes, flags=flags, prot=prot)
         finally:
             os.close(own)

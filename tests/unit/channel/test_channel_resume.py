@@ -280,7 +280,7 @@ async def test_no_slot_is_found_for_a_publish_that_was_interrupted(
             looked.set()
 
     def late(function: Callable[..., object], *args: Any) -> None:
-        if function == source.hub.leases.give_back:
+        if function == source.hub.loans.give_back:
             assert looked.wait(30)
         call(function, *args)
 
@@ -300,7 +300,7 @@ async def test_no_slot_is_found_for_a_publish_that_was_interrupted(
     source.tell(wire.PublishAdmitted(1, 5))
     await running
     source.tell(wire.PublishEnd(1, None, failed.error))
-    await wait_until(lambda: not source.hub.leases, "it is over")
+    await wait_until(lambda: not source.hub.loans, "it is over")
     assert source.slots() == {}
 
 

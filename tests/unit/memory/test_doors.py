@@ -47,7 +47,7 @@ def memory() -> Iterator[int]:
 
 def place_of(fd: int, address: str) -> SlotPlace:
     """As it is seen from another pid namespace: its pid is nobody here."""
-    locks.mark(fd, 1)
+    locks.flag(fd, 1)
     status = os.fstat(fd)
     return SlotPlace(ELSEWHERE, fd, status.st_ino, status.st_size, 1, door=address)
 

@@ -336,7 +336,7 @@ def test_an_interrupt_while_others_are_woken_is_raised_on_the_main_thread_only(f
 
 
 def test_a_failure_that_is_kept_keeps_nothing_of_its_callers() -> None:
-    """Without a collection: what they held may be a lease, or gigabytes."""
+    """Without a collection: what they held may be a loan, or gigabytes."""
 
     class Held: ...
 
