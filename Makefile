@@ -7,7 +7,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # run alone.
 SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
 
-PYTEST = $(BIN)/python -m pytest -q
+# Where RESULTS names a folder, it keeps how long each test took: a file for each call of pytest.
+PYTEST = $(BIN)/python -m pytest -q $(if $(RESULTS),--durations 10 --durations-min 1 --junitxml $(RESULTS)/$$$$.xml)
 UNIT_TESTS = $(PYTEST) --numprocesses 2 --dist worksteal tests/unit
 # The slice of the integration tests that `make test` runs: each process and each way of the bytes, and a kill of each.
 SLICE := channel/test_channel channel/operations/test_channel_operations channel/operations/test_operation_faults \

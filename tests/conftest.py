@@ -21,6 +21,8 @@ SHOWN_BEFORE_S = 1.0
 STDERR = pytest.StashKey[int]()
 """Where they are written: what was standard error before it was captured."""
 THIRDS = 3
+SLOW_S = 0.25
+"""A unit test that takes longer is marked so; one that is not, and does, is named."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +52,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if third is not None:
         ran = {report.nodeid.partition("::")[0] for report in terminalreporter.getreports("")}
         terminalreporter.write_line(f"third {third} of {THIRDS}: {' '.join(sorted(ran))}")
+    for report in terminalreporter.getreports("passed"):
+        if "tests/unit/" in report.nodeid and report.duration > SLOW_S and "slow" not in report.keywords:
+            terminalreporter.write_line(f"slow, and not marked: {report.nodeid} took {report.duration:.2f} s")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
