@@ -495,6 +495,7 @@ async def test_nothing_piles_up_over_many_versions_and_coordinators(target: Scri
         assert not target.transfers._transfers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leader", [True, False])
 async def test_nothing_piles_up_over_many_publishes(leader: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     world = ScriptedWorld("source", 2)

@@ -191,6 +191,7 @@ def checked(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_check_says_what_fits_on_no_node_of_the_living_run(
     folder: Path, capsys: pytest.CaptureFixture[str], supervisor: tuple[type[Handler], str]
 ) -> None:
@@ -233,6 +234,7 @@ def test_check_names_what_is_valid_but_hardly_meant(folder: Path, capsys: pytest
     ]
 
 
+@pytest.mark.slow
 def test_check_waits_for_a_run_that_does_not_answer_for_less_than_a_second(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,6 +341,7 @@ def test_a_full_disk_behind_stdout_is_no_bug(
     assert capsys.readouterr().err == "replicas: standard output cannot be written: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chekc", "x.toml"]) == 2
     assert "No such command 'chekc'" in capsys.readouterr().err
@@ -654,6 +657,7 @@ def test_size_text(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["logs", "-c", "grpo.toml"], ["check", "grpo.toml"]])
 def test_a_stdout_that_knows_ascii_alone_gets_escapes(folder: Path, arguments: list[str]) -> None:
     (folder / "grpo.toml").write_text(CONFIG.replace('"train.py"', '"train.py", "é漢"'))

@@ -265,12 +265,14 @@ def test_a_job_that_slurm_has_ended_is_not_queued_again(state: str, tmp_path: Pa
     assert job.ended() == (75, "", ["up", "preempted"])
 
 
+@pytest.mark.slow
 def test_a_notice_before_the_supervisor_listens_does_not_kill_it(tmp_path: Path) -> None:
     job = Job(tmp_path, supervisor='echo up >> "$noted"; /bin/sleep 0.5; exit 0', agent="exit 0")
     job.terminate()
     assert job.ended() == (0, "", ["up"])
 
 
+@pytest.mark.slow
 def test_a_run_without_agents_ends_and_is_not_queued_again(tmp_path: Path) -> None:
     job = Job(tmp_path, supervisor=WAITS, agent="exit 1")
     code, said, noted = job.ended()
@@ -278,6 +280,7 @@ def test_a_run_without_agents_ends_and_is_not_queued_again(tmp_path: Path) -> No
     assert "the agents have failed" in said
 
 
+@pytest.mark.slow
 def test_agents_that_fail_when_the_run_is_over_change_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, supervisor="exit 0", agent="exit 1")
     assert job.ended() == (0, "", [])

@@ -198,6 +198,7 @@ def test_nothing_but_our_own_styles_reaches_a_terminal(text: str) -> None:
         assert "[red]" in shown  # no markup of theirs is ours
 
 
+@pytest.mark.slow
 @given(FOREIGN)
 def test_nor_does_what_is_shown_live(text: str) -> None:
     out = screen()

@@ -17,6 +17,7 @@ HERE = Machine(gpus=("0", "1"), cpus=4, memory_nbytes=1 << 34)
 COUNT = 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_a_mutant_is_refused_with_words_or_fits(part: int, tmp_path: Path) -> None:
     path, refused = tmp_path / "run.toml", 0
@@ -32,6 +33,7 @@ def test_a_mutant_is_refused_with_words_or_fits(part: int, tmp_path: Path) -> No
     assert refused > COUNT // 8  # most of them mean nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "told"),
     [

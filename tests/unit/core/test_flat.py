@@ -81,6 +81,7 @@ def weights_round(world: World, index: int) -> None:
     world.swept.clear()
 
 
+@pytest.mark.slow
 def test_a_channel_of_weights_stays_as_small_as_it_is() -> None:
     world = World()
     world.join("trainer/0/0")

@@ -188,6 +188,7 @@ def room(path: Path) -> str:
     return parts[0] if len(parts) > 1 and path.name != "__main__.py" else ""
 
 
+@pytest.mark.slow
 def test_imports_go_one_way() -> None:
     for path in modules():
         here = room(path)
@@ -290,6 +291,7 @@ def code_lines(path: Path) -> int:
     )
 
 
+@pytest.mark.slow
 def test_the_house_keeps_its_budget() -> None:
     """Without integrations and sources, which are doors to other people's programs."""
     rooms = Counter[str]()
@@ -337,6 +339,7 @@ def wide_classes() -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_wide_class_has_a_reason() -> None:
     found = wide_classes()
     print("wide classes:", *(f"{name} {counts[0]}/{counts[1]}" for name, counts in found.items()), len(found))
@@ -435,6 +438,7 @@ def test_every_module_says_what_it_is_and_public_ones_what_they_export() -> None
         assert exported == public or bare or name.startswith("integrations/"), f"{path}: __all__"
 
 
+@pytest.mark.slow
 def test_no_torch_outside_the_ranks() -> None:
     names = [
         "replicas",

@@ -82,6 +82,7 @@ def assert_kept(written: Any, read: Any) -> None:
         assert written == read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_key_that_a_schema_has_not_is_found(kind: str) -> None:
     (one,) = every(kind)
@@ -107,6 +108,7 @@ def test_every_object_fits_its_schema(name: str) -> None:
             kubernetes_validate.validate({**head, "spec": pod["spec"]}, RELEASE, strict=True)
 
 
+@pytest.mark.slow
 def test_every_pod_is_one_of_the_run_and_may_reach_the_others() -> None:
     (policy,) = every("NetworkPolicy")
     (monitor,) = every("PodMonitor")

@@ -27,6 +27,7 @@ them."""
 as_written = pytest.mark.skipif(not WRITTEN_BY, reason="the pages are written with Python 3.11 and the pinned typer")
 
 
+@pytest.mark.slow
 @as_written
 def test_the_reference_is_that_of_the_code() -> None:
     written = {path.name: path.read_text() for path in FOLDER.iterdir()}
@@ -64,6 +65,7 @@ def test_every_error_is_on_the_page_with_a_sentence() -> None:
     assert all(vars(kind).get("__doc__") for _, kind in errors.tree())
 
 
+@pytest.mark.slow
 def test_every_environment_variable_is_on_the_page() -> None:
     ours, others = environment.used()
     assert ours == set(environment.ours())
@@ -71,6 +73,7 @@ def test_every_environment_variable_is_on_the_page() -> None:
     assert others == set(environment.OTHERS)
 
 
+@pytest.mark.slow
 def test_every_exit_code_has_a_name_and_a_sentence() -> None:
     codes = exit_codes_page.codes()
     assert [name for name, _, _ in codes] == sorted(exit_codes.__all__, key=lambda name: int(getattr(exit_codes, name)))

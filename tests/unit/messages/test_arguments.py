@@ -149,6 +149,7 @@ def test_meta_is_what_any_process_can_have() -> None:
     assert arguments.meta("meta", None) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [

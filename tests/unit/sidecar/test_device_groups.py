@@ -180,6 +180,7 @@ def test_what_nccl_may_not_do_is_said_in_the_environment(monkeypatch: pytest.Mon
     assert {os.environ[f"TORCH_NCCL_{name}"] for name in ("DUMP_ON_TIMEOUT", "ENABLE_MONITORING")} == {"0"}
 
 
+@pytest.mark.slow
 def test_a_group_of_nccl_that_does_not_connect_is_not_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its destructor may hang, and with it the answer."""
 

@@ -82,6 +82,7 @@ def test_nobody_is_judged_after_our_own_pause() -> None:
     assert rank.now - woke >= SILENCE_S - 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy_s", [20.0, 0.5], ids=["short", "long"])
 def test_a_forkserver_is_not_killed_for_a_pause_of_the_rank(busy_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if that was longer than the time for which it may be busy."""
@@ -103,6 +104,7 @@ def test_a_forkserver_is_not_killed_for_a_pause_of_the_rank(busy_s: float, monke
     asyncio.run(fork())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "answers_after_s", "outcome"),
     [("while True: pass", 2.0, "no process is left"), ("input()", 30.0, "did not answer within 0.5 s")],

@@ -74,6 +74,7 @@ def test_how_long_nothing_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
         assert look(traffic).still_s < 0.05
 
 
+@pytest.mark.slow
 def test_a_reader_who_does_not_read_is_no_broken_network() -> None:
     traffic = Traffic()
     with connection() as (one, _), traffic.of_request():

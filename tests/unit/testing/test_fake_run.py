@@ -42,6 +42,7 @@ def test_a_program_joins_by_its_environment(run: FakeRun, monkeypatch: pytest.Mo
             assert torch.equal(dict(update)["weight"], ONE["weight"])
 
 
+@pytest.mark.slow
 def test_a_step_that_is_repeated_gets_its_version_again(run: FakeRun) -> None:
     trainer, rollout = run.join("trainer"), run.join("rollout")
     bounds: list[int | tuple[str, float]] = [1, ("step", 2), 3]
@@ -139,6 +140,7 @@ def test_the_others_go_on_without_a_killed_member(run: FakeRun) -> None:
     assert second.error is None
 
 
+@pytest.mark.slow
 def test_a_frozen_member_is_lost_when_its_lease_is_over(run: FakeRun) -> None:
     trainer, frozen, _ = run.join("trainer"), run.join("rollout"), run.target("rollout", 1)
     trainer.publish(ONE).wait()
@@ -186,6 +188,7 @@ def test_a_broken_connection_resumes(run: FakeRun) -> None:
             assert update.version == version
 
 
+@pytest.mark.slow
 def test_a_new_coordinator_learns_from_the_members(run: FakeRun) -> None:
     trainer, rollout = run.join("trainer"), run.join("rollout")
     trainer.publish(ONE, version=7).wait()
@@ -196,6 +199,7 @@ def test_a_new_coordinator_learns_from_the_members(run: FakeRun) -> None:
         assert update.version == 8
 
 
+@pytest.mark.slow
 def test_indices_survive_a_new_coordinator_and_are_one_on_all_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     parties = {"sources": ["trainer"], "targets": ["rollout"]}
     with FakeRun({"policy": parties, "reward": parties}) as run:

@@ -329,6 +329,7 @@ async def test_a_spoiled_frame_costs_a_connection_and_no_more(world: SessionWorl
     assert not world.handler.over.done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("garbage", GARBAGE)
 async def test_nothing_but_garbage_ends_the_session_with_a_clear_error(world: SessionWorld, garbage: bytes) -> None:
     await world.session.open(5)
@@ -349,6 +350,7 @@ async def test_a_gap_makes_a_new_connection(world: SessionWorld) -> None:
     assert world.coordinator.hellos[1].received == 0
 
 
+@pytest.mark.slow
 async def test_a_silent_coordinator_is_dialled_again_after_three_missed_acks(world: SessionWorld) -> None:
     world.coordinator.silent = True
     await world.session.open(5)
@@ -360,6 +362,7 @@ async def test_a_silent_coordinator_is_dialled_again_after_three_missed_acks(wor
     assert time.monotonic() - began < SILENCE_S - 2.0
 
 
+@pytest.mark.slow
 async def test_a_pause_is_told_before_the_messages_that_came_meanwhile(world: SessionWorld) -> None:
     await world.session.open(5)
     connection = await world.coordinator.connection()
@@ -374,6 +377,7 @@ async def test_a_pause_is_told_before_the_messages_that_came_meanwhile(world: Se
     assert not world.handler.reasons, "what came meanwhile is read"
 
 
+@pytest.mark.slow
 async def test_a_message_that_comes_in_slowly_is_no_silence(
     world: SessionWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +397,7 @@ async def test_a_message_that_comes_in_slowly_is_no_silence(
     assert not world.handler.reasons
 
 
+@pytest.mark.slow
 async def test_a_connection_that_brings_nothing_is_followed_by_a_growing_pause(
     world: SessionWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +422,7 @@ async def test_a_connection_that_brings_nothing_is_followed_by_a_growing_pause(
     assert time.monotonic() - began < pauses[-1]
 
 
+@pytest.mark.slow
 async def test_a_link_that_is_cut_is_tried_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel alone repeats a lost SYN later and later."""
     monkeypatch.setattr(session_module, "REACH_S", 0.2, raising=False)
@@ -463,6 +469,7 @@ async def test_refused_by_http(status: int, text: str) -> None:
             await session.open(5)
 
 
+@pytest.mark.slow
 @needs_users
 async def test_whoever_has_taken_the_port_of_a_coordinator_is_not_shown_the_token() -> None:
     """A member asks for its coordinator again and again, also while that is dead and

@@ -229,6 +229,7 @@ async def test_the_bound_is_told_also_to_a_new_coordinator(target: ScriptedWorld
     assert (ask.at_least, ask.key) == (7, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [Bound(4), Bound(4, "n"), Bound(0, "other")])
 async def test_less_than_the_bound_is_declined(target: ScriptedWorld, bound: Bound) -> None:
     """The coordinator grants it when another rank has begun with it."""

@@ -237,6 +237,7 @@ def test_a_source_is_not_kept_out_and_publishes_as_soon_as_it_can_reach_somebody
     assert "trainer/0/0" in {state.member.name for state in world.state.roster.live}
 
 
+@pytest.mark.slow
 def test_one_that_works_alone_and_not_with_the_others_is_tried_with_them_more_and_more_seldom() -> None:
     world = World()
     trainer, good, bad = [world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]

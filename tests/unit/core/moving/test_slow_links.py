@@ -41,6 +41,7 @@ def members(end: wire.PublishEnd) -> list[str]:
     return [member.name for member in end.receipt.members]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [12.0, 200.0])
 @pytest.mark.parametrize("slow", [NEAR, FAR])
 def test_the_fast_go_on_and_the_slow_are_caught_up_at_their_own_pace(slow: str, seconds: float) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -328,5 +329,5 @@ Peers.TestCase.settings = RaisingPeers.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-TestPeers = Peers.TestCase
-TestRaisingPeers = RaisingPeers.TestCase
+TestPeers = pytest.mark.slow(Peers.TestCase)
+TestRaisingPeers = pytest.mark.slow(RaisingPeers.TestCase)

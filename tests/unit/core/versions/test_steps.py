@@ -29,6 +29,7 @@ def test_a_fall_is_told_once_until_the_steps_have_come_that_far_again() -> None:
     assert number_in(None, "step") is None
 
 
+@pytest.mark.slow
 def test_it_is_an_event_a_line_of_the_log_and_a_part_of_the_status(caplog: pytest.LogCaptureFixture) -> None:
     with FakeRun() as run:
         found: list[Event] = []

@@ -175,6 +175,7 @@ def test_a_drained_replica_stays_so_when_the_coordinator_starts_again() -> None:
     virtually(story())
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_the_groups_that_it_starts_and_without_any_goes_on() -> None:
     async def story() -> None:
         async with external_fleet(others_start("a"), group_of("b"), lives={"b": [DONE]}) as (made, yard):

@@ -456,6 +456,7 @@ async def test_a_roll_passes_over_those_that_are_scaled_away() -> None:
 NEVER = {"max_restarts": 0}
 
 
+@pytest.mark.slow
 @history
 async def test_a_replica_that_failed_for_good_ends_nothing_else() -> None:
     rollout = group_of("rollout", replicas=2, restart={"no_progress_cycles": 3}, on_failure="replica")

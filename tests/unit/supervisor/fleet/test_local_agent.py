@@ -110,6 +110,7 @@ async def test_an_agent_of_an_earlier_supervisor_that_joins_is_kept_and_left() -
         assert known.poll() is None
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_one_that_was_started_here_may_take_longer_to_join() -> None:
     with patched(FROZEN_S=0.0, JOIN_S=0.3):

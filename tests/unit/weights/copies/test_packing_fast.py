@@ -274,6 +274,7 @@ def test_a_value_of_no_use_is_refused_also_the_second_time() -> None:
             versions.publish(given | {"d": bad})
 
 
+@pytest.mark.slow
 def test_very_many_tensors_that_have_moved_away_are_looked_at_anew() -> None:
     """More than one look; those of the meta device stand for those of any other."""
     versions = Versions()
@@ -300,6 +301,7 @@ UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("unusual", UNUSUAL)
 def test_bytes_and_views_are_copied_alike(unusual: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

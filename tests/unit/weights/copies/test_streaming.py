@@ -37,6 +37,7 @@ def test_every_byte_arrives_at_any_alignment_and_none_beside_it(
     assert memory[to + LARGE :].eq(255).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("past_caches", [False, True])
 def test_tensors_of_every_kind_are_copied_in_one_call(past_caches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "pays", lambda nbytes: past_caches)
