@@ -95,7 +95,7 @@ async def test_the_socket_of_a_living_run_is_not_taken(tmp_path: Path) -> None:
     dead one removes it."""
     path = tmp_path / "control.sock"
     async with serving(path, Run()):
-        with pytest.raises(errors.WorldError, match=r"another process listens on it \(name another place"):
+        with pytest.raises(errors.WorldError, match=r"another process listens on it \(name another path"):
             async with serving(path, Run()):
                 pass
         await asyncio.to_thread(orphans.remove_socket, path)
