@@ -21,7 +21,6 @@ import hmac
 import itertools
 import os
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -168,9 +167,6 @@ class FakeRun:
     ) -> Channel:
         """Join as a member; the run closes its channel at the end.
 
-        The next publish waits for the member, unless it is an observer: it has taken
-        its place beside the others.
-
         :param channel: name of the channel; default: the first.
         :param more: ``observe``, ``info`` and ``timeout`` of :func:`replicas.join`.
         :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
@@ -180,7 +176,6 @@ class FakeRun:
         name = next(iter(self._channels)) if channel is None else channel
         joined = join(name, endpoint=self.endpoint, token=self.token, **{**identity, **more})
         self._joined.append(joined)
-        self._loop.run(partial(self._located, name, joined.member), CALL_TIMEOUT_S)
         return joined
 
     def target(
@@ -258,25 +253,13 @@ class FakeRun:
         return self._loop.run(make, CALL_TIMEOUT_S)
 
     def _connect(self, token: str) -> Wire:
-        accepted = hmac.compare_digest(token, self.token)
-        return Wire(self._coordinator.engine, self._welcome, self._came.set, accepted=accepted)
+        return Wire(self._coordinator.engine, self._welcome, accepted=hmac.compare_digest(token, self.token))
 
     def _welcome(self, wire: Wire, member: Member) -> None:
         """A member has introduced itself on the wire."""
         self._wires[member] = wire
         self._came.set()
         wire.frozen = self._frozen.get(member)
-
-    async def _located(self, name: str, member: Member) -> None:
-        """Wait until the coordinator knows the member's host; before, it is apart."""
-
-        def waits() -> bool:
-            state = self._coordinator.engine.channels[name].roster.get(member)
-            return state is not None and not (state.host or state.observes or member in self._frozen)
-
-        while waits():
-            self._came.clear()
-            await self._came.wait()
 
     def _start_ticks(self) -> None:
         self._tick = self._loop.spawn(self._coordinator.engine.tick_forever(), f"{self.endpoint} ticks")
@@ -304,13 +287,11 @@ class FakeRun:
     def _kill(self, member: Member) -> None:
         self._coordinator.engine.lose(member, "exited")
         self._thaw(member)
-        self._came.set()
 
     def _freeze(self, member: Member) -> None:
         thawed = self._frozen.setdefault(member, asyncio.Event())
         if (wire := self._wires.get(member)) is not None:
             wire.frozen = thawed
-        self._came.set()
 
     def _thaw(self, member: Member) -> None:
         if (thawed := self._frozen.pop(member, None)) is not None:

@@ -18,24 +18,15 @@ class Wire:
     """One connection; on the session thread. Both ends of it are here.
 
     :param introduced: called with this wire and the member of its Hello.
-    :param heard: called after each other message of the member.
     :param accepted: whether the member's token is the run's.
     :ivar frozen: while it is not set, nothing passes in either direction; None: all
         passes.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        introduced: Callable[[Wire, Member], None],
-        heard: Callable[[], None],
-        *,
-        accepted: bool,
-    ) -> None:
+    def __init__(self, engine: Engine, introduced: Callable[[Wire, Member], None], *, accepted: bool) -> None:
         self._engine = engine
         self._accepted = accepted
         self._introduced = introduced
-        self._heard_one = heard
         self._session: MemberSession | None = None
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
         self._cut = asyncio.Event()
@@ -60,10 +51,8 @@ class Wire:
         frame = protocol.decode_member_frame(message)
         if isinstance(frame.body, protocol.Hello):
             self._introduce(frame.body)
-        elif self._session is not None:
-            if not self._engine.receive(self._session, frame):
-                self.abort()
-            self._heard_one()
+        elif self._session is not None and not self._engine.receive(self._session, frame):
+            self.abort()
 
     async def recv(self) -> bytes:
         cut = asyncio.ensure_future(self._cut.wait())

@@ -59,13 +59,6 @@ class ChannelWorld:
 
         found = await asyncio.to_thread(join)
         self.joined.append(found)
-        roster = self.coordinator.engine.channels[channel or self.channel].roster
-
-        def located() -> bool:  # before, it waits apart, and a publish does not wait for it
-            state = roster.get(found.member)
-            return state is None or state.host != 0 or state.observes
-
-        await wait_until(located, f"the host of {found.member} is known")
         return found
 
     async def trainer_and_rollouts(self, rollouts: int = 1) -> tuple[Channel, ...]:

@@ -35,6 +35,8 @@ from replicas.messages.identity import Member
 
 LOCATE_S = 5.0
 """How long a newcomer may take to answer Locate. Only its own admission waits."""
+NEWCOMERS_S = 1.0
+"""How long a publish waits for that, so that who has joined takes part in it."""
 REPRESENTATIVES = 3
 """Number of members of one host whose beacons a newcomer tries."""
 
@@ -79,6 +81,12 @@ class Hosts:
 
     def on(self, host: int) -> list[MemberState]:
         return list(self._members.get(host, {}).values())
+
+    def awaited(self, since: float, now: float) -> bool:
+        """Return whether a publish, ready ``since`` then, waits for newcomers."""
+        if not self._searches or now >= since + NEWCOMERS_S:
+            return False
+        return any(state.is_target and state.carries for state in self._roster.states(self._searches))
 
     # ------------------------------------------------------------ finding the host
 

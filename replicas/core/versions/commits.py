@@ -215,8 +215,8 @@ class Commits:
         for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
             self._overtaken(publish, now)
         if self.main is None and self.publishes.queue and self._target_replicas() >= self._ground.config.min_targets:
-            first = self.publishes.queue[0]
-            if first.payload is not None:  # else its manifest is being read
+            first = self.publishes.queue[0]  # without a payload: its manifest is being read
+            if first.payload is not None and not self._ground.hosts.awaited(first.packed_at, now):
                 self._start(first, first.payload, now)
         for catch_up in self.catch_ups:
             catch_up.advance(self.committed, self.main, now)

@@ -26,13 +26,13 @@ IP_UDP_NBYTES = 28
 
 TALKER = """
 import json, select, socket, sys, threading, time
+server = socket.create_server((sys.argv[1], 9))  # before anybody is told that this host is up
 def transfers():
-    with socket.create_server((sys.argv[1], 9)) as server:
-        while True:
-            connection = server.accept()[0]
-            while connection.recv(1 << 20):
-                pass
-            connection.close()
+    while True:
+        connection = server.accept()[0]
+        while connection.recv(1 << 20):
+            pass
+        connection.close()
 threading.Thread(target=transfers, daemon=True).start()
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as talk:
     talk.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)

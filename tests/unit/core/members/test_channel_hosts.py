@@ -12,7 +12,7 @@ from replicas import messages as wire
 from replicas.config.structs import ChannelRole
 from replicas.core.base.effects import CaughtUp, SyncEnded
 from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
-from replicas.core.members.hosts import LOCATE_S
+from replicas.core.members.hosts import LOCATE_S, NEWCOMERS_S
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.paths import plan
@@ -142,6 +142,25 @@ def test_a_newcomer_that_does_not_say_where_it_is_gets_everything_sent() -> None
     assert host_of(world, target) != host_of(world, trainer)
     publish(world, trainer)
     assert target.commits == [1]
+
+
+def test_who_has_joined_takes_part_in_the_next_publish() -> None:
+    """Though its answer comes after the publish; one that is frozen costs a second."""
+    world = World()
+    trainer, first = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
+    world.run()
+    second, frozen = world.join("rollout/1/0", machine="a"), world.join("rollout/2/0", machine="a")
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run(frozen=(second, frozen))
+    assert trainer.verdicts == {}
+    world.run(frozen=(frozen,))
+    assert trainer.verdicts == {}, "it waits for the other one, too"
+    world.advance(NEWCOMERS_S, frozen=(frozen,))
+    verdict = trainer.verdicts[number]
+    assert verdict.receipt is not None
+    assert [member.name for member in verdict.receipt.members] == ["rollout/0/0", "rollout/1/0"]
+    assert first.commits == second.commits == [1]
 
 
 def test_the_host_is_found_though_its_first_members_have_gone() -> None:
