@@ -83,10 +83,15 @@ class Hosts:
         return list(self._members.get(host, {}).values())
 
     def awaited(self, since: float, now: float) -> bool:
-        """Return whether a publish, ready ``since`` then, waits for newcomers."""
+        """Return whether a publish, ready ``since`` then, waits for newcomers.
+
+        One that does not answer is waited for once, and not by each publish.
+        """
         if not self._searches or now >= since + NEWCOMERS_S:
             return False
-        return any(state.is_target and state.carries for state in self._roster.states(self._searches))
+        late = now + LOCATE_S - NEWCOMERS_S
+        new = [member for member, search in self._searches.items() if search.until > late]
+        return any(state.is_target and state.carries for state in self._roster.states(new))
 
     # ------------------------------------------------------------ finding the host
 

@@ -7,8 +7,7 @@ everything, which is
 
 * when the supervisor says that the run is over;
 * when its lease is over (:mod:`replicas.core.lives.lease_times`): nothing was heard of
-the
-  supervisor for that time, whatever the reason, and the replicas may be started
+  the supervisor for that time, whatever the reason, and the replicas may be started
   elsewhere soon. Then it tries for a minute more to offer its node anew, unless its
   supervisor is plainly gone. The shims have the same lease, from the agent's pings:
   so they end in time, too, if the agent is frozen or dead;

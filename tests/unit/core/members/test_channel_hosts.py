@@ -161,6 +161,10 @@ def test_who_has_joined_takes_part_in_the_next_publish() -> None:
     assert verdict.receipt is not None
     assert [member.name for member in verdict.receipt.members] == ["rollout/0/0", "rollout/1/0"]
     assert first.commits == second.commits == [1]
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run(frozen=(frozen,))
+    assert first.commits == second.commits == [1, 2], "one that is frozen is waited for once"
 
 
 def test_the_host_is_found_though_its_first_members_have_gone() -> None:
