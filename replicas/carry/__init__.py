@@ -1,0 +1,1 @@
+"""Bytes between hosts: carriers serve slots to other hosts, and pull versions."""

@@ -1,0 +1,70 @@
+"""Blocks of 16 MiB: the unit in which bytes are asked for, digested and verified.
+
+The digest of a version is that of the digests of its blocks
+(:mod:`replicas.weights.copies.digest`). So the digest of each block, told by the
+publisher, says which block is wrong, and who has served it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heappop, heappush
+
+import xxhash
+
+BLOCK_NBYTES = 16 << 20
+
+
+def combined(blocks: Iterable[bytes]) -> str:
+    """The digest of a stream, from the binary xxh3-128 of its blocks."""
+    return xxhash.xxh3_128_hexdigest(b"".join(blocks))
+
+
+class Asking:
+    """Which blocks of an image are still to be asked for. Not thread-safe.
+
+    The lowest goes first, so that what is here is mostly a prefix, which this host can
+    serve to the next one. A block that failed comes back, before all later ones.
+
+    :param nbytes: of the image. :param here: blocks that need not be asked for.
+    """
+
+    def __init__(self, nbytes: int, here: Iterable[int] = ()) -> None:
+        self.nbytes = nbytes
+        self.count = -(-nbytes // BLOCK_NBYTES)
+        known = frozenset(here)
+        self._waiting = [number for number in range(self.count) if number not in known]
+        self._left = set(self._waiting)
+
+    @property
+    def done(self) -> bool:
+        """Whether all blocks are here."""
+        return not self._left
+
+    @property
+    def idle(self) -> bool:
+        """Whether no block waits to be asked for; some may be on their way."""
+        return not self._waiting
+
+    def take(self) -> int | None:
+        """The next block to ask for; None: there is none now."""
+        return heappop(self._waiting) if self._waiting else None
+
+    def give_back(self, number: int) -> None:
+        """The block did not come, or was wrong: ask again."""
+        if number in self._left:
+            heappush(self._waiting, number)
+
+    def landed(self, number: int) -> None:
+        """The block is here, and right as far as that is known."""
+        self._left.discard(number)
+
+    def wrong(self, number: int) -> None:
+        """A block that had landed is wrong: ask for it again."""
+        self._left.add(number)
+        heappush(self._waiting, number)
+
+    def range_of(self, number: int) -> tuple[int, int]:
+        """First byte of the block, and the one behind its last."""
+        start = number * BLOCK_NBYTES
+        return start, min(self.nbytes, start + BLOCK_NBYTES)

@@ -1,0 +1,296 @@
+"""Pull one version from its holders into a slot, over a few connections.
+
+Theory of operation
+===================
+
+Each connection has a thread, takes the lowest block that nobody has asked for
+(:class:`~replicas.carry.blocks.Asking`), and keeps two asked, so that the server never
+waits for us. A block is digested while its bytes are in the processor's caches; each
+chunk that lands is there for whoever pulls from this host
+(:class:`~replicas.carry.image.Image`).
+
+*How many connections.* Two to begin with. As long as blocks wait to be asked for, and
+the rate has grown by :data:`PAYS` since the number last doubled, it doubles again, up
+to :data:`MOST`: a link with a long round trip takes many, one inside a machine none.
+
+*Holders* come in order of preference. All connections are to the first one that works;
+one that fails, or is silent for :data:`SILENT_S` (a server sends a sign of life while
+it waits), is given up for this pull, and what had been asked of it is asked of the next
+one. What has landed stays: a pull that failed goes on from there when it is run again.
+
+*Verified by block.* The publisher's digests of the blocks come over the session,
+perhaps after the bytes. A block that differs is emptied and asked for again, and the
+holder that served it is given up, by name. Without them only the digest of all blocks
+is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from replicas.carry import greeting
+from replicas.carry.blocks import Asking, combined
+from replicas.carry.image import CHUNK_NBYTES, Image
+from replicas.carry.serve import ASK, HEAD, OVER
+
+CONNECT_S = 3.0
+"""In which a holder must have accepted: a lost first packet is sent again after 1 s."""
+SILENT_S = 2.5
+"""Without a byte or a sign of life for so long a holder is frozen, or cut off."""
+ASKED = 2
+"""Blocks that one connection has asked for at most."""
+FIRST, MOST = 2, 64
+"""Connections to begin with, and at most."""
+PAYS = 1.15
+"""By which the rate must have grown for the connections to be doubled again."""
+LOOK_S = 0.2
+"""Between two looks at the rate."""
+_SECONDS = struct.Struct("ll")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Where the version can be pulled from. ``name``: of the member, for messages."""
+
+    name: str
+    host: str
+    port: int
+
+
+class Failed(Exception):
+    """No holder is left. ``why``: for each one, by its name."""
+
+    def __init__(self, why: dict[str, str]) -> None:
+        super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "nobody serves it")
+        self.why = why
+
+
+class _Over(Exception):
+    """The connection is not needed any more."""
+
+
+class Pull:
+    """One version on its way into a slot.
+
+    :param memory: the slot's file, mapped for writing.
+    :param source: address to connect from; empty: any.
+    """
+
+    def __init__(self, image: Image, memory: mmap.mmap, transfer: int, secret: bytes, source: str = "") -> None:
+        self.image = image
+        self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
+        self._transfer, self._secret, self._source = transfer, secret, source
+        self._asking = Asking(image.nbytes)
+        self._digests: list[bytes] = [b""] * self._asking.count
+        self._by: list[str] = [""] * self._asking.count
+        self._expected: Sequence[bytes] = ()
+        self._holders: deque[Holder] = deque()
+        self._sockets: set[socket.socket] = set()
+        self._running = 0
+        self._changed = threading.Condition()
+        self._stopped = ""
+        self.why: dict[str, str] = {}
+        """Why holders were given up, by name."""
+        self.received: dict[str, int] = {}
+        """Bytes by holder, those that were wrong and asked for again included."""
+        self.again = 0
+        """Blocks that were asked for again."""
+
+    # ------------------------------------------------------------ what the carrier does
+
+    def run(self, holders: Sequence[Holder], deadline: float, start: Callable[[Callable[[], None]], object]) -> str:
+        """Pull all that is missing; return the digest. On a thread of its own.
+
+        :param deadline: of the monotonic clock. :param start: starts a thread.
+        :raises Failed: no holder is left, or the deadline has passed.
+        """
+        with self._changed:
+            self._holders, self.why = deque(holders), {}
+            wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self._nbytes
+            while not self._asking.done and not self._stopped:
+                if not self._holders and not self._running:
+                    raise Failed(dict(self.why))
+                if (left := deadline - time.monotonic()) <= 0:
+                    self._hang_up()
+                    raise Failed({**self.why, "deadline": "the time was up"})
+                while self._holders and self._running < wanted and not self._asking.idle:
+                    self._running += 1
+                    start(self._connection)
+                self._changed.wait(min(left, LOOK_S))
+                if (elapsed_s := time.monotonic() - at) >= LOOK_S:
+                    rate, at, nbytes = (self._nbytes - nbytes) / elapsed_s, time.monotonic(), self._nbytes
+                    if rate > best * PAYS and wanted < MOST and not self._asking.idle:
+                        wanted, best = (2 * wanted if best else wanted), rate
+            self._hang_up()
+            self._changed.wait_for(lambda: not self._running)
+            if self._stopped:
+                raise Failed({"": self._stopped})
+            return combined(self._digests)
+
+    def expect(self, digests: Sequence[bytes]) -> None:
+        """Take the publisher's digests: blocks that differ are asked for again."""
+        with self._changed:
+            self._expected = digests
+            for number, digest in enumerate(self._digests):
+                if digest and digest != digests[number]:
+                    self._asking.wrong(number)
+                    self._bad(number)
+            self._changed.notify_all()
+
+    def stop(self, why: str) -> None:
+        """End :meth:`run`; when it has returned, nobody writes the slot."""
+        with self._changed:
+            self._stopped = why
+            self._hang_up()
+            self._changed.notify_all()
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(self.received.values())
+
+    def _hang_up(self) -> None:
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):  # not connected yet: its thread sees that it is over
+                sock.shutdown(socket.SHUT_RDWR)
+
+    # ------------------------------------------------------------ one connection
+
+    def _connection(self) -> None:
+        holder: Holder | None = None
+        try:
+            with self._changed:
+                holder = self._holders[0] if self._holders else None
+            if holder is not None:
+                self._receive_from(holder)
+        except _Over:
+            pass
+        except OSError as error:
+            self._give_up(holder, _words(error))
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _give_up(self, holder: Holder | None, why: str) -> None:
+        with self._changed:
+            if holder is not None and holder in self._holders and not self._stopped and not self._asking.done:
+                self._holders.remove(holder)
+                self.why[holder.name] = why
+
+    def _receive_from(self, holder: Holder) -> None:
+        sock = socket.create_connection(
+            (holder.host, holder.port), CONNECT_S, (self._source, 0) if self._source else None
+        )
+        asked: deque[int] = deque()
+        with sock:
+            with self._changed:
+                if self._stopped or self._asking.done:
+                    raise _Over
+                self._sockets.add(sock)
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                greeting.greet(sock, self._transfer, self._secret)
+                sock.settimeout(None)
+                seconds = int(SILENT_S)
+                sock.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(seconds, int((SILENT_S - seconds) * 1e6))
+                )
+                while True:
+                    self._ask(sock, holder, asked)
+                    self._block(sock, holder, asked[0])
+                    asked.popleft()
+            finally:
+                with self._changed:
+                    self._sockets.discard(sock)
+                    for number in asked:
+                        self._asking.give_back(number)
+
+    def _ask(self, sock: socket.socket, holder: Holder, asked: deque[int]) -> None:
+        """Ask for the next blocks; when there are none, wait, or be over."""
+        with self._changed:
+            while True:
+                if self._stopped or self._asking.done or holder not in self._holders:
+                    raise _Over
+                new: list[int] = []
+                while len(asked) + len(new) < ASKED and (number := self._asking.take()) is not None:
+                    new.append(number)
+                asked.extend(new)
+                if asked:
+                    break
+                self._changed.wait()
+        if new:
+            sock.sendall(b"".join(ASK.pack(*self._asking.range_of(number)) for number in new))
+
+    def _block(self, sock: socket.socket, holder: Holder, number: int) -> None:
+        """Receive one block, digest it as it comes, and compare."""
+        at, end = self._asking.range_of(number)
+        digest, piece = xxhash.xxh3_128(), 0
+        while at < end:
+            if not piece:
+                piece = self._head(sock, end - at)
+                continue
+            here = min(at - at % CHUNK_NBYTES + CHUNK_NBYTES, end)
+            nbytes = _receive(sock, self._data[at : min(here, at + piece)])
+            digest.update(self._data[at : at + nbytes])
+            at, piece = at + nbytes, piece - nbytes
+            with self._changed:
+                self.received[holder.name] = self.received.get(holder.name, 0) + nbytes
+            if at == here:
+                self.image.fill(max(at - 1, 0) // CHUNK_NBYTES * CHUNK_NBYTES, at)
+        self._landed(number, digest.digest(), holder)
+
+    @staticmethod
+    def _head(sock: socket.socket, most: int) -> int:
+        head = bytearray(HEAD.size)
+        got = 0
+        while got < HEAD.size:
+            got += _receive(sock, memoryview(head)[got:])
+        (piece,) = HEAD.unpack(head)
+        if piece == OVER:
+            raise ConnectionError("it does not serve the version any more")
+        if piece > most:
+            raise ConnectionError("it sends more than was asked for")
+        return int(piece)
+
+    def _landed(self, number: int, digest: bytes, holder: Holder) -> None:
+        with self._changed:
+            self._digests[number], self._by[number] = digest, holder.name
+            if self._expected and digest != self._expected[number]:
+                self._asking.give_back(number)
+                self._bad(number)
+                raise _Over
+            self._asking.landed(number)
+            self._changed.notify_all()
+
+    def _bad(self, number: int) -> None:
+        """A block is not what was published: never again from whoever served it."""
+        name = self._by[number]
+        self.image.empty(*self._asking.range_of(number))
+        self._digests[number] = b""
+        self.again += 1
+        self.why[name] = f"block {number} is not what was published"
+        self._holders = deque(one for one in self._holders if one.name != name)
+
+
+def _receive(sock: socket.socket, into: memoryview) -> int:
+    try:
+        nbytes = sock.recv_into(into, 0, socket.MSG_WAITALL)
+    except BlockingIOError:
+        raise TimeoutError(f"it was silent for {SILENT_S:g} s") from None
+    if not nbytes:
+        raise ConnectionError("it closed the connection")
+    return nbytes
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

@@ -1,0 +1,110 @@
+"""Blocks of an image, and what of it is here.
+
+Covers: carry/blocks.py, carry/image.py.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import xxhash
+
+from replicas.carry.blocks import BLOCK_NBYTES, Asking, combined
+from replicas.carry.image import CHUNK_NBYTES, Image, Withdrawn
+
+
+def image(nbytes: int, *, full: bool = False) -> Image:
+    return Image(os.memfd_create("test-image"), 0, nbytes, full=full)
+
+
+def test_the_lowest_block_is_asked_for_first_and_one_that_failed_again() -> None:
+    asking = Asking(3 * BLOCK_NBYTES + 5)
+    assert [asking.take() for _ in range(5)] == [0, 1, 2, 3, None]
+    assert (asking.idle, asking.done) == (True, False)
+    asking.landed(3)
+    asking.landed(0)
+    asking.give_back(2)
+    asking.give_back(1)
+    assert [asking.take(), asking.take(), asking.take()] == [1, 2, None]
+    asking.landed(1)
+    asking.landed(2)
+    assert asking.done
+    asking.give_back(1)  # of a connection that was late
+    assert asking.take() is None
+
+
+def test_a_block_that_was_wrong_is_not_here_any_more() -> None:
+    asking = Asking(2 * BLOCK_NBYTES)
+    for _ in range(2):
+        asking.landed(asking.take() or 0)
+    assert asking.done
+    asking.wrong(1)
+    assert not asking.done
+    assert asking.take() == 1
+
+
+def test_blocks_that_are_here_already_are_not_asked_for() -> None:
+    asking = Asking(3 * BLOCK_NBYTES, here=(0, 2))
+    assert [asking.take(), asking.take()] == [1, None]
+    assert Asking(0).done
+
+
+def test_the_range_of_the_last_block_ends_with_the_image() -> None:
+    asking = Asking(BLOCK_NBYTES + 7)
+    assert [asking.range_of(0), asking.range_of(1)] == [(0, BLOCK_NBYTES), (BLOCK_NBYTES, BLOCK_NBYTES + 7)]
+
+
+def test_the_digest_is_that_of_the_digests() -> None:
+    blocks = [xxhash.xxh3_128_digest(part) for part in (b"one", b"two")]
+    assert combined(blocks) == xxhash.xxh3_128_hexdigest(b"".join(blocks))
+
+
+def test_a_prefix_and_chunks_beyond_it_are_here() -> None:
+    found = image(4 * CHUNK_NBYTES + 10)
+    assert found.here(0, 5, 0.0) == 0
+    found.fill(0, 100)
+    assert (found.here(0, 1000, 0.0), found.here(90, 1000, 0.0), found.here(100, 1000, 0.0)) == (100, 10, 0)
+    found.fill(2 * CHUNK_NBYTES, 3 * CHUNK_NBYTES)
+    assert found.here(2 * CHUNK_NBYTES + 1, found.nbytes, 0.0) == CHUNK_NBYTES - 1
+    found.fill(0, CHUNK_NBYTES)
+    found.fill(CHUNK_NBYTES, 2 * CHUNK_NBYTES)
+    assert found.here(0, found.nbytes, 0.0) == 2 * CHUNK_NBYTES  # then it asks again, from there
+    assert found.here(2 * CHUNK_NBYTES, found.nbytes, 0.0) == CHUNK_NBYTES
+    found.fill(4 * CHUNK_NBYTES, found.nbytes)
+    assert found.here(4 * CHUNK_NBYTES, found.nbytes, 0.0) == 10
+
+
+def test_what_was_wrong_is_not_here() -> None:
+    found = image(3 * CHUNK_NBYTES, full=True)
+    assert found.here(0, found.nbytes, 0.0) == found.nbytes
+    found.empty(CHUNK_NBYTES, 2 * CHUNK_NBYTES)
+    assert found.here(0, found.nbytes, 0.0) == CHUNK_NBYTES
+    assert found.here(CHUNK_NBYTES, found.nbytes, 0.0) == 0
+    assert found.here(2 * CHUNK_NBYTES, found.nbytes, 0.0) == CHUNK_NBYTES
+
+
+def test_who_waits_is_woken_by_bytes_and_by_the_end() -> None:
+    found = image(CHUNK_NBYTES)
+    seen: list[object] = []
+    came = threading.Event()
+
+    def wait() -> None:
+        seen.append(found.here(0, 10, 30.0))
+        came.set()
+        try:
+            found.here(500, 510, 30.0)
+        except Withdrawn as error:
+            seen.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    found.fill(0, 500)
+    assert came.wait(30)
+    found.withdraw("the publish was given up")
+    thread.join(30)
+    assert not thread.is_alive()
+    with pytest.raises(Withdrawn):
+        found.here(0, 10, 0.0)
+    assert seen == [10, "the publish was given up"]
