@@ -97,6 +97,7 @@ class Pull:
         self._holders: deque[Holder] = deque()
         self._sockets: set[socket.socket] = set()
         self._running = 0
+        self._active = False
         self._changed = threading.Condition()
         self._stopped = ""
         self.why: dict[str, str] = {}
@@ -115,27 +116,34 @@ class Pull:
         :raises Failed: no holder is left, or the deadline has passed.
         """
         with self._changed:
-            self._holders, self.why = deque(holders), {}
-            wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self._nbytes
-            while not self._asking.done and not self._stopped:
-                if not self._holders and not self._running:
-                    raise Failed(dict(self.why))
-                if (left := deadline - time.monotonic()) <= 0:
-                    self._hang_up()
-                    raise Failed({**self.why, "deadline": "the time was up"})
-                while self._holders and self._running < wanted and not self._asking.idle:
-                    self._running += 1
-                    start(self._connection)
-                self._changed.wait(min(left, LOOK_S))
-                if (elapsed_s := time.monotonic() - at) >= LOOK_S:
-                    rate, at, nbytes = (self._nbytes - nbytes) / elapsed_s, time.monotonic(), self._nbytes
-                    if rate > best * PAYS and wanted < MOST and not self._asking.idle:
-                        wanted, best = (2 * wanted if best else wanted), rate
-            self._hang_up()
-            self._changed.wait_for(lambda: not self._running)
+            self._holders, self.why, self._active = deque(holders), {}, True
+            try:
+                self._wait(deadline, start)
+            finally:
+                self._hang_up()
+                self._changed.wait_for(lambda: not self._running)
+                self._active = False
+                self._changed.notify_all()
             if self._stopped:
                 raise Failed({"": self._stopped})
             return combined(self._digests)
+
+    def _wait(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
+        """Keep as many connections as pay, until all is here."""
+        wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self._nbytes
+        while not self._asking.done and not self._stopped:
+            if not self._holders and not self._running:
+                raise Failed(dict(self.why))
+            if (left := deadline - time.monotonic()) <= 0:
+                raise Failed({**self.why, "deadline": "the time was up"})
+            while self._holders and self._running < wanted and not self._asking.idle:
+                self._running += 1
+                start(self._connection)
+            self._changed.wait(min(left, LOOK_S))
+            if (elapsed_s := time.monotonic() - at) >= LOOK_S:
+                rate, at, nbytes = (self._nbytes - nbytes) / elapsed_s, time.monotonic(), self._nbytes
+                if rate > best * PAYS and wanted < MOST and not self._asking.idle:
+                    wanted, best = (2 * wanted if best else wanted), rate
 
     def expect(self, digests: Sequence[bytes]) -> None:
         """Take the publisher's digests: blocks that differ are asked for again."""
@@ -148,11 +156,12 @@ class Pull:
             self._changed.notify_all()
 
     def stop(self, why: str) -> None:
-        """End :meth:`run`; when it has returned, nobody writes the slot."""
+        """End :meth:`run`, and wait for that: then nobody writes the slot."""
         with self._changed:
             self._stopped = why
             self._hang_up()
             self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._active)
 
     @property
     def _nbytes(self) -> int:

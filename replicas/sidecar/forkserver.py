@@ -41,7 +41,7 @@ from pathlib import Path
 
 from replicas import __version__, environ
 from replicas.common.logs import end_process
-from replicas.linux import inherited, place
+from replicas.linux import frames, inherited, place
 from replicas.linux.processes import die_with_parent, name_process, send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
@@ -104,11 +104,11 @@ class ForkServer:
     def _read(self, client: _Client) -> None:
         fds: list[int] = []
         try:
-            data, fds = wire.read_packet(client.sock)
+            data, fds = frames.read_packet(client.sock)
             request = wire.decode_forkserver_request(data) if data else None
             match request, fds:
                 case wire.Attach(secret=secret, release=release), _ if release != __version__ and self._is_ours(secret):
-                    wire.write_packet(client.sock, wire.OtherRelease(__version__))
+                    frames.write_packet(client.sock, wire.OtherRelease(__version__))
                     self._drop(client)
                 case wire.Attach(secret=secret), [pidfd, *rest] if (
                     client.pidfd < 0 and len(rest) in (0, 2) and self._is_ours(secret)
@@ -117,7 +117,7 @@ class ForkServer:
                     client.pidfd, client.place = pidfd, rest  # owned only now: register() above may fail
                     fds = []
                     fds = [os.pidfd_open(os.getpid())]
-                    wire.write_packet(client.sock, wire.Attached(), fds)
+                    frames.write_packet(client.sock, wire.Attached(), fds)
                 case wire.Fork(id=number), [channel] if client.pidfd >= 0:
                     self._fork(client, number, channel)
                 case _:
@@ -125,7 +125,7 @@ class ForkServer:
         except OSError:  # the client is gone, or sent a malformed message
             self._drop(client)
         finally:
-            wire.close_all(fds)
+            frames.close_all(fds)
 
     def _is_ours(self, secret: str) -> bool:
         return hmac.compare_digest(secret.encode(), self._secret.encode())
@@ -135,7 +135,7 @@ class ForkServer:
         try:
             child = os.fork()
         except OSError as error:
-            wire.write_packet(client.sock, wire.ForkFailed(number, str(error)))
+            frames.write_packet(client.sock, wire.ForkFailed(number, str(error)))
             return
         if child == 0:
             self._become_sidecar(server, channel, client)
@@ -143,7 +143,7 @@ class ForkServer:
         self._children[pidfd] = (child, client)
         client.children.add(pidfd)
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(pidfd))
-        wire.write_packet(client.sock, wire.Forked(number, child), [pidfd])
+        frames.write_packet(client.sock, wire.Forked(number, child), [pidfd])
 
     def _become_sidecar(self, server: int, channel: int, client: _Client) -> None:
         code = 1
@@ -184,7 +184,7 @@ class ForkServer:
         client.sock.close()
         if client.pidfd >= 0:
             self._selector.unregister(client.pidfd)
-            wire.close_all([client.pidfd, *client.place])
+            frames.close_all([client.pidfd, *client.place])
 
     def _reap(self, pidfd: int) -> None:
         child, client = self._children.pop(pidfd)

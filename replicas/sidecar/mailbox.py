@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable
 
 from replicas.common.logs import end_process
+from replicas.linux import frames
 from replicas.sidecar import wire
 from replicas.sidecar.traffic import Traffic
 
@@ -80,7 +81,7 @@ class Mailbox:
     def __init__(self, channel: socket.socket, pidfd: int) -> None:
         self._channel = channel
         self._pidfd = pidfd
-        self._frames = wire.FrameReader(channel)
+        self._frames = frames.FrameReader(channel)
         self._requests: queue.SimpleQueue[tuple[wire.Request, list[int]]] = queue.SimpleQueue()
         self._writing = threading.Lock()
         self._reading = threading.Lock()
@@ -103,7 +104,7 @@ class Mailbox:
 
     def reply(self, message: wire.Reply) -> None:
         with self._writing:
-            wire.write_frame(self._channel, message)
+            frames.write_frame(self._channel, message)
 
     def wait_packed(self, transfer: int, nbytes: int, deadline: float) -> None:
         """Wait, in a transfer, until the first ``nbytes`` of the image are packed.

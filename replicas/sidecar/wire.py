@@ -3,44 +3,32 @@
 Theory of operation
 ===================
 
-Messages are msgspec structs of closed unions in MessagePack; nothing is ever unpickled.
-File descriptors travel beside them (SCM_RIGHTS).
+Packets and frames are those of :mod:`replicas.linux.frames`.
 
 * Rank and forkserver: SOCK_SEQPACKET, one message per packet. The rank first sends
   :class:`Attach`, answered by :class:`Attached` once torch is loaded, or by
   :class:`OtherRelease`. Each :class:`Fork` is answered by :class:`Forked`, or by
   :class:`ForkFailed`.
-* Rank and sidecar: SOCK_STREAM, frames of a 5-byte head (length, number of descriptors)
-  and a body. Requests carry an ``id`` and are handled one after another; each is
-  answered by exactly one reply with the same ``id``. Buffers are sent once
-  (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group has failed
-  says so (:class:`Failed`, ``over``) and exits; its closed connections usually tell its
-  peers. A :class:`Ping` is answered, and a :class:`TransferProgress` noted, at once,
-  whatever request is being handled.
+* Rank and sidecar: SOCK_STREAM, frames. Requests carry an ``id`` and are handled one
+  after another; each is answered by exactly one reply with the same ``id``. Buffers are
+  sent once (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group
+  has failed says so (:class:`Failed`, ``over``) and exits; its closed connections
+  usually tell its peers. A :class:`Ping` is answered, and a :class:`TransferProgress`
+  noted, at once, whatever request is being handled.
 
 The end of either socket, or of the rank's process, ends the sidecar.
 """
 
 from __future__ import annotations
 
-import array
-import os
-import socket
-import struct
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from replicas import __version__
-from replicas.common.decoding import MALFORMED
+from replicas.linux import frames
 from replicas.messages import Backend, OperationKind, ReduceOp, Segment
-
-MAX_FRAME_NBYTES = 256 << 20
-MAX_PACKET_NBYTES = 4096
-_MAX_FDS = 4
-_CHUNK_NBYTES = 64 << 10
-_HEAD = struct.Struct("<IB")
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
@@ -317,103 +305,7 @@ Request = MapBuffer | ForgetBuffer | ProbeBuffer | BuildGroup | RunTransfer | Tr
 Reply = Built | Transferred | Collected | Probed | Failed | Pong
 
 
-encode = msgspec.msgpack.encode
-
-
-def _decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Make a decoder of a union of messages; it raises ConnectionError for others.
-
-    At import: two threads must not meet a struct type for the first time at once.
-    """
-    decoder = msgspec.msgpack.Decoder(kind)
-
-    def decode(data: bytes) -> Any:
-        try:
-            return decoder.decode(data)
-        except MALFORMED as error:
-            raise ConnectionError(f"malformed message: {error}") from error
-
-    return decode
-
-
-decode_forkserver_request: Callable[[bytes], ForkserverRequest] = _decoder(ForkserverRequest)
-decode_forkserver_reply: Callable[[bytes], ForkserverReply] = _decoder(ForkserverReply)
-decode_request: Callable[[bytes], Request] = _decoder(Request)
-decode_reply: Callable[[bytes], Reply] = _decoder(Reply)
-
-
-def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
-    socket.send_fds(sock, [encode(message)], list(fds))
-
-
-def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive one packet, and its descriptors; empty at the end of the connection."""
-    data, fds, flags = _receive(sock, MAX_PACKET_NBYTES, socket.MSG_CMSG_CLOEXEC)
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        close_all(fds)
-        raise ConnectionError("a packet was too large")
-    return data, fds
-
-
-def _receive(sock: socket.socket, nbytes: int, flags: int) -> tuple[bytes, list[int], int]:
-    """Receive as :func:`socket.recv_fds`, which in Python 3.11 ignores its flags."""
-    fds = array.array("i")
-    data, ancillary, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), flags)
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, fds.tolist(), flags
-
-
-def frame_head(body: bytes, fds: Sequence[int]) -> bytes:
-    return _HEAD.pack(len(body), len(fds))
-
-
-def write_frame(sock: socket.socket, message: msgspec.Struct) -> None:
-    """Send one frame without descriptors on a blocking socket."""
-    body = encode(message)
-    sock.sendall(frame_head(body, ()) + body)
-
-
-class FrameReader:
-    """Reads frames from a stream socket as they arrive, without waiting."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._data = bytearray()
-        self._fds: list[int] = []
-
-    def receive(self) -> list[tuple[bytes, list[int]]] | None:
-        """Complete frames, with descriptors; None at the end of the connection."""
-        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-        try:
-            data, fds, _ = _receive(self._sock, _CHUNK_NBYTES, flags)
-        except BlockingIOError:
-            return []
-        self._fds += fds
-        if not data:
-            close_all(self._fds)
-            return None
-        self._data += data
-        return list(iter(self._next, None))
-
-    def _next(self) -> tuple[bytes, list[int]] | None:
-        if len(self._data) < _HEAD.size:
-            return None
-        length, count = _HEAD.unpack_from(self._data)
-        if length > MAX_FRAME_NBYTES or count > _MAX_FDS:
-            raise ConnectionError(f"a frame of {length} bytes with {count} descriptors")
-        end = _HEAD.size + length
-        if len(self._data) < end:
-            return None
-        if len(self._fds) < count:  # descriptors come with the first byte of the head
-            raise ConnectionError(f"a frame came with {len(self._fds)} descriptors in place of {count}")
-        body = bytes(self._data[_HEAD.size : end])
-        del self._data[:end]
-        fds, self._fds = self._fds[:count], self._fds[count:]
-        return body, fds
-
-
-def close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+decode_forkserver_request: Callable[[bytes], ForkserverRequest] = frames.decoder(ForkserverRequest)
+decode_forkserver_reply: Callable[[bytes], ForkserverReply] = frames.decoder(ForkserverReply)
+decode_request: Callable[[bytes], Request] = frames.decoder(Request)
+decode_reply: Callable[[bytes], Reply] = frames.decoder(Reply)

@@ -13,7 +13,7 @@ detected by its pidfd, which no inherited socket delays.
 **Hung and frozen.** A sidecar whose group hangs still answers pings. It may be in
 native code without a timeout, so it is killed when it has not answered a request one
 second after its deadline. A frozen sidecar answers no ping: it is killed after two
-seconds (:class:`~replicas.sidecar.rank_side.sidecar_handle.Pulse`), long before any
+seconds (:class:`~replicas.linux.helper_process.Pulse`), long before any
 deadline, and its lane is replaced.
 
 **Ahead of need.** After :meth:`Forkserver.prefork`, a forkserver connection has one
@@ -41,7 +41,7 @@ import tenacity
 from replicas import __version__
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
-from replicas.linux import place
+from replicas.linux import frames, place
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import pid_of, send_signal
 from replicas.linux.sockets import SocketAddress, peer_uid
@@ -97,9 +97,9 @@ class Forkserver:
         fds = [os.pidfd_open(os.getpid())]
         try:
             fds += [] if process is not None else place.describe()
-            wire.write_packet(sock, wire.Attach(secret), fds)
+            frames.write_packet(sock, wire.Attach(secret), fds)
         finally:
-            wire.close_all(fds)
+            frames.close_all(fds)
         self._pidfd = -1
         self._loop.add_reader(sock, self._read)
 
@@ -239,7 +239,7 @@ class Forkserver:
         self._pending[number] = future
         try:
             with theirs:
-                wire.write_packet(self._sock, wire.Fork(number), [theirs.fileno()])
+                frames.write_packet(self._sock, wire.Fork(number), [theirs.fileno()])
             await self._wait_answered(future, due, timeout_s)
             if not future.done():
                 if not kill:
@@ -305,7 +305,7 @@ class Forkserver:
 
     def _read(self) -> None:
         try:
-            data, fds = wire.read_packet(self._sock)
+            data, fds = frames.read_packet(self._sock)
         except BlockingIOError:
             return
         except OSError as error:
@@ -324,13 +324,13 @@ class Forkserver:
         if isinstance(reply, wire.Attached):
             if self._process is None and self._pidfd < 0 and fds:
                 self._pidfd = fds.pop()
-            wire.close_all(fds)
+            frames.close_all(fds)
             if not self._ready.done():
                 self._ready.set_result(None)
             return
         future = self._pending.pop(reply.id, None)
         if future is None or future.done():
-            wire.close_all(fds)  # too late: our end of its channel is closed, so it exits
+            frames.close_all(fds)  # too late: our end of its channel is closed, so it exits
         elif isinstance(reply, wire.Forked):
             future.set_result((reply.pid, fds[0]))
         else:

@@ -27,6 +27,7 @@ from replicas.control.socket import ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.store_process import Reply, Request
+from replicas.linux import frames
 from replicas.sidecar import meeting
 from replicas.sidecar import wire as sidecar_wire
 from replicas.sidecar.wire import GroupSpec
@@ -256,7 +257,7 @@ def test_the_forkserver() -> None:
         with one, other, Path(os.devnull).open("rb") as null, Path(__file__).open("rb") as file:
             pidfd = os.pidfd_open(os.getpid())
             kinds = [pidfd, null.fileno(), file.fileno(), one.fileno(), *os.pipe()]
-            real = [sidecar_wire.encode(sidecar_wire.Attach()), sidecar_wire.encode(sidecar_wire.Fork(7))]
+            real = [frames.encode(sidecar_wire.Attach()), frames.encode(sidecar_wire.Fork(7))]
             for number, data in enumerate(mutants(real, seed=7)):
                 with attached(name) as client, contextlib.suppress(OSError):
                     sent = real[number % 2] if number % 3 else data
@@ -266,7 +267,7 @@ def test_the_forkserver() -> None:
             with attached(name) as client:
                 socket.send_fds(client, [real[0]], [pidfd])
                 client.settimeout(30)
-                assert sidecar_wire.read_packet(client)[0]
+                assert frames.read_packet(client)[0]
             for fd in (pidfd, *kinds[-2:]):
                 os.close(fd)
     finally:
@@ -295,15 +296,15 @@ def test_requests_to_a_sidecar() -> None:
     pidfd = os.pidfd_open(os.getpid())
     spec = GroupSpec("p", "127.0.0.1", 1, 0, 1, "gloo", "127.0.0.1", 0.1)
     real = [
-        sidecar_wire.encode(message)
+        frames.encode(message)
         for message in (sidecar_wire.Ping(1), sidecar_wire.MapBuffer(1), sidecar_wire.ForgetBuffer(1))
     ]
-    real += [sidecar_wire.encode(sidecar_wire.BuildGroup(1, spec)), sidecar_wire.encode(sidecar_wire.ProbeBuffer(1, 1))]
-    whole = [sidecar_wire.frame_head(body, ()) + body for body in real]
+    real += [frames.encode(sidecar_wire.BuildGroup(1, spec)), frames.encode(sidecar_wire.ProbeBuffer(1, 1))]
+    whole = [frames.frame_head(body, ()) + body for body in real]
     try:
         with attached(name) as client:
-            socket.send_fds(client, [sidecar_wire.encode(sidecar_wire.Attach())], [pidfd])
-            assert sidecar_wire.read_packet(client)[0]
+            socket.send_fds(client, [frames.encode(sidecar_wire.Attach())], [pidfd])
+            assert frames.read_packet(client)[0]
             with forked(client, 1) as (bystander, _):
                 for number, data in enumerate(mutants(whole, seed=8)):
                     with forked(client, 2 + number) as (channel, sidecar), contextlib.suppress(OSError):
@@ -329,14 +330,14 @@ def forked(client: socket.socket, number: int) -> Iterator[tuple[socket.socket, 
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            socket.send_fds(client, [sidecar_wire.encode(sidecar_wire.Fork(number))], [theirs.fileno()])
-        data, fds = sidecar_wire.read_packet(client)
+            socket.send_fds(client, [frames.encode(sidecar_wire.Fork(number))], [theirs.fileno()])
+        data, fds = frames.read_packet(client)
         assert isinstance(sidecar_wire.decode_forkserver_reply(data), sidecar_wire.Forked)
         try:
             ours.settimeout(30)
             yield ours, fds[0]
         finally:
-            sidecar_wire.close_all(fds)
+            frames.close_all(fds)
 
 
 def test_the_greeter_of_a_meeting() -> None:

@@ -25,6 +25,7 @@ from replicas import messages as wire
 from replicas.control.app import control_routes
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import Coordinator
+from replicas.linux import frames
 from replicas.linux.sockets import SocketAddress
 from replicas.sidecar import wire as sidecar_wire
 from tests.integration.coordinator.test_frames import attached, forked, messages, recorded, requests, say, use_store
@@ -168,7 +169,7 @@ async def test_the_store(world: ListenerWorld) -> None:
 
 
 async def test_the_forkserver(world: ListenerWorld) -> None:
-    real = [sidecar_wire.encode(sidecar_wire.Attach()), sidecar_wire.encode(sidecar_wire.Fork(7))]
+    real = [frames.encode(sidecar_wire.Attach()), frames.encode(sidecar_wire.Fork(7))]
 
     def hurl(data: bytes) -> None:
         with attached(SocketAddress.parse(world.forkserver).name) as client, contextlib.suppress(OSError):
@@ -178,11 +179,11 @@ async def test_the_forkserver(world: ListenerWorld) -> None:
 
 
 async def test_requests_to_another_sidecar(world: ListenerWorld) -> None:
-    real = [sidecar_wire.encode(message) for message in (sidecar_wire.Ping(1), sidecar_wire.MapBuffer(1))]
-    whole = [sidecar_wire.frame_head(body, ()) + body for body in real]
+    real = [frames.encode(message) for message in (sidecar_wire.Ping(1), sidecar_wire.MapBuffer(1))]
+    whole = [frames.frame_head(body, ()) + body for body in real]
     with pidfd_of_this() as pidfd, attached(SocketAddress.parse(world.forkserver).name) as client:
-        socket.send_fds(client, [sidecar_wire.encode(sidecar_wire.Attach())], [pidfd])
-        assert sidecar_wire.read_packet(client)[0]
+        socket.send_fds(client, [frames.encode(sidecar_wire.Attach())], [pidfd])
+        assert frames.read_packet(client)[0]
 
         def hurl(data: bytes) -> None:
             with forked(client, 1) as (channel, _), contextlib.suppress(OSError):

@@ -22,6 +22,7 @@ import pytest
 
 from replicas import __version__
 from replicas.channel.session import loop
+from replicas.linux import frames
 from replicas.linux.processes import command_line
 from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
@@ -71,7 +72,7 @@ async def test_whoever_lacks_the_secret_is_not_served(secret: str) -> None:
             sock.settimeout(30.0)
             sock.connect("\0" + door.name)
             own = os.pidfd_open(os.getpid())
-            wire.write_packet(sock, wire.Attach(secret), [own])
+            frames.write_packet(sock, wire.Attach(secret), [own])
             os.close(own)
             assert sock.recv(100) == b""
         assert (await known.fork()).usable
@@ -163,11 +164,11 @@ def test_a_client_that_reads_nothing_is_dropped_and_keeps_nobody_waiting(monkeyp
     serving.start()
     with deaf:
         fds = [os.pidfd_open(os.getpid())]
-        wire.write_packet(deaf, wire.Attach(), fds)
+        frames.write_packet(deaf, wire.Attach(), fds)
         deaf.settimeout(30.0)
         with pytest.raises(ConnectionError):
             for number in range(100_000):
-                wire.write_packet(deaf, wire.Fork(number), fds)
-        wire.close_all(fds)
+                frames.write_packet(deaf, wire.Fork(number), fds)
+        frames.close_all(fds)
     serving.join(30.0)
     assert not serving.is_alive(), "it serves until it has no client"

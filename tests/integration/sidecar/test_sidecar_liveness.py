@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from replicas.core.base.manifest import Manifest, TensorSpec
-from replicas.linux import stalls
+from replicas.linux import helper_process, stalls
 from replicas.linux.processes import start_time
-from replicas.sidecar.rank_side import forkserver_client, sidecar_handle
+from replicas.sidecar.rank_side import forkserver_client
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
 from replicas.sidecar.rank_side.sidecar_handle import SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferSpec
@@ -36,7 +36,7 @@ from tests.support.waits import eventually, wait_until
 
 pytestmark = pytest.mark.anyio
 
-FROZEN = rf"it gave no sign of life for {sidecar_handle.SILENCE_S:g} s and was killed"
+FROZEN = rf"it gave no sign of life for {helper_process.SILENCE_S:g} s and was killed"
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ async def test_a_sidecar_frozen_in_mid_transfer_is_killed_long_before_the_deadli
 
 
 async def test_idle_and_spare_sidecars_are_asked_too(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sidecar_handle, "IDLE_S", 0.2)
+    monkeypatch.setattr(helper_process, "IDLE_S", 0.2)
     async with lane(1, server) as alone:
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         alone.sidecars[0].on_exit = ended.set_result
@@ -115,7 +115,7 @@ async def test_one_that_is_stuck_answers_pings_and_has_its_whole_deadline(server
         started = time.monotonic()
         with pytest.raises(SidecarFailed, match=r"rollout/0/0 did not come to the group"):
             await two.sidecars[0].build(two.spec("alone", 0, timeout_s=4.0, names=("trainer/0/0", "rollout/0/0")))
-        assert time.monotonic() - started >= 4.0 > sidecar_handle.SILENCE_S
+        assert time.monotonic() - started >= 4.0 > helper_process.SILENCE_S
 
 
 async def test_a_store_that_answers_nothing_costs_the_deadline(server: str) -> None:
@@ -165,7 +165,7 @@ async def test_a_crowded_machine_makes_no_false_alarm(server: str) -> None:
             for sidecar in three.sidecars:
                 sidecar.on_exit = exits.append
             began = time.monotonic()
-            while time.monotonic() - began < 2 * sidecar_handle.SILENCE_S:
+            while time.monotonic() - began < 2 * helper_process.SILENCE_S:
                 roles = ["send", "receive", "receive"]
                 await asyncio.gather(
                     *(
@@ -214,16 +214,16 @@ async def test_a_pause_of_the_rank_or_of_everything_kills_no_sidecar(server: str
     try:
         async with asyncio.timeout(60):
             sidecar = int(await rank.stdout.readline())
-            while await said(rank) < sidecar_handle.INTERVAL_S * 10 + 2:  # until a ping was due
+            while await said(rank) < helper_process.INTERVAL_S * 10 + 2:  # until a ping was due
                 continue
             if whole:
                 os.kill(sidecar, signal.SIGSTOP)
             rank.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(sidecar_handle.SILENCE_S + 1.0)  # the pause itself
+            await asyncio.sleep(helper_process.SILENCE_S + 1.0)  # the pause itself
             rank.send_signal(signal.SIGCONT)
             if whole:
                 os.kill(sidecar, signal.SIGCONT)
-            for _ in range(int(10 * sidecar_handle.SILENCE_S) + 10):
+            for _ in range(int(10 * helper_process.SILENCE_S) + 10):
                 assert await rank.stdout.readline() == b"tick\n"
         assert start_time(sidecar) is not None
     finally:

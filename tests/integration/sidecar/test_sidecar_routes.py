@@ -16,7 +16,8 @@ import torch
 
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.manifests import merge_parts
-from replicas.sidecar.rank_side.sidecar_handle import SILENCE_S, SidecarDied, SidecarFailed
+from replicas.linux.helper_process import SILENCE_S
+from replicas.sidecar.rank_side.sidecar_handle import SidecarDied, SidecarFailed
 from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.feed import Feed, Shard

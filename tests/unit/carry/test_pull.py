@@ -79,7 +79,7 @@ class Host:
 
     def _accept(self) -> None:
         with self.listener:
-            while self.listener in select.select([self.listener, self._end], [], [])[0]:
+            while self.listener.fileno() in select.select([self.listener.fileno(), self._end], [], [])[0]:
                 self.server.accept()
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ def test_a_host_serves_what_it_is_still_receiving(threads: Threads, data: bytes)
         found: list[str] = []
         ways = ((first, source.holder), (last, between.holder))
         pulls = [
-            threading.Thread(target=lambda one=one, holder=holder: found.append(run(one, threads, holder)))  # type: ignore[misc]  # bound now
+            threading.Thread(target=lambda one=one, holder=holder: found.append(run(one, threads, holder)))
             for one, holder in ways
         ]
         for thread in pulls:

@@ -2,7 +2,8 @@
 throughout.
 
 Covers: sidecar/meeting.py, sidecar/rank_side/forkserver_client.py,
-sidecar/rank_side/sidecar_handle.py.
+sidecar/rank_side/sidecar_handle.py,
+linux/helper_process.py, linux/frames.py.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import torch
 from replicas import errors
 from replicas.channel.session.hub import as_wire_error
 from replicas.common.patience import PAUSE_S
+from replicas.linux import frames
+from replicas.linux.helper_process import IDLE_S, INTERVAL_S, SILENCE_S, Pulse
 from replicas.linux.stalls import LOOK_INTERVAL_S, STARTING_S, STOPPED_S, StallWatch
 from replicas.sidecar import building, wire
 from replicas.sidecar.meeting import blame
 from replicas.sidecar.rank_side.forkserver_client import Forkserver
-from replicas.sidecar.rank_side.sidecar_handle import IDLE_S, INTERVAL_S, SILENCE_S, Pulse, SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import SidecarDied, SidecarFailed
 from tests.support.waits import eventually
 
 # ---------------------------------------------------------------- pings
@@ -94,7 +97,7 @@ def test_a_forkserver_is_not_killed_for_a_pause_of_the_rank(busy_s: float, monke
 
         def pause() -> None:
             time.sleep(PAUSE_S + 0.5)  # blocks the loop beyond the timeout
-            loop.call_later(0.15, wire.write_packet, theirs, wire.ForkFailed(1, "no process is left"))
+            loop.call_later(0.15, frames.write_packet, theirs, wire.ForkFailed(1, "no process is left"))
 
         loop.call_soon(pause)
         with theirs, pytest.raises(SidecarFailed, match="no process is left"):
@@ -117,7 +120,7 @@ def test_a_forkserver_that_serves_others_first_is_not_killed(does: str, answers_
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         forkserver = Forkserver(ours, process)
         answer = wire.ForkFailed(1, "no process is left")
-        late = asyncio.get_running_loop().call_later(answers_after_s, wire.write_packet, theirs, answer)
+        late = asyncio.get_running_loop().call_later(answers_after_s, frames.write_packet, theirs, answer)
         with theirs, pytest.raises((SidecarFailed, SidecarDied), match=outcome):
             await forkserver.fork(timeout_s=0.5)
         late.cancel()
@@ -196,37 +199,37 @@ def test_a_process_that_is_gone_is_not_frozen(sleeper: subprocess.Popen[bytes]) 
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, wire.FrameReader]]:
+def pair() -> Iterator[tuple[socket.socket, frames.FrameReader]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield ours, wire.FrameReader(theirs)
+        yield ours, frames.FrameReader(theirs)
 
 
 def frame(message: object, fds: int = 0) -> bytes:
-    body = wire.encode(message)
-    return wire.frame_head(body, range(fds)) + body
+    body = frames.encode(message)
+    return frames.frame_head(body, range(fds)) + body
 
 
-def test_frames_come_in_pieces_and_together(pair: tuple[socket.socket, wire.FrameReader]) -> None:
+def test_frames_come_in_pieces_and_together(pair: tuple[socket.socket, frames.FrameReader]) -> None:
     ours, reader = pair
     assert reader.receive() == []
     data = frame(wire.Ping(1)) + frame(wire.ForgetBuffer(2))
     found: list[wire.Request] = []
     for position in range(len(data)):
         ours.send(data[position : position + 1])
-        frames = reader.receive()
-        assert frames is not None
-        found += [wire.decode_request(body) for body, _ in frames]
+        came = reader.receive()
+        assert came is not None
+        found += [wire.decode_request(body) for body, _ in came]
     assert found == [wire.Ping(1), wire.ForgetBuffer(2)]
     ours.send(data + data[:3])
-    frames = reader.receive()
-    assert frames is not None
-    assert len(frames) == 2
+    came = reader.receive()
+    assert came is not None
+    assert len(came) == 2
     ours.close()
     assert reader.receive() is None
 
 
-def test_each_frame_has_its_own_descriptors(pair: tuple[socket.socket, wire.FrameReader]) -> None:
+def test_each_frame_has_its_own_descriptors(pair: tuple[socket.socket, frames.FrameReader]) -> None:
     ours, reader = pair
     inodes: list[int] = []
     for key in range(3):
@@ -237,15 +240,15 @@ def test_each_frame_has_its_own_descriptors(pair: tuple[socket.socket, wire.Fram
         ours.send(frame(wire.Ping(key)))
     found: list[tuple[wire.Request, list[int]]] = []
     while len(found) < 6:
-        frames = reader.receive()
-        assert frames is not None
-        found += [(wire.decode_request(body), fds) for body, fds in frames]
+        came = reader.receive()
+        assert came is not None
+        found += [(wire.decode_request(body), fds) for body, fds in came]
     assert [len(fds) for _, fds in found] == [1, 0] * 3
     assert [os.fstat(fd).st_ino for _, fds in found for fd in fds] == inodes
-    wire.close_all([fd for _, fds in found for fd in fds])
+    frames.close_all([fd for _, fds in found for fd in fds])
 
 
-def test_a_frame_without_its_descriptor_is_an_error(pair: tuple[socket.socket, wire.FrameReader]) -> None:
+def test_a_frame_without_its_descriptor_is_an_error(pair: tuple[socket.socket, frames.FrameReader]) -> None:
     ours, reader = pair
     ours.send(frame(wire.MapBuffer(1), 1))
     with pytest.raises(ConnectionError, match="a frame came with 0 descriptors in place of 1"):

@@ -21,7 +21,7 @@ from replicas import errors
 from replicas.channel import Channel, Pending, Receipt
 from replicas.coordinator import Coordinator
 from replicas.core.operations.operation import Operation
-from replicas.sidecar.rank_side import sidecar_handle
+from replicas.linux import helper_process
 from tests.support.channels import ChannelWorld, channel_world
 from tests.support.machine.proxy import Proxy
 from tests.support.waits import wait_until
@@ -34,8 +34,8 @@ BIG = 4_000_000
 PEER = """
 import json, os, signal, sys
 import torch, replicas
-from replicas.sidecar.rank_side import sidecar_handle
-sidecar_handle.SILENCE_S = 600.0  # the test alone decides what becomes of a stopped sidecar
+from replicas.linux import helper_process
+helper_process.SILENCE_S = 600.0  # the test alone decides what becomes of a stopped sidecar
 endpoint, token, replica = sys.argv[1:]
 channel = replicas.join("policy", endpoint=endpoint, token=token, group="peer", replica=int(replica), rank=0, world_size=1)
 print("joined", flush=True)
@@ -203,7 +203,7 @@ async def test_an_outcome_that_a_lost_coordinator_left_unknown_is_settled_by_the
 ) -> None:
     """One peer hears of the success, then the coordinator is gone before it could tell
     the other."""
-    monkeypatch.setattr(sidecar_handle, "SILENCE_S", 600.0)
+    monkeypatch.setattr(helper_process, "SILENCE_S", 600.0)
     where: list[str] = []
     async with (
         contextlib.AsyncExitStack() as stack,

@@ -1,0 +1,177 @@
+"""One carrier, as its rank uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+from replicas import errors
+from replicas.carry import wire
+from replicas.linux.helper_process import HelperDied, HelperProcess
+from replicas.linux.helpers import apart, python_module
+
+START_TIMEOUT_S = 30.0
+"""In which a new carrier must listen."""
+WITHDRAW_TIMEOUT_S = 5.0
+"""In which nobody may use a slot any more whose transfer has ended."""
+
+_R = TypeVar("_R")
+
+
+class Watched(Protocol):
+    """Memory of a slot. ``watchers``: told when it is closed."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def key(self) -> int: ...
+
+    watchers: Any
+
+
+class CarrierDied(HelperDied):
+    """The carrier is dead, or was killed at a deadline."""
+
+
+class PullFailed(RuntimeError):
+    """No holder is left. ``why``: for each one, by its name."""
+
+    def __init__(self, reply: wire.PullFailed) -> None:
+        super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "nobody serves it")
+        self.why, self.received = reply.why, reply.received
+
+
+class Carrier(HelperProcess):
+    """A carrier process: a method for each request.
+
+    :ivar port: where it listens.
+    """
+
+    kind = "carrier"
+    died = CarrierDied
+
+    def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
+        super().__init__(pid, pidfd, sock)
+        self.port = 0
+        self._mapped: set[int] = set()
+        self._listens: asyncio.Future[int] = self._loop.create_future()
+
+    @classmethod
+    async def start(cls, host: str, port: int = 0) -> Carrier:
+        """Start one that listens at ``host``.
+
+        :raises CarrierDied: it did not listen within ``START_TIMEOUT_S``; its own words
+            are on stderr.
+        """
+        ours, process = _spawn(host, port)
+        carrier = cls(process.pid, os.pidfd_open(process.pid), ours)
+        carrier.process = process
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                carrier.port = await carrier._listens
+        except TimeoutError:
+            carrier.kill(f"it did not listen within {START_TIMEOUT_S:g} s and was killed")
+            raise CarrierDied(carrier._end_text()) from None
+        except BaseException:
+            carrier.kill()
+            raise
+        return carrier
+
+    process: subprocess.Popen[bytes]
+
+    def serve(self, transfer: int, secret: bytes, memory: Watched, place: tuple[int, int], filled: int) -> None:
+        """Serve a version. ``place``: offset and bytes. Never waits."""
+        if self.usable:
+            self._map(memory)
+            self._send(wire.Serve(transfer, secret, wire.Place(memory.key, *place), filled))
+
+    def filled(self, transfer: int, nbytes: int) -> None:
+        """So many bytes of it are packed. Never waits."""
+        if self.usable:
+            self._send(wire.Filled(transfer, nbytes))
+
+    def expect(self, transfer: int, digests: Sequence[bytes]) -> None:
+        """The publisher's digests of the blocks of a version that is pulled."""
+        if self.usable:
+            self._send(wire.Expect(transfer, tuple(digests)))
+
+    async def pull(
+        self,
+        transfer: int,
+        secret: bytes,
+        memory: Watched,
+        place: tuple[int, int],
+        holders: Sequence[wire.HolderAddress],
+        timeout_s: float,
+        source: str = "",
+    ) -> wire.Pulled:
+        """Pull a version; again, with the same memory: go on with these holders.
+
+        :raises PullFailed: no holder is left, or the time was up.
+        :raises CarrierDied: it died.
+        """
+        where = wire.Place(memory.key, *place)
+        request = wire.StartPull(next(self._numbers), transfer, secret, where, tuple(holders), timeout_s, source)
+        return await self._ask(request, timeout_s, wire.Pulled, lambda: self._map(memory))
+
+    async def withdraw(self, transfer: int, why: str) -> int:
+        """End the transfer; return the bytes sent. Nobody uses its slot afterwards.
+
+        :raises CarrierDied: it died; then nobody does either.
+        """
+        request = wire.Withdraw(next(self._numbers), transfer, why)
+        return (await self._ask(request, WITHDRAW_TIMEOUT_S, wire.Withdrawn, lambda: None)).sent_nbytes
+
+    def buffer_closed(self, key: int) -> None:
+        """Have the carrier unmap memory that was closed here (on any thread)."""
+        self._loop.call_soon_threadsafe(self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        if key in self._mapped and self.usable:
+            self._mapped.discard(key)
+            self._send(wire.ForgetSlot(key))
+
+    def _map(self, memory: Watched) -> None:
+        if memory.key not in self._mapped:
+            self._send(wire.MapSlot(memory.key), memory.fd)
+            self._mapped.add(memory.key)
+            memory.watchers.add(self)
+
+    def _checked(self, reply: Any, request: Any, kind: type[_R]) -> _R:
+        if isinstance(reply, wire.PullFailed):
+            raise PullFailed(reply)
+        if isinstance(reply, wire.Refused):
+            raise errors.InternalError(f"carrier {self.pid}: {reply.text}")
+        if not isinstance(reply, kind):
+            text = f"carrier {self.pid} answered {type(request).__name__} with {type(reply).__name__}"
+            raise errors.InternalError(text)
+        return reply
+
+    def _decode(self, body: bytes) -> wire.Reply:
+        return wire.decode_reply(body)
+
+    def _ping(self, number: int) -> wire.Ping:
+        return wire.Ping(number)
+
+    def _answers_ping(self, reply: wire.Reply) -> bool:
+        if isinstance(reply, wire.Listening) and not self._listens.done():
+            self._listens.set_result(reply.port)
+            return True
+        return isinstance(reply, wire.Pong)
+
+
+def _spawn(host: str, port: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            options = ("--fd", str(theirs.fileno()), "--host", host, "--port", str(port))
+            command = python_module("replicas.carry.carrier", *options)
+            return ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], **apart(os.environ))
+    except BaseException:
+        ours.close()
+        raise

@@ -1,0 +1,278 @@
+"""A helper process of this one's: requests over frames, signs of life, and its end.
+
+**Pings.** A helper answers a ping on a separate thread, within 0.2 s, whatever its main
+thread is stuck in. One that does not answer is stopped (SIGSTOP, a frozen cgroup), or
+starved beyond use: it is killed and replaced. A thread that needs microseconds of CPU
+gets them within some 100 ms even on a machine with ten busy processes for each core,
+and no call of a helper holds the GIL for that long. ``SILENCE_S`` is far above that,
+and far below any deadline; a wrong verdict costs what the helper had under way. There
+is no verdict after this process itself was late: the answer may lie unread, so the
+helper gets the whole time again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from replicas.common.child import ChildLife
+from replicas.common.patience import Silence
+from replicas.linux import frames
+from replicas.linux.processes import send_signal
+
+KILL_GRACE_S = 1.0
+"""Time past a request's own timeout after which the sidecar is killed, in seconds."""
+INTERVAL_S = 0.5
+"""Between two looks while a request or a ping is pending, in seconds."""
+IDLE_S = 5.0
+"""Between two pings of an idle sidecar, in seconds."""
+SILENCE_S = 2.0
+"""A ping unanswered for this many seconds means that the sidecar is frozen."""
+LATE_S = 0.25
+"""A look that is later than this, in seconds, means that this process was stalled."""
+_ROUNDING_S = 0.01
+
+_R = TypeVar("_R")
+
+
+class HelperDied(RuntimeError):
+    """The helper is dead, or was killed at a deadline."""
+
+
+class Pulse:
+    """Signs of life of one sidecar: its owner calls :meth:`look` at intervals.
+
+    ``now``: seconds of any steady clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._silence = Silence(now, LATE_S)
+
+    @property
+    def asked(self) -> bool:
+        return self._silence.asked
+
+    def interval_s(self, now: float, *, busy: bool) -> float:
+        """Return the delay until the next look, and note when it is due."""
+        delay = INTERVAL_S if busy or self.asked else IDLE_S
+        self._silence.due = now + delay
+        return delay
+
+    def look(self, now: float) -> Literal["ping", "wait", "frozen"]:
+        """Decide: send a ping (it counts as sent now), wait, or give the sidecar up."""
+        if not self.asked:
+            self._silence.ask(now)
+            return "ping"
+        return "frozen" if self._silence.lasts(now) >= SILENCE_S - _ROUNDING_S else "wait"
+
+    def answered(self) -> None:
+        self._silence.answered()
+
+
+class HelperProcess:
+    """One helper, and both ends of its life: of the process, which is watched, and of
+    the socket, which is never waited for.
+
+    A subclass has a method for each request, decodes replies, and says which one is the
+    answer to a ping.
+
+    :cvar kind: what it is called in errors.
+    :cvar died: the error of requests that it does not live to answer.
+    :ivar on_exit: called on the loop, once, with a reason, when it ends without
+        :meth:`kill`.
+    """
+
+    kind = "helper"
+    died: type[HelperDied] = HelperDied
+
+    def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
+        self.pid = pid
+        self.on_exit: Callable[[str], None] | None = None
+        self._pidfd = pidfd
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._unsent: deque[tuple[memoryview, list[int]]] = deque()
+        """Frames, with their descriptors, that the socket has not taken yet."""
+        self._life = ChildLife(None)
+        self._life.start(self._loop.time())
+        self._gone = asyncio.Event()
+        self._reason = ""
+        sock.setblocking(False)
+        self._loop.add_reader(pidfd, self._ended)
+        self._frames = frames.FrameReader(sock)
+        self._loop.add_reader(sock, self._readable)
+        self._pulse = Pulse(self._loop.time())
+        self._busy = False
+        self._timer = self._next_look()
+
+    @property
+    def dead(self) -> bool:
+        return self._life.state == "over"
+
+    @property
+    def usable(self) -> bool:
+        return self._life.state in ("starting", "up")
+
+    def kill(self, reason: str = "killed") -> None:
+        """SIGKILL; pending requests raise :class:`SidecarDied`; no ``on_exit`` call."""
+        self.on_exit = None
+        self._put_down(reason)
+
+    async def wait_dead(self, timeout_s: float = 5.0) -> bool:
+        """True if the process is dead within ``timeout_s``: it accesses no memory."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._gone.wait()
+        return self.dead
+
+    @property
+    def fds(self) -> set[int]:
+        """Its descriptors: in a forked child they would hide the rank's end."""
+        return {self._sock.fileno(), self._pidfd} - {-1}
+
+    async def _ask(self, request: Any, timeout_s: float, kind: type[_R], prepare: Callable[[], None]) -> _R:
+        """Send a request, after ``prepare`` has sent what it needs; return the reply.
+
+        :raises HelperDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
+        """
+        if not self.usable:
+            raise self.died(self._end_text())
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._pending[request.id] = future
+        self._look_soon()
+        try:
+            prepare()
+            self._send(request)
+            async with asyncio.timeout(timeout_s + KILL_GRACE_S):
+                reply = await future
+        except TimeoutError:
+            self.kill(f"it did not answer within {timeout_s:g} s and was killed")
+            raise self.died(self._end_text()) from None
+        except OSError as error:
+            raise self.died(f"{self.kind} {self.pid} is gone: {self._reason or error}") from error
+        finally:
+            self._pending.pop(request.id, None)
+        return self._checked(reply, request, kind)
+
+    def _checked(self, reply: Any, request: Any, kind: type[_R]) -> _R:
+        """The reply, if it is of the kind that answers the request."""
+        raise NotImplementedError
+
+    def _decode(self, body: bytes) -> Any:
+        raise NotImplementedError
+
+    def _ping(self, number: int) -> msgspec.Struct:
+        raise NotImplementedError
+
+    def _answers_ping(self, reply: Any) -> bool:
+        raise NotImplementedError
+
+    def _send(self, message: msgspec.Struct, *fds: int) -> None:
+        """Send a frame after those before it, as soon as the socket takes it."""
+        body = frames.encode(message)
+        owned = [os.dup(fd) for fd in fds]  # a buffer may be closed before it is sent
+        self._unsent.append((memoryview(frames.frame_head(body, fds) + body), owned))
+        if len(self._unsent) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                data, fds = self._unsent[0]
+                sent = socket.send_fds(self._sock, [data], fds)
+                frames.close_all(fds)  # they went with the first byte
+                self._unsent[0] = (data[sent:], [])
+                if sent == len(data):
+                    self._unsent.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._sock, self._flush)
+        except OSError as error:
+            self._put_down(str(error))
+        else:
+            self._loop.remove_writer(self._sock)
+
+    def _next_look(self) -> asyncio.TimerHandle:
+        self._busy = bool(self._pending)
+        delay = self._pulse.interval_s(self._loop.time(), busy=self._busy)
+        return self._loop.call_later(delay, self._look)
+
+    def _look_soon(self) -> None:
+        """Look more often while a request is pending."""
+        if not self._pulse.asked and not self._busy:
+            self._busy = True
+            self._timer.cancel()
+            self._timer = self._next_look()
+
+    def _look(self) -> None:
+        match self._pulse.look(self._loop.time()):
+            case "frozen":
+                self._put_down(f"it gave no sign of life for {SILENCE_S:g} s and was killed")
+                return
+            case "ping":
+                self._send(self._ping(next(self._numbers)))
+        self._timer = self._next_look()
+
+    def _readable(self) -> None:
+        try:
+            came = self._frames.receive()
+            if came is None:
+                raise ConnectionError("it died")
+            for body, fds in came:
+                frames.close_all(fds)  # replies carry no descriptors
+                self._take(self._decode(body))
+        except OSError as error:
+            self._loop.remove_reader(self._sock)
+            self._put_down(str(error))  # also a process that has closed the channel without ending
+            self._sock.close()
+
+    def _take(self, reply: Any) -> None:
+        self._life.ready()
+        if self._answers_ping(reply):
+            self._pulse.answered()
+            return
+        future = self._pending.pop(reply.id, None)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def _put_down(self, reason: str) -> None:
+        """SIGKILL it if it still lives, and fail all pending requests."""
+        self._reason = self._reason or reason
+        if self.usable:
+            self._life.give_up()
+        if not self.dead:
+            send_signal(self._pidfd, signal.SIGKILL)
+        if self._sock.fileno() >= 0:
+            self._loop.remove_writer(self._sock)
+        self._timer.cancel()
+        while self._unsent:
+            frames.close_all(self._unsent.popleft()[1])
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(self.died(self._end_text()))
+
+    def _ended(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._life.ended(self._loop.time())
+        self._gone.set()  # _readable still takes the replies sent before the end, then fails the rest
+        self._timer.cancel()
+        if self.on_exit is not None:
+            self.on_exit(self._end_text())
+
+    def _end_text(self) -> str:
+        return f"{self.kind} {self.pid}: {self._reason or 'it died'}"

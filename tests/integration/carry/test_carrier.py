@@ -1,0 +1,201 @@
+"""Carriers as processes: served and pulled slots, deaths, and the end.
+
+Covers: carry/carrier.py, carry/rank_side.py, carry/wire.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import mmap
+import os
+import random
+import signal
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import xxhash
+
+from replicas.carry.blocks import BLOCK_NBYTES, combined
+from replicas.carry.rank_side import Carrier, CarrierDied, PullFailed
+from replicas.carry.wire import HolderAddress
+from replicas.linux.processes import start_time
+from tests.support.waits import wait_until
+
+pytestmark = pytest.mark.anyio
+
+HERE = "127.0.0.1"
+SECRET = bytes(range(32))
+OFFSET = 4096
+_keys = itertools.count(1)
+
+
+class Memory:
+    """A slot: a header of :data:`OFFSET` bytes, and an image."""
+
+    def __init__(self, data: bytes | int) -> None:
+        nbytes = data if isinstance(data, int) else len(data)
+        self.key, self.nbytes = next(_keys), nbytes
+        self.fd = os.memfd_create("test-slot")
+        os.ftruncate(self.fd, OFFSET + nbytes)
+        self.mapped = mmap.mmap(self.fd, OFFSET + nbytes)
+        self.watchers: weakref.WeakSet[Carrier] = weakref.WeakSet()
+        if isinstance(data, bytes):
+            self.mapped[OFFSET:] = data
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return OFFSET, self.nbytes
+
+
+@asynccontextmanager
+async def carriers(count: int) -> AsyncIterator[list[Carrier]]:
+    found = await asyncio.gather(*(Carrier.start(HERE) for _ in range(count)))
+    try:
+        yield found
+    finally:
+        for one in found:
+            one.kill()
+            assert await one.wait_dead()
+            one.process.wait()
+
+
+def address(carrier: Carrier, name: str) -> HolderAddress:
+    return HolderAddress(name, HERE, carrier.port)
+
+
+def digest_of(data: bytes) -> str:
+    return combined(digests(data))
+
+
+def digests(data: bytes) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(data[at : at + BLOCK_NBYTES]) for at in range(0, len(data), BLOCK_NBYTES)]
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return random.Random(1).randbytes(2 * BLOCK_NBYTES + 4321)
+
+
+async def test_a_version_goes_down_a_chain_while_it_is_packed(data: bytes) -> None:
+    async with carriers(3) as (source, middle, last):
+        packed, *slots = Memory(data), Memory(len(data)), Memory(len(data))
+        source.serve(1, SECRET, packed, packed.place, 0)
+        pulls = [
+            asyncio.ensure_future(taker.pull(1, SECRET, slot, slot.place, [address(giver, name)], 30.0))
+            for taker, slot, giver, name in ((middle, slots[0], source, "t/0/0"), (last, slots[1], middle, "r/0/0"))
+        ]
+        for filled in (1 << 20, BLOCK_NBYTES + 5, len(data)):
+            await asyncio.sleep(0)
+            source.filled(1, filled)
+        found = await asyncio.gather(*pulls)
+        assert {one.digest for one in found} == {digest_of(data)}
+        assert [one.received for one in found] == [{"t/0/0": len(data)}, {"r/0/0": len(data)}]
+        assert all(slot.mapped[OFFSET:] == data for slot in slots)
+        sent = [await one.withdraw(1, "over") for one in (source, middle, last)]
+        assert sent == [len(data), len(data), 0]
+
+
+async def test_a_holder_that_is_killed_costs_what_was_not_received_yet(data: bytes) -> None:
+    async with carriers(3) as (first, second, taker):
+        packed, slot = Memory(data), Memory(len(data))
+        first.serve(1, SECRET, packed, packed.place, BLOCK_NBYTES)
+        second.serve(1, SECRET, packed, packed.place, len(data))
+        holders = [address(first, "t/0/0"), address(second, "r/0/0")]
+        pulling = asyncio.ensure_future(taker.pull(1, SECRET, slot, slot.place, holders, 30.0))
+        await wait_until(lambda: slot.mapped[OFFSET + BLOCK_NBYTES - 1] == data[BLOCK_NBYTES - 1], "the first block")
+        first.kill()
+        found = await pulling
+        assert found.digest == digest_of(data)
+        assert slot.mapped[OFFSET:] == data
+        assert list(found.why) == ["t/0/0"]
+        assert found.received["r/0/0"] < len(data)
+
+
+async def test_a_pull_goes_on_with_holders_that_come_later(data: bytes) -> None:
+    async with carriers(2) as (source, taker):
+        packed, slot = Memory(data), Memory(len(data))
+        nobody = HolderAddress("r/9/0", HERE, 9)
+        with pytest.raises(PullFailed, match="r/9/0: Connection refused"):
+            await taker.pull(1, SECRET, slot, slot.place, [nobody], 30.0)
+        source.serve(1, SECRET, packed, packed.place, len(data))
+        taker.expect(1, digests(data))
+        found = await taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0)
+        assert (found.digest, found.again) == (digest_of(data), 0)
+
+
+async def test_forged_bytes_are_found_and_asked_for_elsewhere(data: bytes) -> None:
+    forged = bytearray(data)
+    forged[BLOCK_NBYTES + 9] ^= 0xFF
+    async with carriers(3) as (liar, source, taker):
+        packed, false, slot = Memory(data), Memory(bytes(forged)), Memory(len(data))
+        liar.serve(1, SECRET, false, false.place, len(data))
+        source.serve(1, SECRET, packed, packed.place, len(data))
+        alone = await taker.pull(1, SECRET, slot, slot.place, [address(liar, "r/3/0")], 30.0)
+        assert alone.digest == digest_of(bytes(forged))
+        taker.expect(1, digests(data))
+        found = await taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0)
+        assert found.digest == digest_of(data)
+        assert found.received["t/0/0"] == BLOCK_NBYTES
+        assert slot.mapped[OFFSET:] == data
+
+
+async def test_nobody_uses_a_slot_once_its_transfer_has_ended(data: bytes) -> None:
+    async with carriers(2) as (source, taker):
+        packed, slot = Memory(data), Memory(len(data))
+        source.serve(1, SECRET, packed, packed.place, BLOCK_NBYTES)
+        pulling = asyncio.ensure_future(taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0))
+        await wait_until(lambda: slot.mapped[OFFSET] == data[0], "the first bytes")
+        assert await taker.withdraw(1, "a newer version is there") == 0
+        with pytest.raises(PullFailed, match="a newer version is there"):
+            await pulling
+        slot.mapped[OFFSET:] = bytes(len(data))
+        source.filled(1, len(data))
+        await source.withdraw(1, "over")
+        assert slot.mapped[OFFSET:] == bytes(len(data))
+
+
+async def test_a_frozen_carrier_is_killed(data: bytes) -> None:
+    async with carriers(2) as (source, taker):
+        packed, slot = Memory(data), Memory(len(data))
+        source.serve(1, SECRET, packed, packed.place, 0)
+        pulling = asyncio.ensure_future(taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0))
+        await asyncio.sleep(0)
+        taker.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(CarrierDied, match="no sign of life"):
+            await pulling
+
+
+async def test_one_whose_rank_is_gone_ends(data: bytes) -> None:
+    async with carriers(1) as (one,):
+        os.close(os.dup(one._sock.fileno()))
+        one._loop.remove_reader(one._sock)
+        one._sock.close()
+        await wait_until(lambda: start_time(one.pid) is None, "its end")
+
+
+async def test_memory_that_is_closed_here_is_let_go_there(data: bytes) -> None:
+    async with carriers(1) as (one,):
+        memory = Memory(data)
+        one.serve(1, SECRET, memory, memory.place, len(data))
+        inode = os.fstat(memory.fd).st_ino
+
+        def mapped() -> bool:
+            with open(f"/proc/{one.pid}/maps") as lines:  # noqa: PTH123  # a file of the kernel's
+                return any(line.split()[4] == str(inode) for line in lines)
+
+        await wait_until(mapped, "it is mapped")
+        await one.withdraw(1, "over")
+        one.buffer_closed(memory.key)
+        await wait_until(lambda: not mapped(), "it is unmapped")
+
+
+async def test_what_cannot_be_is_refused(data: bytes) -> None:
+    async with carriers(1) as (one,):
+        memory = Memory(data)
+        with pytest.raises(Exception, match=f"the slot has {OFFSET + len(data)} bytes"):
+            await one.pull(1, SECRET, memory, (OFFSET, len(data) + 1), [], 5.0)
+        with pytest.raises(PullFailed, match="nobody serves it"):
+            await one.pull(1, SECRET, memory, memory.place, [], 5.0)
