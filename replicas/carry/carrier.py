@@ -38,16 +38,25 @@ class Slot:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.memory = mmap.mmap(fd, 0)
+        self.nbytes = os.fstat(fd).st_size
+        self._memory: mmap.mmap | None = None
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """Mapped for writing, when it is first pulled into; else it is only read."""
+        if self._memory is None:
+            self._memory = mmap.mmap(self.fd, 0)
+        return self._memory
 
     def image(self, place: wire.Place, *, full: bool = False) -> Image:
-        if place.offset + place.nbytes > len(self.memory):
-            raise ValueError(f"the slot has {len(self.memory)} bytes, not {place.offset + place.nbytes}")
+        if place.offset + place.nbytes > self.nbytes:
+            raise ValueError(f"the slot has {self.nbytes} bytes, not {place.offset + place.nbytes}")
         return Image(self.fd, place.offset, place.nbytes, full=full)
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # a pull's view goes with its last reference
-            self.memory.close()
+        if self._memory is not None:
+            with contextlib.suppress(BufferError):  # a pull's view goes with its last reference
+                self._memory.close()
         os.close(self.fd)
 
 
@@ -86,8 +95,8 @@ class Carrier:
             case wire.Withdraw():
                 self._withdraw(request)
             case wire.Ping(id=number):
-                pulled = sum(sum(pull.received.values()) for pull in list(self._pulls.values()))
-                self.reply(wire.Pong(number, pulled + self.server.sent_nbytes()))
+                going_on = {transfer: pull.received_nbytes for transfer, pull in self._pulls.items() if pull.active}
+                self.reply(wire.Pong(number, going_on))
 
     def reply(self, message: wire.Reply) -> None:
         with self._writing:

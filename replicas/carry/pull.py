@@ -97,7 +97,7 @@ class Pull:
         self._holders: deque[Holder] = deque()
         self._sockets: set[socket.socket] = set()
         self._running = 0
-        self._active = False
+        self.active = False
         self._changed = threading.Condition()
         self._stopped = ""
         self.why: dict[str, str] = {}
@@ -116,13 +116,13 @@ class Pull:
         :raises Failed: no holder is left, or the deadline has passed.
         """
         with self._changed:
-            self._holders, self.why, self._active = deque(holders), {}, True
+            self._holders, self.why, self.active = deque(holders), {}, True
             try:
                 self._wait(deadline, start)
             finally:
                 self._hang_up()
                 self._changed.wait_for(lambda: not self._running)
-                self._active = False
+                self.active = False
                 self._changed.notify_all()
             if self._stopped:
                 raise Failed({"": self._stopped})
@@ -130,7 +130,7 @@ class Pull:
 
     def _wait(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
         """Keep as many connections as pay, until all is here."""
-        wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self._nbytes
+        wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self.received_nbytes
         while not self._asking.done and not self._stopped:
             if not self._holders and not self._running:
                 raise Failed(dict(self.why))
@@ -141,7 +141,7 @@ class Pull:
                 start(self._connection)
             self._changed.wait(min(left, LOOK_S))
             if (elapsed_s := time.monotonic() - at) >= LOOK_S:
-                rate, at, nbytes = (self._nbytes - nbytes) / elapsed_s, time.monotonic(), self._nbytes
+                rate, at, nbytes = (self.received_nbytes - nbytes) / elapsed_s, time.monotonic(), self.received_nbytes
                 if rate > best * PAYS and wanted < MOST and not self._asking.idle:
                     wanted, best = (2 * wanted if best else wanted), rate
 
@@ -161,11 +161,11 @@ class Pull:
             self._stopped = why
             self._hang_up()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._active)
+            self._changed.wait_for(lambda: not self.active)
 
     @property
-    def _nbytes(self) -> int:
-        return sum(self.received.values())
+    def received_nbytes(self) -> int:
+        return sum(list(self.received.values()))
 
     def _hang_up(self) -> None:
         for sock in self._sockets:

@@ -6,13 +6,14 @@ import asyncio
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from replicas import errors
 from replicas.carry import wire
 from replicas.linux.helper_process import HelperDied, HelperProcess
 from replicas.linux.helpers import apart, python_module
+from replicas.messages import HolderAddress
 
 START_TIMEOUT_S = 30.0
 """In which a new carrier must listen."""
@@ -59,6 +60,8 @@ class Carrier(HelperProcess):
         super().__init__(pid, pidfd, sock)
         self.port = 0
         self._mapped: set[int] = set()
+        self.receivers: dict[int, Callable[[int], object]] = {}
+        """Told, for each transfer that is pulled, the bytes so far, now and then."""
         self._listens: asyncio.Future[int] = self._loop.create_future()
 
     @classmethod
@@ -106,7 +109,7 @@ class Carrier(HelperProcess):
         secret: bytes,
         memory: Watched,
         place: tuple[int, int],
-        holders: Sequence[wire.HolderAddress],
+        holders: Sequence[HolderAddress],
         timeout_s: float,
         source: str = "",
     ) -> wire.Pulled:
@@ -162,7 +165,12 @@ class Carrier(HelperProcess):
         if isinstance(reply, wire.Listening) and not self._listens.done():
             self._listens.set_result(reply.port)
             return True
-        return isinstance(reply, wire.Pong)
+        if isinstance(reply, wire.Pong):
+            for transfer, nbytes in reply.received.items():
+                if (receiver := self.receivers.get(transfer)) is not None:
+                    receiver(nbytes)
+            return True
+        return False
 
 
 def _spawn(host: str, port: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:

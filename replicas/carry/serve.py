@@ -76,6 +76,7 @@ class Server:
         """Serve ``image`` to whoever knows ``secret``."""
         with self._lock:
             self._offered[transfer] = _Offered(image, secret)
+            self._lock.notify_all()
 
     def withdraw(self, transfer: int, why: str) -> int:
         """Serve it no more; return the bytes sent. Nobody reads the slot afterwards.
@@ -92,11 +93,6 @@ class Server:
                     sock.shutdown(socket.SHUT_RDWR)
             self._lock.wait_for(lambda: not found.connections)
             return found.sent_nbytes
-
-    def sent_nbytes(self) -> int:
-        """Bytes sent of all images that are offered: a sign of progress."""
-        with self._lock:
-            return sum(one.sent_nbytes for one in self._offered.values())
 
     def accept(self) -> None:
         """Take one connection of the listener, which has one; it gets a thread."""
@@ -140,7 +136,9 @@ class Server:
             return found
 
     def _secret_of(self, transfer: int) -> bytes | None:
+        """Its secret; a puller may have been told a moment before this process was."""
         with self._lock:
+            self._lock.wait_for(lambda: transfer in self._offered, PROOF_S)
             found = self._offered.get(transfer)
             return None if found is None else found.secret
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from replicas.linux import frames
+from replicas.messages import HolderAddress
 
 
 class MapSlot(msgspec.Struct, frozen=True, tag=True):
@@ -51,14 +52,6 @@ class Filled(msgspec.Struct, frozen=True, tag=True):
 
     transfer: int
     nbytes: int
-
-
-class HolderAddress(msgspec.Struct, frozen=True):
-    """``name``: of the member, for messages."""
-
-    name: str
-    host: str
-    port: int
 
 
 class StartPull(msgspec.Struct, frozen=True, tag=True):
@@ -143,10 +136,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """``moved_nbytes``: sent and received so far by the transfers that go on."""
+    """``received``: bytes so far of each version that is being pulled, by transfer."""
 
     id: int
-    moved_nbytes: int
+    received: dict[int, int]
 
 
 Reply = Listening | Pulled | PullFailed | Withdrawn | Refused | Pong

@@ -16,6 +16,7 @@ from replicas import errors
 from replicas.channel.operations.collectives import Collectives
 from replicas.channel.operations.operations import RankOperations
 from replicas.channel.operations.results import OperationCall
+from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import BYE_TIMEOUT_S, GRACE_S, Hub
 from replicas.channel.session.pending import Pending, Promise, Receipt, afresh
@@ -65,13 +66,14 @@ class Channel(Collectives):
         self._lanes = SidecarLanes(hub)
         self._publisher = Publisher(hub)
         self._manifests = ManifestExchange(hub, self._publisher.manifest_of)
-        self._transfers = Transfers(hub, self._lanes, self._manifests)
+        self._carriers = Carriers(hub, self._lanes.prepare)
+        self._transfers = Transfers(hub, self._lanes, self._carriers, self._manifests)
         self._receiver = Receiver(hub)
         self._watches = Watches(hub)
         self._operations = RankOperations(hub, self._lanes)
         session = Session(hub.loop, endpoint, token, hello, hub, token_owners=token_owners)
         weights = (self._publisher, self._receiver, self._watches, self._transfers, self._manifests)
-        hub.start(session, (*weights, self._operations, self._lanes))
+        hub.start(session, (*weights, self._operations, self._lanes, self._carriers))
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"version={self.version} latest={self.latest} epoch={self.epoch}"

@@ -394,7 +394,7 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The process groups of the channel use this backend ("auto": NCCL where all
     members have it, else Gloo). Set "nccl" when a fallback to Gloo should be an error.
     """
-    transport: Literal["auto", "group"] = "auto"
+    transport: Literal["auto", "tcp", "group"] = "auto"
     """Bytes go through mapped memory within a host ("auto"), or always through the
     process group ("group"). Set "group" when processes of one host must not read each
     other's memory.

@@ -347,6 +347,11 @@ class ChannelState:
         """Dispatch a report of a member's sidecars, which is no progress by itself."""
         member = state.member
         match message:
+            case wire.TransferMoved():
+                self.commits.transferring(member, message, now)
+            case wire.CarrierUp():
+                state.carrier_port = message.port
+                self.commits.carrier_up(now)
             case wire.LaneFormed():
                 self.lanes.formed(member, message.lane, now)
             case wire.LaneFailed():

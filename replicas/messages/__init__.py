@@ -103,7 +103,7 @@ __all__ = [
     "encode_frame",
 ]
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of this protocol; a Hello with another one is refused."""
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "Beacon",
     "ChannelSettings",
     "HeldVersion",
+    "HolderAddress",
     "ManifestAsk",
     "ManifestPiece",
     "Meta",
@@ -133,6 +134,14 @@ class SlotPlace(msgspec.Struct, frozen=True):
     door: str = ""
 
 
+class HolderAddress(msgspec.Struct, frozen=True):
+    """Where the carrier of a member serves a version. ``name``: of the member."""
+
+    name: str
+    host: str
+    port: int
+
+
 class HeldVersion(msgspec.Struct, frozen=True):
     """A complete version in a member's slot.
 
@@ -180,6 +189,8 @@ class ChannelSettings(msgspec.Struct, frozen=True):
     backend: Literal["auto", "gloo", "nccl"]
     heartbeat_interval_s: float
     staging: Literal["host", "device"] = "host"
+    pulls: bool = False
+    """Versions come to this host through a carrier, not over lanes."""
 
 
 class ReceiptData(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from replicas.messages.carried import (
     Backend,
     Beacon,
     ChannelSettings,
+    HolderAddress,
     ManifestAsk,
     ManifestPiece,
     Meta,
@@ -149,11 +150,14 @@ class LaneDrop(_FromCoordinator, frozen=True):
 
 
 class TransferOffer(_FromCoordinator, frozen=True):
-    """Get ready to send or receive ``version``, or map it at once.
+    """Get ready to send or receive ``version``, or map, serve or pull it at once.
 
     A receiver that lacks the manifest asks for it. A sender of mode ``"parts"`` sends
     its own publish slot, one of mode ``"image"`` a whole version that it holds. A
-    mapper opens ``place`` and answers ``TransferDone`` at once. ``digest``: of the
+    mapper opens ``place`` and answers ``TransferDone`` at once. A server lets whoever
+    knows ``secret`` pull the version from it, until the transfer is cancelled; a puller
+    takes the version from the first of ``holders`` that works, and serves what it has
+    meanwhile; it answers ``TransferReady`` when it begins. ``digest``: of the
     image's data (or of the sender's part), if known. ``streaming``: the sender's slot
     is still being filled by its own rank. ``sharing``: number of members on the
     receiver's host that get the version together, and will mostly load it at the same
@@ -162,7 +166,7 @@ class TransferOffer(_FromCoordinator, frozen=True):
 
     transfer: int
     version: int
-    role: Literal["send", "receive", "map"]
+    role: Literal["send", "receive", "map", "serve", "pull"]
     mode: Literal["image", "parts"]
     manifest_hash: str
     meta: Meta
@@ -171,6 +175,8 @@ class TransferOffer(_FromCoordinator, frozen=True):
     place: SlotPlace | None = None
     streaming: bool = False
     sharing: int = 1
+    secret: bytes = b""
+    holders: tuple[HolderAddress, ...] = ()
 
 
 class TransferGo(_FromCoordinator, frozen=True):

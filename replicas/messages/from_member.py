@@ -22,6 +22,7 @@ from replicas.messages.identity import Member, ProcessIdentity
 
 __all__ = [
     "Bye",
+    "CarrierUp",
     "Described",
     "Dropped",
     "Filled",
@@ -46,6 +47,7 @@ __all__ = [
     "Resumed",
     "TransferDone",
     "TransferFailed",
+    "TransferMoved",
     "TransferReady",
     "WatchLoaded",
 ]
@@ -244,7 +246,7 @@ class TransferDone(_FromMember, frozen=True):
     ``image_digest``: of the whole image's data (senders of an image and every receiver;
     else empty). ``part_digests``: by number of the part, of each one sent or received
     over the lane (mode ``"parts"``). ``place``: of the version in this member's memory
-    now.
+    now. ``received``: bytes by holder, of a version that was pulled.
     """
 
     transfer: int
@@ -253,11 +255,28 @@ class TransferDone(_FromMember, frozen=True):
     transfer_s: float
     verify_s: float
     place: SlotPlace | None = None
+    received: dict[str, int] = {}
+
+
+class TransferMoved(_FromMember, frozen=True):
+    """Progress of a pull, about once a second: bytes of the version so far."""
+
+    transfer: int
+    received: int
 
 
 class TransferFailed(_FromMember, frozen=True):
+    """``holders``: those that could not be pulled from, and why, by name."""
+
     transfer: int
     error: WireError
+    holders: dict[str, str] = {}
+
+
+class CarrierUp(_FromMember, frozen=True):
+    """This member's carrier listens at its address. ``port`` 0: it has none now."""
+
+    port: int
 
 
 class Dropped(_FromMember, frozen=True):
@@ -364,6 +383,8 @@ FromMember: TypeAlias = (
     | TransferReady
     | TransferDone
     | TransferFailed
+    | TransferMoved
+    | CarrierUp
     | Dropped
     | ReceiveAsk
     | ReceiveCancel

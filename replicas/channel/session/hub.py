@@ -95,6 +95,7 @@ class Hub:
 
     :ivar gpu: UUID of the GPU current at join (each thread has its own); empty: none.
     :ivar device: UUID of the GPU that holds the slots (staging "device"), or empty.
+    :ivar address: IP address of this member, as the coordinator sees it.
     :ivar down_since: when the session was last lost, an id of that outage; 0: never.
 
     It has many fields and methods on purpose: what the parts of a channel share is here
@@ -121,6 +122,7 @@ class Hub:
         self.publishes_made = 0
         self.several_hosts = False
         self.device = ""
+        self.address = ""
         self.over: errors.ReplicasError | None = None
         self.down_since = 0.0
         self._introduced = hello
@@ -238,6 +240,7 @@ class Hub:
             self._end(self.error(errors.Preflight, text, phase="join", hint="restart all replicas with the new config"))
             return
         self.settings = welcome.settings
+        self.address = welcome.address
         self.epoch = max(self.epoch, welcome.epoch)
         if self._down_timer is not None:
             self._down_timer.cancel()

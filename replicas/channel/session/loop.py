@@ -52,6 +52,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from replicas import errors
+from replicas.carry.rank_side import Carrier
 from replicas.channel.session.pending import Promise, SessionEnd
 from replicas.common.logs import Log
 from replicas.common.waits import locked
@@ -77,7 +78,8 @@ class SessionLoop:
         """Descriptors that a forked child must not keep open."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forkservers: dict[str, asyncio.Task[Forkserver]] = {}
-        self.inherited: set[Forkserver | Sidecar] = set()
+        self._carriers: dict[str, asyncio.Task[Carrier]] = {}
+        self.inherited: set[Forkserver | Sidecar | Carrier] = set()
         """Connections whose descriptors a forked child must not keep open either."""
         self.closers: dict[object, Callable[[], None]] = {}
         """Close functions of open channels; at exit, main thread, newest first."""
@@ -207,6 +209,22 @@ class SessionLoop:
         self.inherited.add(forkserver)
         return forkserver
 
+    async def carrier(self, address: str) -> Carrier:
+        """The carrier that listens at ``address``, made anew if dead."""
+        task = self._carriers.get(address)
+        if task is not None and task.done() and (task.cancelled() or task.exception() or not task.result().usable):
+            task = None
+        if task is None:
+            task = self.loop.create_task(self._make_carrier(address), name=f"carrier at {address}")
+            self._carriers[address] = task
+        return await asyncio.shield(task)
+
+    async def _make_carrier(self, address: str) -> Carrier:
+        carrier = await Carrier.start(address)
+        self.inherited.add(carrier)
+        carrier.on_exit = lambda reason: self.inherited.discard(carrier)
+        return carrier
+
     def close(self) -> None:
         """Close every channel, the forkservers and the loop. Main thread, at exit."""
         if self._over:
@@ -233,6 +251,10 @@ class SessionLoop:
             elif not task.cancelled() and task.exception() is None:
                 await task.result().aclose()
         self._forkservers.clear()
+        for starting in self._carriers.values():
+            if starting.done() and not starting.cancelled() and starting.exception() is None:
+                starting.result().kill()
+            starting.cancel()
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()

@@ -17,7 +17,7 @@ from typing import Any
 from replicas import errors
 from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.common.logs import Log
-from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
+from replicas.messages import Backend, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import GroupSpec, Moved
 
@@ -63,7 +63,7 @@ class SidecarLanes(Part):
         self._preparing: asyncio.Task[None] | None = None
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {LaneAhead: self._ahead, LaneForm: self._form_asked, LaneDrop: self._drop}
+        return {LaneForm: self._form_asked, LaneDrop: self._drop}
 
     def get(self, name: str) -> SidecarLane:
         """The lane called ``name``; Gone if it has ended or is not formed yet."""
@@ -71,12 +71,6 @@ class SidecarLanes(Part):
         if lane is None or lane.ended or lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {name} is gone", phase="form", hint="")
         return lane
-
-    def _ahead(self, message: LaneAhead) -> None:
-        self._hub.several_hosts = True
-        settings = self._hub.settings
-        if settings.role != "source" or settings.source_ranks == "all" or self._hub.leader:
-            self.prepare()
 
     def prepare(self) -> None:
         """Connect to the forkserver (or start our own) before it is needed."""

@@ -30,8 +30,11 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.carry.rank_side import PullFailed
+from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
+from replicas.channel.versions.carried import Carried
 from replicas.channel.versions.filling import free_slot
 from replicas.channel.versions.on_device import copy_image, copy_part
 from replicas.common.logs import Log
@@ -151,19 +154,21 @@ class _Transfer:
     pinned: bool = False
     lane: SidecarLane | None = None
     streams_to: Sidecar | None = None
+    carried: Carried | None = None
     manifest: bytes = b""
     running: bool = False
     cancelled: bool = False
 
     @property
     def sends(self) -> bool:
-        return self.offer.role == "send"
+        return self.offer.role in ("send", "serve")
 
 
 class Transfers(Part):
-    def __init__(self, hub: Hub, lanes: SidecarLanes, manifests: ManifestExchange) -> None:
+    def __init__(self, hub: Hub, lanes: SidecarLanes, carriers: Carriers, manifests: ManifestExchange) -> None:
         self._hub = hub
         self._lanes = lanes
+        self._carriers = carriers
         self._manifests = manifests
         self._transfers: dict[int, _Transfer] = {}
         self._filled: dict[int, int] = {}
@@ -183,12 +188,18 @@ class Transfers(Part):
         for transfer in self._transfers.values():
             if transfer.offer.version == version and transfer.streams_to is not None:
                 transfer.streams_to.progress(transfer.offer.transfer, nbytes)
+            if transfer.offer.version == version and transfer.carried is not None and transfer.sends:
+                transfer.carried.filled(nbytes)
 
     def _offered(self, offer: wire.TransferOffer) -> None:
         transfer = _Transfer(offer)
         self._transfers[offer.transfer] = transfer
         if offer.role == "map":
             self._begin(transfer, self._copy_image(transfer) if self._hub.device else self._map(transfer), "map")
+        elif offer.role == "serve":
+            self._begin(transfer, self._serve(transfer), "transfer")
+        elif offer.role == "pull":
+            self._begin(transfer, self._pull(transfer), "transfer")
         else:
             self._begin(transfer, self._prepare(transfer), "offer")
 
@@ -214,8 +225,11 @@ class Transfers(Part):
             if self._forget(transfer):
                 logger.info("%s: transfer %d of version %d: %s", hub.name, offer.transfer, offer.version, error)
                 told = as_wire_error(error, channel=hub.name, phase=phase, version=offer.version)
-                hub.send(wire.TransferFailed(offer.transfer, told))
-            if transfer.lane is not None and not await transfer.lane.gone():
+                holders = error.why if isinstance(error, PullFailed) else {}
+                hub.send(wire.TransferFailed(offer.transfer, told, holders))
+            if transfer.carried is not None and not await transfer.carried.gone():
+                logger.warning("%s: %r is retired: its carrier did not die", hub.name, transfer.slot)
+            elif transfer.lane is not None and not await transfer.lane.gone():
                 logger.warning("%s: %r is retired: its sidecar did not die", hub.name, transfer.slot)
             else:
                 self._let_go(transfer)
@@ -229,7 +243,9 @@ class Transfers(Part):
 
     def _ended(self, transfer: _Transfer, slot: Slot, done: wire.TransferDone) -> None:
         offer, hub = transfer.offer, self._hub
-        if not self._forget(transfer):
+        if offer.role == "pull":
+            self._pulled(transfer, slot, done)
+        elif not self._forget(transfer):
             self._let_go(transfer)
         elif transfer.sends:
             if done.image_digest:
@@ -242,6 +258,58 @@ class Transfers(Part):
             place = done.place or slot.place  # others may map it from now on
             hub.version_held()
             hub.send(msgspec.structs.replace(done, place=place))
+
+    # ------------------------------------------------------------ through the carrier
+
+    async def _serve(self, transfer: _Transfer) -> None:
+        """Serve a version until the transfer is cancelled."""
+        self._pin(transfer)
+        carrier = await self._carriers.get()
+        if transfer.cancelled or transfer.slot is None:
+            return
+        slot = transfer.slot
+        transfer.carried = Carried(carrier, transfer.offer.secret, slot)
+        transfer.carried.serve(slot.data.numel() if slot.state == "held" else self._filled.get(slot.version, 0))
+
+    async def _pull(self, transfer: _Transfer) -> wire.TransferDone | None:
+        """Pull the version into a slot of our own, and serve it meanwhile."""
+        offer, hub = transfer.offer, self._hub
+        slot = await self._reserve(transfer)
+        transfer.running = True
+        carrier = await self._carriers.get()
+        if transfer.cancelled:
+            return None
+        transfer.carried = Carried(carrier, offer.secret, slot)
+        hub.send(wire.TransferReady(offer.transfer))
+        transfer.carried.on_received = lambda nbytes: hub.send(wire.TransferMoved(offer.transfer, nbytes))
+        found = await transfer.carried.pull(offer.holders, offer.deadline_s, hub.address)
+        return wire.TransferDone(offer.transfer, found.digest, {}, found.seconds, 0.0, received=found.received)
+
+    def _pulled(self, transfer: _Transfer, slot: Slot, done: wire.TransferDone) -> None:
+        """It is held like any other version, and served until the transfer is over."""
+        hub, offer = self._hub, transfer.offer
+        hub.holdings.received(slot, done.image_digest, offer.meta, "cpu")
+        if self._transfers.get(offer.transfer) is not transfer:  # cancelled at its end: nobody asks for it any more
+            hub.spawn(self._stop_carrying(transfer), f"transfer {offer.transfer} ends")
+            return
+        hub.arena.pin(slot)
+        transfer.pinned = True
+        hub.version_held()
+        hub.send(msgspec.structs.replace(done, place=slot.place))
+
+    async def _stop_carrying(self, transfer: _Transfer) -> None:
+        """Let go of the slot once the carrier does not use it any more."""
+        if transfer.carried is not None and not await transfer.carried.end():
+            logger.warning("%s: %r is kept: its carrier did not die", self._hub.name, transfer.slot)
+            return
+        slot = transfer.slot
+        if transfer.pinned and slot is not None:
+            transfer.slot, transfer.pinned = None, False
+            self._hub.arena.unpin(slot)
+        elif transfer.sends:
+            self._let_go(transfer)
+
+    # ------------------------------------------------------------ over a lane
 
     async def _prepare(self, transfer: _Transfer) -> None:
         transfer.manifest = await self._manifests.get(transfer.offer.manifest_hash)
@@ -349,7 +417,7 @@ class Transfers(Part):
             raise self._hub.error(errors.Gone, f"lane {go.lane} is gone", hint="")
         offer = transfer.offer
         owned = [number for number, route in enumerate(go.routes) if route and route[0] == lane.rank]
-        if offer.role == "map" or (transfer.sends and not owned):
+        if offer.role not in ("send", "receive") or (transfer.sends and not owned):
             raise self._hub.error(errors.InternalError, f"transfer {go.transfer}: nothing to send in lane {go.lane}")
         spec = TransferSpec(
             transfer=go.transfer,
@@ -378,7 +446,9 @@ class Transfers(Part):
         if transfer is None:
             return
         transfer.cancelled = True
-        if not transfer.running:
+        if transfer.carried is not None:  # a pull that goes on fails, and frees its slot
+            self._hub.spawn(self._stop_carrying(transfer), f"transfer {message.transfer} ends")
+        elif not transfer.running:
             self._let_go(transfer)
         self._hub.holdings.protect()
 

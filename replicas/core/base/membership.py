@@ -19,6 +19,11 @@ its turn, *moving* while a transfer carries it, and then has exactly one verdict
 *moving*; ``again`` starts the next one over the members that are left. *Probing* pairs
 of its members finds the culprit of a second failure.
 
+*A delivery* is one version on its way to a host that pulls it
+(:mod:`replicas.core.moving.deliveries`): *due* until a holder's carrier listens,
+*offered*, *taking* once its slot is reserved; when all bytes are there it *came*, and
+it is *held* when their digest is that of the version.
+
 *An operation* between peers is *due* when their posts pair. It is *forming* until its
 lane has formed, then *running*; ``again`` is another attempt, in another lane. It is
 *probing* while pairs of its members are tried, to find the culprit of what a retry does
@@ -182,5 +187,19 @@ SLOT: Table[SlotState, SlotEvent] = Table(
         "filling": {"held": ("completed",), "free": ("abandoned",)},
         "held": {"filling": ("evicted",), "free": ("released",), "leaving": ("released_in_use",), "closed": ("close",)},
         "leaving": {"free": ("let_go",), "closed": ("close",)},
+    },
+)
+
+DeliveryState = Literal["due", "offered", "taking", "came", "held", "failed"]
+DeliveryEvent = Literal["holder_up", "began", "all_here", "right", "gave_up"]
+
+DELIVERY: Table[DeliveryState, DeliveryEvent] = Table(
+    "a delivery",
+    ("due",),
+    {
+        "due": {"offered": ("holder_up",), "failed": ("gave_up",)},
+        "offered": {"taking": ("began",), "came": ("all_here",), "failed": ("gave_up",)},
+        "taking": {"came": ("all_here",), "failed": ("gave_up",)},
+        "came": {"held": ("right",), "failed": ("gave_up",)},
     },
 )

@@ -70,7 +70,7 @@ class Hosts:
 
     def __init__(self, roster: Roster, out: list[Effect], here: tuple[Place, Beacon] | None) -> None:
         self._roster, self._out = roster, out
-        self._shared = roster.config.transport == "auto"
+        self._shared = roster.config.transport != "group"
         self._by_device = roster.config.staging == "device"
         self._new = itertools.count(1).__next__
         self._members: dict[int, dict[Member, MemberState]] = {}

@@ -128,6 +128,7 @@ class MemberState:
     :ivar reading: the manifest that it asked for last.
     :ivar places: of the slots that it has filled for a publish, by version.
     :ivar lent: versions in its own memory that others of its host may have mapped.
+    :ivar carrier_port: where its carrier listens; 0: it has none yet.
     """
 
     member: Member
@@ -146,6 +147,7 @@ class MemberState:
     host: int = 0
     places: dict[int, SlotPlace] = field(default_factory=dict)
     lent: set[int] = field(default_factory=set)
+    carrier_port: int = 0
     carries: bool = True
     held: Held = field(default_factory=Held)
     parts: set[int] = field(default_factory=set)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -46,7 +46,7 @@ class Attempt:
     """One attempt.
 
     :ivar number: in every message of it; replies to an earlier one are ignored.
-    :ivar mapping: members that were offered a place, and have not answered.
+    :ivar mapping: members that map or pull, and have neither done so nor failed.
     :ivar concerned: all its members.
     """
 
@@ -59,9 +59,12 @@ class Attempt:
     done: dict[Member, TransferDone] = field(default_factory=dict)
     mapping: set[Member] = field(init=False)
     concerned: frozenset[Member] = field(init=False)
+    waiting: Counter[int] = field(init=False)
+    """How many members of each host wait until another one of it has the version."""
 
     def __post_init__(self) -> None:
-        self.mapping, self.concerned = set(self.plan.maps), frozenset(self.plan.concerned)
+        self.mapping, self.concerned = {*self.plan.maps, *self.plan.pulls}, frozenset(self.plan.concerned)
+        self.waiting = Counter(map(self.ground.roster.host, self.plan.waiting))
 
     @property
     def movers(self) -> tuple[Member, ...]:
@@ -70,7 +73,7 @@ class Attempt:
 
     @property
     def all_ready(self) -> bool:
-        return len(self.ready) == len(self.movers)
+        return self.ready.issuperset(self.movers)
 
     @property
     def all_done(self) -> bool:
@@ -90,30 +93,44 @@ class Attempt:
 
     def offer(self, remaining_s: float) -> None:
         """Send each member its role. Equal messages are one object, encoded once."""
-        payload, plan, roster = self.payload, self.plan, self.ground.roster
+        plan, roster = self.plan, self.ground.roster
+        readers = Counter(plan.maps.values())
 
         @cache
-        def offer(role: Literal["send", "receive", "map"], place: SlotPlace | None, sharing: int) -> TransferOffer:
-            return TransferOffer(
-                transfer=self.number,
-                version=payload.version,
-                role=role,
-                mode=plan.mode,
-                manifest_hash=payload.manifest_hash,
-                meta=payload.meta,
-                deadline_s=remaining_s,
-                digest=payload.digest if plan.mode == "image" else "",  # of a part, only the bytes taken are digested
-                streaming=role == "send" and payload.filling is not None,
-                place=place,
-                sharing=sharing,
-            )
+        def offer(role: Literal["send", "map"], place: SlotPlace | None, sharing: int) -> TransferOffer:
+            streaming = role == "send" and self.payload.filling is not None
+            return self.offer_of(role, remaining_s, place=place, sharing=sharing, streaming=streaming)
 
-        waiting = Counter(roster.host(member) for member in plan.waiting)
-        readers = Counter(plan.maps.values())
         offers = [(member, offer("send", None, 1)) for member in plan.senders]
-        offers += [(member, offer("receive", None, 1 + waiting[roster.host(member)])) for member in plan.receivers]
+        offers += [
+            (member, self.offer_of("receive", remaining_s, sharing=1 + self.waiting[roster.host(member)]))
+            for member in plan.receivers
+        ]
         offers += [(member, offer("map", self._place(giver), readers[giver])) for member, giver in plan.maps.items()]
         self.ground.out.extend(Send(member, message) for member, message in offers if member in roster)
+
+    def offer_map(self, member: Member, lender: Member, remaining_s: float) -> None:
+        """Offer a member that waited the memory of one that has got it meanwhile."""
+        self.plan.maps[member] = lender
+        self.mapping.add(member)
+        self.concerned |= {member}
+        self.ground.send(member, self.offer_of("map", remaining_s, place=self._place(lender)))
+
+    def offer_of(
+        self, role: Literal["send", "receive", "map", "serve", "pull"], deadline_s: float, **more: Any
+    ) -> TransferOffer:
+        payload = self.payload
+        return TransferOffer(
+            transfer=self.number,
+            version=payload.version,
+            role=role,
+            mode=self.plan.mode,
+            manifest_hash=payload.manifest_hash,
+            meta=payload.meta,
+            deadline_s=deadline_s,
+            digest=payload.digest if self.plan.mode == "image" else "",  # of a part, only the bytes taken are digested
+            **more,
+        )
 
     def go(self, go: TransferGo, lane: Lane | None) -> None:
         """Tell the members, all ready now, to move the bytes."""

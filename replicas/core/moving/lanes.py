@@ -167,7 +167,7 @@ class Lanes:
         deadline = now + timeout_s + grace_s
         lane = Lane(name, prefix, members, backend, owner, probe, now, deadline, (host, port))
         self._lanes[name] = lane
-        secret = hashlib.blake2b(prefix.encode(), digest_size=SECRET_NBYTES, key=self._secret).digest()
+        secret = self._secret_of(prefix)
         addresses = tuple(state.address for state in states)
         names = tuple(member.name for member in members)
         for rank, member in enumerate(members):
@@ -187,6 +187,13 @@ class Lanes:
             )
             self._out.append(Send(member, form))
         return lane
+
+    def pull_secret(self, number: int) -> bytes:
+        """Return the secret of those who pull in one attempt of a transfer."""
+        return self._secret_of(f"{self._base}/pull/{number}")
+
+    def _secret_of(self, what: str) -> bytes:
+        return hashlib.blake2b(what.encode(), digest_size=SECRET_NBYTES, key=self._secret).digest()
 
     def formed(self, member: Member, name: str, now: float) -> None:
         """Note that a member has formed its part."""

@@ -155,7 +155,7 @@ class Pacing:
                 late[member] = f"it is slow: {rate:,.0f} bytes/s, and the others have had it for {waited_s:.1f} s"
         hosts = set(map(host, late))
         late |= {m: "its host is slow" for m in transfer.needers if m not in late and host(m) in hosts}
-        return self._leave(late, now)
+        return self.leave(late, now)
 
     def leave_far(self, now: float) -> None:
         """Before an attempt, leave out members too far to form a group in time."""
@@ -167,9 +167,9 @@ class Pacing:
         needers = [state for state in roster.states(transfer.needers) if state.host not in here]
         trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
         far = [state for state in needers if state.host in trips]
-        self._leave({s.member: f"it is far: a round trip takes {trips[s.host]:.1f} s" for s in far}, now)
+        self.leave({s.member: f"it is far: a round trip takes {trips[s.host]:.1f} s" for s in far}, now)
 
-    def _leave(self, late: Mapping[Member, str], now: float) -> bool:
+    def leave(self, late: Mapping[Member, str], now: float) -> bool:
         """Go on without slow members: caught up alone, back later, longer each time.
 
         False: there are none, or the version could not be committed without them: at

@@ -9,6 +9,10 @@ the lane into a slot of its own; the others of that host *wait*, and map it in t
 attempt. So each host gets every byte once, and members that only map are in no process
 group.
 
+*With* ``transport = "tcp"`` a leader *pulls* instead: from the leader before it, which
+serves what it is still receiving, or else from the holder. So a pull concerns two
+members; there is no lane, and one that is slow or fails delays nobody else.
+
 A version that exists only in parts at its source ranks (``ranks = "all"``) is assembled
 by the leaders: each copies the parts that lie on its own host there, and receives the
 others over the lane. Memory that the coordinator *keeps* for lost members
@@ -33,6 +37,10 @@ from typing import Literal
 from replicas.core.members.member_state import MemberState
 from replicas.messages.identity import Member
 
+HOLDERS_MAX = 2
+"""Holders that a leader is told of; with more it would only try longer."""
+CHAIN_MAX = 2
+"""Leaders before it that it is told of, the nearest first."""
 Works = Callable[[MemberState, MemberState], bool]
 """Returns whether two members may be in one lane."""
 
@@ -45,6 +53,7 @@ class TransferPlan:
     :param senders: members of the lane that send, in its order.
     :param receivers: the leaders, which fill slots of their own.
     :param maps: the lender of each member that maps.
+    :param pulls: of each leader that pulls, those that it may pull from, in order.
     :param routes: for each part (one of an image) the members that it passes through;
         empty: it need not be sent.
     :param local: numbers of the parts that a receiver copies on its own host.
@@ -56,6 +65,7 @@ class TransferPlan:
     senders: tuple[Member, ...] = ()
     receivers: tuple[Member, ...] = ()
     maps: dict[Member, Member] = field(default_factory=dict)
+    pulls: dict[Member, tuple[Member, ...]] = field(default_factory=dict)
     routes: tuple[tuple[Member, ...], ...] = ()
     local: dict[Member, tuple[int, ...]] = field(default_factory=dict)
     owners: tuple[Member, ...] = ()
@@ -74,14 +84,21 @@ class TransferPlan:
         return frozenset({*self.maps.values(), *parts})
 
     @property
+    def servers(self) -> tuple[Member, ...]:
+        """Holders that are pulled from, each once."""
+        found = dict.fromkeys(holder for holders in self.pulls.values() for holder in holders)
+        return tuple(holder for holder in found if holder not in self.pulls)
+
+    @property
     def givers(self) -> tuple[Member, ...]:
         """Members that give the version, senders first."""
-        return (*self.senders, *sorted(self.lenders - set(self.senders)))
+        first = (*self.senders, *self.servers)
+        return (*first, *sorted(self.lenders - set(first)))
 
     @property
     def concerned(self) -> tuple[Member, ...]:
         """All members with a task in this attempt."""
-        return (*self.senders, *self.receivers, *self.maps)
+        return (*self.senders, *self.receivers, *self.maps, *self.pulls, *self.servers)
 
 
 def plan(
@@ -93,6 +110,8 @@ def plan(
     kept: Collection[Member] = (),
     works: Works | None = None,
     last: Collection[str] = (),
+    *,
+    pulls: bool = False,
 ) -> TransferPlan | None:
     """Plan how ``needers`` get the version; None when no complete source of it is left.
 
@@ -104,10 +123,11 @@ def plan(
     :param kept: lost holders and owners of which only the kept memory is left.
     :param works: which links work; None: all.
     :param last: addresses of the members at the end of the chain.
+    :param pulls: leaders pull; else they receive over a lane.
     """
     ordered = sorted(needers, key=lambda state: (state.slow, state.address in last, state.host, state.member))
     if holders:
-        return _from_holders(version, ordered, holders, filling, kept, works)
+        return _from_holders(version, ordered, holders, filling, kept, works, pulls=pulls)
     if owners:
         return _from_parts(version, ordered, owners, kept, works)
     return None
@@ -120,6 +140,8 @@ def _from_holders(
     filling: Member | None,
     kept: Collection[Member],
     works: Works | None,
+    *,
+    pulls: bool,
 ) -> TransferPlan | None:
     on_host = {state.host: state.member for state in reversed(holders) if version in state.places}
     maps = {state.member: on_host[state.host] for state in needers if state.host in on_host}
@@ -127,9 +149,13 @@ def _from_holders(
     soon = {state.host for state in holders if state.member == filling}
     able = [state for state in holders if state.member not in kept]
     leaders = _leaders([state for state in others if state.host not in soon]) if able else ()
-    senders, receivers = _reached(able, leaders, works)
     if needers and not maps and not able:
         return None
+    if pulls:
+        pulled = _pulls(able, leaders, works)
+        waiting = frozenset(state.member for state in others) - pulled.keys()
+        return TransferPlan(mode="image", maps=maps, pulls=pulled, waiting=waiting)
+    senders, receivers = _reached(able, leaders, works)
     return TransferPlan(
         mode="image",
         senders=senders,
@@ -177,6 +203,26 @@ def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
     for state in states:
         first.setdefault(state.host, state)
     return tuple(first.values())
+
+
+def _pulls(
+    able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
+) -> dict[Member, tuple[Member, ...]]:
+    """Return from whom each leader pulls: the leader before it, and the best holder.
+
+    A slow leader is nobody's holder.
+    """
+    pulls: dict[Member, tuple[Member, ...]] = {}
+    before: list[MemberState] = []
+    for leader in leaders:
+        reached = [state for state in able if works is None or works(state, leader)][:HOLDERS_MAX]
+        if not reached:
+            continue
+        chain = [state for state in reversed(before) if works is None or works(state, leader)][:CHAIN_MAX]
+        pulls[leader.member] = tuple(state.member for state in (*chain, *reached))
+        if not leader.slow:
+            before.append(leader)
+    return pulls
 
 
 def _reached(

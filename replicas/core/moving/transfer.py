@@ -48,9 +48,10 @@ import msgspec
 from replicas import errors
 from replicas.core.base.membership import TRANSFER, TransferState
 from replicas.core.moving.attempt import Attempt, Payload
+from replicas.core.moving.deliveries import Deliveries
 from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
-from replicas.core.moving.pacing import Pacing
+from replicas.core.moving.pacing import PATIENCE, PATIENCE_S, Pacing
 from replicas.core.moving.paths import TransferPlan, Works, plan
 from replicas.messages import Backend, TransferDone, TransferGo
 from replicas.messages.bounds import REASON_LENGTH, text_of
@@ -60,6 +61,8 @@ LONGEST_S = 3600.0
 """A catch-up may take this long, as long as bytes move."""
 MAP_TRIES = 2
 """Failed attempts to map after which a member is sent the bytes instead."""
+PULL_TRIES = 3
+"""Failed deliveries after which a host is left to catch-up."""
 
 
 class Transfer:
@@ -89,6 +92,7 @@ class Transfer:
         self._avoid = avoid
         self.state: TransferState = "offering"
         self.attempt = Attempt(ground, payload, TransferPlan("image"))
+        self.deliveries = Deliveries(self.attempt, deadline)
         self.attempts = 0
         self.lane: Lane | None = None
         self.verified: set[Member] = set()
@@ -141,14 +145,18 @@ class Transfer:
 
     def gets_on(self, now: float) -> bool:
         """Return whether bytes move."""
-        return self.state == "moving" and self.lane is not None and self.lane.pace.gets_on(self.attempt.at_work, now)
+        if self.state != "moving":
+            return False
+        return self.deliveries.gets_on(now) or (
+            self.lane is not None and self.lane.pace.gets_on(self.attempt.at_work, now)
+        )
 
     @property
     def unready(self) -> set[Member]:
         """Members that are to get a slot ready, or to map, and have not answered."""
         if self.state == "probing":  # of the attempt that did not work
             return set(self.attempt.movers) - self.attempt.ready
-        return self.laggards if self.state == "offering" else set(self.attempt.mapping)
+        return self.laggards if self.state == "offering" else self.attempt.mapping - self.attempt.ready
 
     @property
     def silent(self) -> set[Member]:
@@ -196,9 +204,12 @@ class Transfer:
         if self.attempts:
             self.state = TRANSFER.next(self.state, "again")
         self.attempts += 1
+        self.deliveries.close()
         self.attempt = Attempt(ground, self.payload, found, next(ground.ids), now)
+        self.deliveries = Deliveries(self.attempt, self.deadline if self.kind == "main" else now + LONGEST_S)
         remaining = max(0.0, self.deadline - now)
         self.attempt.offer(remaining)
+        self.deliveries.begin(now)
         if found.lane:
             self._open_lane(found.lane, remaining, now)
         self._go_if_ready(now)
@@ -232,10 +243,16 @@ class Transfer:
         if links:
             ways = [partial(links.works, now=now, surely=True), partial(links.works, now=now)]
         for works in ways:
-            found = plan(version, needers, holders, owners, self.payload.filling, lost, works, self.pacing.rates)
+            rates, filling = self.pacing.rates, self.payload.filling
+            found = plan(version, needers, holders, owners, filling, lost, works, rates, pulls=self._pulls)
             if found is None or found.concerned:
                 break
         return found
+
+    @property
+    def _pulls(self) -> bool:
+        """Whether hosts pull, and form no lanes."""
+        return self._ground.config.transport == "tcp" and not self._copies and self.payload.device == "cpu"
 
     def _leave_unreached(self) -> None:
         """Leave out members that no holder reaches; catch-up serves them later."""
@@ -288,6 +305,10 @@ class Transfer:
             attempt.ready.add(member)
             self._answered.add(member)
             self._go_if_ready(now)
+        elif transfer == attempt.number and member in self.deliveries:
+            attempt.ready.add(member)
+            self._answered.add(member)
+            self.deliveries.began(member, now)
 
     def lane_formed(self, lane: Lane, now: float) -> None:
         self._go_if_ready(now)
@@ -295,6 +316,9 @@ class Transfer:
     def done(self, member: Member, reply: TransferDone, now: float) -> None:
         attempt = self.attempt
         if reply.transfer != attempt.number or member not in attempt.concerned:
+            return
+        if member in self.deliveries:
+            self._pulled(member, reply, now)
             return
         mapped = member in attempt.mapping
         if mapped or self.state == "moving":
@@ -311,6 +335,85 @@ class Transfer:
             attempt.done[member] = reply
             self.transfer_s = max(self.transfer_s, reply.transfer_s)
         self._end_attempt_if_done(now)
+
+    # ------------------------------------------------------------ deliveries
+
+    def carrier_up(self, now: float) -> None:
+        """A member's carrier listens: what was due to be pulled from it can be."""
+        self.deliveries.offer_due(now)
+
+    def moved(self, member: Member, transfer: int, received: int, now: float) -> None:
+        if transfer == self.attempt.number:
+            self.deliveries.moved(member, received, now)
+
+    def _pulled(self, member: Member, reply: TransferDone, now: float) -> None:
+        if member not in self.attempt.mapping:
+            return  # it was left out meanwhile
+        self.transfer_s = max(self.transfer_s, reply.transfer_s)
+        self.attempt.mapping.discard(member)
+        self.deliveries.came(member, reply, now)
+        self._settle_deliveries(now)
+        self._end_attempt_if_done(now)
+
+    def _settle_deliveries(self, now: float) -> None:
+        """Keep what came and is right, once the digest of the version is known."""
+        payload, roster = self.payload, self._ground.roster
+        for one in self.deliveries.of("came") if payload.filling is None else ():
+            reply = one.reply
+            assert reply is not None
+            payload.digest = payload.digest or reply.image_digest
+            if reply.image_digest != payload.digest:
+                text = f"digests differ at {one.member}"
+                self._delivery_failed(one.member, errors.SyncError(text, phase="verify", members=[one.member.name]))
+                continue
+            one.step("right")
+            self.sent_to.add(one.member)
+            self._ground.links.took(roster.address(one.member), payload.nbytes, reply.transfer_s)
+            self._keep_received({one.member: reply})
+            waiting = [state for state in roster.states(self.needers) if state.member not in self.attempt.concerned]
+            for state in waiting:
+                if state.host == roster.host(one.member):
+                    self.attempt.offer_map(state.member, one.member, max(0.0, self.deadline - now))
+
+    def _delivery_failed(self, member: Member, error: errors.ReplicasError) -> None:
+        """Leave it for the next attempt; one that has failed too often, to catch-up."""
+        self.deliveries.gave_up(member)
+        self.attempt.mapping.discard(member)
+        self._misses[member] = self._misses.get(member, 0) + 1
+        if isinstance(error, errors.NoCapacity | errors.Busy | errors.InternalError) or (
+            self._misses[member] >= PULL_TRIES
+        ):
+            self._refuse(member, error)
+
+    def _doubt_links(self, member: Member, holders: Mapping[str, str], now: float) -> None:
+        """Avoid the links to holders that could not be pulled from, where possible."""
+        roster = self._ground.roster
+        known = {one.member.name: one.address for one in roster.states(self.plan.pulls.get(member, ()))}
+        for name, why in holders.items():
+            if name in known:
+                self._ground.links.doubt([(roster.address(member), known[name])], why, now)
+
+    def _leave_late(self, now: float) -> None:
+        """Go on without hosts for which the others would have to wait too long."""
+        here = self.deliveries.of("came", "held")
+        late = self.deliveries.of("due", "offered", "taking")
+        if not here or not late or not self.drops:
+            return
+        others_at = min(one.moved_at for one in here)
+        patience = max(PATIENCE_S, PATIENCE * (others_at - self.attempt.began_at))
+        why: dict[Member, str] = {}
+        for one in late:
+            rate = one.received / max(0.05, now - self.attempt.began_at)
+            left_s = (self.payload.nbytes - one.received) / rate if rate else 0.0
+            if now + left_s > others_at + patience:
+                why[one.member] = f"it is slow: {rate:,.0f} bytes/s, and others have had it for {now - others_at:.1f} s"
+        if self.pacing.leave(why, now):
+            self.attempt.withdraw(why)
+            for member in why:
+                self.deliveries.gave_up(member)
+            self._end_attempt_if_done(now)
+
+    # ------------------------------------------------------------ the end of an attempt
 
     def _end_attempt_if_done(self, now: float) -> None:
         """Once all are done, keep members with right digests, and go on."""
@@ -389,14 +492,29 @@ class Transfer:
 
     def filled(self, now: float) -> None:
         """The publisher has filled its slot: it can be mapped, its digest is known."""
+        self._settle_deliveries(now)
         self._end_attempt_if_done(now)
 
-    def member_failed(self, member: Member, transfer: int, error: errors.ReplicasError, now: float) -> None:
-        """A member cannot go on with this attempt."""
+    def member_failed(
+        self,
+        member: Member,
+        transfer: int,
+        error: errors.ReplicasError,
+        now: float,
+        holders: Mapping[str, str] | None = None,
+    ) -> None:
+        """A member cannot go on with this attempt.
+
+        :param holders: those that it could not pull from, and why, by name.
+        """
         if transfer != self.attempt.number or self.over or member not in self.attempt.concerned:
             return
-        if member in self.attempt.mapping:
-            self._map_failed(member, error)
+        if member in self.plan.servers:
+            self._forget_held(member)  # those that would pull from it fail, and find another one
+        elif member in self.attempt.mapping:
+            self._doubt_links(member, holders or {}, now)
+            failed = self._delivery_failed if member in self.deliveries else self._map_failed
+            failed(member, error)
             self._end_attempt_if_done(now)
         elif self.state == "offering":
             if member not in self.needers:
@@ -531,12 +649,23 @@ class Transfer:
             return
         if self._probe is not None:
             self._failures = 0
+        elif self.deliveries:
+            self._lost_beside_deliveries(member)
+            self._end_attempt_if_done(now)
         elif member in self.attempt.needed or not self.attempt.concerned:
             self._failures = 0
             self.again("lost", now)
         else:
             self.attempt.mapping.discard(member)
             self._end_attempt_if_done(now)
+
+    def _lost_beside_deliveries(self, member: Member) -> None:
+        """Others go on; who maps memory of the lost one, or waits for it, is next."""
+        mappers = {one for one, lender in self.plan.maps.items() if lender == member}
+        self.attempt.withdraw(mappers & self.attempt.mapping)
+        self.attempt.mapping.discard(member)
+        if member in self.deliveries:
+            self.deliveries.gave_up(member)
 
     def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
         """Go on without these; they stay members and are caught up later."""
@@ -545,10 +674,13 @@ class Transfer:
             self.why[member] = why
             if member in self.plan.givers:
                 self.refused[member] = errors.PeersLost(f"{member} does not answer", members=[member.name])
-        if members & self.attempt.needed:
+        if members & self.attempt.needed and not self.deliveries:
             self.again(reason, now)
             return
         self.attempt.withdraw(members & self.attempt.mapping)
+        for member in members:
+            if member in self.deliveries:
+                self.deliveries.gave_up(member)
         self._ground.retried(reason)
         self._end_attempt_if_done(now)
 
@@ -559,6 +691,9 @@ class Transfer:
         frozen = self._suspects({*self.attempt.movers, *self.attempt.mapping}, now)
         if frozen and not self._would_lose_version(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
+            return
+        if self.deliveries:
+            self._leave_late(now)
             return
         outcome = self.pacing.tick(now)
         if isinstance(outcome, errors.ReplicasError):
@@ -586,7 +721,10 @@ class Transfer:
         if self._probe is not None:
             self._probe.abandon()
             self._probe = None
-        attempt.withdraw({member for member in attempt.movers if member not in attempt.done} | attempt.mapping)
+        pulling = set(self.plan.pulls)
+        attempt.withdraw({one for one in attempt.movers if one not in attempt.done} | (attempt.mapping - pulling))
+        attempt.mapping -= pulling
+        self.deliveries.close()
         if self.plan.lane and not attempt.all_done:
             self.close_lane(reason)
 
@@ -642,6 +780,7 @@ class Transfer:
         return errors.PeersLost(text, phase="transfer", members=gone, hint="publish again")
 
     def _end(self, error: errors.ReplicasError | None, now: float) -> None:
+        self.deliveries.close()
         self.state = TRANSFER.next(self.state, "done" if error is None else "fail")
         self._on_end(self, error, now)
 

@@ -145,7 +145,10 @@ class Commits:
             publish.transfer.filled(now)
 
     def transferring(
-        self, member: Member, message: wire.TransferReady | wire.TransferDone | wire.TransferFailed, now: float
+        self,
+        member: Member,
+        message: wire.TransferReady | wire.TransferDone | wire.TransferFailed | wire.TransferMoved,
+        now: float,
     ) -> None:
         """Handle a member's message about a transfer."""
         for transfer in self.transfers:
@@ -154,8 +157,16 @@ class Commits:
                     transfer.ready(member, message.transfer, now)
                 case wire.TransferDone():
                     transfer.done(member, message, now)
-                case _:
-                    transfer.member_failed(member, message.transfer, message.error.exception(), now)
+                case wire.TransferMoved():
+                    transfer.moved(member, message.transfer, message.received, now)
+                case wire.TransferFailed():
+                    error = message.error.exception()
+                    transfer.member_failed(member, message.transfer, error, now, message.holders)
+
+    def carrier_up(self, now: float) -> None:
+        """A member's carrier listens."""
+        for transfer in self.transfers:
+            transfer.carrier_up(now)
 
     # ------------------------------------------------------------ from packed to moving
 

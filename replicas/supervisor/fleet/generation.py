@@ -235,7 +235,7 @@ def _sidecars(context: FleetContext, group: str) -> str:
     if not context.on_channel(group):
         return ""
     channels = (one for one in context.config.channels.values() if group in one.groups)
-    soon = any(one.peers or one.transport != "auto" or one.staging != "host" for one in channels)
+    soon = any(one.peers or one.transport == "group" or one.staging != "host" for one in channels)
     return "ahead" if soon or not is_loopback(context.config.store.bind) else "later"
 
 

@@ -20,8 +20,8 @@ import xxhash
 
 from replicas.carry.blocks import BLOCK_NBYTES, combined
 from replicas.carry.rank_side import Carrier, CarrierDied, PullFailed
-from replicas.carry.wire import HolderAddress
 from replicas.linux.processes import start_time
+from replicas.messages import HolderAddress
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio

@@ -13,6 +13,7 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.operations.operations import RankOperations
+from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.hub import Hub
 from replicas.channel.session.pending import SessionEnd
 from replicas.channel.session.sidecar_lanes import SidecarLanes
@@ -146,10 +147,11 @@ class ScriptedWorld:
         self.lanes = SidecarLanes(hub)
         self.publisher, self.receiver = Publisher(hub), Receiver(hub)
         self.manifests = ManifestExchange(hub, self.publisher.manifest_of)
-        self.transfers = Transfers(hub, self.lanes, self.manifests)
+        self.carriers = Carriers(hub, self.lanes.prepare)
+        self.transfers = Transfers(hub, self.lanes, self.carriers, self.manifests)
         self.watches, self.operations = Watches(hub), RankOperations(hub, self.lanes)
         weights = (self.publisher, self.receiver, self.watches, self.transfers, self.manifests)
-        hub.start(self.session, (*weights, self.operations, self.lanes))  # type: ignore[arg-type]  # a fake
+        hub.start(self.session, (*weights, self.operations, self.lanes, self.carriers))  # type: ignore[arg-type]  # a fake
         settings = wire.ChannelSettings(role, 5.0, slots, "leader", "leader", "auto", 1.0)  # type: ignore[arg-type]  # a valid role
         self.welcome = wire.Welcome(1, settings, 0, 1, "127.0.0.1", replica=0)
         hub.welcomed(self.welcome, False)

@@ -1,0 +1,65 @@
+"""This member's carrier: started before it is needed, replaced when it has died.
+
+Channels of one process share it: a transfer is told apart by its secret. The
+coordinator is told where it listens each time that changes, and each new coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from replicas import errors
+from replicas.carry.rank_side import Carrier
+from replicas.channel.session.hub import Hub, Part
+from replicas.common.logs import Log
+from replicas.messages import CarrierUp, LaneAhead
+
+logger = Log("replicas.channel")
+
+
+class Carriers(Part):
+    """:param prepare: gets lanes ready, where versions do not come through carriers."""
+
+    def __init__(self, hub: Hub, prepare: Callable[[], None]) -> None:
+        self._hub = hub
+        self._prepare_lanes = prepare
+        self._told: Carrier | None = None
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {LaneAhead: self._ahead}
+
+    def new_term(self) -> None:
+        carrier, self._told = self._told, None
+        if carrier is not None and carrier.usable:
+            self._tell(carrier)
+
+    def _ahead(self, message: LaneAhead) -> None:
+        self._hub.several_hosts = True
+        settings = self._hub.settings
+        if settings.role == "source" and settings.source_ranks != "all" and not self._hub.leader:
+            return  # it carries no bytes
+        if settings.pulls:
+            self._hub.spawn(self._prepare(), "carrier")
+        if not settings.pulls or settings.source_ranks == "all":
+            self._prepare_lanes()
+
+    async def _prepare(self) -> None:
+        try:
+            await self.get()
+        except (OSError, RuntimeError, errors.ReplicasError) as error:
+            logger.warning("%s: no carrier yet: %s", self._hub.name, error)
+
+    async def get(self) -> Carrier:
+        """The carrier, which listens.
+
+        :raises replicas.carry.rank_side.CarrierDied: none could be started.
+        """
+        carrier = await self._hub.loop.carrier(self._hub.address)
+        if carrier is not self._told:
+            self._tell(carrier)
+        return carrier
+
+    def _tell(self, carrier: Carrier) -> None:
+        self._told = carrier
+        self._hub.send(CarrierUp(carrier.port))

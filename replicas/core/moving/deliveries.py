@@ -1,0 +1,145 @@
+"""Deliveries: one version to the hosts that pull it, as a table for each of them.
+
+Theory of operation
+===================
+
+A leader (:mod:`replicas.core.moving.paths`) pulls a version through its carrier, from
+the first of its holders that works (:mod:`replicas.carry.pull`). Nothing is agreed
+before: it is told who serves the version and by which secret, and the holder is told to
+serve it; a carrier that is asked a moment too early waits for that. So each delivery
+goes its own way::
+
+    due ──its holder listens──▶ offered ──slot reserved──▶ taking ──▶ came ──▶ held
+                                   └──────────── failed ◀─────┘ no holder left, wrong
+                                   bytes
+
+*Came*: all bytes are there, and their digest is told; *held*: it is that of the
+version, which may be known only later, as the publisher digests while it sends. What
+failed is offered again in the next attempt, perhaps from another holder.
+
+A member serves from its *serve* or *pull* offer on until its cancel: so every member of
+an attempt is told when that is over, also those that are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from replicas.core.base.effects import Send
+from replicas.core.base.membership import DELIVERY, DeliveryEvent, DeliveryState
+from replicas.core.moving.attempt import Attempt
+from replicas.messages import HolderAddress, TransferCancel, TransferDone
+from replicas.messages.identity import Member
+
+STILL_S = 5.0
+"""A delivery of which no byte moved for so long stands still."""
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """The version on its way to one host.
+
+    :ivar received: bytes so far. :ivar moved_at: when that grew.
+    """
+
+    member: Member
+    holders: tuple[Member, ...]
+    state: DeliveryState = "due"
+    received: int = 0
+    moved_at: float = 0.0
+    reply: TransferDone | None = None
+
+    def step(self, event: DeliveryEvent) -> None:
+        self.state = DELIVERY.next(self.state, event)
+
+
+class Deliveries:
+    """The deliveries of one attempt."""
+
+    def __init__(self, attempt: Attempt, deadline: float) -> None:
+        self._attempt, self._deadline = attempt, deadline
+        self._all = {member: Delivery(member, holders) for member, holders in attempt.plan.pulls.items()}
+        self._served = attempt.plan.servers
+        self._closed = False
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def __contains__(self, member: Member) -> bool:
+        return member in self._all
+
+    def of(self, *states: DeliveryState) -> list[Delivery]:
+        return [one for one in self._all.values() if one.state in states]
+
+    def get(self, member: Member) -> Delivery | None:
+        return self._all.get(member)
+
+    # ------------------------------------------------------------ messages
+
+    def begin(self, now: float) -> None:
+        """Have the holders serve, and offer what can be pulled at once."""
+        attempt, ground = self._attempt, self._attempt.ground
+        streams = attempt.payload.filling
+        for member in self._served:
+            message = attempt.offer_of("serve", self._left_s(now), secret=self._secret, streaming=member == streams)
+            ground.out.append(Send(member, message))
+        self.offer_due(now)
+
+    def offer_due(self, now: float) -> None:
+        """Offer the deliveries of which a holder listens now."""
+        ground, out = self._attempt.ground, self._attempt.ground.out
+        for one in self.of("due"):
+            states = ground.roster.states(one.holders)
+            known = [HolderAddress(s.member.name, s.address, s.carrier_port) for s in states if s.carrier_port]
+            if known:
+                sharing = 1 + self._attempt.waiting[ground.roster.host(one.member)]
+                message = self._attempt.offer_of(
+                    "pull", self._left_s(now), secret=self._secret, holders=tuple(known), sharing=sharing
+                )
+                one.step("holder_up")
+                one.moved_at = now
+                out.append(Send(one.member, message))
+
+    def began(self, member: Member, now: float) -> None:
+        one = self._all.get(member)
+        if one is not None and one.state == "offered":
+            one.step("began")
+            one.moved_at = now
+
+    def moved(self, member: Member, received: int, now: float) -> None:
+        one = self._all.get(member)
+        if one is not None and received > one.received:
+            one.received, one.moved_at = received, now
+
+    def came(self, member: Member, reply: TransferDone, now: float) -> None:
+        one = self._all[member]
+        if one.state in ("offered", "taking"):
+            one.step("all_here")
+            one.reply, one.moved_at = reply, now
+
+    def gave_up(self, member: Member) -> None:
+        one = self._all[member]
+        if one.state not in ("held", "failed"):
+            one.step("gave_up")
+
+    def gets_on(self, now: float) -> bool:
+        """Return whether a byte has moved lately."""
+        return any(now - one.moved_at < STILL_S for one in self.of("offered", "taking"))
+
+    def close(self) -> None:
+        """Nothing of this attempt is served or pulled any more."""
+        if self._closed:
+            return
+        self._closed = True
+        ground, cancel = self._attempt.ground, TransferCancel(self._attempt.number)
+        taken = [one.member for one in self._all.values() if one.state not in ("due", "failed")]
+        told: Iterable[Member] = (*self._served, *taken)
+        ground.out.extend(Send(member, cancel) for member in told if member in ground.roster)
+
+    def _left_s(self, now: float) -> float:
+        return max(0.0, self._deadline - now)
+
+    @property
+    def _secret(self) -> bytes:
+        return self._attempt.ground.lanes.pull_secret(self._attempt.number)
