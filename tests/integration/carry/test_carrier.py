@@ -182,14 +182,14 @@ async def test_memory_that_is_closed_here_is_let_go_there(data: bytes) -> None:
         one.serve(1, SECRET, memory, memory.place, len(data))
         inode = os.fstat(memory.fd).st_ino
 
-        def mapped() -> bool:
-            with open(f"/proc/{one.pid}/maps") as lines:  # noqa: PTH123  # a file of the kernel's
-                return any(line.split()[4] == str(inode) for line in lines)
+        def is_open() -> bool:
+            folder = f"/proc/{one.pid}/fd"
+            return any(os.stat(f"{folder}/{fd}").st_ino == inode for fd in os.listdir(folder))  # noqa: PTH116, PTH208
 
-        await wait_until(mapped, "it is mapped")
+        await wait_until(is_open, "it is open there")
         await one.withdraw(1, "over")
         one.buffer_closed(memory.key)
-        await wait_until(lambda: not mapped(), "it is unmapped")
+        await wait_until(lambda: not is_open(), "it is closed there")
 
 
 async def test_what_cannot_be_is_refused(data: bytes) -> None:

@@ -1,0 +1,59 @@
+"""Members on several hosts that pull versions from each other (``transport = "tcp"``).
+
+Covers: channel/session/carriers.py, channel/versions/carried.py,
+core/moving/deliveries.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas.coordinator import GroupShape
+from tests.integration.coordinator.test_hosts import LITTLE, ONCE, Links, sync
+from tests.support.channel.host_ranks import host_world
+from tests.support.machine.networks import why_no_hosts
+
+pytestmark = pytest.mark.anyio
+TCP = {"transport": "tcp"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hosts() -> None:
+    reason = why_no_hosts()
+    if reason:
+        pytest.skip(reason)
+
+
+async def test_one_member_of_a_host_pulls_and_the_others_map() -> None:
+    async with host_world(2, TCP, rollout=GroupShape(3)) as world:
+        trainer, targets = await world.trainer_and_rollouts(0, 1, 1)
+        await sync([trainer], targets, 10)
+        links = Links(world.hosts)
+        await sync([trainer], targets, 20)
+        here, there = links.sent()
+        assert 1.0 <= here < ONCE
+        assert there < LITTLE
+        assert 1.0 <= links.received()[1] < ONCE
+        assert world.sidecars() == [0, 0]
+
+
+async def test_bytes_leave_the_trainers_host_once_however_many_hosts_there_are() -> None:
+    async with host_world(4, TCP, rollout=GroupShape(3)) as world:
+        trainer, targets = await world.trainer_and_rollouts(1, 2, 3)
+        await sync([trainer], targets, 10)
+        links = Links(world.hosts)
+        await sync([trainer], targets, 20)
+        assert 1.0 <= links.sent()[0] < ONCE
+        assert all(1.0 <= ratio < ONCE for ratio in links.received()[1:])
+
+
+async def test_a_leader_that_dies_leaves_its_host_to_another() -> None:
+    async with host_world(2, TCP, rollout=GroupShape(3)) as world:
+        trainer, targets = await world.trainer_and_rollouts(1, 1, 1)
+        await sync([trainer], targets, 10)
+        leader, *others = targets
+        leader.kill()
+        await sync([trainer], others, 20, lost=[leader.name])
+        links = Links(world.hosts)
+        await sync([trainer], others, 30, lost=[leader.name])
+        assert 1.0 <= links.received()[1] < ONCE
