@@ -136,6 +136,10 @@ class SimMember:
     open: dict[int, OpenPublish] = field(default_factory=dict)
     manifests: dict[str, bytes] = field(default_factory=dict)
     seen: list[wire.FromCoordinator] = field(default_factory=list)
+    serving: dict[int, wire.TransferOffer] = field(default_factory=dict)
+    """What its carrier serves, by transfer; what it pulls, too."""
+    pulling: dict[int, tuple[float, wire.TransferOffer]] = field(default_factory=dict)
+    """Since when it pulls what."""
 
     # ---------------------------------------------------------- what the user does
 
@@ -314,6 +318,20 @@ class SimMember:
                 self.outbox.append(wire.Located(next(found, -1)))
             case wire.TransferOffer(role="map"):
                 self._map(message)
+            case wire.LaneAhead() if self.world.config.transport == "tcp":
+                self.outbox.append(wire.CarrierUp(self.port))
+            case wire.TransferOffer(role="serve"):
+                if message.version in self.held | self.published or message.streaming:
+                    self.serving[message.transfer] = message
+                else:
+                    error = wire.WireError("Gone", "it is not held any more")
+                    self.outbox.append(wire.TransferFailed(message.transfer, error))
+            case wire.TransferOffer(role="pull") if self.refuse is not None:
+                self.outbox.append(wire.TransferFailed(message.transfer, self.refuse))
+            case wire.TransferOffer(role="pull"):
+                self.outbox.append(wire.TransferReady(message.transfer))
+                self.serving[message.transfer] = message
+                self.pulling[message.transfer] = self.world.now, message
             case wire.LaneForm():
                 pair = frozenset(message.names)
                 cut = self.world.cuts_between(message.addresses)
@@ -352,6 +370,8 @@ class SimMember:
                 self.at_work.pop(message.lane, None)
             case wire.TransferCancel():
                 self.incoming.pop(message.transfer, None)
+                self.serving.pop(message.transfer, None)
+                self.pulling.pop(message.transfer, None)
                 self.at_work = {
                     lane: work for lane, work in self.at_work.items() if work[1].transfer != message.transfer
                 }
@@ -366,9 +386,59 @@ class SimMember:
                 elif not self.stuck:
                     self.outbox.append(wire.OperationDone(message.operation, 0.01))
 
+    @property
+    def port(self) -> int:
+        """Where its carrier listens."""
+        return 10_000 + self.pid
+
+    def pull_on(self, frozen: tuple[SimMember, ...] = ()) -> bool:
+        """Go on with what it pulls, as far as its holders have it; True: one ended."""
+        if self.stuck or self.mute:
+            return False
+        before = len(self.outbox)
+        for number, (since, offer) in list(self.pulling.items()):
+            why: dict[str, str] = {}
+            for holder in offer.holders:
+                giver = self.world.at_port(holder.port)
+                if giver is not None and giver not in frozen and giver.is_told_of(number):
+                    break  # its carrier waits a moment for that
+                if giver is None or number not in giver.serving:
+                    why[holder.name] = "Connection refused"
+                elif self.world.cuts_between((giver.address, self.address)) or giver in frozen:
+                    why[holder.name] = "timed out"
+                else:
+                    self._pull_from(giver, number, offer, since)
+                    break
+            else:
+                del self.pulling[number]
+                self.serving.pop(number, None)
+                error = wire.WireError("SyncError", "no holder is left", phase="transfer")
+                self.outbox.append(wire.TransferFailed(number, error, why))
+        return len(self.outbox) > before
+
+    def is_told_of(self, transfer: int) -> bool:
+        """Whether it is about to be told to serve, or to pull."""
+        return any(isinstance(message, wire.TransferOffer) and message.transfer == transfer for message in self.inbox)
+
+    def _pull_from(self, giver: SimMember, number: int, offer: wire.TransferOffer, since: float) -> None:
+        """At the rate of the link; who is still pulling gives what it has."""
+        version = offer.version
+        rate = self.world.rates.get(frozenset((giver.address, self.address)))
+        if version in giver.held | giver.published and (rate is None or (self.world.now - since) * rate >= NBYTES):
+            del self.pulling[number]
+            self.held.add(version)
+            self.received.append(version)
+            digest = "broken" if self.bad_digest else f"digest-{version}"
+            reply = wire.TransferDone(number, digest, {}, 0.1, 0.0, self.place(version), {giver.member.name: NBYTES})
+            self.outbox.append(reply)
+
     def tell_pace(self) -> None:
         """What its sidecars say about once a second, if they are at work; over slow
         links bytes arrive in the end."""
+        for number, (since, offer) in self.pulling.items():
+            givers = [self.world.at_port(holder.port) for holder in offer.holders]
+            rate = min((self.world.rate_between(giver, self) for giver in givers[:1] if giver is not None), default=0.0)
+            self.outbox.append(wire.TransferMoved(number, min(NBYTES, int((self.world.now - since) * rate))))
         for lane, (since, go) in list(self.at_work.items()):
             elapsed, hop = self.world.now - since, self.world.slow_hop(lane)
             blocked = [link for link in self.world.blocked_in(lane) if self.address in link]
@@ -481,6 +551,13 @@ class World:
         self._nonces = itertools.count(1)
         self._lanes: dict[str, dict[Member, int]] = {}
 
+    def at_port(self, port: int) -> SimMember | None:
+        """The member whose carrier listens there."""
+        return next((sim for sim in self.members.values() if sim.port == port), None)
+
+    def rate_between(self, one: SimMember, other: SimMember) -> float:
+        return self.rates.get(frozenset((one.address, other.address)), 0.0)
+
     def lane_rank(self, lane: str, member: Member) -> int:
         return self._lanes.get(lane, {}).get(member, 0)
 
@@ -548,6 +625,8 @@ class World:
             sim.inbox.clear()
             sim.outbox.clear()
             sim.incoming.clear()
+            sim.serving.clear()
+            sim.pulling.clear()
         return sims
 
     def expect(self) -> None:
@@ -733,6 +812,7 @@ class World:
             for sim in [sim for sim in self.members.values() if sim not in frozen]:
                 while self.down(sim) or self.up(sim):
                     moved = True
+                moved |= sim.pull_on(frozen)
 
     def advance(self, seconds: float, *, heartbeats: bool = True, frozen: tuple[SimMember, ...] = ()) -> None:
         """Let time pass in small steps, with heartbeats of everyone that is not

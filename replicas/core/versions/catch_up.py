@@ -113,7 +113,7 @@ class CatchUp:
         transfer = self.transfer
         if transfer is None or transfer.payload.version >= main.payload.version:
             return
-        moves = bool(transfer.plan.receivers)
+        moves = bool(transfer.plan.receivers or transfer.plan.pulls)
         if transfer.needers <= main.needers or (moves and self._hosts(transfer.needers) <= self._hosts(main.needers)):
             self._supersede(transfer, now)
 

@@ -1,0 +1,183 @@
+"""Hosts that pull a version: each delivery goes its own way, in virtual time.
+
+Covers: core/moving/deliveries.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas import messages as wire
+from replicas.core.base.effects import CaughtUp, MemberQuarantined, SyncEnded
+from replicas.core.members.hosts import LOCATE_S
+from replicas.core.moving.transfer import PULL_TRIES
+from tests.support.channel_world import SimMember, World, channel_config
+
+TCP = channel_config(transport="tcp", deadline_s=60.0)
+
+
+def world_of(*machines: str, config: object = TCP) -> tuple[World, SimMember, list[SimMember]]:
+    """A trainer on machine ``a``, and a rollout on each of these."""
+    world = World(config)  # type: ignore[arg-type]  # a config
+    trainer = world.join("trainer/0/0", machine="a", address="10.0.0.1")
+    targets = [
+        world.join(f"rollout/{index}/0", machine=machine, address=f"10.0.0.{ord(machine) - ord('a') + 1}")
+        for index, machine in enumerate(machines)
+    ]
+    world.run()
+    return world, trainer, targets
+
+
+def publish(world: World, trainer: SimMember) -> wire.PublishEnd | None:
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    return trainer.verdicts.get(number)
+
+
+def offers(sim: SimMember, role: str) -> list[wire.TransferOffer]:
+    return [message for message in sim.seen if isinstance(message, wire.TransferOffer) and message.role == role]
+
+
+def members(end: wire.PublishEnd | None) -> list[str]:
+    assert end is not None
+    assert end.receipt is not None, end.error
+    return [member.name for member in end.receipt.members]
+
+
+def test_one_member_of_a_host_pulls_and_the_others_map() -> None:
+    world, trainer, (here, first, second) = world_of("a", "b", "b")
+    assert members(publish(world, trainer)) == ["rollout/0/0", "rollout/1/0", "rollout/2/0"]
+    assert [len(offers(one, "pull")) for one in (here, first, second)] == [0, 1, 0]
+    assert [len(offers(one, "map")) for one in (here, first, second)] == [1, 0, 1]
+    assert len(offers(trainer, "serve")) == 1
+    assert not any(isinstance(message, wire.LaneForm) for sim in world.members.values() for message in sim.seen)
+
+
+def test_the_hosts_form_a_chain() -> None:
+    world, trainer, targets = world_of("b", "c", "d", "e")
+    publish(world, trainer)
+    names = [[holder.name for holder in offers(one, "pull")[0].holders] for one in targets]
+    assert names == [
+        ["trainer/0/0"],
+        ["rollout/0/0", "trainer/0/0"],
+        ["rollout/1/0", "rollout/0/0", "trainer/0/0"],
+        ["rollout/2/0", "rollout/1/0", "trainer/0/0"],
+    ]
+
+
+def test_nobody_serves_any_more_when_all_have_it() -> None:
+    world, trainer, targets = world_of("b", "c")
+    publish(world, trainer)
+    assert not any(sim.serving for sim in (trainer, *targets))
+
+
+def test_a_delivery_waits_until_a_holder_listens() -> None:
+    world, trainer, (target,) = world_of("b")
+    state = world.state.roster.get(trainer.member)
+    assert state is not None
+    state.carrier_port = 0
+    assert publish(world, trainer) is None
+    assert not offers(target, "pull")
+    assert len(offers(trainer, "serve")) == 1, "which makes it start one"
+    trainer.outbox.append(wire.CarrierUp(trainer.port))
+    world.run()
+    assert target.commits == [1]
+
+
+def test_a_host_that_pulls_slowly_is_left_to_catch_up() -> None:
+    world, trainer, (fast, slow) = world_of("b", "c")
+    world.rates[frozenset((trainer.address, slow.address))] = 0.5  # 32 s for a version
+    world.rates[frozenset((fast.address, slow.address))] = 0.5
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    assert trainer.verdicts == {}
+    world.advance(8.0)
+    assert members(trainer.verdicts[number]) == ["rollout/0/0"]
+    assert "it is slow" in str(world.state.roster.history) or slow.member.name in trainer.verdicts[number].receipt.lost  # type: ignore[union-attr]  # it has one
+    world.advance(120.0)
+    assert slow.commits == [1]
+    assert any(isinstance(event, CaughtUp) for event in world.events)
+
+
+def test_a_puller_that_cannot_is_tried_again_and_then_left_behind() -> None:
+    world, trainer, (good, cut) = world_of("b", "c")
+    world.cuts |= {frozenset((one.address, cut.address)) for one in (trainer, good)}
+    end = publish(world, trainer)
+    assert members(end) == ["rollout/0/0"]
+    assert end is not None
+    assert end.receipt is not None
+    assert end.receipt.lost == ("rollout/1/0",)
+    assert len(offers(cut, "pull")) <= PULL_TRIES
+    assert not any(isinstance(event, MemberQuarantined) for event in world.events)
+    world.cuts.clear()
+    world.advance(60.0)
+    assert cut.commits == [1]
+
+
+def test_another_holder_serves_when_the_source_dies() -> None:
+    world, trainer, (first, second) = world_of("b", "c")
+    second.stuck = True
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    assert 1 in first.held
+    world.lose(trainer)
+    second.stuck = False
+    world.run()
+    world.advance(10.0)
+    assert first.commits == second.commits == [1]
+
+
+def test_a_member_without_memory_is_left_out() -> None:
+    world, trainer, (_, full) = world_of("b", "c")
+    full.refuse = wire.WireError("NoCapacity", "no memory is left")
+    end = publish(world, trainer)
+    assert members(end) == ["rollout/0/0"]
+    assert end is not None
+    assert end.receipt is not None
+    assert end.receipt.reasons == {"rollout/1/0": "no memory is left"}
+
+
+def test_bytes_that_are_wrong_are_not_kept() -> None:
+    world, trainer, (_, bad) = world_of("b", "c")
+    bad.bad_digest = True
+    end = publish(world, trainer)
+    assert members(end) == ["rollout/0/0"]
+    assert end is not None
+    assert end.receipt is not None
+    assert "digests differ" in end.receipt.reasons["rollout/1/0"]
+
+
+def test_the_lost_puller_delays_nobody() -> None:
+    world, trainer, (first, _) = world_of("b", "c")
+    first.stuck = True
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    assert number not in trainer.verdicts
+    world.lose(first)
+    world.run()
+    assert members(trainer.verdicts[number]) == ["rollout/1/0"]
+
+
+def test_a_frozen_puller_is_left_out() -> None:
+    world, trainer, (first, _) = world_of("b", "c")
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run(frozen=(first,))
+    world.advance(LOCATE_S, frozen=(first,))
+    assert members(trainer.verdicts[number]) == ["rollout/1/0"]
+    world.advance(5.0)
+    assert first.commits == [1]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_versions_follow_each_other(size: int) -> None:
+    world, trainer, targets = world_of(*"bcde"[:size])
+    for version in range(1, 5):
+        publish(world, trainer)
+        assert {one.commits[-1] for one in targets} == {version}
+    ended = [event for event in world.events if isinstance(event, SyncEnded)]
+    assert [event.record.outcome for event in ended] == ["committed"] * 4
