@@ -11,9 +11,12 @@ from typing import Any, Protocol, TypeVar
 
 from replicas import errors
 from replicas.carry import wire
+from replicas.common.logs import Log
 from replicas.linux.helper_process import HelperDied, HelperProcess
 from replicas.linux.helpers import apart, python_module
 from replicas.messages import HolderAddress
+
+logger = Log("replicas.channel")
 
 START_TIMEOUT_S = 30.0
 """In which a new carrier must listen."""
@@ -58,10 +61,13 @@ class Carrier(HelperProcess):
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
         super().__init__(pid, pidfd, sock)
+        self.on_exit = self._exited
         self.port = 0
         self._mapped: set[int] = set()
         self.receivers: dict[int, Callable[[int], object]] = {}
         """Told, for each transfer that is pulled, the bytes so far, now and then."""
+        self.ends: list[Callable[[], object]] = []
+        """Called on the loop when it has ended."""
         self._listens: asyncio.Future[int] = self._loop.create_future()
 
     @classmethod
@@ -86,6 +92,11 @@ class Carrier(HelperProcess):
         return carrier
 
     process: subprocess.Popen[bytes]
+
+    def _exited(self, reason: str) -> None:
+        logger.warning("%s", reason)
+        for end in self.ends:
+            end()
 
     def serve(self, transfer: int, secret: bytes, memory: Watched, place: tuple[int, int], filled: int) -> None:
         """Serve a version. ``place``: offset and bytes. Never waits."""

@@ -7,6 +7,7 @@ coordinator is told where it listens each time that changes, and each new coordi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from replicas import errors
@@ -30,9 +31,8 @@ class Carriers(Part):
         return {LaneAhead: self._ahead}
 
     def new_term(self) -> None:
-        carrier, self._told = self._told, None
-        if carrier is not None and carrier.usable:
-            self._tell(carrier)
+        if self._told is not None and self._told.usable:
+            self._tell(self._told)
 
     def _ahead(self, message: LaneAhead) -> None:
         self._hub.several_hosts = True
@@ -61,5 +61,13 @@ class Carriers(Part):
         return carrier
 
     def _tell(self, carrier: Carrier) -> None:
+        if carrier is not self._told:
+            carrier.ends.append(partial(self._hub.call, self._ended, carrier))
         self._told = carrier
         self._hub.send(CarrierUp(carrier.port))
+
+    def _ended(self, carrier: Carrier) -> None:
+        """Nobody is to be told of it any more; who needs one starts another."""
+        if carrier is self._told and self._hub.over is None:
+            self._told = None
+            self._hub.send(CarrierUp(0))

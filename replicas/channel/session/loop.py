@@ -222,7 +222,7 @@ class SessionLoop:
     async def _make_carrier(self, address: str) -> Carrier:
         carrier = await Carrier.start(address)
         self.inherited.add(carrier)
-        carrier.on_exit = lambda reason: self.inherited.discard(carrier)
+        carrier.ends.append(lambda: self.inherited.discard(carrier))
         return carrier
 
     def close(self) -> None:

@@ -75,7 +75,8 @@ class Hosts:
         self._new = itertools.count(1).__next__
         self._members: dict[int, dict[Member, MemberState]] = {}
         self._searches: dict[Member, _Search] = {}
-        self._warned: set[Member] = set()
+        self._unwarned: dict[Member, None] = {}
+        """Members that do not know of another host yet, in the order they were placed."""
         self._here = here if self._shared and not self._by_device else None
         self.own = self._new() if self._here is not None else 0
 
@@ -127,7 +128,7 @@ class Hosts:
 
     def lost(self, state: MemberState) -> None:
         self._searches.pop(state.member, None)
-        self._warned.discard(state.member)
+        self._unwarned.pop(state.member, None)
         self._take(state)
 
     def tick(self, now: float) -> None:
@@ -162,11 +163,11 @@ class Hosts:
     def _put(self, state: MemberState, host: int) -> None:
         state.host = host
         self._members.setdefault(host, {})[state.member] = state
-        if len(self._members) > 1 and not state.is_peer:  # more than one host: members prepare for lanes
-            known = [state.member] if self._warned else [m for members in self._members.values() for m in members]
-            new = [member for member in known if member not in self._warned]
-            self._warned.update(new)
-            self._out.extend(Send(member, LaneAhead()) for member in new)
+        if not state.is_peer:
+            self._unwarned[state.member] = None
+        if len(self._members) > 1:  # more than one host: members prepare for lanes, or pulls
+            self._out.extend(Send(member, LaneAhead()) for member in self._unwarned)
+            self._unwarned.clear()
 
     def _take(self, state: MemberState) -> None:
         members = self._members.get(state.host, {})

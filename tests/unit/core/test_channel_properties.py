@@ -38,8 +38,11 @@ class Channel(RuleBasedStateMachine):
 
     @initialize(staging=st.sampled_from(("host", "host", "device")))
     def begin(self, staging: str) -> None:
+        self._begin(staging=staging)
+
+    def _begin(self, **config: str) -> None:
         groups = {"rollout": GroupShape(replicas=2, world_size=2, heartbeat_timeout_s=20.0)}
-        self.world = World(channel_config(staging=staging), groups, machine="a")
+        self.world = World(channel_config(**config), groups, machine="a")
 
     def _sims(self) -> list[SimMember]:
         return [sim for sim in self.world.members.values() if sim not in self.frozen]
@@ -322,10 +325,19 @@ class Channel(RuleBasedStateMachine):
         assert len(self.world.state.lanes) <= 1, "lanes pile up"
 
 
-Channel.TestCase.settings = settings(
+class Pulls(Channel):
+    """Hosts pull versions from each other."""
+
+    @initialize()
+    def begin(self) -> None:  # type: ignore[override]  # nothing is drawn
+        self._begin(transport="tcp")
+
+
+Channel.TestCase.settings = Pulls.TestCase.settings = settings(
     max_examples=5,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 TestChannel = Channel.TestCase
+TestPulls = Pulls.TestCase
