@@ -89,9 +89,6 @@ class Carrier:
                     known.fill(0, nbytes)
             case wire.StartPull():
                 self._start_pull(request)
-            case wire.Expect(transfer=transfer, digests=digests):
-                if (pull := self._pulls.get(transfer)) is not None:
-                    pull.expect(digests)
             case wire.Withdraw():
                 self._withdraw(request)
             case wire.Ping(id=number):
@@ -120,7 +117,7 @@ class Carrier:
         began = time.monotonic()
         holders = [Holder(one.name, one.host, one.port) for one in request.holders]
         try:
-            digest = pull.run(holders, began + request.timeout_s, _start)
+            digest = pull.run(holders, began + request.timeout_s, _start, request.digest)
         except Failed as error:
             self.reply(wire.PullFailed(request.id, error.why, dict(pull.received)))
             return

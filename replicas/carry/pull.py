@@ -18,10 +18,11 @@ one that fails, or is silent for :data:`SILENT_S` (a server sends a sign of life
 it waits), is given up for this pull, and what had been asked of it is asked of the next
 one. What has landed stays: a pull that failed goes on from there when it is run again.
 
-*Verified by block.* The publisher's digests of the blocks come over the session,
-perhaps after the bytes. A block that differs is emptied and asked for again, and the
-holder that served it is given up, by name. Without them only the digest of all blocks
-is told.
+*Verified by block.* The version's digest, which comes over the session, is that of the
+digests of its blocks. So when it is not that of the blocks that came, holders are asked
+for theirs until one has those of the digest: they tell which blocks are wrong. These
+are asked for again, elsewhere if there is an elsewhere, and the holder that has served
+them is named.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -41,7 +42,7 @@ import xxhash
 from replicas.carry import greeting
 from replicas.carry.blocks import Asking, combined
 from replicas.carry.image import CHUNK_NBYTES, Image
-from replicas.carry.serve import ASK, HEAD, OVER
+from replicas.carry.serve import ASK, DIGESTS, HEAD, OVER, RANGE
 
 CONNECT_S = 3.0
 """In which a holder must have accepted: a lost first packet is sent again after 1 s."""
@@ -93,7 +94,6 @@ class Pull:
         self._asking = Asking(image.nbytes)
         self._digests: list[bytes] = [b""] * self._asking.count
         self._by: list[str] = [""] * self._asking.count
-        self._expected: Sequence[bytes] = ()
         self._holders: deque[Holder] = deque()
         self._sockets: set[socket.socket] = set()
         self._running = 0
@@ -104,29 +104,48 @@ class Pull:
         """Why holders were given up, by name."""
         self.received: dict[str, int] = {}
         """Bytes by holder, those that were wrong and asked for again included."""
+        self.wrong: dict[str, str] = {}
+        """Holders that have served wrong bytes, in any run, and which."""
         self.again = 0
         """Blocks that were asked for again."""
 
     # ------------------------------------------------------------ what the carrier does
 
-    def run(self, holders: Sequence[Holder], deadline: float, start: Callable[[Callable[[], None]], object]) -> str:
+    def run(
+        self,
+        holders: Sequence[Holder],
+        deadline: float,
+        start: Callable[[Callable[[], None]], object],
+        digest: str = "",
+    ) -> str:
         """Pull all that is missing; return the digest. On a thread of its own.
 
         :param deadline: of the monotonic clock. :param start: starts a thread.
+        :param digest: of the version; empty: not known yet, and not compared.
         :raises Failed: no holder is left, or the deadline has passed.
         """
         with self._changed:
             self._holders, self.why, self.active = deque(holders), {}, True
+        try:
+            self._receive_all(deadline, start)
+            while digest and combined(self._digests) != digest:
+                self._find_wrong(holders, digest, deadline)
+                self._receive_all(deadline, start)
+            return combined(self._digests)
+        finally:
+            with self._changed:
+                self.active = False
+                self._changed.notify_all()
+
+    def _receive_all(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
+        with self._changed:
             try:
                 self._wait(deadline, start)
             finally:
                 self._hang_up()
                 self._changed.wait_for(lambda: not self._running)
-                self.active = False
-                self._changed.notify_all()
             if self._stopped:
                 raise Failed({"": self._stopped})
-            return combined(self._digests)
 
     def _wait(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
         """Keep as many connections as pay, until all is here."""
@@ -145,15 +164,46 @@ class Pull:
                 if rate > best * PAYS and wanted < MOST and not self._asking.idle:
                     wanted, best = (2 * wanted if best else wanted), rate
 
-    def expect(self, digests: Sequence[bytes]) -> None:
-        """Take the publisher's digests: blocks that differ are asked for again."""
+    def _find_wrong(self, holders: Sequence[Holder], digest: str, deadline: float) -> None:
+        """Mark the blocks that are not what was published, to be asked for again.
+
+        :raises Failed: no holder knows the digests of the blocks, or one that was asked
+            again has served wrong bytes again.
+        """
+        for holder in holders:
+            try:
+                blocks = self._digests_of(holder, deadline)
+            except _Over:
+                raise Failed({"": self._stopped}) from None
+            except OSError as error:
+                self.why.setdefault(holder.name, _words(error))
+                continue
+            if combined(blocks) == digest:
+                break
+        else:
+            raise Failed({**self.why, "": "the bytes are not what was published"})
         with self._changed:
-            self._expected = digests
-            for number, digest in enumerate(self._digests):
-                if digest and digest != digests[number]:
-                    self._asking.wrong(number)
-                    self._bad(number)
-            self._changed.notify_all()
+            wrong = [number for number, block in enumerate(blocks) if block != self._digests[number]]
+            liars = {self._by[number] for number in wrong}
+            if liars & self.wrong.keys():
+                raise Failed({**self.why, **self.wrong})
+            for number in wrong:
+                self._bad(number)
+            self._holders = deque(sorted(holders, key=lambda one: one.name in self.wrong))
+
+    def _digests_of(self, holder: Holder, deadline: float) -> list[bytes]:
+        """What this holder says are the digests of all blocks."""
+        with self._dialled(holder) as sock:
+            sock.sendall(ASK.pack(DIGESTS, 0, 0))
+            left = 16 * self._asking.count
+            answer = bytearray(left)
+            while left:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("the time was up")
+                if piece := self._head(sock, left):
+                    _receive(sock, memoryview(answer)[-left:][:piece])
+                    left -= piece
+        return [bytes(answer[at : at + 16]) for at in range(0, len(answer), 16)]
 
     def stop(self, why: str) -> None:
         """End :meth:`run`, and wait for that: then nobody writes the slot."""
@@ -196,14 +246,13 @@ class Pull:
                 self._holders.remove(holder)
                 self.why[holder.name] = why
 
-    def _receive_from(self, holder: Holder) -> None:
-        sock = socket.create_connection(
-            (holder.host, holder.port), CONNECT_S, (self._source, 0) if self._source else None
-        )
-        asked: deque[int] = deque()
-        with sock:
+    @contextlib.contextmanager
+    def _dialled(self, holder: Holder) -> Iterator[socket.socket]:
+        """A connection to a holder, both ends proven; silence ends it."""
+        source = (self._source, 0) if self._source else None
+        with socket.create_connection((holder.host, holder.port), CONNECT_S, source) as sock:
             with self._changed:
-                if self._stopped or self._asking.done:
+                if self._stopped:
                     raise _Over
                 self._sockets.add(sock)
             try:
@@ -211,16 +260,23 @@ class Pull:
                 greeting.greet(sock, self._transfer, self._secret)
                 sock.settimeout(None)
                 seconds = int(SILENT_S)
-                sock.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(seconds, int((SILENT_S - seconds) * 1e6))
-                )
+                patience = _SECONDS.pack(seconds, int((SILENT_S - seconds) * 1e6))
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+                yield sock
+            finally:
+                with self._changed:
+                    self._sockets.discard(sock)
+
+    def _receive_from(self, holder: Holder) -> None:
+        asked: deque[int] = deque()
+        with self._dialled(holder) as sock:
+            try:
                 while True:
                     self._ask(sock, holder, asked)
                     self._block(sock, holder, asked[0])
                     asked.popleft()
             finally:
                 with self._changed:
-                    self._sockets.discard(sock)
                     for number in asked:
                         self._asking.give_back(number)
 
@@ -238,7 +294,7 @@ class Pull:
                     break
                 self._changed.wait()
         if new:
-            sock.sendall(b"".join(ASK.pack(*self._asking.range_of(number)) for number in new))
+            sock.sendall(b"".join(ASK.pack(RANGE, *self._asking.range_of(number)) for number in new))
 
     def _block(self, sock: socket.socket, holder: Holder, number: int) -> None:
         """Receive one block, digest it as it comes, and compare."""
@@ -274,21 +330,16 @@ class Pull:
     def _landed(self, number: int, digest: bytes, holder: Holder) -> None:
         with self._changed:
             self._digests[number], self._by[number] = digest, holder.name
-            if self._expected and digest != self._expected[number]:
-                self._asking.give_back(number)
-                self._bad(number)
-                raise _Over
             self._asking.landed(number)
             self._changed.notify_all()
 
     def _bad(self, number: int) -> None:
-        """A block is not what was published: never again from whoever served it."""
+        """A block is not what was published: ask for it again, of others first."""
         name = self._by[number]
         self.image.empty(*self._asking.range_of(number))
-        self._digests[number] = b""
+        self._asking.wrong(number)
         self.again += 1
-        self.why[name] = f"block {number} is not what was published"
-        self._holders = deque(one for one in self._holders if one.name != name)
+        self.wrong[name] = self.why[name] = f"block {number} is not what was published"
 
 
 def _receive(sock: socket.socket, into: memoryview) -> int:

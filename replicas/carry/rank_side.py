@@ -109,11 +109,6 @@ class Carrier(HelperProcess):
         if self.usable:
             self._send(wire.Filled(transfer, nbytes))
 
-    def expect(self, transfer: int, digests: Sequence[bytes]) -> None:
-        """The publisher's digests of the blocks of a version that is pulled."""
-        if self.usable:
-            self._send(wire.Expect(transfer, tuple(digests)))
-
     async def pull(
         self,
         transfer: int,
@@ -123,6 +118,7 @@ class Carrier(HelperProcess):
         holders: Sequence[HolderAddress],
         timeout_s: float,
         source: str = "",
+        digest: str = "",
     ) -> wire.Pulled:
         """Pull a version; again, with the same memory: go on with these holders.
 
@@ -130,7 +126,7 @@ class Carrier(HelperProcess):
         :raises CarrierDied: it died.
         """
         where = wire.Place(memory.key, *place)
-        request = wire.StartPull(next(self._numbers), transfer, secret, where, tuple(holders), timeout_s, source)
+        request = wire.StartPull(next(self._numbers), transfer, secret, where, tuple(holders), timeout_s, source, digest)
         return await self._ask(request, timeout_s, wire.Pulled, lambda: self._map(memory))
 
     async def withdraw(self, transfer: int, why: str) -> int:

@@ -58,7 +58,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     """Pull a version, and serve what is here meanwhile.
 
     Again, with the same place: go on, with these holders. ``source``: address to
-    connect from; empty: any.
+    connect from; empty: any. ``digest``: of the version; empty: not known yet.
     """
 
     id: int
@@ -68,13 +68,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     holders: tuple[HolderAddress, ...]
     timeout_s: float
     source: str = ""
-
-
-class Expect(msgspec.Struct, frozen=True, tag=True):
-    """The publisher's digests of the blocks of a version that is pulled."""
-
-    transfer: int
-    digests: tuple[bytes, ...]
+    digest: str = ""
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
@@ -89,7 +83,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-Request = MapSlot | ForgetSlot | Serve | Filled | StartPull | Expect | Withdraw | Ping
+Request = MapSlot | ForgetSlot | Serve | Filled | StartPull | Withdraw | Ping
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):

@@ -130,6 +130,8 @@ class SimMember:
     refused: int = 0
     refuse: wire.WireError | None = None
     bad_digest: bool = False
+    bad_bytes: bool = False
+    """Blocks that it pulls come wrong the first time."""
     breaks: bool = False
     epoch: int = 0
     assigned: int = 0
@@ -428,7 +430,8 @@ class SimMember:
             del self.pulling[number]
             self.held.add(version)
             self.received.append(version)
-            digest = "broken" if self.bad_digest else f"digest-{version}"
+            broken = self.bad_digest or (self.bad_bytes and not offer.digest)
+            digest = "broken" if broken else f"digest-{version}"
             reply = wire.TransferDone(number, digest, {}, 0.1, 0.0, self.place(version), {giver.member.name: NBYTES})
             self.outbox.append(reply)
 

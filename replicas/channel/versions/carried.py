@@ -34,8 +34,8 @@ class Carried:
     def filled(self, nbytes: int) -> None:
         self._carrier.filled(self._number, nbytes)
 
-    async def pull(self, holders: Sequence[HolderAddress], timeout_s: float, source: str) -> Pulled:
-        """Pull the version into the slot.
+    async def pull(self, holders: Sequence[HolderAddress], timeout_s: float, source: str, digest: str) -> Pulled:
+        """Pull the version into the slot; ``digest``: of it, if that is known.
 
         :raises replicas.carry.rank_side.PullFailed: no holder is left.
         :raises CarrierDied: it died.
@@ -43,7 +43,7 @@ class Carried:
         self._carrier.receivers[self._number] = self.on_received
         try:
             return await self._carrier.pull(
-                self._number, self._secret, self._slot.buffer, self._place, holders, timeout_s, source
+                self._number, self._secret, self._slot.buffer, self._place, holders, timeout_s, source, digest
             )
         finally:
             self._carrier.receivers.pop(self._number, None)

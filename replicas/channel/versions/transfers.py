@@ -192,8 +192,8 @@ class Transfers(Part):
                 transfer.carried.filled(nbytes)
 
     def _offered(self, offer: wire.TransferOffer) -> None:
-        transfer = _Transfer(offer)
-        self._transfers[offer.transfer] = transfer
+        transfer = self._transfers.setdefault(offer.transfer, _Transfer(offer))  # known: what was pulled is wrong
+        transfer.offer = offer
         if offer.role == "map":
             self._begin(transfer, self._copy_image(transfer) if self._hub.device else self._map(transfer), "map")
         elif offer.role == "serve":
@@ -274,26 +274,32 @@ class Transfers(Part):
     async def _pull(self, transfer: _Transfer) -> wire.TransferDone | None:
         """Pull the version into a slot of our own, and serve it meanwhile."""
         offer, hub = transfer.offer, self._hub
-        slot = await self._reserve(transfer)
-        transfer.running = True
-        carrier = await self._carriers.get()
-        if transfer.cancelled:
-            return None
-        transfer.carried = Carried(carrier, offer.secret, slot)
+        if transfer.carried is None:
+            slot = await self._reserve(transfer)
+            transfer.running = True
+            carrier = await self._carriers.get()
+            if transfer.cancelled:
+                return None
+            transfer.carried = Carried(carrier, offer.secret, slot)
+            transfer.carried.on_received = lambda nbytes: hub.send(wire.TransferMoved(offer.transfer, nbytes))
         hub.send(wire.TransferReady(offer.transfer))
-        transfer.carried.on_received = lambda nbytes: hub.send(wire.TransferMoved(offer.transfer, nbytes))
-        found = await transfer.carried.pull(offer.holders, offer.deadline_s, hub.address)
+        found = await transfer.carried.pull(offer.holders, offer.deadline_s, hub.address, offer.digest)
         return wire.TransferDone(offer.transfer, found.digest, {}, found.seconds, 0.0, received=found.received)
 
     def _pulled(self, transfer: _Transfer, slot: Slot, done: wire.TransferDone) -> None:
         """It is held like any other version, and served until the transfer is over."""
         hub, offer = self._hub, transfer.offer
-        hub.holdings.received(slot, done.image_digest, offer.meta, "cpu")
+        if slot.state == "held":
+            hub.arena.mended(slot, done.image_digest)
+            hub.holdings.note(offer.version, digest=done.image_digest)
+        else:
+            hub.holdings.received(slot, done.image_digest, offer.meta, "cpu")
         if self._transfers.get(offer.transfer) is not transfer:  # cancelled at its end: nobody asks for it any more
             hub.spawn(self._stop_carrying(transfer), f"transfer {offer.transfer} ends")
             return
-        hub.arena.pin(slot)
-        transfer.pinned = True
+        if not transfer.pinned:
+            hub.arena.pin(slot)
+            transfer.pinned = True
         hub.version_held()
         hub.send(msgspec.structs.replace(done, place=slot.place))
 
@@ -466,7 +472,10 @@ class Transfers(Part):
             if slot is not None and transfer.pinned:
                 transfer.pinned = False
                 self._hub.arena.unpin(slot)
-        elif slot is not None and slot.foreign:
+        elif slot is not None and (slot.foreign or slot.state == "held"):  # mapped, or pulled and wrong
+            if transfer.pinned:
+                transfer.pinned = False
+                self._hub.arena.unpin(slot)
             self._hub.holdings.release(transfer.offer.version)
         elif slot is not None:
             self._hub.arena.free(slot)

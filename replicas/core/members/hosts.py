@@ -76,7 +76,7 @@ class Hosts:
         self._members: dict[int, dict[Member, MemberState]] = {}
         self._searches: dict[Member, _Search] = {}
         self._unwarned: dict[Member, None] = {}
-        """Members that do not know of another host yet, in the order they were placed."""
+        """Members that do not know of another host yet, in the order of placing."""
         self._here = here if self._shared and not self._by_device else None
         self.own = self._new() if self._here is not None else 0
 

@@ -10,12 +10,14 @@ serve it; a carrier that is asked a moment too early waits for that. So each del
 goes its own way::
 
     due ──its holder listens──▶ offered ──slot reserved──▶ taking ──▶ came ──▶ held
-                                   └──────────── failed ◀─────┘ no holder left, wrong
-                                   bytes
+     ▲                             └──────────── failed ◀─────┘ no holder left   │
+     └───────────────────────────────── wrong bytes ─────────────────────────────┘
 
 *Came*: all bytes are there, and their digest is told; *held*: it is that of the
 version, which may be known only later, as the publisher digests while it sends. What
-failed is offered again in the next attempt, perhaps from another holder.
+came and is wrong is offered once more with the digest: the carrier finds out which
+blocks are wrong, and asks for those elsewhere. What failed is offered again in the next
+attempt, perhaps from another holder.
 
 A member serves from its *serve* or *pull* offer on until its cancel: so every member of
 an attempt is told when that is over, also those that are done.
@@ -49,6 +51,8 @@ class Delivery:
     received: int = 0
     moved_at: float = 0.0
     reply: TransferDone | None = None
+    judged: bool = False
+    """The carrier knew the digest of the version."""
 
     def step(self, event: DeliveryEvent) -> None:
         self.state = DELIVERY.next(self.state, event)
@@ -98,7 +102,7 @@ class Deliveries:
                     "pull", self._left_s(now), secret=self._secret, holders=tuple(known), sharing=sharing
                 )
                 one.step("holder_up")
-                one.moved_at = now
+                one.moved_at, one.judged = now, bool(self._attempt.payload.digest)
                 out.append(Send(one.member, message))
 
     def began(self, member: Member, now: float) -> None:

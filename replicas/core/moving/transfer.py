@@ -48,7 +48,7 @@ import msgspec
 from replicas import errors
 from replicas.core.base.membership import TRANSFER, TransferState
 from replicas.core.moving.attempt import Attempt, Payload
-from replicas.core.moving.deliveries import Deliveries
+from replicas.core.moving.deliveries import Deliveries, Delivery
 from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
 from replicas.core.moving.pacing import PATIENCE, PATIENCE_S, Pacing
@@ -363,8 +363,7 @@ class Transfer:
             assert reply is not None
             payload.digest = payload.digest or reply.image_digest
             if reply.image_digest != payload.digest:
-                text = f"digests differ at {one.member}"
-                self._delivery_failed(one.member, errors.SyncError(text, phase="verify", members=[one.member.name]))
+                self._mend(one, now)
                 continue
             one.step("right")
             self.sent_to.add(one.member)
@@ -374,6 +373,16 @@ class Transfer:
             for state in waiting:
                 if state.host == roster.host(one.member):
                     self.attempt.offer_map(state.member, one.member, max(0.0, self.deadline - now))
+
+    def _mend(self, one: Delivery, now: float) -> None:
+        """Have a puller whose bytes are wrong find out which, and pull those again."""
+        if one.judged:
+            text = f"digests differ at {one.member}"
+            self._delivery_failed(one.member, errors.SyncError(text, phase="verify", members=[one.member.name]))
+            return
+        one.step("wrong")
+        self.attempt.mapping.add(one.member)
+        self.deliveries.offer_due(now)
 
     def _delivery_failed(self, member: Member, error: errors.ReplicasError) -> None:
         """Leave it for the next attempt; one that has failed too often, to catch-up."""

@@ -213,6 +213,11 @@ class Arena:
             slot.buffer.offer(slot.version)
             slot.state, slot.digest = SLOT.next(slot.state, "completed"), digest
 
+    def mended(self, slot: Slot, digest: str) -> None:
+        """Wrong bytes of a version that nobody has seen were replaced in its slot."""
+        with self._lock:
+            slot.digest = digest
+
     def assign(self, slot: Slot, version: int) -> None:
         """Set the version of a filling slot, unknown when it was acquired."""
         with self._lock:

@@ -24,7 +24,7 @@ from replicas.carry import greeting, pull, serve
 from replicas.carry.blocks import BLOCK_NBYTES, combined
 from replicas.carry.image import CHUNK_NBYTES, Image
 from replicas.carry.pull import Failed, Holder, Pull
-from replicas.carry.serve import ASK, HEAD, OVER, Server
+from replicas.carry.serve import ASK, HEAD, OVER, RANGE, Server
 
 SECRET = b"s" * greeting.SECRET_NBYTES
 NUMBER = 7
@@ -110,8 +110,13 @@ def a_pull(nbytes: int, secret: bytes = SECRET) -> tuple[Pull, mmap.mmap]:
     return Pull(Image(fd, OFFSET, nbytes), memory, NUMBER, secret), memory
 
 
-def run(one: Pull, threads: Threads, *holders: Holder, timeout_s: float = 30.0) -> str:
-    return one.run(holders, time.monotonic() + timeout_s, threads.start)
+def run(one: Pull, threads: Threads, *holders: Holder, timeout_s: float = 30.0, digest: str = "") -> str:
+    return one.run(holders, time.monotonic() + timeout_s, threads.start, digest)
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    """``data`` with one bit that is wrong."""
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 def digests(data: bytes) -> list[bytes]:
@@ -142,6 +147,7 @@ def test_images_of_any_size(threads: Threads, data: bytes, nbytes: int) -> None:
         assert memory[OFFSET:] == data[:nbytes]
 
 
+@pytest.mark.slow
 def test_bytes_are_sent_while_they_are_packed(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         image = host.serves(data, filled=10)
@@ -225,28 +231,46 @@ def test_a_pull_that_failed_goes_on_when_it_is_run_again(threads: Threads, data:
         assert one.received["rollout/0/0"] <= len(data) - 2 * BLOCK_NBYTES + BLOCK_NBYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", ["before", "afterwards"])
 def test_a_wrong_block_is_asked_for_elsewhere_and_its_holder_named(threads: Threads, data: bytes, known: str) -> None:
-    forged = bytearray(data)
-    forged[BLOCK_NBYTES + 17] ^= 1
+    digest = combined(digests(data))
     with hosts(threads, "rollout/3/0", "trainer/0/0") as (liar, source):
-        liar.serves(bytes(forged))
+        liar.serves(flipped(data, BLOCK_NBYTES + 17))
         source.serves(data)
         one, memory = a_pull(len(data))
-        if known == "before":
-            one.expect(digests(data))
-        else:
-            assert run(one, threads, liar.holder) == combined(digests(bytes(forged)))
-            one.expect(digests(data))
-            assert one.image.here(BLOCK_NBYTES, BLOCK_NBYTES + 1, 0.0) == 0
-            assert one.why == {"rollout/3/0": "block 1 is not what was published"}
-        assert run(one, threads, *([liar.holder] if known == "before" else []), source.holder) == combined(
-            digests(data)
-        )
+        if known == "afterwards":
+            assert run(one, threads, liar.holder) != digest
+        assert run(one, threads, liar.holder, source.holder, digest=digest) == digest
         assert memory[OFFSET:] == data
         assert one.again == 1
-        if known == "before":
-            assert one.why == {"rollout/3/0": "block 1 is not what was published"}
+        assert one.why == one.wrong == {"rollout/3/0": "block 1 is not what was published"}
+        assert one.received["trainer/0/0"] == BLOCK_NBYTES
+
+
+def test_the_only_holder_is_asked_again_once(threads: Threads, data: bytes) -> None:
+    """The bytes may have changed on their way."""
+    data = data[: BLOCK_NBYTES + 99]
+    digest = combined(digests(data))
+    with hosts(threads, "trainer/0/0") as (host,):
+        image = host.serves(data)
+        one, memory = a_pull(len(data))
+        assert run(one, threads, host.holder) == digest
+        memory[OFFSET + 5] ^= 1
+        one._digests[0] = digests(memory[OFFSET:])[0]
+        assert run(one, threads, host.holder, digest=digest) == digest
+        assert memory[OFFSET:] == data
+        one._digests[1] = b"?" * 16
+        with pytest.raises(Failed, match="block 0 is not what was published"):
+            run(one, threads, host.holder, digest=digest)
+        assert image.nbytes == len(data)
+
+
+def test_bytes_that_no_holder_can_judge_fail_the_pull(threads: Threads, data: bytes) -> None:
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(flipped(data, 5))
+        with pytest.raises(Failed, match="the bytes are not what was published"):
+            run(a_pull(len(data))[0], threads, host.holder, digest=combined(digests(data)))
 
 
 def test_nobody_reads_the_slot_once_it_is_withdrawn(threads: Threads, data: bytes) -> None:
@@ -255,13 +279,14 @@ def test_nobody_reads_the_slot_once_it_is_withdrawn(threads: Threads, data: byte
         host.serves(data)
         with closing(socket.create_connection(host.listener.getsockname())) as sock:
             greeting.greet(sock, NUMBER, SECRET)
-            sock.sendall(ASK.pack(0, len(data)))
+            sock.sendall(ASK.pack(RANGE, 0, len(data)))
             assert sock.recv(4) == HEAD.pack(min(len(data), serve.PIECE_NBYTES))
             began = time.monotonic()
             host.server.withdraw(NUMBER, "over")
             assert time.monotonic() - began < 5.0
 
 
+@pytest.mark.slow
 def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     """It accepts, proves itself, and then says nothing."""
     monkeypatch.setattr(pull, "SILENT_S", 0.3)
@@ -286,6 +311,7 @@ def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.Monke
             sock.close()
 
 
+@pytest.mark.slow
 def test_a_holder_that_waits_for_bytes_is_not_given_up(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
@@ -304,6 +330,7 @@ def test_a_holder_that_waits_for_bytes_is_not_given_up(
         assert not one.why
 
 
+@pytest.mark.slow
 def test_the_time_is_up(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data, filled=0)
@@ -331,6 +358,7 @@ def test_a_pull_that_is_stopped_ends_at_once(threads: Threads, data: bytes) -> N
         assert found == [": the version is not needed any more"]
 
 
+@pytest.mark.slow
 def test_neither_end_speaks_with_a_stranger(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data)
@@ -347,6 +375,7 @@ def test_neither_end_speaks_with_a_stranger(threads: Threads, data: bytes) -> No
             run(a_pull(len(data))[0], threads, host.holder)
 
 
+@pytest.mark.slow
 def test_what_does_not_prove_itself_is_closed(threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(serve, "PROOF_S", 0.2)
     monkeypatch.setattr(serve, "UNPROVEN", 3)
@@ -361,9 +390,9 @@ def test_what_does_not_prove_itself_is_closed(threads: Threads, monkeypatch: pyt
         assert run(a_pull(len(data))[0], threads, host.holder) == combined(digests(data))
 
 
-@pytest.mark.parametrize("asked", [(0, 0), (5, 4), (0, 1 << 40)])
+@pytest.mark.parametrize("asked", [(RANGE, 0, 0), (RANGE, 5, 4), (RANGE, 0, 1 << 40), (b"?", 0, 1)])
 def test_a_range_that_the_version_has_not_ends_the_connection(
-    threads: Threads, data: bytes, asked: tuple[int, int]
+    threads: Threads, data: bytes, asked: tuple[bytes, int, int]
 ) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data)

@@ -150,6 +150,20 @@ def test_bytes_that_are_wrong_are_not_kept() -> None:
     assert "digests differ" in end.receipt.reasons["rollout/1/0"]
 
 
+def test_what_came_wrong_before_its_digest_was_known_is_mended() -> None:
+    world, trainer, (_, bad) = world_of("b", "c")
+    bad.bad_bytes = True
+    number = trainer.publish()
+    trainer.stream(number)
+    world.run()
+    assert [offer.digest for offer in offers(bad, "pull")] == [""]
+    trainer.fill(number)
+    world.run()
+    assert members(trainer.verdicts[number]) == ["rollout/0/0", "rollout/1/0"]
+    first, again = offers(bad, "pull")
+    assert (first.transfer, again.digest) == (again.transfer, "digest-1")
+
+
 def test_the_lost_puller_delays_nobody() -> None:
     world, trainer, (first, _) = world_of("b", "c")
     first.stuck = True
