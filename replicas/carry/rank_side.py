@@ -126,7 +126,9 @@ class Carrier(HelperProcess):
         :raises CarrierDied: it died.
         """
         where = wire.Place(memory.key, *place)
-        request = wire.StartPull(next(self._numbers), transfer, secret, where, tuple(holders), timeout_s, source, digest)
+        request = wire.StartPull(
+            next(self._numbers), transfer, secret, where, tuple(holders), timeout_s, source, digest
+        )
         return await self._ask(request, timeout_s, wire.Pulled, lambda: self._map(memory))
 
     async def withdraw(self, transfer: int, why: str) -> int:

@@ -21,6 +21,7 @@ __all__ = [
     "ManifestPiece",
     "Meta",
     "OperationKind",
+    "PartPull",
     "Ranks",
     "ReceiptData",
     "ReduceOp",
@@ -140,6 +141,18 @@ class HolderAddress(msgspec.Struct, frozen=True):
     name: str
     host: str
     port: int
+
+
+class PartPull(msgspec.Struct, frozen=True):
+    """From whom to pull a part of a version, in order of preference.
+
+    ``part``: its number; -1: the whole version. ``digest``: of the part, if it is known
+    and not the whole.
+    """
+
+    part: int
+    holders: tuple[HolderAddress, ...]
+    digest: str = ""
 
 
 class HeldVersion(msgspec.Struct, frozen=True):

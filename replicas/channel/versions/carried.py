@@ -1,4 +1,4 @@
-"""One slot in the hands of the carrier: served, or pulled into."""
+"""Memory in the hands of the carrier: served, or pulled into."""
 
 from __future__ import annotations
 
@@ -8,34 +8,39 @@ from collections.abc import Callable, Sequence
 from replicas.carry.rank_side import Carrier, CarrierDied
 from replicas.carry.wire import Pulled
 from replicas.messages import HolderAddress
-from replicas.weights.memory.arena import Slot
+from replicas.weights.memory.buffers import Buffer
 
 DEATH_TIMEOUT_S = 5.0
 
 
 class Carried:
-    """A transfer of one attempt, known to its two ends by its secret.
+    """One part of a version in one attempt, known to both ends by its secret.
 
+    :param part: its number; -1: the whole version.
+    :param memory: ends with the part's ``nbytes`` bytes.
+    :param scratch: the memory is closed at the end; else it is a slot's.
     :ivar on_received: called with the bytes received so far, now and then.
     """
 
-    def __init__(self, carrier: Carrier, secret: bytes, slot: Slot) -> None:
-        self._carrier, self._secret, self._slot = carrier, secret, slot
-        digest = hashlib.blake2b(secret, digest_size=8, person=b"transfer").digest()
+    def __init__(
+        self, carrier: Carrier, secret: bytes, part: int, memory: Buffer, nbytes: int, *, scratch: bool = False
+    ) -> None:
+        self.part, self.memory, self.scratch = part, memory, scratch
+        self._carrier, self._secret = carrier, secret
+        digest = hashlib.blake2b(b"%d" % part, key=secret, digest_size=8, person=b"transfer").digest()
         self._number = int.from_bytes(digest, "little")
-        data = slot.data
-        self._place = (slot.buffer.nbytes - data.numel(), data.numel())
+        self._place = (memory.nbytes - nbytes, nbytes)
         self.on_received: Callable[[int], object] = lambda nbytes: None
 
     def serve(self, filled: int) -> None:
-        """Serve the slot to whoever knows the secret; ``filled`` bytes of it so far."""
-        self._carrier.serve(self._number, self._secret, self._slot.buffer, self._place, filled)
+        """Serve it to whoever knows the secret; ``filled`` bytes of it so far."""
+        self._carrier.serve(self._number, self._secret, self.memory, self._place, filled)
 
     def filled(self, nbytes: int) -> None:
         self._carrier.filled(self._number, nbytes)
 
     async def pull(self, holders: Sequence[HolderAddress], timeout_s: float, source: str, digest: str) -> Pulled:
-        """Pull the version into the slot; ``digest``: of it, if that is known.
+        """Pull it into the memory; ``digest``: of it, if that is known.
 
         :raises replicas.carry.rank_side.PullFailed: no holder is left.
         :raises CarrierDied: it died.
@@ -43,19 +48,18 @@ class Carried:
         self._carrier.receivers[self._number] = self.on_received
         try:
             return await self._carrier.pull(
-                self._number, self._secret, self._slot.buffer, self._place, holders, timeout_s, source, digest
+                self._number, self._secret, self.memory, self._place, holders, timeout_s, source, digest
             )
         finally:
             self._carrier.receivers.pop(self._number, None)
 
     async def end(self) -> bool:
-        """Have the carrier let go of the slot; False: it neither did nor died."""
+        """Have the carrier let go of the memory; False: it neither did nor died."""
         try:
             await self._carrier.withdraw(self._number, "it is not needed any more")
         except CarrierDied:
-            return await self._carrier.wait_dead(DEATH_TIMEOUT_S)
+            if not await self._carrier.wait_dead(DEATH_TIMEOUT_S):
+                return False
+        if self.scratch:
+            self.memory.close()
         return True
-
-    async def gone(self) -> bool:
-        """After a failed pull: nobody uses the slot; False: that cannot be known."""
-        return await self.end()

@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from replicas.core.base.effects import Send
 from replicas.core.base.membership import DELIVERY, DeliveryEvent, DeliveryState
 from replicas.core.moving.attempt import Attempt
-from replicas.messages import HolderAddress, TransferCancel, TransferDone
+from replicas.core.moving.paths import Pulls
+from replicas.messages import HolderAddress, PartPull, TransferCancel, TransferDone
 from replicas.messages.identity import Member
 
 STILL_S = 5.0
@@ -46,13 +47,13 @@ class Delivery:
     """
 
     member: Member
-    holders: tuple[Member, ...]
+    pulls: Pulls
     state: DeliveryState = "due"
     received: int = 0
     moved_at: float = 0.0
     reply: TransferDone | None = None
     judged: bool = False
-    """The carrier knew the digest of the version."""
+    """The carrier knew the digest of what it pulls."""
 
     def step(self, event: DeliveryEvent) -> None:
         self.state = DELIVERY.next(self.state, event)
@@ -63,7 +64,7 @@ class Deliveries:
 
     def __init__(self, attempt: Attempt, deadline: float) -> None:
         self._attempt, self._deadline = attempt, deadline
-        self._all = {member: Delivery(member, holders) for member, holders in attempt.plan.pulls.items()}
+        self._all = {member: Delivery(member, pulls) for member, pulls in attempt.plan.pulls.items()}
         self._served = attempt.plan.servers
         self._closed = False
 
@@ -86,24 +87,37 @@ class Deliveries:
         attempt, ground = self._attempt, self._attempt.ground
         streams = attempt.payload.filling
         for member in self._served:
-            message = attempt.offer_of("serve", self._left_s(now), secret=self._secret, streaming=member == streams)
+            part, streaming = attempt.plan.part_of(member), member == streams
+            message = attempt.offer_of("serve", self._left_s(now), secret=self._secret, streaming=streaming, part=part)
             ground.out.append(Send(member, message))
         self.offer_due(now)
 
     def offer_due(self, now: float) -> None:
-        """Offer the deliveries of which a holder listens now."""
-        ground, out = self._attempt.ground, self._attempt.ground.out
+        """Offer the deliveries of which holders listen now, one for each part."""
+        attempt, ground = self._attempt, self._attempt.ground
         for one in self.of("due"):
-            states = ground.roster.states(one.holders)
-            known = [HolderAddress(s.member.name, s.address, s.carrier_port) for s in states if s.carrier_port]
-            if known:
-                sharing = 1 + self._attempt.waiting[ground.roster.host(one.member)]
-                message = self._attempt.offer_of(
-                    "pull", self._left_s(now), secret=self._secret, holders=tuple(known), sharing=sharing
+            pulls = {part: self._listening(holders) for part, holders in one.pulls.items()}
+            if all(pulls.values()):
+                sharing = 1 + attempt.waiting[ground.roster.host(one.member)]
+                digests = attempt.payload.part_digests
+                message = attempt.offer_of(
+                    "pull",
+                    self._left_s(now),
+                    secret=self._secret,
+                    pulls=tuple(
+                        PartPull(part, holders, digests[part] if 0 <= part < len(digests) else "")
+                        for part, holders in pulls.items()
+                    ),
+                    places=attempt.local_places(one.member),
+                    sharing=sharing,
                 )
                 one.step("holder_up")
-                one.moved_at, one.judged = now, bool(self._attempt.payload.digest)
-                out.append(Send(one.member, message))
+                one.moved_at, one.judged = now, attempt.plan.mode == "parts" or bool(attempt.payload.digest)
+                ground.out.append(Send(one.member, message))
+
+    def _listening(self, holders: Iterable[Member]) -> tuple[HolderAddress, ...]:
+        states = self._attempt.ground.roster.states(holders)
+        return tuple(HolderAddress(s.member.name, s.address, s.carrier_port) for s in states if s.carrier_port)
 
     def began(self, member: Member, now: float) -> None:
         one = self._all.get(member)

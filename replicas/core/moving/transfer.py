@@ -397,7 +397,8 @@ class Transfer:
     def _doubt_links(self, member: Member, holders: Mapping[str, str], now: float) -> None:
         """Avoid the links to holders that could not be pulled from, where possible."""
         roster = self._ground.roster
-        known = {one.member.name: one.address for one in roster.states(self.plan.pulls.get(member, ()))}
+        given = {one for givers in self.plan.pulls.get(member, {}).values() for one in givers}
+        known = {one.member.name: one.address for one in roster.states(given)}
         for name, why in holders.items():
             if name in known:
                 self._ground.links.doubt([(roster.address(member), known[name])], why, now)

@@ -245,6 +245,7 @@ class Manifests:
             device="cuda" if any(one.device == "cuda" for one in publish.packed.values()) else "cpu",
             meta=cast("Meta", publish.meta),
             part_owners=tuple(carriers) if in_parts else (),
+            part_digests=tuple(one.digest for one in packed) if in_parts else (),
             digest="" if in_parts else packed[0].digest,
             filling=next((one for one in carriers if publish.packed[one].streaming), None),
         )

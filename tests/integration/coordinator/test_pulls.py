@@ -6,6 +6,8 @@ core/moving/deliveries.py.
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from replicas.coordinator import GroupShape
@@ -57,3 +59,21 @@ async def test_a_leader_that_dies_leaves_its_host_to_another() -> None:
         links = Links(world.hosts)
         await sync([trainer], others, 30, lost=[leader.name])
         assert 1.0 <= links.received()[1] < ONCE
+
+
+async def test_every_source_rank_serves_its_own_part() -> None:
+    """Two ranks of the trainer on two hosts, a target beside each, and one elsewhere."""
+    config = {**TCP, "sources": [{"group": "trainer", "ranks": "all"}]}
+    async with host_world(3, config, trainer=GroupShape(1, 2), rollout=GroupShape(3)) as world:
+        joins = [
+            *(world.join(rank, "trainer", 0, rank, 2) for rank in range(2)),
+            *(world.join(host, "rollout", host) for host in range(3)),
+        ]
+        first, second, *targets = await asyncio.gather(*joins)
+        await world.live(5)
+        await sync([first, second], targets, 10)
+        links = Links(world.hosts)
+        await sync([first, second], targets, 20)
+        assert sum(links.sent()) < 2 * ONCE  # each part goes to two hosts
+        assert 1.0 <= links.received()[2] < ONCE
+        assert world.sidecars() == [0, 0, 0]
