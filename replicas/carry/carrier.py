@@ -122,7 +122,8 @@ class Carrier:
             self.reply(wire.PullFailed(request.id, error.why, dict(pull.received)))
             return
         seconds = time.monotonic() - began
-        self.reply(wire.Pulled(request.id, digest, seconds, dict(pull.received), pull.again, dict(pull.why)))
+        received, why, wrong = dict(pull.received), dict(pull.why), dict(pull.wrong)
+        self.reply(wire.Pulled(request.id, digest, seconds, received, pull.again, why, wrong))
 
     def _withdraw(self, request: wire.Withdraw) -> None:
         pull = self._pulls.pop(request.transfer, None)

@@ -96,7 +96,8 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 class Pulled(msgspec.Struct, frozen=True, tag=True):
     """``received``: bytes by holder. ``again``: blocks that were asked for again.
 
-    ``why``: reasons, by name, why holders were given up on the way.
+    ``why``: reasons, by name, why holders were given up on the way; ``wrong``: those
+    that have served wrong bytes.
     """
 
     id: int
@@ -105,6 +106,7 @@ class Pulled(msgspec.Struct, frozen=True, tag=True):
     received: dict[str, int]
     again: int
     why: dict[str, str]
+    wrong: dict[str, str]
 
 
 class PullFailed(msgspec.Struct, frozen=True, tag=True):

@@ -213,7 +213,7 @@ class ReceiptData(msgspec.Struct, frozen=True):
     behind, in one line. ``staging``: memory of the channel's slots; empty for an
     operation. ``digest``: of the version's image, empty where there is none yet.
     ``not_loaded``: why replicas failed to load a version since the receipt before, by
-    name.
+    name. ``wire_nbytes``: bytes that were sent over the network for it.
     """
 
     epoch: int
@@ -227,6 +227,7 @@ class ReceiptData(msgspec.Struct, frozen=True):
     staging: Literal["", "host", "device"] = ""
     digest: str = ""
     not_loaded: dict[str, str] = {}
+    wire_nbytes: int = 0
 
 
 class Segment(msgspec.Struct, frozen=True):

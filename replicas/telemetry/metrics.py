@@ -178,6 +178,11 @@ _CHANNEL = (
         "Bytes of weights that were sent to members, also to latecomers; what is mapped on one host does not move.",
         lambda one: one.bytes_total,
     ),
+    _Counter(
+        "wrong_bytes_total",
+        "How often a member was served bytes of weights that were not the published ones, and asked again.",
+        lambda one: one.wrong_total,
+    ),
 )
 
 

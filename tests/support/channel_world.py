@@ -447,7 +447,9 @@ class SimMember:
             broken = self.bad_digest or (self.bad_bytes and not offer.digest)
             digest = "broken" if broken else f"digest-{version}"
             nbytes = {giver.member.name: NBYTES // len(givers) for giver in givers}
-            self.outbox.append(wire.TransferDone(number, digest, {}, 0.1, 0.0, self.place(version), nbytes))
+            wrong = {givers[0].member.name: "block 0"} if self.bad_bytes and offer.digest else {}
+            place = self.place(version)
+            self.outbox.append(wire.TransferDone(number, digest, {}, 0.1, 0.0, place, nbytes, wrong=wrong))
 
     def tell_pace(self) -> None:
         """What its sidecars say about once a second, if they are at work; over slow

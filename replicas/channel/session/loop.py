@@ -251,10 +251,10 @@ class SessionLoop:
             elif not task.cancelled() and task.exception() is None:
                 await task.result().aclose()
         self._forkservers.clear()
-        for task in self._carriers.values():
-            if task.done() and not task.cancelled() and task.exception() is None:
-                task.result().kill()
-            task.cancel()
+        for starting in self._carriers.values():
+            if starting.done() and not starting.cancelled() and starting.exception() is None:
+                starting.result().kill()
+            starting.cancel()
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()

@@ -78,6 +78,8 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
         version's; :meth:`~replicas.Channel.loaded` can.)
         Of many, here and in ``reasons``, only the first 64 have their texts.
     :param nbytes: bytes of the weights, or of this member's own tensors.
+    :param wire_nbytes: bytes of weights sent over the network for the version until its
+        commit; what is mapped on one host is not sent. 0 for a collective.
     :param seconds: from the first member's call to the verdict.
     :param phases: seconds by phase.
     :param digest: XXH3 digest of the published image, the same on all holders
@@ -102,10 +104,10 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
         """Numbers for an experiment logger, by name with ``prefix``.
 
         The names are version, epoch, members (count), lost (count), not_loaded (count),
-        nbytes, seconds, and ``<phase>_seconds`` of each phase.
+        nbytes, wire_nbytes, seconds, and ``<phase>_seconds`` of each phase.
         """
         prefix = arguments.text("metrics: prefix", prefix)
-        values = {name: getattr(self, name) for name in ("version", "epoch", "nbytes", "seconds")}
+        values = {name: getattr(self, name) for name in ("version", "epoch", "nbytes", "wire_nbytes", "seconds")}
         values |= {"members": len(self.members), "lost": len(self.lost), "not_loaded": len(self.not_loaded)}
         values |= {f"{phase}_seconds": seconds for phase, seconds in self.phases.items()}
         return {prefix + name: float(value) for name, value in values.items()}

@@ -311,9 +311,16 @@ class Transfers(Part):
             found.append(outcome)
         here = time.monotonic()
         digest = found[0].digest if offer.mode == "image" else await asyncio.to_thread(digest_of, slot.data)
-        received = sum((Counter(pulled.received) for pulled in found), Counter())
-        verify_s = time.monotonic() - here
-        return wire.TransferDone(offer.transfer, digest, {}, here - started, verify_s, received=dict(received))
+        return wire.TransferDone(
+            offer.transfer,
+            digest,
+            {},
+            here - started,
+            time.monotonic() - here,
+            received=dict(sum((Counter(pulled.received) for pulled in found), Counter())),
+            given_up={name: why for pulled in found for name, why in pulled.why.items() if name not in pulled.wrong},
+            wrong={name: why for pulled in found for name, why in pulled.wrong.items()},
+        )
 
     async def _lay_out(self, transfer: _Transfer, manifest: Manifest) -> None:
         """Reserve the slot, copy the parts of this host, and get memory for others."""

@@ -46,6 +46,7 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
+from replicas.core.base.effects import WrongBytes
 from replicas.core.base.membership import TRANSFER, TransferState
 from replicas.core.moving.attempt import Attempt, Payload
 from replicas.core.moving.deliveries import Deliveries, Delivery
@@ -110,7 +111,9 @@ class Transfer:
         self.unreached: set[Member] = set()
         """Members that no holder reaches."""
         self.moved_to: dict[str, int] = {}
-        """Bytes that reached each replica through process groups, and were right."""
+        """Bytes that reached each replica over the network, and were right."""
+        self.pulled: dict[str, dict[str, int]] = {}
+        """Of them, by the member that pulled and the one that served them."""
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._received: set[Member] = set()
@@ -352,6 +355,9 @@ class Transfer:
         self.transfer_s = max(self.transfer_s, reply.transfer_s)
         self.attempt.mapping.discard(member)
         self.deliveries.came(member, reply, now)
+        self._doubt_links(member, reply.given_up, now)
+        for holder, why in reply.wrong.items():
+            self._ground.emit(WrongBytes(self._ground.config.name, self.payload.version, member, holder, why))
         self._settle_deliveries(now)
         self._end_attempt_if_done(now)
 
@@ -493,10 +499,13 @@ class Transfer:
 
     def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
         """Record receivers, and count their bytes without locally copied parts."""
-        for member in replies:
+        for member, reply in replies.items():
+            if reply.received:
+                self.pulled[member.name] = dict(reply.received)
             owners = [self._ground.keeping.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
             places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
             nbytes = self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
+            nbytes = sum(reply.received.values()) or nbytes
             self.moved_to[member.replica_name] = self.moved_to.get(member.replica_name, 0) + nbytes
         self._keep(replies, lent=True)
 

@@ -62,7 +62,7 @@ async def test_a_leader_that_dies_leaves_its_host_to_another() -> None:
 
 
 async def test_every_source_rank_serves_its_own_part() -> None:
-    """Two ranks of the trainer on two hosts, a target beside each, and one elsewhere."""
+    """Two trainer ranks on two hosts, a target beside each, and one elsewhere."""
     config = {**TCP, "sources": [{"group": "trainer", "ranks": "all"}]}
     async with host_world(3, config, trainer=GroupShape(1, 2), rollout=GroupShape(3)) as world:
         joins = [

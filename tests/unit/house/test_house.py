@@ -110,6 +110,7 @@ _OWN = "a thread of ours waits for work"
 WAITS_WITHOUT_LIMIT = {
     "channel/channel.py: pending.wait_ended()": _PENDING,
     "channel/session/loop.py: task.result()": _DONE,
+    "channel/session/loop.py: starting.result()": _DONE,
     "channel/operations/scratch.py: event.wait()": _GPU,
     "channel/versions/filling.py: job.pending.wait()": _DONE,
     "channel/versions/filling.py: room.wait_for_session()": _PENDING,

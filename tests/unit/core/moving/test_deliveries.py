@@ -9,7 +9,7 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
-from replicas.core.base.effects import CaughtUp, MemberQuarantined, SyncEnded
+from replicas.core.base.effects import CaughtUp, MemberQuarantined, SyncEnded, WrongBytes
 from replicas.core.members.hosts import LOCATE_S
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.transfer import PULL_TRIES
@@ -165,6 +165,13 @@ def test_what_came_wrong_before_its_digest_was_known_is_mended() -> None:
     assert members(trainer.verdicts[number]) == ["rollout/0/0", "rollout/1/0"]
     first, again = offers(bad, "pull")
     assert (first.transfer, again.digest) == (again.transfer, "digest-1")
+    wrong = [event for event in world.events if isinstance(event, WrongBytes)]
+    assert [(event.member.name, event.holder) for event in wrong] == [("rollout/1/0", "rollout/0/0")]
+    end = trainer.verdicts[number].receipt
+    assert end is not None
+    assert end.wire_nbytes == 2 * 16
+    (record,) = [event.record for event in world.events if isinstance(event, SyncEnded)]
+    assert record.pulled == {"rollout/0/0": {"trainer/0/0": 16}, "rollout/1/0": {"rollout/0/0": 16}}
 
 
 def test_the_lost_puller_delays_nobody() -> None:
