@@ -170,7 +170,7 @@ class Coordinator:
             tls = None if self._port_key is None else self._port_key.context
             door = Door(listener, rules, tls=tls is not None)
             self._server = Server(listener, routes, self.engine.refused, door=door, tls=tls)
-            self.engine.without_store()
+            self.engine.without_store()  # the store comes up later than the first members
             await self._store.resolve()  # before members come, who may be on other machines
             self._starting = asyncio.create_task(self._store.start())
             if self.wait_for_store:
@@ -210,6 +210,7 @@ class Coordinator:
             await self._server.aclose()
         self.engine.close()
         await self._end_store()
+        # after an error the next one goes on from it
         self._decisions.close(remove=error is None and not self.keep_decisions)
 
     def start(self) -> Self:
@@ -383,6 +384,7 @@ def _info_nbytes(info: Mapping[str, str]) -> int:
 
 def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     commits, told = channel.commits, channel.told
+    # commits may be ahead of the disk, which told is not
     meta = commits.newest.meta if commits.latest == told.latest else None
     fell = commits.steps.fell
     digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit

@@ -112,6 +112,7 @@ def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[
         free = [room for room in rooms if room.fits(need)]
         if not free:
             return _missing(need, offers, taken)
+        # min() keeps the first of equals
         best = min(free, key=lambda room: room.parts if need.spread else len(room.gpus))
         shares.append(best.give(need))
     return tuple(shares)

@@ -115,7 +115,7 @@ class Hosts:
         if search is None:
             return
         found = search.hosts[message.found] if 0 <= message.found < len(search.hosts) else 0
-        if found and (found == self.own or found in self._members):
+        if found and (found == self.own or found in self._members):  # all members of that host may have left meanwhile
             self._put(state, found)
         else:
             self._search(state, search)
@@ -163,6 +163,7 @@ class Hosts:
         state.host = host
         self._members.setdefault(host, {})[state.member] = state
         if len(self._members) > 1 and not state.is_peer:  # more than one host: members prepare for lanes
+            # with the first of these all others were told
             known = [state.member] if self._warned else [m for members in self._members.values() for m in members]
             new = [member for member in known if member not in self._warned]
             self._warned.update(new)
