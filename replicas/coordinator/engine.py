@@ -209,8 +209,7 @@ class Engine:
         if session.connection is None:
             self.lose(session.member, "exited")
             return
-        session.on_detach = lambda: self.lose(session.member, "exited")
-        # whichever comes first; the other finds it gone
+        session.on_detach = lambda: self.lose(session.member, "exited")  # or the timer below, if others hold its socket
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self.lose, session.member, "exited")
 
     def lose(self, member: Member, reason: str) -> None:
@@ -414,8 +413,7 @@ class Engine:
     @property
     def _far(self) -> set[Member]:
         """Members on other hosts that are still connected."""
-        sessions = self._sessions.items()
-        # the death of a watched one is seen at once
+        sessions = self._sessions.items()  # with a watch: on this machine, where each death is seen
         return {member for member, session in sessions if session.watch is None and session.connection is not None}
 
     @staticmethod

@@ -36,7 +36,7 @@ OUTBOX_NBYTES = 32 * 2**20
 
 The last message may be larger itself: one manifest always fits.
 """
-OUTBOX_MESSAGES = 16_384
+OUTBOX_MESSAGES = 16_384  # small ones cost more than their bytes
 WRITE_NBYTES = 1 << 18
 """Written at once, before checking whether the connection takes more."""
 
@@ -105,7 +105,7 @@ class MemberSession:
         self.connection = connection
         self.acknowledge(acknowledged)
         self._ack_due = False
-        self._queue.clear()
+        self._queue.clear()  # its numbered ones are in _unacknowledged, too
         self._queue.append((0, encode_body(first)))
         self._queue.extend(self._unacknowledged)
         connection.on_writable = self.flush
@@ -119,6 +119,7 @@ class MemberSession:
             self._flush_soon()
             return True
         seq = 0
+        # judged before this one is added, so that one of any size fits
         too_much = self._unacknowledged_nbytes > OUTBOX_NBYTES or len(self._unacknowledged) > OUTBOX_MESSAGES
         data = body if body is not None else encode_body(message)
         if not isinstance(message, UNNUMBERED):
@@ -164,7 +165,7 @@ class MemberSession:
             seq, body = self._queue.popleft()
             frames.append(encode_frame(seq, self.received, body))
             nbytes += len(body)
-        if self._ack_due and not frames:
+        if self._ack_due and not frames:  # any other frame carries the ack
             frames.append(encode_frame(0, self.received, _ACK))
         self._ack_due = False
         self.wrote_at = asyncio.get_running_loop().time()
@@ -205,7 +206,7 @@ class ProcessWatch:
 
     def __init__(self, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._pidfd = os.pidfd_open(process.pid)
+        self._pidfd = os.pidfd_open(process.pid)  # from here on the pid cannot be given to another
         try:
             if int(stat_fields(process.pid)[START_TIME]) != process.start_time:
                 raise ProcessLookupError(process.pid)

@@ -306,7 +306,7 @@ class Packer:
         """
         options = CopyOptions(slot.buffer, hold, begun)
         known = self.knows(feed, manifest)
-        sources, feed.sources = feed.sources, None
+        sources, feed.sources = feed.sources, None  # the feed must not keep the tensors alive
         try:
             if not known or sources is None or self._planned is None:
                 return self._walk(feed, manifest, slot, options, progress)
@@ -318,7 +318,7 @@ class Packer:
                 fill: Callable[[Copies], object] = partial(_copy_on_host, host, places)
             else:
                 with torch.no_grad():
-                    aliases = list(map(torch.Tensor.detach, sources.tensors))
+                    aliases = list(map(torch.Tensor.detach, sources.tensors))  # aliases keep their storages
                 fill = partial(_copy, places, planned.kinds, views(), aliases)
             packing = _filled(fill, slot.data, options, progress, device=device)
             feed.take_known()
@@ -349,7 +349,7 @@ class Packer:
         known_hash, destinations = self._views.get(buffer.key, ("", []))
         if known_hash != manifest.hash:
             destinations = places.views(slot.data)
-            buffer.watchers.add(self)
+            buffer.watchers.add(self)  # so that views do not keep a closed buffer mapped
             self._views[buffer.key] = manifest.hash, destinations
         return destinations
 

@@ -28,8 +28,8 @@ from replicas.weights.copies.copying import copy_elements
 from replicas.weights.copies.tensors import alias_of, dtype_name, torch_dtype, typed, why_unusable, written_as_bits
 from replicas.weights.memory.buffers import Buffer
 
-KEPT = 6
-KEPT_ON_DEVICE = 2
+KEPT = 6  # more than a program has operations under way
+KEPT_ON_DEVICE = 2  # GPU memory is scarce
 PAGE_NBYTES = 4096
 
 
@@ -62,6 +62,7 @@ class Scratch:
         return locked(self._lock, self._take_idle, _rounded(nbytes))
 
     def _take_idle(self, wanted: int) -> Buffer | None:
+        # a larger one waits for what needs it
         fitting = [buffer for buffer in self._idle if wanted <= buffer.nbytes <= 2 * wanted]
         if not fitting:
             return None
@@ -190,7 +191,7 @@ def copy_out(
         for event in after:
             event.wait()
         source.wait_for_write()
-        _copy(device, usable(targets, results), results, load=True)
+        _copy(device, usable(targets, results), results, load=True)  # the program may have changed them since the call
         device.synchronize(gpu)
 
 

@@ -143,7 +143,7 @@ class Holdings:
     def received(self, slot: Slot, digest: str, meta: Meta, device: str) -> None:
         """Record a slot that was received or mapped; keep it until it is decided."""
         version = slot.version
-        if not slot.foreign:
+        if not slot.foreign:  # memory of another member is not ours to hold
             self.arena.hold(slot, digest)
         self.note(version, meta=meta, digest=digest, device=device)
         if version > self.latest:
@@ -202,7 +202,7 @@ class Holdings:
         self.changed = asyncio.Event()
 
     def _dropped(self, version: int) -> None:
-        if self.arena.find(version) is None:
+        if self.arena.find(version) is None:  # it may have been received again since
             self._forget()
             self._on_drop(version)
 
@@ -233,7 +233,7 @@ class Loans:
     def lend(self, holder: Holder, take_back: Callable[[], object]) -> weakref.ref[Holder]:
         """Lend; ``take_back`` runs once, when ``holder`` gives back or has died."""
         known = weakref.ref(holder, self._gone.append)
-        self._lent[id(known)] = (known, take_back)
+        self._lent[id(known)] = (known, take_back)  # by id: weak references compare as what they refer to
         self._look_again()
         return known
 

@@ -268,7 +268,7 @@ class Hub:
         for part in self._parts:
             part.new_term()
         self.holdings.protect()
-        self.send(wire.Resumed())
+        self.send(wire.Resumed())  # last: it ends the announcement
 
     def handle(self, message: wire.FromCoordinator) -> None:
         handler = self._handlers.get(type(message))
@@ -291,7 +291,7 @@ class Hub:
     def session_over(self, error: errors.ReplicasError) -> None:
         if self.over is not None:
             return
-        self.over = error
+        self.over = error  # first: parts that end must send nothing more
         if self._down_timer is not None:
             self._down_timer.cancel()
         self.loop.users.discard(self._loop_broken)

@@ -168,12 +168,13 @@ class Pending(Generic[T]):
         while not self._look():
             if timeout_s != 0:
                 own_loop.must_not_block("wait()", awaitable=True)
+            # it may have ended at the last moment
             if not self._wait_ended(None if until is None else until - time.monotonic()) and not self._look():
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
         return self._outcome()
 
     def _wait_ended(self, timeout_s: float | None) -> bool:
-        fail = partial(self.done)
+        fail = partial(self.done)  # not the method: those of two waits are equal
         self._session_end.add(fail)
         try:
             return self._ended.wait(timeout_s)
@@ -187,7 +188,7 @@ class Pending(Generic[T]):
         self._check_process()
         while not self._look():
             event, waker = _event_of_this_library()
-            fail = partial(self.done)
+            fail = partial(self.done)  # as in _wait_ended()
             self._ended.add(waker)
             self._session_end.add(fail)
             try:

@@ -248,7 +248,7 @@ class Keeping:
             del self._asked[owner]
             return
         self._kept[owner] = place
-        if owner not in self._roster:
+        if owner not in self._roster:  # it was lost while the shell opened its memory
             self._stand_in(state)
 
     def lost(self, state: MemberState) -> None:

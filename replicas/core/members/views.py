@@ -13,7 +13,7 @@ from replicas.core.members.roster import Roster
 from replicas.messages.identity import Member
 
 WHOLE_VIEW = 32
-"""Up to this many members, every View names all of them: a difference would save nothing."""
+"""Up to this many members, every View names all of them: less would save nothing."""
 VIEWS_PER_S = 5_000
 """Long-run rate of Views, counted per receiving member; later changes wait."""
 VIEWS_AT_ONCE = 2_000

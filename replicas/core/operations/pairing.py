@@ -178,11 +178,10 @@ class Pairing:
             return errors.UsageError(f"{kind}: {root} is this member itself")
         if not any(root.startswith(f"{party.group}/") for party in self._roster.config.peers):
             return errors.UsageError(f"{kind}: {root!r} names no peer of this channel")
-        # one that never joined is waited for
         if root in self._roster.history.joined and self._roster.holder_of(root) is None:
             hint = "it can be reached when it has joined again"
             return errors.PeersLost(f"{root} is lost", phase="wait", members=[root], hint=hint)
-        return None
+        return None  # one that never joined is waited for
 
     def end(self, post: Post) -> None:
         """Remove a post that has its verdict."""
@@ -234,7 +233,6 @@ class Pairing:
                 give = next(sends, None)
                 if give is None:
                     continue
-                # a recv that names no shapes takes any
                 if want.message.segments and want.message.segments != give.message.segments:
                     text = f"{give.member} sends {_show(give)}, {want.member} expects {_show(want)}"
                     for post in (give, want):
@@ -298,8 +296,7 @@ class Pairing:
             return False  # a member of an earlier coordinator has not called
         for post in heads:
             answers = found[post.member]
-            for ref, applied in answers.items():
-                # None: no member has it, and none ever will
+            for ref, applied in answers.items():  # None: no member has it, and none ever will
                 self._ground.send(post.member, OperationSettled(ref, bool(applied)))
             missed = [ref for ref, applied in answers.items() if applied]
             if missed:
@@ -351,8 +348,7 @@ class Pairing:
     def tick(self, now: float) -> None:
         for posts in list(self._streams.values()):
             for post in [post for post in posts if not post.started and now > post.deadline]:
-                # what it missed says more than that it is late
-                self._refuse(post, post.missed or self._late(post, now))
+                self._refuse(post, post.missed or self._late(post, now))  # a miss says more
             for post in list(posts):
                 self._tell_missed(post, now)
 

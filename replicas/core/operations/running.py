@@ -188,8 +188,8 @@ class Operations:
 
         ``final``: another attempt would fail in the same way.
         """
-        # Counted before the lane is closed: that starts them again, and clears the count
-        # if a member was lost.
+        # Counted before the lane is closed: that starts them again, and clears the
+        # count if a member was lost.
         for operation in blamed:
             operation.failures += 1
             operation.problem = error.message

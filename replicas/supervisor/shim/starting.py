@@ -99,7 +99,7 @@ def _scratch_folder(spec: PartSpec) -> Path:
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:
         private.make_folder(folder)
-        private.create(folder / "probe", bytes(4096))
+        private.create(folder / "probe", bytes(4096))  # an empty file finds room on a full disk
         private.remove(folder / "probe")
     except OSError:
         import tempfile  # loads slowly, and is rarely needed

@@ -159,6 +159,7 @@ class Private:
         ]
         self._places = np.concatenate(within) + np.repeat(np.array(starts[:-1], dtype=np.uintp), counts)
         self._places += np.uintp(memory.data_ptr())
+        # starts has the end, too
         for number, (tensor, one, start) in enumerate(zip(tensors, runs, starts, strict=False)):
             flat = memory[start : start + one.nbytes * counts[number]].view(tensor.dtype)
             view = flat.as_strided(tensor.shape, one.strides)

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that have no code of their own."""
+# torch has no integers of 16 bytes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COPIED = {
     *_CASTABLE,
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
 }
+# taken from the base class: a subclass may have code of its own behind these names
 _IS_META, _LAYOUT, _IS_NESTED = (vars(torch._C.TensorBase)[name].__get__ for name in ("is_meta", "layout", "is_nested"))
 
 

@@ -46,7 +46,7 @@ KEPT_USES = 8
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module of Python 3.11 has no names for them
 _MADV_POPULATE_WRITE = 23
-_POPULATE_NBYTES = 32 << 20
+_POPULATE_NBYTES = 32 << 20  # between two looks at whether to stop
 _UNPIN_S = 30.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
