@@ -103,7 +103,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_ours(address: str) -> bool:
-    """Whether an interface of this machine (or network namespace) has the address."""
+    """True if an interface of this machine (or network namespace) has the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         try:

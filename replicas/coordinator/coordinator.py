@@ -260,7 +260,7 @@ class Coordinator:
 
     @property
     def tls(self) -> bool:
-        """Whether the control port speaks TLS."""
+        """True if the control port speaks TLS."""
         return self._port_key is not None
 
     # ------------------------------------------------------------ for the supervisor
@@ -272,7 +272,7 @@ class Coordinator:
 
     @property
     def store_up(self) -> bool:
-        """Whether the master TCPStore answers."""
+        """True if the master TCPStore answers."""
         return self._store.up
 
     @property
@@ -294,7 +294,7 @@ class Coordinator:
         self.engine.subscribe(callback)
 
     def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:
-        """Whether this generation has joined its channels and serves the newest.
+        """Return True if this generation has joined its channels and serves the newest.
 
         :param external: others start it, and it numbers its generations as it likes.
         """
@@ -310,7 +310,7 @@ class Coordinator:
 
     @property
     def recovering(self) -> bool:
-        """Whether members of an earlier coordinator may still come back."""
+        """True if members of an earlier coordinator may still come back."""
         return any(channel.recovery.active for channel in self.engine.channels.values())
 
     def joined(self, group: str) -> dict[int, frozenset[str]]:
@@ -340,7 +340,7 @@ class Coordinator:
         self.engine.set_draining(group, replica, generation)
 
     def busy(self, group: str, replica: int) -> str:
-        """What the replica is doing; empty: ending it now interrupts nothing."""
+        """Return what ending the replica now would interrupt, or ""."""
         words = (channel.drains.busy(group, replica) for channel in self.engine.channels.values())
         return next((text for text in words if text), "")
 

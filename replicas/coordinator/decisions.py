@@ -37,7 +37,7 @@ class DecisionLog:
         self._fd = -1
         self._size = 0
         self._named = False
-        """Whether the file's directory entry is known to survive a power cut."""
+        """True if the file's directory entry is known to survive a power cut."""
         self._commits: dict[str, CommitDecision] = {}
         self._aborts: dict[str, dict[int, CommitDecision]] = {}
         self.term = time.time_ns() // 1_000_000  # differs from that of every earlier coordinator, also without a log

@@ -313,7 +313,7 @@ class Engine:
             outlet.applying = False
 
     def _recorded(self, channel: ChannelState, outlet: _Outlet, decision: CommitDecision) -> bool:
-        """Whether the decision is on disk; if not, the next tick tries again."""
+        """Return True once the decision is on disk; else the next tick tries again."""
         try:
             self.decisions.append(decision)
         except OSError as exc:

@@ -58,7 +58,7 @@ HOLD_S = 0.002
 
 _HELD = 256
 _GPUS = 64
-_DIMENSIONS = 64  # torch allows no more
+_DIMENSIONS = 64  # more than any model has
 _PID_MAX = 2**31
 One = TypeVar("One", bound=Hashable)
 

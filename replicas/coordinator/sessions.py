@@ -3,7 +3,7 @@
 A session outlives its WebSocket: when the connection breaks and the member comes back
 with the same incarnation and term, both sides resend what the other has not yet
 acknowledged (protocol: :mod:`replicas.messages`). Messages are queued here and written
-together at the end of the loop's turn, as far as the connection takes them; the rest
+together at the end of the loop's turn, as many as the connection takes; the rest
 when it takes more. So nothing ever waits for a slow member, and a broadcast does not
 create one task per member. A member with too much unread data is lost before more is
 added (one message, however large, always fits). A broadcast is encoded once
@@ -50,7 +50,7 @@ class MemberConnection(Protocol):
     """Called when data arrived that is not a whole message yet."""
 
     def takes_more(self) -> bool:
-        """Whether the write buffer has room."""
+        """Return True if the write buffer has room."""
 
     def rtt_s(self) -> float:
         """Recent round-trip time in seconds; 0: unknown."""
@@ -136,7 +136,7 @@ class MemberSession:
             self._unacknowledged_nbytes -= len(self._unacknowledged.popleft()[1])
 
     def accept(self, seq: int) -> bool | None:
-        """Whether the numbered message is new; None: one before it is missing."""
+        """True if the numbered message is new; None: one before it is missing."""
         if seq <= self.received:
             return False
         if seq != self.received + 1:
@@ -151,7 +151,7 @@ class MemberSession:
             asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Write queued messages as far as the connection takes them."""
+        """Write queued messages until the connection takes no more."""
         self._flush_due = False
         connection = self.connection
         while connection is not None and connection.takes_more() and (frames := self._next_frames()):

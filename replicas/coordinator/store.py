@@ -178,7 +178,7 @@ class StoreWatcher:
             await self._respawn()
 
     async def _answers(self) -> bool:
-        """Whether the process answers; a timeout after our own pause proves nothing."""
+        """True if the process answers; a timeout after our own pause proves nothing."""
         loop = asyncio.get_running_loop()
         while True:
             clock = PauseClock(loop.time() + REPLY_TIMEOUT_S)

@@ -149,7 +149,7 @@ class Visit(asyncio.Protocol):
         """When its turn came: a stranger pays for the time from then to its answer,
         which is long where the loop has much else to do."""
         self.opening: asyncio.Task[None] | None = None
-        """What makes the transport, which takes long if the peer is slow in its TLS."""
+        """The task that makes the transport: slow if the peer is slow in its TLS."""
         self._head = b""
         self._pages: asyncio.Protocol | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -180,7 +180,7 @@ class Visit(asyncio.Protocol):
             self._judge()
 
     def _judge(self) -> None:
-        """Look at the request as far as it has come."""
+        """Judge the part of the request that has come."""
         data, nbytes = self._head, head_nbytes(self._head)
         if data[0] == _TLS_HANDSHAKE:
             self._turn_away("tls", "400 Bad Request", "this port does not speak TLS")

@@ -108,7 +108,7 @@ class _Inbox:
         self._news.set()
 
     async def next(self) -> bytes | None:
-        """The next message; None: there is none."""
+        """Return the next message, or None at the end."""
         while not self._messages:
             if self.ended:
                 return None
@@ -212,7 +212,7 @@ class WebSocket(asyncio.BufferedProtocol):
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     async def receive(self) -> bytes:
-        """The next message. Ended: there is none."""
+        """Return the next message, or raise Ended."""
         message = await self._inbox.next()
         if message is None:
             raise Ended(too_big=self._conn.close_sent is not None and self._conn.close_sent.code == TOO_BIG)
@@ -235,7 +235,7 @@ class WebSocket(asyncio.BufferedProtocol):
 
     @property
     def unread_nbytes(self) -> int:
-        """What was written and has not left this process."""
+        """Bytes that were written and have not left this process."""
         return self._transport.get_write_buffer_size()
 
     def rtt_s(self) -> float:

@@ -216,7 +216,7 @@ class ChannelState:
         self._settle(now)
 
     def waits(self, member: Member) -> bool:
-        """Return whether a request of the member still waits for other members."""
+        """Return True if a request of the member still waits for other members."""
         return self.rounds.asks(member) or self.operations.pairing.waits(member)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
@@ -233,7 +233,7 @@ class ChannelState:
     # ----------------------------------------------------------- callbacks of the parts
 
     def others_wait(self, now: float) -> bool:
-        """Return whether a publish or a join waits for the current publish to end."""
+        """Return True if a publish or a join waits for the current publish to end."""
         return bool(self.commits.publishes.queue or self.roster.waiting(now))
 
     def quarantine(self, member: Member, why: str, now: float) -> None:

@@ -255,7 +255,7 @@ def remove(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder of ours and its contents as far as possible, without an error."""
+    """Remove a folder of ours with what can be removed of it; never raise OSError."""
     with contextlib.suppress(OSError), folder(path) as root:
         # Not os.walk, which works by paths; not shutil, which is slow to import.
         for _, folders, files, here in os.fwalk(".", topdown=False, dir_fd=root):

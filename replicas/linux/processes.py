@@ -138,7 +138,7 @@ def command_line(pid: int, limit: int = 120) -> str:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Return whether it unlinks a dead Python program's shared memory and semaphores.
+    """Return True for the process that unlinks a dead Python program's shared memory.
 
     Use the answer for the order of killing only, never to choose what to kill.
     """
@@ -191,7 +191,7 @@ def is_below(pid: int, root: int) -> bool:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Return whether the process has a handler for the signal; False if it is gone."""
+    """Return True if the process has a handler for the signal; False if it is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_bytes()
     except (FileNotFoundError, PermissionError, ProcessLookupError):
@@ -201,7 +201,7 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def is_marked(pid: int, nonces: str | Iterable[str]) -> bool:
-    """Return whether the process's environment has one of these shim nonces."""
+    """Return True if the process's environment has one of these shim nonces."""
     return _has_mark(pid, _entries(nonces))
 
 

@@ -84,7 +84,7 @@ def listeners() -> Iterator[tuple[Listener, int]]:
 
 
 def foreign(uids: frozenset[int] | None, owners: frozenset[int] | None) -> bool:
-    """Whether a port with these listeners may belong to others than ``owners``.
+    """Return True if a port with these listeners may belong to others than ``owners``.
 
     :param uids: as :func:`listener_uids` returns them. :param owners: None: any.
     """
@@ -116,7 +116,7 @@ def is_own(path: Path) -> bool:
 
 
 def listens(path: Path) -> bool:
-    """Return whether a process, even a frozen one, listens on the socket. Never blocks.
+    """Return True if a process, even a frozen one, listens on the socket. Never blocks.
 
     :raises OSError: it cannot be determined, as for the socket of another user.
     """

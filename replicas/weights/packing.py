@@ -282,7 +282,7 @@ class Packer:
         return manifest
 
     def knows(self, feed: Feed, manifest: PartManifest) -> bool:
-        """Whether :meth:`pack` will copy at once: no user code runs before the end."""
+        """True if :meth:`pack` will copy at once: no user code runs before the end."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
     def pack(

@@ -93,7 +93,7 @@ class Scratch:
         self._drop_idle()
 
     def _drop_idle(self) -> bool:
-        """Free the idle buffers; returns whether there were any."""
+        """Free the idle buffers; return True if there were any."""
         idle = locked(self._lock, self._forget_idle)
         for buffer in idle:
             buffer.close()
@@ -198,7 +198,7 @@ def copy_out(
 def _copy(
     device: Accelerator, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, load: bool
 ) -> bool:
-    """Copy or queue each pair; returns whether a queued copy involves host memory.
+    """Copy or queue each pair; return True if a queued copy involves host memory.
 
     :param load: the destinations are the user's; False: the sources are.
     """

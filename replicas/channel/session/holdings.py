@@ -178,7 +178,7 @@ class Holdings:
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
     async def compare(self, version: int, digest: str) -> bool:
-        """Whether the pinned slot of a doubtful ``version`` has this digest."""
+        """Return True if the pinned slot of a doubtful ``version`` has this digest."""
         slot = self.arena.find_pinned(version)
         if slot is None:
             return True
@@ -244,7 +244,7 @@ class Loans:
             take_back()
 
     def keep(self, holder: Holder) -> bool:
-        """End the loan, keep the resource; False: ended before, or not lent here."""
+        """End the loan and keep the resource; return False if there is no such loan."""
         return self._end(holder) is not None
 
     def sweep(self) -> None:

@@ -434,5 +434,5 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
 
 
 def _lacks_threads(error: BaseException) -> bool:
-    """Whether no thread could be started (process limit); Python has no type for it."""
+    """True if no thread could be started (process limit); Python has no type for it."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)

@@ -322,12 +322,12 @@ class Promise(Pending[T]):
 
     @property
     def unknown(self) -> bool:
-        """Whether it ended with OutcomeUnknown and has not been settled since."""
+        """True if it ended with OutcomeUnknown and is not settled."""
         return self._ended.is_set and not self._settled and isinstance(self._error, errors.OutcomeUnknown)
 
     @property
     def uncollected(self) -> bool:
-        """Whether it succeeded after all but no wait has fetched its results yet."""
+        """True if it succeeded after all, and no wait has fetched its results."""
         return self._work is not None
 
     def untold_error(self) -> BaseException | None:

@@ -178,7 +178,7 @@ class Session:
         self._wake.set()
 
     async def close(self, reason: str, timeout_s: float) -> None:
-        """Say good-bye (as far as ``timeout_s`` allows) and end."""
+        """Say good-bye within ``timeout_s``, and end."""
         if self._task is None or self._closing:
             self._closing = True
             return
@@ -406,7 +406,7 @@ def _pause(state: RetryCallState) -> float:
 
 
 def _refusal(error: InvalidStatus, endpoint: str) -> errors.UsageError | None:
-    """What an HTTP status says for good; None: a later try may succeed."""
+    """Return the refusal that an HTTP status means; None: try again later."""
     status = error.response.status_code
     if status in (401, 403):
         text = f"the coordinator at {endpoint} does not accept the token{_reason(error)}"

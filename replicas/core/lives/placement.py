@@ -139,7 +139,7 @@ def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str
 
 
 def _wanted(need: Need, rooms: Sequence[_Room], *, named: bool) -> list[str]:
-    """What these nodes have too little of; ``named``: there are several nodes."""
+    """Return what these nodes lack, in words; ``named``: of several nodes."""
     wanted = []
     if need.per_node is not None and sum(max(0, need.per_node - room.parts) for room in rooms) < need.parts:
         wanted.append(f"a node with fewer than {need.per_node} of the group")

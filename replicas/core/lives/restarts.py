@@ -33,7 +33,7 @@ _ALL = 0
 
 
 def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
-    """Return whether the policy restarts a replica. ``ok``: it ended well."""
+    """Return True if the policy restarts a replica. ``ok``: it ended well."""
     return config.policy == "always" or (config.policy == "on-failure" and not ok)
 
 
@@ -134,7 +134,7 @@ class Restarts:
         return self.cycles.get(self.key(replica), 0)
 
     def spent(self, now: float) -> bool:
-        """Return whether some of the budget, or a cycle, is spent."""
+        """Return True if some of the budget, or a cycle, is spent."""
         return bool(self.ages(now) or self.cycles)
 
     def reset(self) -> None:

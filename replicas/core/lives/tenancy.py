@@ -42,7 +42,7 @@ class Tenancy:
     def __init__(self) -> None:
         self.state: TenancyState = "joining"
         self.until: float | None = None
-        """When everything must begin to end; None: there is no such time."""
+        """Time at which everything must begin to end; None: no limit."""
         self._lease_s = 0.0
         self._sent: dict[int, float] = {}
         self._number = 0
@@ -53,17 +53,17 @@ class Tenancy:
 
     @property
     def serves(self) -> bool:
-        """Whether a supervisor has taken the agent, and its lease has not ended."""
+        """True if a supervisor has taken the agent, and its lease has not ended."""
         return self.state in ("serving", "leaving")
 
     @property
     def ended(self) -> bool:
-        """Whether it is over."""
+        """True if the agent ends."""
         return self.state == "over"
 
     @property
     def leased(self) -> bool:
-        """Whether the present supervisor has given it a lease."""
+        """True if the present supervisor has given it a lease."""
         return self._lease_s > 0
 
     def granted(self, lease_s: float, asked_at: float) -> None:

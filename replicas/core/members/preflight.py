@@ -158,7 +158,7 @@ def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[t
 
 
 def nccl_works(hellos: Sequence[Hello]) -> bool:
-    """Return whether NCCL accepts these as one group, by their GPUs.
+    """Return True if NCCL accepts these as one group, by their GPUs.
 
     It takes processes with one GPU for ones with two when their NCCL_HOSTID differ
     (correct, but slow).
@@ -188,12 +188,12 @@ def _release(version: str) -> str:
 
 
 def carries_bytes(hello: Hello, parties: Iterable[ChannelRole]) -> bool:
-    """Return whether one of these roles makes this rank send or receive bytes."""
+    """Return True if one of these roles makes this rank send or receive bytes."""
     return any(party.group == hello.group and (party.ranks != "leader" or hello.rank == 0) for party in parties)
 
 
 def _in_groups(hello: Hello, config: ChannelConfig) -> bool:
-    """Return whether this rank is ever part of a process group."""
+    """Return True if this rank is ever part of a process group."""
     return carries_bytes(hello, (*config.sources, *config.targets, *config.peers))
 
 

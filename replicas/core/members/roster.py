@@ -395,7 +395,7 @@ class Roster:
         return interval_s
 
     def suspect(self, state: MemberState, now: float) -> bool:
-        """Return whether it missed three heartbeats or has not reconnected in time."""
+        """Return True if the member missed three heartbeats, or has not reconnected."""
         cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
         return cut or now - state.last_seen > self._heartbeats.patience_s
 

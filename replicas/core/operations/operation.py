@@ -115,7 +115,7 @@ class Operation:
         return "transfer" if self.state == "running" else "form"
 
     def can_do_without(self, member: Member) -> bool:
-        """Return whether the others can do it without this member."""
+        """Return True if the others can end the operation without this member."""
         root = self.root_post.member if self.root_post is not None else None
         return not self.pairwise and member != root and len(self.posts) > 1
 
@@ -212,7 +212,7 @@ class Faults:
         return sorted(operation.participants, key=lambda member: (member != root, not self._has_worked(member)))
 
     def _has_worked(self, member: Member) -> bool:
-        """Return whether it has (or, under another coordinator, may have) worked."""
+        """Return True if the member has worked, or may have before this coordinator."""
         state = self._roster.get(member)
         return member in self._proven or (state is not None and state.from_before)
 
@@ -244,7 +244,7 @@ class Faults:
         return "again", error
 
     def _parted(self, operation: Operation, lane: Lane, error: errors.ReplicasError) -> bool:
-        """Return whether members of the lane cannot reach each other any more.
+        """Return True if members of the lane can no longer reach each other.
 
         A group that never worked is an error of set-up instead.
         """

@@ -68,7 +68,7 @@ class Pairing:
         self._expects = True
         self._ground, self._roster = ground, ground.roster
         self._verdicts: OrderedDict[str, bool] = OrderedDict()
-        """Whether the newest operations of this term were applied, by ref."""
+        """True if the newest operations of this term were applied, by ref."""
         self._reply = reply
         self._running = running
         self._streams: dict[Member, list[Post]] = {}
@@ -115,11 +115,11 @@ class Pairing:
     # ------------------------------------------------------------ posts
 
     def waits(self, member: Member) -> bool:
-        """Return whether the member has posted an operation that has no verdict yet."""
+        """Return True if the member has posted an operation that has no verdict yet."""
         return bool(self._streams.get(member))
 
     def may_run(self, state: MemberState) -> bool:
-        """Return whether an operation of the member runs, or may begin as it is now."""
+        """Return True if an operation of the member runs, or may begin as it is now."""
         return any(post.started or state.live for post in self._streams.get(state.member, ()))
 
     def post(self, state: MemberState, message: OperationPost, now: float) -> None:

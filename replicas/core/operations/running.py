@@ -24,7 +24,7 @@ need: they only have to end. The same holds for members that are quarantined, an
 
 **A lane fails** while all members are alive: its operations run again once, in a new
 lane. One that fails twice, or once in a way that would repeat (members that have worked
-together cannot reach each other any more, or no byte moves:
+together can no longer reach each other, or no byte moves:
 :mod:`replicas.core.moving.pace`), is *stuck*. It is *parked* while pairs of its members
 are probed, and the fewest members that explain the bad pairs are quarantined: of the
 two ends of one bad link the less important one, which is neither the root nor one that
@@ -133,7 +133,7 @@ class Operations:
         return lanes.open(wanted, backend, self, now, timeout_s, grace_s=LATE_S)
 
     def _close_idle_lanes(self) -> None:
-        """Close lanes that are not in use, and not wanted any more."""
+        """Close lanes that are neither in use nor wanted for later."""
         lanes = self._ground.lanes.of(self)
         live = {state.member for state in self._roster.live}
         busy = [operation.lane for operation in self.running]
@@ -351,7 +351,7 @@ class Operations:
         self._close_idle_lanes()
 
     def _end_standstill(self, operation: Operation, lane: Lane, now: float) -> None:
-        """Fail an operation of which no byte moves any more while all are alive."""
+        """Fail an operation whose bytes have stopped while all members are alive."""
         awaited = operation.awaited
         if lane.pace.stands_still(awaited, now):
             names = ", ".join(member.name for member in awaited)
@@ -395,7 +395,7 @@ class Trials:
         self._trials: dict[Member, Probe] = {}
 
     def look(self, now: float) -> None:
-        """Start due trials, and forget peers that are not quarantined any more."""
+        """Start due trials, and forget peers that have left quarantine."""
         roster = self._ground.roster
         here = {s.member: s for s in roster.apart.values() if s.standing == "quarantined" and s.is_peer}
         for member in [member for member in self._since if member not in here]:

@@ -118,7 +118,7 @@ class Publishes:
         self._counts: dict[Member, tuple[ProcessIdentity, int]] = {}
         """The process of each member, and the number that it has reached."""
         self._forgotten: dict[tuple[str, int], int] = {}
-        """The newest number of each replica whose verdict is not kept any more."""
+        """The newest number of each replica whose verdict is forgotten."""
         self.queue: list[Publish] = []
         self.moving: Publish | None = None
 
@@ -179,7 +179,7 @@ class Publishes:
         """Begin a publish, or join the one that another rank has begun.
 
         :raises errors.ReplicasError: StaleVersion, RanksDisagree, or Gone for one whose
-            verdict is not kept any more.
+            verdict is forgotten.
         """
         publish = self.get(member, message.publish)
         replica = (member.group, member.replica)
@@ -226,7 +226,7 @@ class Publishes:
 
     @staticmethod
     def _agrees(publish: Publish, message: PublishBegin) -> bool:
-        """Return whether two ranks began the same publish.
+        """Return True if two ranks began the same publish.
 
         A resumed one names the number that it got, not the one that it asked for.
         """

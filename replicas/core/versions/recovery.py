@@ -91,7 +91,7 @@ class Recovery:
 
     @property
     def active(self) -> bool:
-        """Whether decisions that need all members must wait."""
+        """True if decisions that need all members must wait."""
         return not self._done
 
     # ------------------------------------------------------------ who is expected
@@ -112,7 +112,7 @@ class Recovery:
 
     @property
     def _all_back(self) -> bool:
-        """Whether all are known to have said what they know, and can be admitted."""
+        """True if all expected members have reported, and can be admitted."""
         # an observer is on no known host
         known = all(state.resumed and (state.host or state.observes) for state in self._roster)
         return self._told and not self._awaited and known
@@ -144,7 +144,7 @@ class Recovery:
     def defers(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> bool:
-        """Return whether to handle the message at the end of the window.
+        """Return True if to handle the message at the end of the window.
 
         That holds for a publish without a number, and for messages that follow it.
         """

@@ -65,13 +65,13 @@ class Round:
     failure: str = ""
     """Why, in that rank's words."""
     refused: bool = False
-    """Whether nothing of it was loaded."""
+    """True if that rank refused the version, and loaded nothing of it."""
     done: int = 0
     """The version that a rank had loaded when it left in good order."""
 
     @property
     def partial(self) -> bool:
-        """Whether a rank failed to load, and the ranks still differ since."""
+        """True if a rank failed to load, and the ranks still differ since."""
         return self.state == "partial"
 
     def move(self, event: RoundEvent) -> None:
@@ -94,12 +94,12 @@ class Newest(NamedTuple):
     meta: Mapping[str, object] | None = None
 
     def is_enough(self, ask: ReceiveAsk) -> bool:
-        """Return whether it meets the bound of this ask, ignoring ``after``."""
+        """Return True if the version meets the ask's bound, ignoring ``after``."""
         return is_enough(ask.at_least, ask.key, self.version, self.meta or {})
 
 
 def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object]) -> bool:
-    """Return whether the version's number is at least ``at_least``.
+    """Return True if the version's number is at least ``at_least``.
 
     With ``key``, the number by that name in its ``meta`` counts instead.
     """
@@ -114,7 +114,7 @@ class ReplicaView(NamedTuple):
     expected: int
 
     def begun(self, round_: Round) -> bool:
-        """Return whether some rank may now look at the round's version or serves it."""
+        """Return True if some rank may now look at the round's version or serves it."""
         loaded = (round_.done, *(state.loaded for state in self.ranks))
         return bool(round_.taken) or round_.version in loaded
 
@@ -166,20 +166,20 @@ class Rounds:
                 del self._loaded[state.loaded]  # loaded_by_all() takes the least key
 
     def asks(self, member: Member) -> bool:
-        """Return whether the member waits for a grant."""
+        """Return True if the member waits for a grant."""
         return member in self._known(member.group, member.replica).asks
 
     def has_open(self, member: Member) -> bool:
-        """Return whether the member was granted an update and has not reported it."""
+        """Return True if the member was granted an update and has not reported it."""
         return member in self._known(member.group, member.replica).taken
 
     def loading(self, group: str, replica: int) -> bool:
-        """Return whether a round has begun to load and is not complete."""
+        """Return True if a round has begun to load and is not complete."""
         round_ = self._known(group, replica)
         return round_.state == "loading" or bool(round_.taken)
 
     def wants(self, member: Member, version: int) -> bool:
-        """Return whether ``version`` is new enough for the member's ask."""
+        """Return True if ``version`` is new enough for the member's ask."""
         found = self._known(member.group, member.replica).asks.get(member)
         return found is not None and found.after < version
 
@@ -363,7 +363,7 @@ class Rounds:
 
     @staticmethod
     def _in_progress(round_: Round, view: ReplicaView) -> bool:
-        """Return whether some rank has yet to load the round's version, and can."""
+        """Return True if some rank has yet to load the round's version, and can."""
         waiting = [state for state in view.ranks if state.loaded != round_.version]
         if round_.state in ("idle", "loaded") or not waiting or not view.begun(round_):
             return False

@@ -123,7 +123,7 @@ class Ends:
         self.blind = False
 
     def all_over(self, look: Callable[[], Iterable[int]]) -> bool:
-        """Whether ``look`` finds none; else the loop is woken by the end of each.
+        """True if ``look`` finds none; else the end of each process wakes the loop.
 
         One that ends between the look and the watch would wake nobody: a second look
         finds it gone, or what it has started.

@@ -13,7 +13,7 @@ of :mod:`replicas.supervisor.shim.phases`:
 * *stopping*: if the ranks are reported stuck, their stacks are saved first. Then
   SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
 * *sweeping*: the state has the exit report; SIGTERM to the remaining processes, then
-  SIGKILL, again and again until this process has no child but the log pump, the control
+  SIGKILL, repeated until this process has no child but the log pump, the control
   group is empty, and no process has the shim's mark: sidecars are children of the
   node's forkserver. Processes that take long to die are named (``remains``). Python's
   resource trackers are killed last, as they unlink the files that the others have left
@@ -366,7 +366,7 @@ class Shim:
             self._teller.now(remains=Remains(since=self._killing_since, processes=processes))
 
     def _empty(self) -> bool:
-        """True if no process of the replica runs any more. In a sweep, none starts."""
+        """True if the replica's last process is gone. In a sweep, none starts."""
         return self._childless_but_for_logs() and self._others.all_over(self._of_others)
 
     def _of_others(self) -> set[int]:

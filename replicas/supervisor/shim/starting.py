@@ -90,7 +90,7 @@ def guard_orders(spec: PartSpec, *, direct: bool) -> int:
 
 
 def where(guard_orders: int) -> str:
-    """What the variable :data:`GUARD` says of the orders."""
+    """Return the value of the variable :data:`GUARD` for these orders."""
     return f"{os.getpid()} {guard_orders}"
 
 

@@ -97,7 +97,7 @@ class CopyPool:
         self.grow(helpers)
 
     def grow(self, helpers: int) -> None:
-        """Start up to ``helpers`` more threads, as far as the system allows."""
+        """Start up to ``helpers`` more threads, as many as the system allows."""
         for _ in range(helpers):
             name = f"replicas-crew-{locked(self.lock, self._count, 1)}"
             try:

@@ -82,7 +82,7 @@ def _cache_nbytes() -> int:
 
 
 def pays(nbytes: int) -> bool:
-    """Whether a copy of ``nbytes`` should bypass the CPU caches: it is larger."""
+    """True if a copy of ``nbytes`` should bypass the CPU caches: it is larger."""
     return available and nbytes > _cache_nbytes()
 
 
@@ -95,7 +95,7 @@ def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def still_there(tensors: Sequence[torch.Tensor], addresses: Addresses, needed: Addresses) -> Check:
-    """Whether each tensor has its memory at this address, and all of it.
+    """Return True if each tensor has its memory at this address, and all of it.
 
     :param needed: bytes from the start of its storage to the end of its elements.
     """

@@ -27,7 +27,7 @@ lock: to wait for a slot, poll.
 
 A buffer whose file was *shown* to a user (:meth:`Buffer.show`) is never filled again,
 as nothing says who still reads it: the slot gets another, and the kernel frees the old
-one when nothing has it mapped or open any more. :mod:`replicas.weights.memory.left`
+one when nothing has it mapped or open. :mod:`replicas.weights.memory.left`
 finds out, for logs and errors, who that is.
 
 Memory that its owner fills by itself is *closed to writers* before it is filled. A

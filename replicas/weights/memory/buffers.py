@@ -14,7 +14,7 @@ out; users read it through :meth:`Buffer.private`, or as a file (:meth:`Buffer.s
 
 What users make of a file is unknown here: a mapping that outlives the version, in
 whatever process. Showing a file therefore *seals* it (:mod:`replicas.linux.seals`): no
-process can open it for writing any more, and its owner sees at the next claim that it
+process can open it for writing, and its owner sees at the next claim that it
 must not be refilled, and leaves it to its readers. The seal is the kernel's, and
 outlives the reader that set it.
 
@@ -222,7 +222,7 @@ class Buffer:
 
     @property
     def shown(self) -> bool:
-        """Whether its file was handed out by any process, so that it stays as it is."""
+        """True if its file was handed out by any process, so that it stays as it is."""
         return not self.device and seals.is_final(self._open_fd)
 
     @property

@@ -11,7 +11,7 @@ Every mapping is made through a *file description of its own* (the file is reope
 because Python's mmap keeps a duplicate of the descriptor: a buffer's locks must end
 with the buffer, not with the last tensor.
 
-*Kept mappings.* A reader maps the few buffers of an owner again and again. A mapping
+*Kept mappings.* A reader maps the few buffers of an owner repeatedly. A mapping
 for reading shows all later writes of the owner, so :class:`KeptMappings` keeps it for
 the next mapping of the same file (the same inode). It keeps memory alive that its owner
 may have closed. Therefore a mapping that no held slot uses is dropped when the owner's
