@@ -232,6 +232,7 @@ class StoreWatcher:
             try:
                 await self.ask("sweep", tuple(prefixes))
             except (TimeoutError, ConnectionError):
+                self._sweeps += prefixes
                 log.info("a sweep of the store waits for the next one: the store does not answer")
 
     # ------------------------------------------------------------ stopping
