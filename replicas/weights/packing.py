@@ -43,7 +43,6 @@ is checked again as they are copied (:mod:`replicas.weights.copies.host_copies`)
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -71,8 +70,6 @@ class Packing:
 
     digest: Future[str]
     """Of all of the slot's data; set a moment later, on another thread."""
-    copy_s: float
-    """How long the caller was held."""
     copies: DeviceCopies | None = None
     """May still run; None: everything is copied."""
 
@@ -94,7 +91,6 @@ def _filled(
     :param fill: copies all weights, or reports that they are already in place.
     :param device: makes the copies; None: threads of the CPU do.
     """
-    started = time.monotonic()
     with (
         DeviceCopies(device, data, options, progress)
         if device is not None
@@ -102,8 +98,7 @@ def _filled(
     ) as copies:
         fill(copies)
         copies.finish()
-    held_s = time.monotonic() - started
-    return Packing(copies.digest, held_s, copies if isinstance(copies, DeviceCopies) else None)
+    return Packing(copies.digest, copies if isinstance(copies, DeviceCopies) else None)
 
 
 def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:

@@ -43,7 +43,7 @@ def digests(source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> list[Futu
     def late(*given: Any) -> Any:
         manifest, packing = fill(*given)
         made.append(Future())
-        return manifest, Packing(made[-1], packing.copy_s)
+        return manifest, Packing(made[-1])
 
     monkeypatch.setattr(filling, "fill", late)
     return made
