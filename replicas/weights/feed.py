@@ -266,6 +266,7 @@ class Feed:
         except BaseException:
             self._end(failed=True)
             raise
+        # no pair: _described() names it
         return (step[0], step[1]) if isinstance(step, (tuple, list)) and len(step) == 2 else (None, step)
 
     def _end(self, *, failed: bool) -> None:

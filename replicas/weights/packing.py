@@ -155,11 +155,13 @@ class Planned:
         ]
         full = [number for number, entry in enumerate(entries) if entry.alias_of is None and entry.box is not None]
         self._full = np.array(full, dtype=np.intp)
+        # a gather makes new tensors at each walk
         self._gathers = any(entries[number].tensor is None for number in full)
         own = [number for number, entry in enumerate(entries) if entry.alias_of is None]
         given = own if manifest.pieces is None else full
         self._picks = [given[number] for number in self.places.order]
-        self._picks_all = self._picks == list(range(len(values)))
+        self._picks_all = self._picks == list(range(len(values)))  # as for most models: no list is picked apart then
+        # of these the layout is compared, not only the type
         self._special = [(number, _form(value)) for number, value in enumerate(values) if type(value) not in PLAIN]
         tensors = None if self._gathers else self._tensors(values)
         published = [torch_dtype(entry.dtype) for entry in entries]
@@ -222,9 +224,10 @@ class Planned:
 
     def _tied_alike(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> bool:
         full = np.sort(addresses[self._full])
-        if np.any(full[1:] == full[:-1]):
+        if np.any(full[1:] == full[:-1]):  # two are tied that were not
             return False
         return all(
+            # 0: no memory
             addresses[tie] == addresses[first] != 0 and _strides(tensors[tie]) == _strides(tensors[first])
             for tie, first in self._ties
         )
@@ -316,7 +319,7 @@ class Packer:
                     aliases = list(map(torch.Tensor.detach, sources.tensors))  # aliases keep their storages
                 fill = partial(_copy, places, planned.kinds, views(), aliases)
             packing = _filled(fill, slot.data, options, progress, device=device)
-            feed.take_known()
+            feed.take_known()  # the walk is over: there is nothing to drain
         except BaseException:
             feed.drain()
             raise
@@ -387,6 +390,7 @@ def stage(feed: Feed) -> Staged:
         for entry in feed:
             copy = None
             if entry.tensor is not None and entry.box is not None:
+                # an iterator may free, or fill anew, what it gave
                 copy = torch.empty(entry.box[1], dtype=torch_dtype(entry.dtype), device="cpu")
                 copy_elements(copy, entry.tensor, name=entry.name)
             entries.append(Entry(entry.name, copy, entry.dtype, entry.shape, entry.box, entry.alias_of))

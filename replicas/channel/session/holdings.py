@@ -108,7 +108,7 @@ class Holdings:
             return ()
         held: list[HeldVersion] = []
         for version, image in sorted(self.arena.images().items()):
-            slot = self.arena.find_pinned(version)
+            slot = self.arena.find_pinned(version)  # pinned: another thread may evict it
             if slot is not None:
                 held.append(HeldVersion(version, self.digest(version), image.hash, slot.place))
                 self.arena.unpin(slot)
@@ -161,7 +161,7 @@ class Holdings:
         newest = version > self.latest
         if newest:
             self.latest, self.latest_digest = version, digest
-        elif version == self.latest and digest:
+        elif version == self.latest and digest:  # a Welcome told its number alone
             self.latest_digest = digest
         self.protect()
         return newest
@@ -199,7 +199,7 @@ class Holdings:
 
     def _wake(self) -> None:
         self.changed.set()
-        self.changed = asyncio.Event()
+        self.changed = asyncio.Event()  # who has looked before waits for the old one
 
     def _dropped(self, version: int) -> None:
         if self.arena.find(version) is None:  # it may have been received again since
@@ -232,7 +232,7 @@ class Loans:
 
     def lend(self, holder: Holder, take_back: Callable[[], object]) -> weakref.ref[Holder]:
         """Lend; ``take_back`` runs once, when ``holder`` gives back or has died."""
-        known = weakref.ref(holder, self._gone.append)
+        known = weakref.ref(holder, self._gone.append)  # C code: no signal handler runs in it
         self._lent[id(known)] = (known, take_back)  # by id: weak references compare as what they refer to
         self._look_again()
         return known
@@ -258,7 +258,7 @@ class Loans:
         return None if found is None else self._lent.pop(found)[1]
 
     def _look_again(self) -> None:
-        if self._timer is None and self._lent:
+        if self._timer is None and self._lent:  # no timer while nothing is lent
             self._timer = self._after(LOOK_S, self._look)
 
     def _look(self) -> None:

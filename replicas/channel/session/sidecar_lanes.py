@@ -75,6 +75,7 @@ class SidecarLanes(Part):
     def _ahead(self, message: LaneAhead) -> None:
         self._hub.several_hosts = True
         settings = self._hub.settings
+        # a source without bytes is in no lane
         if settings.role != "source" or settings.source_ranks == "all" or self._hub.leader:
             self.prepare()
 

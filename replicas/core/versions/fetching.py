@@ -48,7 +48,8 @@ class Cache(Generic[_T]):
         return self._kept[key][0]
 
     def put(self, key: str, value: _T, nbytes: int) -> None:
-        self._nbytes += nbytes - self._kept.pop(key, (value, 0))[1]
+        _, known_nbytes = self._kept.pop(key, (value, 0))  # to the end: it is the newest now
+        self._nbytes += nbytes - known_nbytes
         self._kept[key] = value, nbytes
         while self._nbytes > self._limit_nbytes and len(self._kept) > 1:  # the newest stays, however large
             _, (_, freed) = self._kept.popitem(last=False)

@@ -279,13 +279,13 @@ class Copier:
     ) -> None:
         nbytes = data.numel()
         if helpers is None:
-            helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))
+            helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))  # a large one has one, to hash
         self.digest: Future[str] = Future()
         self._bytes: memoryview | None = data.numpy().data
         """Dropped after its last use: the cycle of pool and copier would keep it."""
         self._past_caches = streaming.pays(nbytes)
         self._beside = helpers > 1 if beside is None else beside
-        self._threads = max(1, helpers + 1 - self._beside)
+        self._threads = max(1, helpers + 1 - self._beside)  # one of them hashes
         self._unfilled = [min(BLOCK_NBYTES, nbytes - start) for start in range(0, nbytes, BLOCK_NBYTES)]
         self._blocks = [b""] * len(self._unfilled)
         self._ready: list[int] = []

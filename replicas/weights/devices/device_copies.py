@@ -313,7 +313,7 @@ class DeviceCopies:
                 for extent in batch[1]:
                     self._sink.filled(*extent)
             error = batch
-            if not self._aside_alone:
+            if not self._aside_alone:  # aside, the caller's stream was not held
                 held_s = max((self._ends[one].seconds_since(self._starts[one]) for one in self._ends), default=0.0)
         except BaseException as failure:  # noqa: BLE001  # all waiters get it
             error = failure

@@ -386,14 +386,14 @@ class Arena:
             buffer = slot._buffer
             if buffer is None:
                 return slot
-            claim = buffer.claim()
+            claim = buffer.claim()  # readers in other processes may hold it
             if claim == "claimed":
                 return slot
             if claim == "shown":
                 shown.append((slot, buffer))
             elif claim == "in sight" or buffer.released:
                 retirable.append((slot, buffer))
-        for slot, buffer in shown:
+        for slot, buffer in shown:  # takes no room among the retired
             slot._buffer = None
             self.pool.leave(buffer)
             return slot

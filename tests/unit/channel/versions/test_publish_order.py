@@ -41,7 +41,7 @@ def digests(source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> list[Futu
     fill = filling.fill
 
     def late(*given: Any) -> Any:
-        manifest, packing = fill(*given)
+        manifest, _ = fill(*given)
         made.append(Future())
         return manifest, Packing(made[-1])
 
