@@ -49,15 +49,16 @@ LOOP_SHARE = 0.25
 STRANGERS_SHARE = 0.1
 """Share of all strangers together."""
 LOOP_BURST_S = 0.5
-CHARGE_MAX_S = 0.5
+CHARGE_MAX_S = 0.5  # a message that met a pause of this process costs no more
 MESSAGE_S = 50e-6
 """Fixed cost of a message: turns of the loop, the answer."""
+# a busy session keeps the loop for this many messages, or this long
 MESSAGES_AT_ONCE = 8
 HOLD_S = 0.002
 
 _HELD = 256
 _GPUS = 64
-_DIMENSIONS = 64
+_DIMENSIONS = 64  # more than any model has
 _PID_MAX = 2**31
 One = TypeVar("One", bound=Hashable)
 
@@ -115,7 +116,7 @@ class Bounded(Generic[One]):
         """Add a connection; returns the one that gives way to it, to be ended."""
         alike = self._by_source.get(source, {})
         gone = None
-        if 2 * len(alike) >= self.most:
+        if 2 * len(alike) >= self.most:  # half the room, so that one source cannot take all of it
             gone = next(iter(alike))
         elif len(self._sources) >= self.most:
             gone = self.oldest()
@@ -239,6 +240,7 @@ def _text_problem(value: msgspec.Struct) -> str | None:
         if len(texts) > _MANY:
             return f"{type(value).__name__} with {len(texts):,} {name}"
         for text in texts:
+            # UTF-8: at most 4 bytes a character; most texts need no encoding
             if 4 * len(text) > most and (nbytes := len(text.encode())) > most:
                 return f"{type(value).__name__} with {name} of {nbytes:,} bytes: at most {most:,} are taken"
     return None

@@ -144,6 +144,7 @@ class Kinds:
             found.runs[few] = self.kept[these]
             if not all(map(torch.Tensor.is_contiguous, some)):
                 found.runs[few] &= np.fromiter(map(torch.Tensor.is_contiguous, some), np.bool_, size)
+            # only complex tensors can be conjugate
             for lazy in (torch.Tensor.is_neg, torch.Tensor.is_conj)[: 1 + self.complex]:
                 if any(map(lazy, some)):
                     found.runs[few] &= ~np.fromiter(map(lazy, some), np.bool_, size)
@@ -283,7 +284,7 @@ class HostCopies:
                     _written(self._found.tensors[some])
                 return
             except MemoryMoved:
-                if cut.axis >= 0:
+                if cut.axis >= 0:  # an alias, which keeps its storage: that itself has changed
                     raise unusable(
                         self._name(cut.first), self._found.tensors[cut.first], "was freed or resized"
                     ) from None

@@ -82,7 +82,7 @@ def _cache_nbytes() -> int:
 
 
 def pays(nbytes: int) -> bool:
-    """Whether a copy of ``nbytes`` should bypass the CPU caches: it is larger."""
+    """True if a copy of ``nbytes`` should bypass the CPU caches: it is larger."""
     return available and nbytes > _cache_nbytes()
 
 
@@ -95,7 +95,7 @@ def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def still_there(tensors: Sequence[torch.Tensor], addresses: Addresses, needed: Addresses) -> Check:
-    """Whether each tensor has its memory at this address, and all of it.
+    """Return True if each tensor has its memory at this address, and all of it.
 
     :param needed: bytes from the start of its storage to the end of its elements.
     """
@@ -159,6 +159,7 @@ class Private:
         ]
         self._places = np.concatenate(within) + np.repeat(np.array(starts[:-1], dtype=np.uintp), counts)
         self._places += np.uintp(memory.data_ptr())
+        # starts has the end, too
         for number, (tensor, one, start) in enumerate(zip(tensors, runs, starts, strict=False)):
             flat = memory[start : start + one.nbytes * counts[number]].view(tensor.dtype)
             view = flat.as_strided(tensor.shape, one.strides)

@@ -378,6 +378,13 @@ def test_only_some_import_torch_and_prometheus_and_nobody_pickle() -> None:
         assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & heads, name
 
 
+def test_one_console_of_rich_shows_everything() -> None:
+    """That of the command line, in whose lines others' texts are clean."""
+    makers = {"rich.console.Console", "rich.get_console", "rich.print"}
+    found = {str(path.relative_to(ROOT)) for path in modules() if makers & imports(path)}
+    assert found == {"cli/base.py"}
+
+
 def test_nobody_signals_by_pid() -> None:
     """A pid may be somebody else's by then: signals go through pidfds, or to a child
     that was not yet waited for."""
