@@ -52,6 +52,7 @@ VERSION = 1
 SAME, WHOLE, CHANGED = range(3)
 WIDTHS = (1, 2, 4, 8)
 DEFAULT_WIDTH = 2
+DELTA_NBYTES_MAX = BLOCK_NBYTES // 2
 _LEVEL = 1
 _HEAD, _COUNTS, _REGION = struct.Struct("<BBI"), struct.Struct("<IBB"), struct.Struct("<IB")
 _PLANES_MAX, _REGIONS_MAX = 3, 255
@@ -82,7 +83,12 @@ class Changes:
 
 
 def encode_block(
-    base: memoryview, new: memoryview, regions: Iterable[Region] = (), lines: memoryview | None = None, *, start: int = 0
+    base: memoryview,
+    new: memoryview,
+    regions: Iterable[Region] = (),
+    lines: memoryview | None = None,
+    *,
+    start: int = 0,
 ) -> bytes:
     """The delta of a block.
 
@@ -95,13 +101,15 @@ def encode_block(
     import numpy as np
     import zstandard
 
-    from replicas.memory.lines import changed
+    from replicas.memory.lines import LINE_NBYTES, changed
 
     nbytes = new.nbytes
     if base.nbytes != nbytes or nbytes > BLOCK_NBYTES:
         raise ValueError(f"{base.nbytes} bytes are no base of a block of {nbytes}")
     old, now = np.frombuffer(base, np.uint8), np.frombuffer(new, np.uint8)
     words = None if lines is None else np.frombuffer(lines, np.uint64)
+    if words is not None and words.nbytes * 8 * LINE_NBYTES < nbytes:
+        raise ValueError(f"{words.nbytes * 8} bits of lines for a block of {nbytes} bytes")
     places = _layout(regions, start, nbytes)
     whole = _HEAD.pack(VERSION, WHOLE, nbytes)
     positions, planes = [np.empty(0, np.uint32)], []
@@ -169,7 +177,7 @@ def changes_of(base: memoryview, delta: bytes) -> Iterator[Changes]:
 
 
 def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tuple[int, int]]:
-    """End and width of regions that cover the block without a gap, by whole elements."""
+    """End and width of regions that cover the block, by whole elements."""
     places: list[tuple[int, int]] = []
 
     def place(end: int, width: int) -> None:
@@ -199,7 +207,7 @@ def _planes(values: npt.NDArray[Any], count: int) -> bytes:
 
 def _head(delta: bytes) -> tuple[int, int]:
     """Kind, and bytes of the block."""
-    if len(delta) < _HEAD.size:
+    if not _HEAD.size <= len(delta) <= DELTA_NBYTES_MAX:
         raise DeltaError(f"a delta of {len(delta)} bytes")
     version, kind, nbytes = _HEAD.unpack_from(delta)
     if version != VERSION or kind > CHANGED or (kind != CHANGED and len(delta) > _HEAD.size):
@@ -208,7 +216,10 @@ def _head(delta: bytes) -> tuple[int, int]:
 
 
 def _decoded(delta: bytes, nbytes: int) -> list[Changes]:
-    """Changes with the xor of each, all checked. :raises DeltaError: it is malformed."""
+    """Changes with the xor of each, all checked.
+
+    :raises DeltaError: it is malformed.
+    """
     kind, stated = _head(delta)
     if stated != nbytes or kind == WHOLE:
         raise DeltaError(f"a delta of kind {kind} of a block of {stated} bytes, not {nbytes}")

@@ -52,7 +52,7 @@ class Lines:
     """
 
     def __init__(self, run: Bytes, base: Bytes) -> None:
-        if run.nbytes != base.nbytes or run.ctypes.data % LINE_NBYTES:
+        if run.nbytes != base.nbytes or (run.nbytes and run.ctypes.data % LINE_NBYTES):
             raise ValueError(f"{base.nbytes} bytes are no base of {run.nbytes} bytes at {run.ctypes.data:#x}")
         self._run, self._base, self._lock = run, base, threading.Lock()
         self.words = np.zeros(-(-run.nbytes // WORD_NBYTES), np.uint64)
