@@ -205,6 +205,16 @@ def _planes(values: npt.NDArray[Any], count: int) -> bytes:
     return values.view("u1").reshape(-1, values.itemsize)[:, :count].T.tobytes()
 
 
+def _joined(planes: npt.NDArray[np.uint8], width: int) -> npt.NDArray[Any]:
+    """The way back: a plane in each row; unsigned integers of ``width`` bytes."""
+    values: npt.NDArray[Any] = planes[0].astype(f"<u{width}")
+    for number in range(1, len(planes)):
+        more = planes[number].astype(values.dtype)
+        more <<= 8 * number
+        values |= more
+    return values
+
+
 def _head(delta: bytes) -> tuple[int, int]:
     """Kind, and bytes of the block."""
     if not _HEAD.size <= len(delta) <= DELTA_NBYTES_MAX:
@@ -273,9 +283,7 @@ def _changes(
     import numpy as np
 
     data = np.frombuffer(raw, np.uint8)
-    gaps = np.zeros((count, 4), np.uint8)
-    gaps[:, :planes] = data[: count * planes].reshape(planes, count).T
-    positions = np.cumsum(gaps.view("<u4")[:, 0], dtype=np.intp)
+    positions = np.cumsum(_joined(data[: count * planes].reshape(planes, count), 4), dtype=np.intp)
     positions += np.arange(count)
     if positions[-1] >= elements[-1]:
         raise DeltaError(f"a change of element {positions[-1]} of {elements[-1]}")
@@ -286,7 +294,7 @@ def _changes(
         size = (last - first) * width
         if at + size > len(data):
             raise DeltaError(f"{len(data)} bytes of changes are too few")
-        values = np.ascontiguousarray(data[at : at + size].reshape(width, -1).T).view(f"<u{width}")[:, 0]
+        values = _joined(data[at : at + size].reshape(width, last - first), width)
         found.append(Changes(start, end, numbers[first:last] - np.uint32(before), values))
         at, start, first, before = at + size, end, last, until
     if at != len(data):

@@ -41,6 +41,7 @@ def lines_of(found: Lines) -> list[int]:
     return np.flatnonzero(np.unpackbits(found.words.view(np.uint8), bitorder="little")).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_way")
 @given(
     nbytes=st.integers(0, 20_000),
