@@ -8,9 +8,9 @@ the last place. The delta of a block (:mod:`replicas.carry.blocks`) has the *gap
 between changed elements, and the xor of their old and new values: small numbers, whose
 bytes are put in *planes* (all first bytes, then all second ones, ...) and compressed by
 zstd (RFC 8878) at level 1, of which only the entropy coding does something here. Of
-269 MB of bfloat16 in which 0.35 / 1 / 3 % of the elements had changed it left 0.29 /
-0.70 / 1.72 %; the entropy is 0.25 / 0.63 / 1.59 %. Positions as int32 with the values:
-1.05 / 3.0 / 9.0; zstd of the xor as a whole: 0.57 / 1.38 / 3.43.
+269 MB of bfloat16 in which 0.35 / 1 / 3 % of the elements had changed it leaves 0.31 /
+0.72 / 1.72 % (bench/bench_delta.py); the entropy is 0.25 / 0.63 / 1.59 %. Positions as
+int32 with the values: 1.05 / 3.0 / 9.0; zstd of the xor as a whole: 0.57 / 1.38 / 3.43.
 
 Nothing is known of dtypes but the bytes of an element. Blocks are independent: each can
 be sent, served on, applied and verified by itself. xor undoes itself: where base and

@@ -80,8 +80,8 @@ def changed(
     """Numbers of the elements that differ among the bytes ``first`` to ``last``, and
     the xor of each; None: they are more than ``most``.
 
-    :param words: bits of the lines that may differ, from the start of the run on; None:
-        all may.
+    :param words: bits of the lines that may differ, from the start of the run on, of
+        which the C code looks at no others; None: all may.
     :param width: bytes of an element: 1, 2, 4 or 8; ``first`` and ``last`` are
         multiples of it.
     """
