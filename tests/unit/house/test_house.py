@@ -39,7 +39,7 @@ WAYS = {
     "telemetry": {*BOTTOM, "core"},
     "trust": {"linux"},
     "memory": BOTTOM,
-    "carry": BOTTOM,
+    "carry": {*BOTTOM, "memory"},
     "weights": {*BOTTOM, "core", "memory"},
     "sidecar": {*BOTTOM, "core", "weights"},
     "channel": {*BOTTOM, "trust", "core", "memory", "carry", "weights", "sidecar"},
