@@ -18,6 +18,10 @@ one that fails, or is silent for :data:`SILENT_S` (a server sends a sign of life
 it waits), is given up for this pull, and what had been asked of it is asked of the next
 one. What has landed stays: a pull that failed goes on from there when it is run again.
 
+*As deltas.* Where both ends have a base (:mod:`replicas.carry.delta`), a block is asked
+for as its delta, and comes as that or as its bytes. A block that came out wrong is
+asked for as bytes.
+
 *Verified by block.* The version's digest, which comes over the session, is that of the
 digests of its blocks. So when it is not that of the blocks that came, holders are asked
 for theirs until one has those of the digest: they tell which blocks are wrong. These
@@ -41,8 +45,10 @@ import xxhash
 
 from replicas.carry import greeting
 from replicas.carry.blocks import Asking, combined
+from replicas.carry.delta import DELTA_NBYTES_MAX, DeltaError, apply_block
+from replicas.carry.differences import Deltas
 from replicas.carry.image import CHUNK_NBYTES, Image
-from replicas.carry.serve import ASK, DIGESTS, HEAD, OVER, RANGE
+from replicas.carry.serve import ASK, CHANGES, DELTA_FOLLOWS, DIGESTS, HEAD, OVER, RANGE
 
 CONNECT_S = 3.0
 """In which a holder must have accepted: a lost first packet is sent again after 1 s."""
@@ -56,7 +62,7 @@ PAYS = 1.15
 """By which the rate must have grown for the connections to be doubled again."""
 LOOK_S = 0.2
 """Between two looks at the rate."""
-_SECONDS = struct.Struct("ll")
+_SECONDS, _LENGTH = struct.Struct("ll"), struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,20 @@ class Pull:
 
     :param memory: the slot's file, mapped for writing.
     :param source: address to connect from; empty: any.
+    :param base: the bytes of a version that holders have, too: blocks come as deltas.
     """
 
-    def __init__(self, image: Image, memory: mmap.mmap, transfer: int, secret: bytes, source: str = "") -> None:
-        self.image = image
+    def __init__(
+        self,
+        image: Image,
+        memory: mmap.mmap,
+        transfer: int,
+        secret: bytes,
+        source: str = "",
+        base: memoryview | None = None,
+    ) -> None:
+        self.image, self.deltas = image, Deltas(image.nbytes)
+        self._base = base
         self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
         self._transfer, self._secret, self._source = transfer, secret, source
         self._asking = Asking(image.nbytes)
@@ -103,7 +119,9 @@ class Pull:
         self.why: dict[str, str] = {}
         """Why holders were given up, by name."""
         self.received: dict[str, int] = {}
-        """Bytes by holder, those that were wrong and asked for again included."""
+        """Bytes of the network by holder, those that were wrong included."""
+        self.landed_nbytes = 0
+        """Bytes of the image that have come."""
         self.wrong: dict[str, str] = {}
         """Holders that have served wrong bytes, in any run, and which."""
         self.again = 0
@@ -201,7 +219,7 @@ class Pull:
                 if time.monotonic() > deadline:
                     raise TimeoutError("the time was up")
                 if piece := self._head(sock, left):
-                    _receive(sock, memoryview(answer)[-left:][:piece])
+                    _receive_all(sock, memoryview(answer)[-left:][:piece])
                     left -= piece
         return [bytes(answer[at : at + 16]) for at in range(0, len(answer), 16)]
 
@@ -212,6 +230,12 @@ class Pull:
             self._hang_up()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self.active)
+
+    def without_base(self) -> None:
+        """Let go of the base: the pull has ended."""
+        if self._base is not None:
+            self._base.release()
+            self._base = None
 
     @property
     def received_nbytes(self) -> int:
@@ -294,7 +318,14 @@ class Pull:
                     break
                 self._changed.wait()
         if new:
-            sock.sendall(b"".join(ASK.pack(RANGE, *self._asking.range_of(number)) for number in new))
+            kinds = (CHANGES if self._by_delta(number) else RANGE for number in new)
+            sock.sendall(
+                b"".join(ASK.pack(kind, *self._asking.range_of(n)) for kind, n in zip(kinds, new, strict=True))
+            )
+
+    def _by_delta(self, number: int) -> bool:
+        """Return True if a block is asked for as a delta: not if one was wrong."""
+        return self._base is not None and not self._by[number]
 
     def _block(self, sock: socket.socket, holder: Holder, number: int) -> None:
         """Receive one block, digest it as it comes, and compare."""
@@ -303,27 +334,65 @@ class Pull:
         while at < end:
             if not piece:
                 piece = self._head(sock, end - at)
+                if piece == DELTA_FOLLOWS:
+                    piece = 0
+                    if (found := self._delta(sock)) and not self._apply(holder, number, found, digest):
+                        return
+                    at = end if found else at
                 continue
             here = min(at - at % CHUNK_NBYTES + CHUNK_NBYTES, end)
             nbytes = _receive(sock, self._data[at : min(here, at + piece)])
             digest.update(self._data[at : at + nbytes])
             at, piece = at + nbytes, piece - nbytes
-            with self._changed:
-                self.received[holder.name] = self.received.get(holder.name, 0) + nbytes
+            self._came(holder, nbytes, nbytes)
             if at == here:
                 self.image.fill(max(at - 1, 0) // CHUNK_NBYTES * CHUNK_NBYTES, at)
         self._landed(number, digest.digest(), holder)
 
+    def _delta(self, sock: socket.socket) -> bytes:
+        """Receive the delta of a block; empty: its bytes follow."""
+        length = bytearray(_LENGTH.size)
+        _receive_all(sock, memoryview(length))
+        (nbytes,) = _LENGTH.unpack(length)
+        if self._base is None or nbytes > DELTA_NBYTES_MAX:
+            raise ConnectionError("it sends more than was asked for")
+        found = bytearray(nbytes)
+        _receive_all(sock, memoryview(found))
+        return bytes(found)
+
+    def _apply(self, holder: Holder, number: int, found: bytes, digest: xxhash.xxh3_128) -> bool:
+        """Make the block of its delta; False: it is none, so the bytes are asked for."""
+        assert self._base is not None
+        start, end = self._asking.range_of(number)
+        block = self._data[start:end]
+        try:
+            apply_block(self._base[start:end], found, block)
+        except DeltaError as error:
+            with self._changed:
+                self._by[number] = holder.name
+                self.wrong[holder.name] = f"block {number}: {error}"
+                self.again += 1
+                self._asking.give_back(number)
+            return False
+        digest.update(block)
+        self.deltas.keep(number, found)
+        self._came(holder, len(found), end - start)
+        self.image.fill(start, end)
+        return True
+
+    def _came(self, holder: Holder, nbytes: int, landed: int) -> None:
+        with self._changed:
+            self.received[holder.name] = self.received.get(holder.name, 0) + nbytes
+            self.landed_nbytes += landed
+
     @staticmethod
     def _head(sock: socket.socket, most: int) -> int:
         head = bytearray(HEAD.size)
-        got = 0
-        while got < HEAD.size:
-            got += _receive(sock, memoryview(head)[got:])
+        _receive_all(sock, memoryview(head))
         (piece,) = HEAD.unpack(head)
         if piece == OVER:
             raise ConnectionError("it does not serve the version any more")
-        if piece > most:
+        if piece > most and piece != DELTA_FOLLOWS:
             raise ConnectionError("it sends more than was asked for")
         return int(piece)
 
@@ -337,6 +406,7 @@ class Pull:
         """A block is not what was published: ask for it again, of others first."""
         name = self._by[number]
         self.image.empty(*self._asking.range_of(number))
+        self.deltas.drop(number)
         self._asking.wrong(number)
         self.again += 1
         self.wrong[name] = self.why[name] = f"block {number} is not what was published"
@@ -350,6 +420,11 @@ def _receive(sock: socket.socket, into: memoryview) -> int:
     if not nbytes:
         raise ConnectionError("it closed the connection")
     return nbytes
+
+
+def _receive_all(sock: socket.socket, into: memoryview) -> None:
+    while into:
+        into = into[_receive(sock, into) :]
 
 
 def _words(error: OSError) -> str:

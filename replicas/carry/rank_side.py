@@ -38,6 +38,10 @@ class Watched(Protocol):
     watchers: Any
 
 
+Lent = tuple[Watched, tuple[int, int]]
+"""Memory, and the offset and bytes of a version in it."""
+
+
 class CarrierDied(HelperDied):
     """The carrier is dead, or was killed at a deadline."""
 
@@ -98,11 +102,25 @@ class Carrier(HelperProcess):
         for end in self.ends:
             end()
 
-    def serve(self, transfer: int, secret: bytes, memory: Watched, place: tuple[int, int], filled: int) -> None:
-        """Serve a version. ``place``: offset and bytes. Never waits."""
+    def serve(
+        self,
+        transfer: int,
+        secret: bytes,
+        memory: Watched,
+        place: tuple[int, int],
+        filled: int,
+        base: Lent | None = None,
+        regions: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
+        """Serve a version. ``place``: offset and bytes. Never waits.
+
+        :param base: a version that pullers may have, to make deltas of.
+        :param regions: where elements of which size are in the version.
+        """
         if self.usable:
             self._map(memory)
-            self._send(wire.Serve(transfer, secret, wire.Place(memory.key, *place), filled))
+            where = wire.Place(memory.key, *place)
+            self._send(wire.Serve(transfer, secret, where, filled, self._lent(base), tuple(regions)))
 
     def filled(self, transfer: int, nbytes: int) -> None:
         """So many bytes of it are packed. Never waits."""
@@ -119,17 +137,31 @@ class Carrier(HelperProcess):
         timeout_s: float,
         source: str = "",
         digest: str = "",
+        base: Lent | None = None,
     ) -> wire.Pulled:
         """Pull a version; again, with the same memory: go on with these holders.
+
+        :param base: a version that holders may have, to take deltas to.
 
         :raises PullFailed: no holder is left, or the time was up.
         :raises CarrierDied: it died.
         """
-        where = wire.Place(memory.key, *place)
-        request = wire.StartPull(
-            next(self._numbers), transfer, secret, where, tuple(holders), timeout_s, source, digest
-        )
-        return await self._ask(request, timeout_s, wire.Pulled, lambda: self._map(memory))
+        number, where = next(self._numbers), wire.Place(memory.key, *place)
+        old = None if base is None else wire.Place(base[0].key, *base[1])
+        request = wire.StartPull(number, transfer, secret, where, tuple(holders), timeout_s, source, digest, old)
+
+        def map_both() -> None:
+            self._map(memory)
+            self._lent(base)
+
+        return await self._ask(request, timeout_s, wire.Pulled, map_both)
+
+    async def drop_base(self, transfer: int) -> None:
+        """Have no more deltas made; nobody reads the base afterwards.
+
+        :raises CarrierDied: it died; then nobody does either.
+        """
+        await self._ask(wire.DropBase(next(self._numbers), transfer), WITHDRAW_TIMEOUT_S, wire.Dropped, lambda: None)
 
     async def withdraw(self, transfer: int, why: str) -> int:
         """End the transfer; return the bytes sent. Nobody uses its slot afterwards.
@@ -147,6 +179,12 @@ class Carrier(HelperProcess):
         if key in self._mapped and self.usable:
             self._mapped.discard(key)
             self._send(wire.ForgetSlot(key))
+
+    def _lent(self, base: Lent | None) -> wire.Place | None:
+        if base is None:
+            return None
+        self._map(base[0])
+        return wire.Place(base[0].key, *base[1])
 
     def _map(self, memory: Watched) -> None:
         if memory.key not in self._mapped:

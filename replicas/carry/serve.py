@@ -10,6 +10,7 @@ of all blocks; each is answered in order, in pieces, each behind a head of 4 byt
 
     n > 0          n bytes of the answer follow
     0              nothing is here yet: the answer goes on when it is
+    0xFFFFFFFE     a length of 4 bytes and a delta follow; length 0: bytes follow
     0xFFFFFFFF     the transfer is withdrawn; the connection ends
 
 ``sendfile`` copies nothing and holds no GIL. Bytes that are not here yet (a slot that
@@ -36,6 +37,7 @@ import xxhash
 
 from replicas.carry import greeting
 from replicas.carry.blocks import BLOCK_NBYTES
+from replicas.carry.differences import Deltas
 from replicas.carry.image import Image, Withdrawn
 
 PROOF_S = 1.0
@@ -50,15 +52,20 @@ PIECE_NBYTES = 4 << 20
 """Bytes behind one head at most."""
 ASK = struct.Struct("<cQQ")
 """What is asked for: a range's first byte, and the one behind its last; or 0 and 0."""
-RANGE, DIGESTS = b"R", b"D"
+RANGE, DIGESTS, CHANGES = b"R", b"D", b"C"
+"""A range's bytes; the digests of all blocks; a block, named by its range, as its
+delta."""
 HEAD = struct.Struct("<I")
-OVER = 0xFFFFFFFF
+OVER, DELTA_FOLLOWS = 0xFFFFFFFF, 0xFFFFFFFE
+DELTA = struct.Struct("<II")
+"""The head of a delta, and its length."""
 
 
 @dataclass(eq=False)
 class _Offered:
     image: Image
     secret: bytes
+    deltas: Deltas
     connections: set[socket.socket] = field(default_factory=set)
     sent_nbytes: int = 0
 
@@ -76,10 +83,10 @@ class Server:
         self._unproven: set[socket.socket] = set()
         self._lock = threading.Condition()
 
-    def offer(self, transfer: int, image: Image, secret: bytes) -> None:
-        """Serve ``image`` to whoever knows ``secret``."""
+    def offer(self, transfer: int, image: Image, secret: bytes, deltas: Deltas | None = None) -> None:
+        """Serve ``image`` to whoever knows ``secret``; ``deltas``: of its blocks."""
         with self._lock:
-            self._offered[transfer] = _Offered(image, secret)
+            self._offered[transfer] = _Offered(image, secret, deltas or Deltas(image.nbytes))
             self._lock.notify_all()
 
     def withdraw(self, transfer: int, why: str) -> int:
@@ -158,8 +165,9 @@ class Server:
             try:
                 if kind == DIGESTS:
                     self._send_digests(sock, offered.image)
-                elif kind == RANGE and start < end <= offered.image.nbytes:
-                    self._send_range(sock, offered, start, end)
+                elif kind in (RANGE, CHANGES) and start < end <= offered.image.nbytes:
+                    if kind == RANGE or not self._send_changes(sock, offered, start, end):
+                        self._send_range(sock, offered, start, end)
                 else:
                     raise ConnectionError("it asks for bytes that the version has not")
             except Withdrawn:
@@ -176,6 +184,16 @@ class Server:
             self._send(sock, offered.image, start, found)
             start += found
             offered.sent_nbytes += found  # by one thread of several: it is a sign of progress
+
+    @staticmethod
+    def _send_changes(sock: socket.socket, offered: _Offered, start: int, end: int) -> bool:
+        """Send a block as its delta; False: its bytes are to follow."""
+        while offered.image.here(start, end, SIGN_S) < end - start:
+            sock.sendall(HEAD.pack(0))
+        found = offered.deltas.of(start // BLOCK_NBYTES) or b""
+        sock.sendall(DELTA.pack(DELTA_FOLLOWS, len(found)) + found)
+        offered.sent_nbytes += len(found)
+        return bool(found)
 
     @staticmethod
     def _send_digests(sock: socket.socket, image: Image) -> None:

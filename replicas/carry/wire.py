@@ -39,12 +39,18 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
-    """Serve a version. ``filled``: so many bytes are here, from its start."""
+    """Serve a version. ``filled``: so many bytes are here, from its start.
+
+    ``base``: a version that pullers may have, to make deltas of. ``regions``: first
+    byte, the one behind the last, and bytes of an element.
+    """
 
     transfer: int
     secret: bytes
     place: Place
     filled: int
+    base: Place | None = None
+    regions: tuple[tuple[int, int, int], ...] = ()
 
 
 class Filled(msgspec.Struct, frozen=True, tag=True):
@@ -59,6 +65,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
 
     Again, with the same place: go on, with these holders. ``source``: address to
     connect from; empty: any. ``digest``: of the version; empty: not known yet.
+    ``base``: a version that holders may have, to take deltas to.
     """
 
     id: int
@@ -69,6 +76,14 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
     source: str = ""
     digest: str = ""
+    base: Place | None = None
+
+
+class DropBase(msgspec.Struct, frozen=True, tag=True):
+    """Make no more deltas; answered when nobody reads the base's slot any more."""
+
+    id: int
+    transfer: int
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
@@ -83,7 +98,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-Request = MapSlot | ForgetSlot | Serve | Filled | StartPull | Withdraw | Ping
+Request = MapSlot | ForgetSlot | Serve | Filled | StartPull | DropBase | Withdraw | Ping
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
@@ -124,6 +139,10 @@ class Withdrawn(msgspec.Struct, frozen=True, tag=True):
     sent_nbytes: int
 
 
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    id: int
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The request could not be done at all: the memory cannot be mapped, say."""
 
@@ -138,7 +157,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     received: dict[int, int]
 
 
-Reply = Listening | Pulled | PullFailed | Withdrawn | Refused | Pong
+Reply = Listening | Pulled | PullFailed | Withdrawn | Dropped | Refused | Pong
 
 decode_request: Callable[[bytes], Request] = frames.decoder(Request)
 decode_reply: Callable[[bytes], Reply] = frames.decoder(Reply)

@@ -161,8 +161,10 @@ class TransferOffer(_FromCoordinator, frozen=True):
     copies. It answers ``TransferReady`` when it begins. The same transfer again: what
     was pulled is not what was published; pull what is wrong. ``digest``: of the image's
     data (or of the sender's part), if known. ``streaming``: the sender's slot is still
-    being filled by its own rank. ``sharing``: number of members on the receiver's host
-    that get the version together, and will mostly load it at the same time.
+    being filled by its own rank. ``base``: a version that server and puller hold, with
+    one digest: blocks may go as deltas to it; 0: none. ``sharing``: number of members
+    on the receiver's host that get the version together, and will mostly load it at the
+    same time.
     """
 
     transfer: int
@@ -180,6 +182,7 @@ class TransferOffer(_FromCoordinator, frozen=True):
     pulls: tuple[PartPull, ...] = ()
     places: tuple[SlotPlace, ...] = ()
     part: int = -1
+    base: int = 0
 
 
 class TransferGo(_FromCoordinator, frozen=True):

@@ -89,6 +89,9 @@ class Part:
     def filled_up_to(self, version: int, nbytes: int) -> None:
         """The slot of ``version``, which is being packed, has its first ``nbytes``."""
 
+    def slot_wanted(self) -> None:
+        """Somebody waits for a free slot: let go of those that are only a help."""
+
 
 class Hub:
     """See the module's header.
@@ -193,6 +196,11 @@ class Hub:
         """See :meth:`Part.filled_up_to`."""
         for part in self._parts:
             part.filled_up_to(version, nbytes)
+
+    def slot_wanted(self) -> None:
+        """See :meth:`Part.slot_wanted`."""
+        for part in self._parts:
+            part.slot_wanted()
 
     def version_held(self) -> None:
         """See :meth:`Part.version_held`."""

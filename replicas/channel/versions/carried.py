@@ -18,23 +18,45 @@ class Carried:
 
     :param part: its number; -1: the whole version.
     :param memory: ends with the part's ``nbytes`` bytes.
+    :param base: ends with as many bytes of a version that the other end may have, too.
     :param scratch: the memory is closed at the end; else it is a slot's.
     :ivar on_received: called with the bytes received so far, now and then.
     """
 
     def __init__(
-        self, carrier: Carrier, secret: bytes, part: int, memory: Buffer, nbytes: int, *, scratch: bool = False
+        self,
+        carrier: Carrier,
+        secret: bytes,
+        part: int,
+        memory: Buffer,
+        nbytes: int,
+        *,
+        base: Buffer | None = None,
+        scratch: bool = False,
     ) -> None:
         self.part, self.memory, self.scratch = part, memory, scratch
+        self._base = None if base is None else (base, (base.nbytes - nbytes, nbytes))
         self._carrier, self._secret = carrier, secret
         digest = hashlib.blake2b(b"%d" % part, key=secret, digest_size=8, person=b"transfer").digest()
         self._number = int.from_bytes(digest, "little")
         self._place = (memory.nbytes - nbytes, nbytes)
         self.on_received: Callable[[int], object] = lambda nbytes: None
 
-    def serve(self, filled: int) -> None:
-        """Serve it to whoever knows the secret; ``filled`` bytes of it so far."""
-        self._carrier.serve(self._number, self._secret, self.memory, self._place, filled)
+    def serve(self, filled: int, regions: Sequence[tuple[int, int, int]] = ()) -> None:
+        """Serve it to whoever knows the secret; ``filled`` bytes of it so far.
+
+        :param regions: where elements of which size are in it.
+        """
+        place, carrier = self._place, self._carrier
+        carrier.serve(self._number, self._secret, self.memory, place, filled, self._base, regions)
+
+    async def drop_base(self) -> bool:
+        """Have the carrier let go of the base; False: it neither did nor died."""
+        try:
+            await self._carrier.drop_base(self._number)
+        except CarrierDied:
+            return await self._carrier.wait_dead(DEATH_TIMEOUT_S)
+        return True
 
     def filled(self, nbytes: int) -> None:
         self._carrier.filled(self._number, nbytes)
@@ -48,7 +70,7 @@ class Carried:
         self._carrier.receivers[self._number] = self.on_received
         try:
             return await self._carrier.pull(
-                self._number, self._secret, self.memory, self._place, holders, timeout_s, source, digest
+                self._number, self._secret, self.memory, self._place, holders, timeout_s, source, digest, self._base
             )
         finally:
             self._carrier.receivers.pop(self._number, None)

@@ -158,6 +158,7 @@ class _Transfer:
     lane: SidecarLane | None = None
     streams_to: Sidecar | None = None
     carried: list[Carried] = field(default_factory=list)
+    base: Slot | None = None
     manifest: bytes = b""
     running: bool = False
     cancelled: bool = False
@@ -231,7 +232,7 @@ class Transfers(Part):
                 told = as_wire_error(error, channel=hub.name, phase=phase, version=offer.version)
                 holders = error.why if isinstance(error, PullFailed) else {}
                 hub.send(wire.TransferFailed(offer.transfer, told, holders))
-            if not all([await carried.end() for carried in transfer.carried]):
+            if not await self._end_carried(transfer):
                 logger.warning("%s: %r is retired: its carrier did not die", hub.name, transfer.slot)
             elif transfer.lane is not None and not await transfer.lane.gone():
                 logger.warning("%s: %r is retired: its sidecar did not die", hub.name, transfer.slot)
@@ -274,9 +275,34 @@ class Transfers(Part):
             return
         nbytes = slot.data.numel()
         filled = nbytes if slot.state == "held" else self._filled.get(slot.version, 0)
-        carried = Carried(carrier, offer.secret, offer.part, slot.buffer, nbytes)
+        base = self._pin_base(transfer, nbytes)
+        carried = Carried(carrier, offer.secret, offer.part, slot.buffer, nbytes, base=base)
         transfer.carried.append(carried)
-        carried.serve(filled)
+        carried.serve(filled, slot.manifest.regions if slot.manifest is not None and base is not None else ())
+
+    def _pin_base(self, transfer: _Transfer, nbytes: int) -> Buffer | None:
+        """The memory of the version to which there are deltas, if it still fits."""
+        base = self._hub.arena.find_pinned(transfer.offer.base) if transfer.offer.base else None
+        if base is not None and (base.data.numel() != nbytes or base.buffer.device):
+            self._hub.arena.unpin(base)
+            base = None
+        transfer.base = base
+        return None if base is None else base.buffer
+
+    def _unpin_base(self, transfer: _Transfer) -> None:
+        base, transfer.base = transfer.base, None
+        if base is not None:
+            self._hub.arena.unpin(base)
+
+    def slot_wanted(self) -> None:
+        """A base is no longer kept from being replaced: there are no more deltas."""
+        for transfer in self._transfers.values():
+            if transfer.base is not None and transfer.sends:
+                self._hub.spawn(self._drop_base(transfer), f"the base of transfer {transfer.offer.transfer}")
+
+    async def _drop_base(self, transfer: _Transfer) -> None:
+        if all([await carried.drop_base() for carried in transfer.carried]):
+            self._unpin_base(transfer)
 
     async def _pull(self, transfer: _Transfer) -> wire.TransferDone | None:
         """Pull the version into a slot of our own, and serve it meanwhile."""
@@ -330,11 +356,12 @@ class Transfers(Part):
         carrier = await self._carriers.get()
         await self._copy_places(offer.places, manifest, slot)
         for one in offer.pulls:
-            memory, nbytes = slot.buffer, slot.data.numel()
-            if one.part >= 0:
+            memory, nbytes, scratch = slot.buffer, slot.data.numel(), one.part >= 0
+            if scratch:
                 nbytes = manifest.part_nbytes(one.part)
                 memory = await self._scratch(offer.version, nbytes)
-            carried = Carried(carrier, offer.secret, one.part, memory, nbytes, scratch=one.part >= 0)
+            base = None if scratch else self._pin_base(transfer, nbytes)
+            carried = Carried(carrier, offer.secret, one.part, memory, nbytes, base=base, scratch=scratch)
             transfer.carried.append(carried)
 
     async def _scratch(self, version: int, nbytes: int) -> Buffer:
@@ -370,9 +397,16 @@ class Transfers(Part):
         hub.version_held()
         hub.send(msgspec.structs.replace(done, place=slot.place))
 
+    async def _end_carried(self, transfer: _Transfer) -> bool:
+        """Return True if the carrier uses none of its memory any more."""
+        ended = all([await carried.end() for carried in transfer.carried])
+        if ended:
+            self._unpin_base(transfer)
+        return ended
+
     async def _stop_carrying(self, transfer: _Transfer) -> None:
         """Let go of the slot once the carrier does not use it any more."""
-        if not all([await carried.end() for carried in transfer.carried]):
+        if not await self._end_carried(transfer):
             logger.warning("%s: %r is kept: its carrier did not die", self._hub.name, transfer.slot)
             return
         slot = transfer.slot

@@ -296,7 +296,7 @@ def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
 
 
 def packed_regions(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Return ``(start, end, bytes of a number)`` of what :func:`packed_offsets` packs."""
+    """Return ``(start, end, bytes of a number)`` as :func:`packed_offsets` packs."""
     nbytes = Counter[int]()
     for dtype, size in sizes:
         nbytes[min(8, item_nbytes(dtype))] += size  # a complex number is two numbers

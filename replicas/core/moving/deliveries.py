@@ -66,6 +66,7 @@ class Deliveries:
         self._attempt, self._deadline = attempt, deadline
         self._all = {member: Delivery(member, pulls) for member, pulls in attempt.plan.pulls.items()}
         self._served = attempt.plan.servers
+        self._base = _newest_base(attempt)
         self._closed = False
 
     def __bool__(self) -> bool:
@@ -88,7 +89,8 @@ class Deliveries:
         streams = attempt.payload.filling
         for member in self._served:
             part, streaming = attempt.plan.part_of(member), member == streams
-            message = attempt.offer_of("serve", self._left_s(now), secret=self._secret, streaming=streaming, part=part)
+            more = {"secret": self._secret, "streaming": streaming, "part": part, "base": self._base_of(member)}
+            message = attempt.offer_of("serve", self._left_s(now), **more)
             ground.out.append(Send(member, message))
         self.offer_due(now)
 
@@ -110,10 +112,17 @@ class Deliveries:
                     ),
                     places=attempt.local_places(one.member),
                     sharing=sharing,
+                    base=self._base_of(one.member),
                 )
                 one.step("holder_up")
                 one.moved_at, one.judged = now, attempt.plan.mode == "parts" or bool(attempt.payload.digest)
                 ground.out.append(Send(one.member, message))
+
+    def _base_of(self, member: Member) -> int:
+        """Return the version to which this member makes, or takes, deltas; 0: none."""
+        version, digest = self._base
+        state = self._attempt.ground.roster.get(member)
+        return version if state is not None and version and state.held.get(version) == digest else 0
 
     def _listening(self, holders: Iterable[Member]) -> tuple[HolderAddress, ...]:
         states = self._attempt.ground.roster.states(holders)
@@ -161,3 +170,11 @@ class Deliveries:
     @property
     def _secret(self) -> bytes:
         return self._attempt.ground.lanes.pull_secret(self._attempt.number)
+
+
+def _newest_base(attempt: Attempt) -> tuple[int, str]:
+    """Return the newest version, with its digest, that the first holder still has."""
+    first = attempt.plan.servers[0] if attempt.plan.mode == "image" and attempt.plan.servers else None
+    state = attempt.ground.roster.get(first) if first is not None else None
+    held = state.held.items() if state is not None else ()
+    return max(((v, digest) for v, digest in held if digest and v < attempt.payload.version), default=(0, ""))

@@ -77,3 +77,17 @@ async def test_every_source_rank_serves_its_own_part() -> None:
         assert sum(links.sent()) < 2 * ONCE  # each part goes to two hosts
         assert 1.0 <= links.received()[2] < ONCE
         assert world.sidecars() == [0, 0, 0]
+
+
+async def test_what_has_not_changed_is_not_sent_again() -> None:
+    async with host_world(3, TCP, rollout=GroupShape(4)) as world:
+        trainer, targets = await world.trainer_and_rollouts(0, 1, 2)
+        await sync([trainer], targets, 10)
+        links = Links(world.hosts)
+        await sync([trainer], targets, 10)
+        assert max(*links.sent(), *links.received()) < LITTLE
+        late = await world.join(2, "rollout", 3)
+        await world.live(5)
+        links = Links(world.hosts)
+        await sync([trainer], [*targets, late], 10)
+        assert max(*links.sent(), *links.received()) < LITTLE

@@ -22,6 +22,7 @@ import xxhash
 
 from replicas.carry import greeting, pull, serve
 from replicas.carry.blocks import BLOCK_NBYTES, combined
+from replicas.carry.differences import Deltas
 from replicas.carry.image import CHUNK_NBYTES, Image
 from replicas.carry.pull import Failed, Holder, Pull
 from replicas.carry.serve import ASK, HEAD, OVER, RANGE, Server
@@ -86,12 +87,13 @@ class Host:
         os.write(self._ended, b"x")
         self.server.withdraw(NUMBER, "the host has gone")
 
-    def serves(self, data: bytes, *, filled: int | None = None) -> Image:
-        fd, _ = slot(data)
+    def serves(self, data: bytes, *, filled: int | None = None, base: bytes | None = None) -> Image:
+        fd, memory = slot(data)
         image = Image(fd, OFFSET, len(data), full=filled is None)
         if filled:
             image.fill(0, filled)
-        self.server.offer(NUMBER, image, SECRET)
+        deltas = None if base is None else Deltas(len(data), memoryview(base), memoryview(memory)[OFFSET:])
+        self.server.offer(NUMBER, image, SECRET, deltas)
         return image
 
 
@@ -105,9 +107,10 @@ def hosts(threads: Threads, *names: str) -> Iterator[list[Host]]:
             host.close()
 
 
-def a_pull(nbytes: int, secret: bytes = SECRET) -> tuple[Pull, mmap.mmap]:
+def a_pull(nbytes: int, secret: bytes = SECRET, base: bytes | None = None) -> tuple[Pull, mmap.mmap]:
     fd, memory = slot(nbytes)
-    return Pull(Image(fd, OFFSET, nbytes), memory, NUMBER, secret), memory
+    old = None if base is None else memoryview(base)
+    return Pull(Image(fd, OFFSET, nbytes), memory, NUMBER, secret, base=old), memory
 
 
 def run(one: Pull, threads: Threads, *holders: Holder, timeout_s: float = 30.0, digest: str = "") -> str:
@@ -423,3 +426,91 @@ def test_a_holder_that_talks_nonsense_is_given_up(threads: Threads, data: bytes,
         one, _ = a_pull(len(data))
         with pytest.raises(Failed, match=why):
             run(one, threads, Holder("trainer/0/0", *listener.getsockname()))
+
+
+@pytest.fixture(scope="module")
+def base(data: bytes) -> bytes:
+    """The version before: two elements a block were others, and the last block."""
+    old = bytearray(data)
+    for at in range(0, 3 * BLOCK_NBYTES, BLOCK_NBYTES):
+        old[at + 4000] ^= 1
+        old[at + BLOCK_NBYTES - 2] ^= 7
+    return bytes(old[: 3 * BLOCK_NBYTES]) + random.Random(2).randbytes(len(data) - 3 * BLOCK_NBYTES)
+
+
+@pytest.mark.slow
+def test_what_has_changed_is_sent_and_served_on(threads: Threads, data: bytes, base: bytes) -> None:
+    with hosts(threads, "trainer/0/0", "rollout/0/0") as (source, between):
+        source.serves(data, base=base)
+        first, _ = a_pull(len(data), base=base)
+        between.server.offer(NUMBER, first.image, SECRET, first.deltas)
+        assert run(first, threads, source.holder) == combined(digests(data))
+        last, memory = a_pull(len(data), base=base)
+        assert run(last, threads, between.holder) == combined(digests(data))
+        assert memory[OFFSET:] == data
+        for one in (first, last):
+            assert 12345 < one.received_nbytes < 12345 + 500, "the last block, and three deltas"
+            assert one.landed_nbytes == len(data)
+            assert one.again == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("here", "there"), [(True, False), (False, True)])
+def test_without_a_common_base_the_bytes_come(
+    threads: Threads, data: bytes, base: bytes, here: bool, there: bool
+) -> None:
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(data, base=base if there else None)
+        one, memory = a_pull(len(data), base=base if here else None)
+        assert run(one, threads, host.holder) == combined(digests(data))
+        assert memory[OFFSET:] == data
+        assert one.received_nbytes == len(data)
+
+
+@pytest.mark.slow
+def test_deltas_to_another_base_are_found_and_the_bytes_asked_for(threads: Threads, data: bytes, base: bytes) -> None:
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(data, base=base)
+        one, memory = a_pull(len(data), base=flipped(base, 5))
+        digest = combined(digests(data))
+        assert run(one, threads, host.holder, digest=digest) == digest
+        assert memory[OFFSET:] == data
+        assert one.again == 1
+        assert one.wrong == {"trainer/0/0": "block 0 is not what was published"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forged", [b"?", b"\x01\x02" + bytes(60)])
+def test_a_forged_delta_is_refused_and_the_bytes_asked_for(
+    threads: Threads, data: bytes, base: bytes, forged: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Deltas.of
+    monkeypatch.setattr(Deltas, "of", lambda self, number: forged if number == 1 else real(self, number))
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(data, base=base)
+        one, memory = a_pull(len(data), base=base)
+        assert run(one, threads, host.holder) == combined(digests(data))
+        assert memory[OFFSET:] == data
+        assert one.again == 1
+        assert one.wrong["trainer/0/0"].startswith("block 1: ")
+        assert BLOCK_NBYTES < one.received_nbytes < BLOCK_NBYTES + 13000
+
+
+@pytest.mark.slow
+def test_a_base_is_let_go_in_the_middle_of_pulls(threads: Threads, data: bytes, base: bytes) -> None:
+    with hosts(threads, "trainer/0/0") as (host,):
+        fd, memory = slot(data)
+        image, deltas = Image(fd, OFFSET, len(data)), Deltas(len(data), memoryview(base), memoryview(memory)[OFFSET:])
+        host.server.offer(NUMBER, image, SECRET, deltas)
+        image.fill(0, BLOCK_NBYTES)
+        one, came = a_pull(len(data), base=base)
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(run(one, threads, host.holder)))
+        thread.start()
+        assert one.image.here(0, BLOCK_NBYTES, 30.0) == BLOCK_NBYTES
+        deltas.without_base()
+        image.fill(0, len(data))
+        thread.join(30)
+        assert found == [combined(digests(data))]
+        assert came[OFFSET:] == data
+        assert one.received_nbytes > 2 * BLOCK_NBYTES

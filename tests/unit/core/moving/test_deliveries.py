@@ -268,3 +268,15 @@ def test_an_owner_that_is_lost_ends_the_publish() -> None:
     error = trainers[0].verdicts[numbers[0]].error
     assert error is not None
     assert (error.kind, error.members) == ("PeersLost", ("trainer/0/1",))
+
+
+def test_deltas_are_to_the_version_that_both_ends_hold() -> None:
+    world, trainer, targets = world_of("b", "c")
+    for _ in range(2):
+        publish(world, trainer)
+    late = world.join("rollout/2/0", machine="d", address="10.0.0.4")
+    world.advance(2.0)
+    publish(world, trainer)
+    assert [offer.base for offer in offers(trainer, "serve")] == [0, 1, 2]
+    assert all([offer.base for offer in offers(one, "pull")] == [0, 1, 2] for one in targets)
+    assert [(offer.version, offer.base) for offer in offers(late, "pull")] == [(2, 0), (3, 2)]
