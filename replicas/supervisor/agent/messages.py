@@ -236,7 +236,8 @@ class Over(msgspec.Struct, frozen=True, tag=True):
 
 
 Query = LogQuery | Examine
-Order = Welcome | NewToken | Refused | Heard | Start | Stop | Meet | Kill | AskStacks | Forget | Clean | Query | Over
+ShimOrder = Start | Stop | Meet | Kill | AskStacks | Forget
+Order = Welcome | NewToken | Refused | Heard | ShimOrder | Clean | Query | Over
 AgentMessage = Hello | PartNews | Beat | StacksFound | Cleaned | Leaving | LogReply | Examined
 
 _encoder = msgspec.msgpack.Encoder()
