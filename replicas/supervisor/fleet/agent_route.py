@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from replicas.common.logs import Log
-from replicas.coordinator.sessions import OUTBOX_NBYTES
 from replicas.coordinator.websocket import Ended, SocketRoute, WebSocket
 from replicas.supervisor.agent.messages import Hello, Refused, decode_from_agent, encode
+from replicas.supervisor.fleet.admission import AgentLink
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.trust.tokens import Tokens
 
@@ -19,32 +19,6 @@ log = Log("replicas.supervisor")
 
 _HELLO_S = 10.0
 _BAD_DATA = 1007
-
-
-class _Link:
-    """A connection to an agent, which has the limit of a member's session: with too
-    much that it has not read, one more message ends it.
-
-    :param refused: called with the reason then.
-    """
-
-    def __init__(self, connection: WebSocket, refused: Callable[[str], None]) -> None:
-        self._connection, self._refused = connection, refused
-        self.over = asyncio.Event()
-
-    def send(self, data: bytes) -> None:
-        if self.over.is_set():
-            return
-        if self._connection.unread_nbytes > OUTBOX_NBYTES:
-            log.error("an agent does not read what it is sent: it is disconnected")
-            self._refused("overflow")
-            self.close()
-            self._connection.cut()
-            return
-        self._connection.write((data,))
-
-    def close(self) -> None:
-        self.over.set()
 
 
 def agent_route(
@@ -70,7 +44,7 @@ def agent_route(
     async def serve(websocket: WebSocket) -> None:
         here = cluster()
         assert here is not None
-        link = _Link(websocket, refused)
+        link = AgentLink(websocket, refused)
         with contextlib.suppress(Ended):
             if access is None:
                 await _serve(here, websocket, link, refused, local=True)
@@ -83,7 +57,7 @@ def agent_route(
 
 
 async def _serve(
-    cluster: Cluster, websocket: WebSocket, link: _Link, refused: Callable[[str], None], *, local: bool
+    cluster: Cluster, websocket: WebSocket, link: AgentLink, refused: Callable[[str], None], *, local: bool
 ) -> None:
     try:
         async with asyncio.timeout(_HELLO_S):

@@ -90,7 +90,7 @@ class Cluster:
 
     # ------------------------------------------------------------ shims
 
-    def start(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
+    def start_shim(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
         """Have a shim started on the node that its replica holds.
 
         On a node that has gone away meanwhile it has ended, for that reason.

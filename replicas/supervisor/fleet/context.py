@@ -93,7 +93,7 @@ class FleetContext:
     """What of earlier supervisors keeps replicas from starting."""
 
     def __post_init__(self) -> None:
-        self.awaited = Awaited(self.state.leases.write)
+        self.awaited = Awaited(self.state.leases)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -117,28 +117,3 @@ class FleetContext:
             environ.RUN: self.config.run.name,
             environ.STATE_ID: self.state.identity,
         }
-
-    def save_start(self, generation: int) -> str:
-        """Save that a generation of this number is about to start.
-
-        A start that no disk has noted would be one of which the next supervisor does
-        not know, and its number could be used again.
-
-        :return: the problem of the disk, in words, if it could not be saved.
-        """
-        leases = self.state.leases
-        try:
-            leases.reserve(generation)
-            leases.starts += 1
-            if not self.save():
-                leases.starts -= 1  # else the next write of the leases would call the state on disk old
-                return self.state.run_state.problem
-            leases.count()
-        except OSError as error:
-            return f"{leases.path}: {error.strerror or error}"
-        return ""
-
-    def floor(self, group: str, replica: int) -> int:
-        """The highest number of a generation that may have been used unknown to the
-        replica."""
-        return max(self.state.leases.floor, self.awaited.generation(group, replica))

@@ -121,7 +121,7 @@ class Nodes:
             is_own=lambda hello: hello.scope == machine() and hello.pid == self.agent_pid,
             leaving=self._leaving,
         )
-        context.start_shim = cluster.start
+        context.start_shim = cluster.start_shim
         cluster.awaited.inherit(left.leases, left.unseen, asyncio.get_running_loop().time())
         self._records = left.shims
         self._expected = cluster.expect(left.agents, left.shims, machine())

@@ -380,7 +380,7 @@ class Replica:
             due = waited and not self._waits_for
         if due:
             self._restarts.resumed()
-            self.life.generation = max(self.life.generation, self._context.floor(*self._key))
+            self.life.generation = max(self.life.generation, self._context.awaited.generation(*self._key))
             self._apply(event)
             self._begin(self._generation.parts)
         return due

@@ -19,6 +19,7 @@ from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.shims import Shims
+from replicas.supervisor.fleet.admission import AgentLink
 from replicas.supervisor.wire.orders import PartSpec, plain
 from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport, LogLoss, RankExit, Remains
 from tests.support.agents import Field
@@ -135,6 +136,7 @@ def test_what_a_supervisor_is_told() -> None:
     virtually(story())
 
 
-class _Deaf:
+class _Deaf(AgentLink):
+    def __init__(self) -> None: ...
     def send(self, data: bytes) -> None: ...
     def close(self) -> None: ...
