@@ -110,7 +110,6 @@ class Agent:
         labels: Mapping[str, str] | None = None,
         machine: Machine | None = None,
         address: str = "",
-        limits_refused: str = "",
         wanted: Callable[[], bool] = lambda: True,
         on_token: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -126,7 +125,7 @@ class Agent:
             scope=scope(),
             labels=dict(labels or {}),
             machine=machine,
-            limits_refused=limits_refused,
+            limits_refused=shims.groups.refused,
         )
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
@@ -170,6 +169,7 @@ class Agent:
             with anyio.CancelScope(shield=True):
                 await self._end_everything()
                 await self._cancelled(*work, *self._long.tasks)
+                self._shims.groups.close()
         log.info("node %s: %s", self.node, self._reason)
         return self._code
 

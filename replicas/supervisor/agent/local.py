@@ -49,23 +49,16 @@ async def dial_run(path: Path) -> tuple[SupervisorLink, str]:
 
 async def _run(options: argparse.Namespace) -> int:
     groups = RunCgroups(options.run, options.cgroup, limited=options.limited)
-
-    def wanted() -> bool:
-        """Return True while the supervisor that started this agent lives."""
-        return os.getppid() == int(options.parent)
-
     agent = Agent(
         options.node,
         lambda: dial_run(options.socket),
         Shims(groups, options.state_dir, lock=options.lock),
         options.state_dir,
-        limits_refused=groups.refused,
-        wanted=wanted,
+        wanted=lambda: os.getppid() == options.parent,  # the supervisor that started this agent
     )
     try:
         return await agent.run()
     finally:
-        groups.close()
         remove_socket(options.socket)
 
 

@@ -79,16 +79,12 @@ async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: A
         labels=labels,
         machine=machine,
         address=address,
-        limits_refused=groups.refused,
         on_token=to.renew,
     )
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(signum, agent.leave, signum.name)
-    try:
-        return await agent.run()
-    finally:
-        groups.close()
+    return await agent.run()
 
 
 def serve_node(to: Invitation, *, name: str, labels: Mapping[str, str], state_dir: Path, address: str = "") -> int:

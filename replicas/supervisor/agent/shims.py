@@ -46,7 +46,7 @@ class Shims:
         lock: int | None = None,
         begin: Callable[[PartSpec, Callable[[], None], int | None], ShimProcess] = ShimProcess,
     ) -> None:
-        self._groups, self._state_dir, self._lock, self._begin = groups, state_dir, lock, begin
+        self.groups, self._state_dir, self._lock, self._begin = groups, state_dir, lock, begin
         self.changed: Callable[[], None] = lambda: None
         """Called when there is something to tell."""
         self._shims: dict[str, ShimProcess] = {}
@@ -134,11 +134,11 @@ class Shims:
     def _in_group(self, spec: PartSpec, order: Start) -> PartSpec:
         """The spec with a control group. OSError: its limits cannot be set."""
         limited = order.memory_nbytes is not None or order.max_processes is not None
-        if self._groups.path is None and not limited:
+        if self.groups.path is None and not limited:
             return spec
         name = f"{spec.group}.{spec.replica}.{spec.generation}"
         try:
-            path = self._groups.add(
+            path = self.groups.add(
                 name, spec.node, memory_nbytes=order.memory_nbytes, max_processes=order.max_processes
             )
         except OSError as error:

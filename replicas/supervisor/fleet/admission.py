@@ -129,7 +129,7 @@ class Admission:
                 return wire.Refused(message=f"{hello.node} is the supervisor's own node: give it another --name")
             if entry.life.state == "up" and self._loop.time() - entry.life.heard_at < SILENT_S:
                 return wire.Refused(message=f"node {hello.node} has an agent already ({entry.address})", again=True)
-        return (None if local else self._offered_twice(hello)) or self._ungranted(hello, local=local)
+        return self._offered_twice(hello) or self._ungranted(hello, local=local)
 
     def _ungranted(self, hello: Hello, *, local: bool) -> wire.Refused | None:
         """The refusal of an agent whose lease cannot be written down."""

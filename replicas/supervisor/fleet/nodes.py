@@ -129,7 +129,7 @@ class Nodes:
         if config.cluster.local:
             self._local = LocalAgent(
                 context.resources.local,
-                lambda: self._cluster,
+                cluster,
                 self._arguments(),
                 keep=() if config.run.adopt_s else (context.state.lock,),
                 known=left.known,
@@ -165,7 +165,7 @@ class Nodes:
         """Wait for this machine's agent. WorldError: it cannot do what is asked."""
         if self._local is None:
             return
-        await self._local.joined(self.cluster)
+        await self._local.joined()
         refused = self.cluster.limits_refused(self._context.resources.local)
         if self._limited and refused:
             raise errors.WorldError(
@@ -274,7 +274,7 @@ class Nodes:
             await anyio.sleep(BEAT_S / 2)
             self.cluster.tick()
             if self._local is not None:
-                self._local.tick(self.cluster)
+                self._local.tick()
 
     async def drain(self, node: str, *, undo: bool = False) -> None:
         """See :meth:`replicas.Supervisor.drain_node`."""

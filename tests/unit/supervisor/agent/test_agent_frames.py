@@ -80,7 +80,7 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
         async def dial() -> tuple[SupervisorLink, str]:
             return line, ""
 
-        agent = Agent("n", dial, Shims(mock.Mock(path=None), tmp_path, begin=_refuse), tmp_path)
+        agent = Agent("n", dial, Shims(mock.Mock(path=None, refused=""), tmp_path, begin=_refuse), tmp_path)
         async with asyncio.timeout(60):
             assert await agent.run() == 0
         assert isinstance(line.said[0], wire.Hello)

@@ -116,7 +116,7 @@ class LeaseWorld:
 
     def _make_shims(self) -> Any:
         """One shim lives until everything is ended."""
-        fake = mock.Mock(aclose=mock.AsyncMock())
+        fake = mock.Mock(aclose=mock.AsyncMock(), groups=mock.Mock(refused=""))
         fake.all.return_value, fake.news.return_value, fake.stacks.return_value = (), [], []
         fake.address, fake.empty = "10.0.0.2", asyncio.Event()
 

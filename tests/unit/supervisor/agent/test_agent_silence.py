@@ -48,7 +48,7 @@ class Line:
 
 
 def shims() -> Any:
-    fake = mock.Mock(aclose=mock.AsyncMock())
+    fake = mock.Mock(aclose=mock.AsyncMock(), groups=mock.Mock(refused=""))
     fake.all.return_value, fake.news.return_value, fake.stacks.return_value = (), [], []
     fake.empty.wait = mock.AsyncMock()
     fake.address = "10.0.0.2"
