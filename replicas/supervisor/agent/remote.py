@@ -40,13 +40,11 @@ class Invitation:
 
     def __init__(self, text: str) -> None:
         token, at, endpoint = text.strip().rpartition("@")
-        host, colon, port = endpoint.rpartition(":")
-        token = token.strip()
-        if not (at and token and colon and host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        if not at:
             raise errors.UsageError(
                 "an invitation is TOKEN@HOST:PORT", hint="`replicas token --join` prints that of a run"
             )
-        self.token = arguments.token("the invitation's token", token)
+        self.token = arguments.token("the invitation's token", token.strip())
         self.endpoint = arguments.endpoint("the invitation's address", endpoint)
 
     def renew(self, token: str) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from replicas import environ, errors
 from replicas.config.structs import Config
+from replicas.control.socket import SOCKET_FILE
 from replicas.coordinator import Coordinator
 from replicas.core.lives.lifecycle import Transition
 from replicas.supervisor.fleet.awaited import Awaited
@@ -36,17 +38,12 @@ class Neighbours(Protocol):
     """What a replica asks of the fleet, where other replicas are concerned."""
 
     def size(self, group: str) -> int: ...
-    def waits_for(self, group: str, replica: int) -> str:
-        """What a replica's first start waits for, as in "waits ..."; empty: its share
-        is now taken."""
-        ...
+    def waits_for(self, group: str, replica: int, *, first: bool) -> str:
+        """What the start of a replica waits for, as in "waits ..."; empty: its share is
+        now taken, which a reload may have changed.
 
-    def may_resume(self, group: str, replica: int) -> str:
-        """What a replica whose delay is over waits for, likewise; empty: it may start
-        again.
-
-        A group that restarts as a whole waits for its last replica; and the share of
-        the machine is taken, which a reload may have changed.
+        A group that restarts as a whole waits for its last replica, a ``first`` start
+        also for other groups.
         """
         ...
 
@@ -101,6 +98,11 @@ class FleetContext:
         if self.opened is None:
             raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
         return self.opened
+
+    @property
+    def door(self) -> Path:
+        """The path of the run's Unix socket."""
+        return self.config.control.socket or self.state.path / SOCKET_FILE
 
     def look(self) -> None:
         """Wake the fleet's monitor: something has changed."""

@@ -22,7 +22,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import anyio
 from msgspec.structs import replace
@@ -32,7 +32,6 @@ from replicas import errors
 from replicas.config.structs import Config
 from replicas.control.access import ByToken
 from replicas.control.log_files import FolderReader, LogReader, Selection
-from replicas.control.socket import SOCKET_FILE
 from replicas.coordinator.websocket import SocketRoute
 from replicas.core.lives.lease_times import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
@@ -144,17 +143,12 @@ class Nodes:
         context, config = self._context, self._context.config
         limited = self._limited
         words = ["--run", config.run.name, "--node", context.resources.local]
-        words += ["--socket", str(self._door), "--state-dir", str(config.run.state_dir)]
+        words += ["--socket", str(context.door), "--state-dir", str(config.run.state_dir)]
         words += [] if config.run.adopt_s else ["--lock", str(context.state.lock)]
         words += ["--limited"] if limited else []
         with contextlib.suppress(OSError):  # the agent says why there are no control groups
             words += ["--cgroup", str(cgroups.prepare(limited=limited))]
         return words
-
-    @property
-    def _door(self) -> Any:
-        config = self._context.config
-        return config.control.socket or config.run.state_dir / SOCKET_FILE
 
     @property
     def _limited(self) -> bool:

@@ -142,11 +142,8 @@ class FakeWorld:
     def size(self, group: str) -> int:
         return 1
 
-    def waits_for(self, group: str, replica: int) -> str:
-        return "" if self.open else "for b, 2 GPUs (0 free)"
-
-    def may_resume(self, group: str, replica: int) -> str:
-        return ""
+    def waits_for(self, group: str, replica: int, *, first: bool) -> str:
+        return "" if self.open or not first else "for b, 2 GPUs (0 free)"
 
     def fell(self, group: str, replica: int, text: str) -> None:
         self.fallen.append(text)
