@@ -152,7 +152,7 @@ class Supervisor:
             epochs=self._reporting.events.tally.epochs,
             routes=[
                 self._nodes.route(access, self._refused),
-                *control_routes(self, commands=self, streams=self, access=access),
+                *control_routes(self, access=access),
             ],
             live=self.live,
         )
@@ -218,7 +218,7 @@ class Supervisor:
         coordinator.wait_for_store = False  # those that come back to a new supervisor may not have so much time
         await stack.enter_async_context(coordinator)
         coordinator.subscribe(self._on_channel_event)
-        routes = [self._nodes.route(None, self._refused), *control_routes(self, commands=self, streams=self)]
+        routes = [self._nodes.route(None, self._refused), *control_routes(self)]
         await stack.enter_async_context(ControlSocket(self._context.door, routes, self._refused))
         self.on_open()
         stack.push_async_callback(self._nodes.finish)  # while it still has agents

@@ -104,7 +104,7 @@ class Run(Fake):
 
     def app(self) -> Starlette:
         access = ByToken(lambda: TOKENS, self.refused.append)
-        return Starlette(routes=control_routes(self, commands=self, streams=self, access=access))
+        return Starlette(routes=control_routes(self, access=access))
 
 
 async def ask(run: Run, path: str, body: object = None, *, method: str = "POST", **options: Any) -> httpx.Response:
@@ -486,7 +486,7 @@ class Unending(Run):
 
     def app(self) -> Starlette:
         access = ByToken(lambda: self.given, self.refused.append)
-        return Starlette(routes=control_routes(self, commands=self, streams=self, access=access))
+        return Starlette(routes=control_routes(self, access=access))
 
 
 async def told(run: Unending, path: str, *, revoke_at: str = "") -> tuple[int, bytes]:
