@@ -151,7 +151,7 @@ class Supervisor:
             state_dir=config.run.state_dir,
             epochs=self._reporting.events.tally.epochs,
             routes=[
-                self._nodes.route(access, self._refused),
+                self._nodes.route(access.by_headers, self._refused),
                 *control_routes(self, access=access),
             ],
             live=self.live,

@@ -22,14 +22,13 @@ _BAD_DATA = 1007
 
 
 def agent_route(
-    cluster: Callable[[], Cluster | None],
+    cluster: Cluster,
     refused: Callable[[str], None],
     access: Callable[[Mapping[str, str]], str] | None,
     tokens: Callable[[], Tokens],
 ) -> SocketRoute:
     """The route.
 
-    :param cluster: None: the run does not take agents (yet).
     :param refused: called with the reason of each refusal.
     :param access: why an agent with these headers is not let in; None: this is the
         run's own socket.
@@ -37,21 +36,18 @@ def agent_route(
     """
 
     def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
-        if access is not None and (why := access(headers)):
-            return 401, why
-        return None if cluster() is not None else (503, "the run is not ready for agents yet")
+        why = access(headers) if access is not None else ""
+        return (401, why) if why else None
 
     async def serve(websocket: WebSocket) -> None:
-        here = cluster()
-        assert here is not None
         link = AgentLink(websocket, refused)
         with contextlib.suppress(Ended):
             if access is None:
-                await _serve(here, websocket, link, refused, local=True)
+                await _serve(cluster, websocket, link, refused, local=True)
                 return
             with tokens().watched(websocket.headers, link.close):
                 if not access(websocket.headers):  # its token may have ended since the request was accepted
-                    await _serve(here, websocket, link, refused, local=False)
+                    await _serve(cluster, websocket, link, refused, local=False)
 
     return SocketRoute("/agent", refusal, serve)
 

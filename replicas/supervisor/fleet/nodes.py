@@ -30,7 +30,6 @@ from msgspec.structs import replace
 import replicas
 from replicas import errors
 from replicas.config.structs import Config
-from replicas.control.access import ByToken
 from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.coordinator.websocket import SocketRoute
 from replicas.core.lives.lease_times import BEAT_S, outlives_s
@@ -255,10 +254,9 @@ class Nodes:
 
     # ------------------------------------------------------------ the route
 
-    def route(self, access: ByToken | None, refused: Callable[[str], None]) -> SocketRoute:
+    def route(self, access: Callable[[Mapping[str, str]], str] | None, refused: Callable[[str], None]) -> SocketRoute:
         """The route at which agents join; ``access`` None: of the run's own socket."""
-        by_headers = None if access is None else access.by_headers
-        return agent_route(lambda: self._cluster, refused, by_headers, lambda: self._context.coordinator.tokens)
+        return agent_route(self.cluster, refused, access, lambda: self._context.coordinator.tokens)
 
     # ------------------------------------------------------------ while it runs
 
