@@ -198,6 +198,8 @@ class Supervisor:
             crashed = self._tasks is not None and self._tasks.cancel_scope.cancel_called
             if (crashed or isinstance(error, Exception)) and config.run.adopt_s and self.state.saved is not None:
                 self._leave("the start failed")  # what runs waits for the next one
+            if self._context.opened is not None:  # closed below as if in order
+                self._context.opened.keep_decisions = self.state.saved is not None
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
             await stack.aclose()  # without the error, which must not be raised in a group
