@@ -198,8 +198,6 @@ class Supervisor:
             crashed = self._tasks is not None and self._tasks.cancel_scope.cancel_called
             if (crashed or isinstance(error, Exception)) and config.run.adopt_s and self.state.saved is not None:
                 self._leave("the start failed")  # what runs waits for the next one
-            if self._context.opened is not None:  # closed below as if in order
-                self._context.opened.keep_decisions = self.state.saved is not None
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
             await stack.aclose()  # without the error, which must not be raised in a group
@@ -217,6 +215,7 @@ class Supervisor:
         self.state.tokens.check(coordinator.tokens.key)
         for change in self.state.tokens.changes:
             events.emit(change)
+        coordinator.keep_decisions = self.state.saved is not None  # a start that fails is closed as if in order
         coordinator.wait_for_store = False  # those that come back to a new supervisor may not have so much time
         await stack.enter_async_context(coordinator)
         coordinator.subscribe(self._on_channel_event)
@@ -294,8 +293,7 @@ class Supervisor:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
             self.coordinator.keep_decisions = self._goes_on
-            # Without the block's own error, which must be raised as it is and not in
-            # the task group's ExceptionGroup.
+            # without the block's error, which must be raised as it is: not in a group
             await self._stack.__aexit__(None, None, None)
 
     def _conclude(self) -> None:

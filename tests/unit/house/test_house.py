@@ -52,7 +52,7 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 34_300
+CODE_LINES_MAX = 34_150
 """A feature that needs more says in its commit what it removes instead."""
 LINES_MAX = 450
 LONG = {
