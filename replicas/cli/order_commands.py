@@ -25,7 +25,7 @@ from replicas.cli.base import (
 from replicas.cli.find_run import RunAddress, RunEndWatcher
 from replicas.common.foreign import one_line
 from replicas.config import values as config_values
-from replicas.control.commands import Answer, Detach, Drain, Reload, ResetFailed, Restart, Scale, StacksOrder
+from replicas.control.commands import Answer, Detach, Drain, Order, Reload, ResetFailed, Restart, Scale, StacksOrder
 from replicas.control.exit_codes import FAILED
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.core.lives.ordering import GOOD, enough, is_good
@@ -57,8 +57,7 @@ def scale(
     """
     if ready and no_wait:
         raise UsageError("--ready waits, and --no-wait does not: give one of them")
-    with patience(f"scaling {group}"):
-        answer = place.client().order(Scale(group=group, replicas=replicas), wait=not no_wait)
+    answer = _send(place, Scale(group=group, replicas=replicas), f"scaling {group}", wait=not no_wait)
     if ready:
         _until_ready(place, group, time.monotonic() + _SCALED_S, "10m")
     words = f"{replicas} replica{'s' if replicas != 1 else ''} {'wanted, and ready' if ready else 'wanted'}"
@@ -81,8 +80,7 @@ def restart(
     Returns when their next generation has begun, with --rolling when all are ready; see
     also the command wait.
     """
-    with patience(f"restarting {target}"):
-        answer = place.client().order(Restart(target=target, rolling=rolling), wait=not no_wait)
+    answer = _send(place, Restart(target=target, rolling=rolling), f"restarting {target}", wait=not no_wait)
     _tell(answer, f"{target}: restarted, and ready" if rolling else f"{target}: starting again", as_json=as_json)
 
 
@@ -109,21 +107,17 @@ def drain(
     if (node and (target is not None or hurry)) or (undo and not node):
         raise UsageError("--node goes without TARGET and --hurry, and --undo with --node")
     order = Drain(target=target, hurry=hurry, node=node or None, undo=undo)
-    if node:
-        with patience(f"draining node {node}"):
-            answer = place.client().order(order, wait=not no_wait)
-        _tell(answer, f"node {node} {'takes replicas again' if undo else 'is drained'}", as_json=as_json)
-        return
-    if target is not None:
-        with patience(f"draining {target}"):
-            answer = place.client().order(order, wait=not no_wait)
+    if node or target is not None:
+        what = f"node {node}" if node else target
+        answer = _send(place, order, f"draining {what}", wait=not no_wait)
+        done = f"{what} {'takes replicas again' if undo else 'is drained'}" if node else f"{what}: drained"
     else:
-        end = place.end()
+        end, done = place.end(), "the run is over"
         answer = place.client().order(order, wait=False)
         if not no_wait:
             _until_gone(place, end)
             answer = Answer(done=True)
-    _tell(answer, f"{target}: drained" if target is not None else "the run is over", as_json=as_json)
+    _tell(answer, done, as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -142,8 +136,7 @@ def detach(*, place: ThisRun, as_json: Json = False) -> None:
 @command(failed=FAILED)
 def reset_failed(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = False) -> None:
     """Start failed replicas again, with a full restart budget."""
-    with patience("resetting"):
-        answer = place.client().order(ResetFailed(target=target))
+    answer = _send(place, ResetFailed(target=target), "resetting")
     again = f"starting again: {', '.join(answer.result)}" if answer.result else ""
     _tell(answer, again or "nothing had failed; restart budgets are full", as_json=as_json)
 
@@ -154,8 +147,7 @@ def reload(*, place: ThisRun, as_json: Json = False) -> None:
 
     A config with problems changes nothing: they are printed, with exit code 78.
     """
-    with patience("reloading"):
-        answer = place.client().order(Reload())
+    answer = _send(place, Reload(), "reloading")
     result = answer.result if isinstance(answer.result, dict) else {}
     parts = [f"{name}: {', '.join(result[name])}" for name in ("changed", "added", "removed") if result.get(name)]
     _tell(answer, f"reloaded; {'; '.join(parts) or 'nothing has changed'}", as_json=as_json)
@@ -164,8 +156,7 @@ def reload(*, place: ThisRun, as_json: Json = False) -> None:
 @command(failed=FAILED)
 def stacks(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = False) -> None:
     """Print the stack of every thread of the ranks."""
-    with patience("asking"):
-        found: dict[str, str] = place.client().order(StacksOrder(target=target)).result or {}
+    found: dict[str, str] = _send(place, StacksOrder(target=target), "asking").result or {}
     if as_json:
         print(json_text(found))
         return
@@ -173,6 +164,12 @@ def stacks(*, target: OptionalTarget = None, place: ThisRun, as_json: Json = Fal
     for name, text in found.items():
         console.rule(Text(name, style="bold"), align="left")
         console.print(text.rstrip("\n"))
+
+
+def _send(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
+    """Send an order; a terminal shows what it waits for."""
+    with patience(doing):
+        return place.client().order(order, wait=wait)
 
 
 def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:

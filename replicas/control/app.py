@@ -35,8 +35,6 @@ _PAGES = {
     "/readyz": "200 when all that should be ready is; ?verbose lists the checks",
     "/metrics": "for Prometheus",
     "/status": "the whole state of the run, as JSON",
-}
-_STREAMS = {
     "/events": "what happens, as server-sent events; ?after=N, ?follow=0",
     "/logs": "?target=, ?rank=, ?generation=, ?lines=, ?since=, ?follow=1, ?json=1; needs the token",
 }
@@ -47,15 +45,12 @@ _GZIP_LEVEL = 3
 Page = Callable[[Request], Awaitable[Response]]
 
 
-class StatusSource(Protocol):
-    """Data of the pages. All three methods run on the event loop and must not block."""
+class ControlledRun(Commands, Protocol):
+    """A run with what the routes show; its methods do not block the event loop."""
 
     def status(self) -> RunStatus: ...
     def scrape(self, accept: str, client: str) -> tuple[bytes, str]: ...
     def live(self) -> bool: ...
-
-
-class StreamSource(Protocol):
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
         """Events numbered above ``after`` (None: from now on), then each new one."""
         ...
@@ -66,23 +61,14 @@ class StreamSource(Protocol):
     def read_logs(self, selection: Selection) -> LogReader: ...
 
 
-def control_routes(
-    source: StatusSource,
-    *,
-    commands: Commands | None = None,
-    streams: StreamSource | None = None,
-    access: Access = everyone,
-) -> list[Route]:
+def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[Route]:
     """The routes, the last of which answers unknown paths with JSON and status 404.
 
     Pages take GET and HEAD, orders POST; other methods get 405.
 
-    :param commands: carries out orders; None: no orders are taken.
-    :param streams: source of events and logs; None: no such pages.
     :param access: authorizes orders and the output of programs on this transport.
     """
-    pages = {**_PAGES, **(_STREAMS if streams is not None else {})}
-    endpoints = ["/", *pages, *(ORDERS if commands is not None else ())]
+    endpoints = ["/", *_PAGES, *ORDERS]
 
     async def livez(_: Request) -> Response:
         live = source.live()
@@ -115,21 +101,21 @@ def control_routes(
 
     async def index(_: Request) -> Response:
         run = source.status()
-        lines = [f"replicas {run.version}, run {run.run}", "", *(f"{path:10}{text}" for path, text in pages.items())]
-        lines += ["", _ORDERS] if commands is not None else []
+        lines = [f"replicas {run.version}, run {run.run}", "", *(f"{path:10}{text}" for path, text in _PAGES.items())]
+        lines += ["", _ORDERS]
         return _text("\n".join(lines) + "\n", 200)
 
     async def unknown(request: Request) -> Response:
         path = request.url.path
-        if path in ORDERS and path in endpoints:
+        if path in ORDERS:
             return refusal(f"{path} is an order: POST it", 405, Allow="POST")
         return json_response({"error": f"no such page: {path}", "endpoints": endpoints}, 404)
 
     shown = {"/": index, "/livez": livez, "/readyz": readyz, "/metrics": metrics, "/status": status}
     return [
         *(Route(path, _unless_starting(page), methods=["GET"]) for path, page in shown.items()),
-        *(_stream_routes(streams, access) if streams is not None else ()),
-        *(order_routes(commands, access, lambda: source.status().run) if commands is not None else ()),
+        *_stream_routes(source, access),
+        *order_routes(source, access, lambda: source.status().run),
         Route("/{path:path}", unknown, methods=["GET"]),
     ]
 
@@ -171,7 +157,7 @@ def _text(text: str, code: int) -> Response:
     return PlainTextResponse(text, code, headers=NO_STORE)
 
 
-def _stream_routes(source: StreamSource, access: Access) -> list[Route]:
+def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
 
     async def events(request: Request) -> Response:
         try:
@@ -239,7 +225,7 @@ def _selection(query: Mapping[str, str]) -> Selection:
         raise errors.UsageError(f"invalid query: {error}") from error
 
 
-async def _events(source: StreamSource, after: int | None, until: int | None, *, whole: bool) -> AsyncIterator[bytes]:
+async def _events(source: ControlledRun, after: int | None, until: int | None, *, whole: bool) -> AsyncIterator[bytes]:
     if until is not None and until <= (after if after is not None else until):
         return
     records = source.events(after)

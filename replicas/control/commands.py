@@ -20,7 +20,10 @@ Target = Name
 
 
 class Commands(Protocol):
-    """Carries out orders; all methods raise :class:`replicas.errors.ReplicasError`."""
+    """Carries out orders; all methods raise :class:`replicas.errors.ReplicasError`.
+
+    An order's method has the name of its path, and its fields as parameters.
+    """
 
     async def scale(self, group: str, replicas: int) -> None: ...
     async def restart(self, target: str, *, rolling: bool = False) -> None: ...

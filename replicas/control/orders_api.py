@@ -20,8 +20,7 @@ does one whose token ends: it only hears nothing more of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -80,31 +79,7 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
             order = await _order(request, path, kind, access, run)
             if isinstance(order, Response):
                 return order
-            work: Coroutine[Any, Any, object]
-            match order:
-                case orders.Scale():
-                    work = commands.scale(order.group, order.replicas)
-                case orders.Restart():
-                    work = commands.restart(order.target, rolling=order.rolling)
-                case Drain(node=str(node)):
-                    work = commands.drain_node(node, undo=order.undo)
-                case Drain():
-                    work = commands.drain(order.target, hurry=order.hurry)
-                case orders.Detach():
-                    work = commands.detach()
-                case orders.ResetFailed():
-                    work = commands.reset_failed(order.target)
-                case orders.Reload():
-                    work = commands.reload()
-                case orders.StacksOrder():
-                    work = commands.stacks(order.target)
-                case orders.DoctorOrder():
-                    work = commands.doctor(order.node)
-                case orders.TokensOrder():
-                    work = commands.tokens(
-                        order.role, rotate=order.rotate, revoke_old=order.revoke_old, force=order.force
-                    )
-            task = asyncio.create_task(work, name=kind.__name__)
+            task = asyncio.create_task(_carry_out(commands, path, order), name=kind.__name__)
             running.add(task)
             task.add_done_callback(over)
             ends_all = isinstance(order, Drain) and order.target is None and order.node is None
@@ -116,6 +91,15 @@ def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> 
         return Route(path, endpoint, methods=["POST"])
 
     return [route(path, kind) for path, kind in ORDERS.items()]
+
+
+async def _carry_out(commands: Commands, path: str, order: Order) -> object:
+    """Run the command that has the name of the path, with the fields of the order."""
+    name, given = path[1:].replace("-", "_"), msgspec.structs.asdict(order)
+    if isinstance(order, Drain):
+        name, fields = ("drain", ("target", "hurry")) if order.node is None else ("drain_node", ("node", "undo"))
+        given = {field: given[field] for field in fields}
+    return await getattr(commands, name)(**given)
 
 
 async def _order(

@@ -138,28 +138,42 @@ def leave(group: Path, *, run: bool = False) -> None:
 
 
 class RunCgroups:
-    """The groups of one run; ``limits``: controllers that they have."""
+    """The groups of one run, removed by :meth:`close`.
 
-    def __init__(self, path: Path, limits: frozenset[str]) -> None:
-        self.path = path
-        self.limits = limits
+    :param root: the group below which they are made; None: this process's own.
+    :param limited: limits of memory and processes will be asked for.
+    :ivar path: of the run's group; None: it cannot be made.
+    :ivar limits: controllers that the groups have.
+    :ivar refused: why memory and processes cannot be limited; empty: they can.
+    """
 
-    @classmethod
-    def make(cls, run: str, own: Path, *, limited: bool) -> RunCgroups:
-        """Create the group of a run below ``own``; ``limited``: limits are wanted."""
+    def __init__(self, run: str, root: Path | None = None, *, limited: bool) -> None:
+        self.path: Path | None = None
+        self.limits: frozenset[str] = frozenset()
+        self.refused = ""
+        try:
+            self._make(run, root or find_own(), limited=limited)
+        except OSError as error:
+            self.path, self.refused = None, error.strerror or str(error)
+            return
+        if limited and (missing := ", ".join(sorted(LIMITS.keys() - self.limits))):
+            self.refused = f"{missing} cannot be handed on by the control group of this process"
+
+    def _make(self, run: str, own: Path, *, limited: bool) -> None:
         own = _left.get(own, own)
-        limits = _hand_on(own) if limited else frozenset()
+        self.limits = _hand_on(own) if limited else frozenset()
         _remove_those_of_the_dead(own)
-        path = own / f"replicas-{run}-{os.getpid()}-{start_time(os.getpid())}-{_here()}"
-        path.mkdir(exist_ok=True)  # an embedder may end a run and start it again
-        if limits:
-            _write(path / "cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(limits)))
-        return cls(path, limits)
+        self.path = own / f"replicas-{run}-{os.getpid()}-{start_time(os.getpid())}-{_here()}"
+        self.path.mkdir(exist_ok=True)  # an embedder may end a run and start it again
+        if self.limits:
+            _write(self.path / "cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(self.limits)))
 
     def add(
         self, name: str, node: int = 0, *, memory_nbytes: int | None = None, max_processes: int | None = None
     ) -> Path:
         """Create a node's group of generation ``name``; OSError: a limit is refused."""
+        if self.path is None:
+            raise OSError(f"limits of memory and processes need control groups: {self.refused}")
         generation = self.path / name
         generation.mkdir(parents=True, exist_ok=True)
         try:
@@ -188,6 +202,8 @@ class RunCgroups:
 
         And those of dead others: processes may have been in them at the start.
         """
+        if self.path is None:
+            return True
         removed = remove(self.path)
         _remove_those_of_the_dead(self.path.parent)
         return removed

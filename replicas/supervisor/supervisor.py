@@ -40,7 +40,7 @@ from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.exit_codes import BUG, CUT, DONE, PREEMPTED
 from replicas.control.log_files import LogReader, Selection
-from replicas.control.socket import SOCKET_FILE, ControlSocket
+from replicas.control.socket import ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.base.effects import MemberLost, ReplicaIdle
@@ -133,7 +133,6 @@ class Supervisor:
         self.detached: bool = False
         """True if the run goes on without this supervisor (:meth:`detach`)."""
         self._saving = Saving(self._context, self._nodes)
-        self._door = self.config.control.socket or self.state.path / SOCKET_FILE
 
     def _make_coordinator(self) -> Coordinator:
         config = self.config
@@ -152,8 +151,8 @@ class Supervisor:
             state_dir=config.run.state_dir,
             epochs=self._reporting.events.tally.epochs,
             routes=[
-                self._nodes.route(access, self._refused),
-                *control_routes(self, commands=self, streams=self, access=access),
+                self._nodes.route(access.by_headers, self._refused),
+                *control_routes(self, access=access),
             ],
             live=self.live,
         )
@@ -216,11 +215,12 @@ class Supervisor:
         self.state.tokens.check(coordinator.tokens.key)
         for change in self.state.tokens.changes:
             events.emit(change)
+        coordinator.keep_decisions = self.state.saved is not None  # a start that fails is closed as if in order
         coordinator.wait_for_store = False  # those that come back to a new supervisor may not have so much time
         await stack.enter_async_context(coordinator)
         coordinator.subscribe(self._on_channel_event)
-        routes = [self._nodes.route(None, self._refused), *control_routes(self, commands=self, streams=self)]
-        await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
+        routes = [self._nodes.route(None, self._refused), *control_routes(self)]
+        await stack.enter_async_context(ControlSocket(self._context.door, routes, self._refused))
         self.on_open()
         stack.push_async_callback(self._nodes.finish)  # while it still has agents
         await self._nodes.joined()
@@ -236,7 +236,7 @@ class Supervisor:
         if saved is not None:  # else older events may be missing
             coordinator.expect(events.tally.members)
         events.on_rotate = self.save
-        self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._door)
+        self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._context.door)
         self.spawn(self._nodes.tend)
         self._nodes.go_on()
         if saved is not None and self._nodes.adopting:
@@ -293,8 +293,7 @@ class Supervisor:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
             self.coordinator.keep_decisions = self._goes_on
-            # Without the block's own error, which must be raised as it is and not in
-            # the task group's ExceptionGroup.
+            # without the block's error, which must be raised as it is: not in a group
             await self._stack.__aexit__(None, None, None)
 
     def _conclude(self) -> None:

@@ -18,6 +18,7 @@ from replicas.core.lives.tenancy import Tenancy
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine
+from replicas.supervisor.fleet.admission import AgentLink
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.nodes import Nodes
@@ -206,7 +207,7 @@ class FakeAgent:
         self.frozen = False
 
 
-class _Link:
+class _Link(AgentLink):
     def __init__(self, agent: FakeAgent) -> None:
         self._agent = agent
 
@@ -300,7 +301,7 @@ class Field(Yard):
         nodes.adopting, nodes._records = bool(agents), shims
         self.context.awaited.inherit(leases, leases if lost else (), self._loop.time())
         nodes._expected = self.cluster.expect(agents, shims, self.own_scope)
-        self.context.start_shim = self.cluster.start
+        self.context.start_shim = self.cluster.start_shim
         self.fleet = Fleet(self.context, saved=saved)
         self.fleet.start(nodes.adopted(self.config))
         self.spawn(self.tend)
@@ -327,7 +328,7 @@ async def field(*groups: GroupConfig, lives: Mapping[str, list[Life]] | None = N
     """A fleet whose nodes join in the block; it drains at the end."""
     made = Field(groups, lives or {})
     made.resources.withdraw("local")
-    made.context.start_shim = made.cluster.start
+    made.context.start_shim = made.cluster.start_shim
     made.fleet = Fleet(made.context)
     made.fleet.start()
     made.spawn(made.tend)

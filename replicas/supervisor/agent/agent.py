@@ -49,8 +49,8 @@ from replicas.core.lives.lease_times import BEAT_S, END_S, local_patience_s
 from replicas.core.lives.tenancy import Tenancy
 from replicas.linux.processes import start_time
 from replicas.supervisor.agent import messages as wire
+from replicas.supervisor.agent.long_orders import LongOrders
 from replicas.supervisor.agent.machine import Machine
-from replicas.supervisor.agent.order_handler import OrderHandler
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.agent.token_file import TokenFile
 from replicas.supervisor.state.run_state import machine as scope
@@ -91,7 +91,7 @@ class Agent:
 
     :param dial: opens a connection, and tells its own address. OSError, or an error of
         websockets: there is none.
-    :param make_shims: makes what runs the processes, given what to call with news.
+    :param shims: what runs the processes.
     :param state_dir: folder of the logs and of the token for the ranks.
     :param address: at which ranks of other nodes reach those of this one; default: that
         of the connection.
@@ -104,13 +104,12 @@ class Agent:
         self,
         node: str,
         dial: Callable[[], Awaitable[tuple[SupervisorLink, str]]],
-        make_shims: Callable[[Callable[[], None]], Shims],
+        shims: Shims,
         state_dir: Path,
         *,
         labels: Mapping[str, str] | None = None,
         machine: Machine | None = None,
         address: str = "",
-        limits_refused: str = "",
         wanted: Callable[[], bool] = lambda: True,
         on_token: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -126,12 +125,12 @@ class Agent:
             scope=scope(),
             labels=dict(labels or {}),
             machine=machine,
-            limits_refused=limits_refused,
+            limits_refused=shims.groups.refused,
         )
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
-        self._shims = make_shims(self._news.set)
-        self._orders = OrderHandler(self._shims, state_dir, self._tell)
+        self._shims, shims.changed = shims, self._news.set
+        self._long = LongOrders(shims, state_dir, self._tell)
         self._token = TokenFile(state_dir / "token")
         self._tenancy = Tenancy()
         self._welcome: wire.Welcome | None = None
@@ -169,7 +168,8 @@ class Agent:
         finally:
             with anyio.CancelScope(shield=True):
                 await self._end_everything()
-                await self._cancelled(*work, *self._orders.tasks)
+                await self._cancelled(*work, *self._long.tasks)
+                self._shims.groups.close()
         log.info("node %s: %s", self.node, self._reason)
         return self._code
 
@@ -385,8 +385,12 @@ class Agent:
                 self._on_token(operator)
             case wire.Over(reason):
                 self._end(reason)
+            case wire.Clean() | wire.LogQuery() | wire.Examine():
+                self._long.begin(order)
+            case wire.Welcome() | wire.Refused():
+                log.error("an unexpected %s of the supervisor", type(order).__name__)
             case _:
-                self._orders.obey(order)
+                self._shims.obey(order)
 
 
 def _order(data: str | bytes) -> wire.Order:

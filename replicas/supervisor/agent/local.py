@@ -16,16 +16,16 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from replicas import errors
 from replicas.common import own_code
 from replicas.linux import inherited
+from replicas.linux.cgroups import RunCgroups
 from replicas.linux.sockets import reachable
 from replicas.supervisor.agent.agent import Agent, SupervisorLink
-from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.orphans import remove_socket
 from replicas.supervisor.agent.shims import Shims
 from replicas.trust.dial import dial_socket
@@ -48,27 +48,17 @@ async def dial_run(path: Path) -> tuple[SupervisorLink, str]:
 
 
 async def _run(options: argparse.Namespace) -> int:
-    containment = Containment(options.run, root=options.cgroup, lock=options.lock, limited=options.limited)
-
-    def wanted() -> bool:
-        """Return True while the supervisor that started this agent lives."""
-        return os.getppid() == int(options.parent)
-
-    def make(changed: Callable[[], None]) -> Shims:
-        return Shims(containment, options.state_dir, changed)
-
+    groups = RunCgroups(options.run, options.cgroup, limited=options.limited)
     agent = Agent(
         options.node,
         lambda: dial_run(options.socket),
-        make,
+        Shims(groups, options.state_dir, lock=options.lock),
         options.state_dir,
-        limits_refused=containment.refused,
-        wanted=wanted,
+        wanted=lambda: os.getppid() == options.parent,  # the supervisor that started this agent
     )
     try:
         return await agent.run()
     finally:
-        containment.close()
         remove_socket(options.socket)
 
 

@@ -40,7 +40,6 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 _Mark = Annotated[str, msgspec.Meta(max_length=64)]
 _Word = Annotated[str, msgspec.Meta(max_length=256)]
-_Path = Annotated[str, msgspec.Meta(max_length=4096)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_LENGTH)]
 STATE_NBYTES = 1 << 20
 """Largest state of one part as it travels."""
@@ -236,7 +235,8 @@ class Over(msgspec.Struct, frozen=True, tag=True):
 
 
 Query = LogQuery | Examine
-Order = Welcome | NewToken | Refused | Heard | Start | Stop | Meet | Kill | AskStacks | Forget | Clean | Query | Over
+ShimOrder = Start | Stop | Meet | Kill | AskStacks | Forget
+Order = Welcome | NewToken | Refused | Heard | ShimOrder | Clean | Query | Over
 AgentMessage = Hello | PartNews | Beat | StacksFound | Cleaned | Leaving | LogReply | Examined
 
 _encoder = msgspec.msgpack.Encoder()

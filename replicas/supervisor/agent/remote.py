@@ -8,23 +8,25 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 
 from replicas import errors
+from replicas.common.logs import Log
 from replicas.config.values import no_text
 from replicas.linux import inherited, needs
+from replicas.linux.cgroups import RunCgroups
 from replicas.messages import arguments
 from replicas.messages.bounds import encodable
 from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.agent_folder import AgentFolder
-from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.local import CONNECTING
 from replicas.supervisor.agent.machine import look
 from replicas.supervisor.agent.shims import Shims
 from replicas.trust.dial import PortConnection, dial
 from replicas.trust.way import way_to
+
+log = Log("replicas.agent")
 
 
 class Invitation:
@@ -38,13 +40,11 @@ class Invitation:
 
     def __init__(self, text: str) -> None:
         token, at, endpoint = text.strip().rpartition("@")
-        host, colon, port = endpoint.rpartition(":")
-        token = token.strip()
-        if not (at and token and colon and host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        if not at:
             raise errors.UsageError(
                 "an invitation is TOKEN@HOST:PORT", hint="`replicas token --join` prints that of a run"
             )
-        self.token = arguments.token("the invitation's token", token)
+        self.token = arguments.token("the invitation's token", token.strip())
         self.endpoint = arguments.endpoint("the invitation's address", endpoint)
 
     def renew(self, token: str) -> None:
@@ -64,31 +64,25 @@ async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
 async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: AgentFolder, address: str) -> int:
     identity = await anyio.to_thread.run_sync(folder.acquire)
     machine = await anyio.to_thread.run_sync(look)
-    containment = Containment(f"agent-{name}", lock=folder.lock, limited=True)
-
-    def make(changed: Any) -> Shims:
-        shims = Shims(containment, folder.path, changed)
-        shims.identity, shims.endpoint = identity, to.endpoint
-        return shims
-
+    groups = RunCgroups(f"agent-{name}", limited=True)
+    if groups.path is None:
+        log.info("no control groups: %s", groups.refused)
+    shims = Shims(groups, folder.path, lock=folder.lock)
+    shims.identity, shims.endpoint = identity, to.endpoint
     agent = Agent(
         name,
         lambda: _dial(to),
-        make,
+        shims,
         folder.path,
         labels=labels,
         machine=machine,
         address=address,
-        limits_refused=containment.refused,
         on_token=to.renew,
     )
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(signum, agent.leave, signum.name)
-    try:
-        return await agent.run()
-    finally:
-        containment.close()
+    return await agent.run()
 
 
 def serve_node(to: Invitation, *, name: str, labels: Mapping[str, str], state_dir: Path, address: str = "") -> int:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -46,28 +46,6 @@ def base_environment() -> dict[str, str]:
         for name, value in environ.without_torchrun(own_code.rooted(os.environ)).items()
         if not name.startswith(("REPLICAS_", "REPLICA_")) or name == environ.ACCELERATOR
     }
-
-
-def start_helper(
-    module: str,
-    control: int,
-    lock: int | None,
-    *arguments: str,
-    keep: tuple[int, ...] = (),
-    env: Mapping[str, str] | None = None,
-    output: IO[bytes] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a shim or an agent, maybe with the run's lock, in a session of its own."""
-    if lock is not None:
-        arguments = ("--lock", str(lock), *arguments)
-        keep += (lock,)
-    return subprocess.Popen(
-        python_module(module, "--control", str(control), "--parent", str(os.getpid()), *arguments),
-        stdout=output,
-        stderr=output,
-        pass_fds=(control, *keep),
-        **apart({**os.environ, **(env or {})}),
-    )
 
 
 class ShimProcess:
@@ -119,15 +97,23 @@ class ShimProcess:
             raise
 
     def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
+        """Start the shim, maybe with a lock, in a session of its own."""
         with ExitStack() as stack:
-            arguments: tuple[str, ...] = ()
-            keep: tuple[int, ...] = ()
+            given = {"control": control, "parent": os.getpid()}
+            if lock is not None:
+                given["lock"] = lock
             if self.spec.tee:
-                keep = (os.dup(2),)
-                stack.callback(os.close, keep[0])
-                arguments = ("--tee", str(keep[0]))
-            log, mark = stack.enter_context(self._log()), {MARK: self.spec.nonce}
-            return start_helper(SHIM, control, lock, *arguments, keep=keep, env=mark, output=log)
+                given["tee"] = os.dup(2)
+                stack.callback(os.close, given["tee"])
+            words = (word for name, value in given.items() for word in (f"--{name}", str(value)))
+            log = stack.enter_context(self._log())
+            return subprocess.Popen(
+                python_module(SHIM, *words),
+                stdout=log,
+                stderr=log,
+                pass_fds=[value for name, value in given.items() if name != "parent"],
+                **apart({**os.environ, MARK: self.spec.nonce}),
+            )
 
     def _log(self) -> IO[bytes]:
         """Open the shim's log; ``/dev/null`` if the disk takes no new file."""

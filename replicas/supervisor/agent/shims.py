@@ -1,5 +1,9 @@
 """The shims of one agent: start them as ordered, and relay the states of their parts.
 
+Each shim starts in a control group for its part and generation, which exists before the
+shim starts anything: no process of it is lost, whichever is killed next. Where control
+groups cannot be made, processes are found by descent and by their mark.
+
 A shim is known by its mark (``nonce``) from the order to start it until the supervisor
 has noted its end. :meth:`Shims.news` has the states that have changed since they were
 last told; :meth:`Shims.all` has all of them, for a supervisor that comes, or comes
@@ -15,9 +19,9 @@ from typing import Any
 
 from replicas import environ
 from replicas.common.logs import Log
-from replicas.supervisor.agent.containment import Containment
+from replicas.linux.cgroups import RunCgroups
 from replicas.supervisor.agent.forkservers import Forkservers
-from replicas.supervisor.agent.messages import Plain, Start
+from replicas.supervisor.agent.messages import AskStacks, Forget, Kill, Meet, Plain, ShimOrder, Start, Stop
 from replicas.supervisor.agent.shim_process import ShimProcess, base_environment
 from replicas.supervisor.wire.orders import OtherOrders, PartSpec
 from replicas.supervisor.wire.part_state import IDENTITY, UNKNOWN, ExitReport, PartState
@@ -28,15 +32,26 @@ log = Log("replicas.agent")
 class Shims:
     """The shims of an agent, by their marks. For the event loop's thread only.
 
-    :param changed: called when there is something to tell.
+    :param groups: the control groups of the run on this node.
     :param state_dir: folder of the node's logs and of the token for its ranks.
+    :param lock: descriptor of a lock that shims keep held, if any.
+    :param begin: starts a shim. OSError: it cannot be started.
     """
 
-    def __init__(self, containment: Containment, state_dir: Path, changed: Callable[[], None]) -> None:
-        self._containment, self._state_dir, self._changed = containment, state_dir, changed
+    def __init__(
+        self,
+        groups: RunCgroups,
+        state_dir: Path,
+        *,
+        lock: int | None = None,
+        begin: Callable[[PartSpec, Callable[[], None], int | None], ShimProcess] = ShimProcess,
+    ) -> None:
+        self.groups, self._state_dir, self._lock, self._begin = groups, state_dir, lock, begin
+        self.changed: Callable[[], None] = lambda: None
+        """Called when there is something to tell."""
         self._shims: dict[str, ShimProcess] = {}
-        self._states: dict[str, PartState] = {}
-        """Of all parts, those included whose shims could not be started."""
+        self._unstarted: dict[str, PartState] = {}
+        """The states of parts whose shims could not be started."""
         self._told: dict[str, PartState] = {}
         self._forkservers = Forkservers(self._cannot_sync)
         self.identity = ""
@@ -57,30 +72,44 @@ class Shims:
         self.empty.set()
 
     def __contains__(self, nonce: str) -> bool:
-        return nonce in self._states
+        return nonce in self._shims or nonce in self._unstarted
+
+    @property
+    def _states(self) -> dict[str, PartState]:
+        return {**self._unstarted, **{nonce: shim.state for nonce, shim in self._shims.items()}}
 
     # ------------------------------------------------------------ orders
 
-    def start(self, order: Start) -> None:
-        """Start a shim, unless it is known; what fails is told as its end.
+    def obey(self, order: ShimOrder) -> None:
+        """Carry out an order; what it concerns is gone if it is not known here."""
+        shim = self._shims.get(order.nonce) if not isinstance(order, Start) else None
+        match order:
+            case Start():
+                self._start(order)
+            case Forget(nonce):
+                self._forget(nonce)
+            case Stop(timeout_s=timeout_s, stacks=stacks) if shim is not None:
+                shim.stop(timeout_s, stacks=stacks)
+            case Meet(host=host, port=port) if shim is not None:
+                shim.meet(host, port)
+            case Kill() if shim is not None:
+                shim.kill()
+            case AskStacks() if shim is not None:
+                shim.show_stacks()
 
-        :raises replicas.supervisor.wire.orders.Malformed: it is no spec.
-        """
+    def _start(self, order: Start) -> None:
+        """Start a shim, unless it is known; what fails is told as its end."""
         state = _identity(order.spec)
         nonce = state.nonce
-        if nonce in self._states:
+        if nonce in self:
             return
         try:
-            self._shims[nonce] = self._containment.start(
-                self._localized(PartSpec.of(order.spec)),
-                lambda: self._moved(nonce),
-                memory_nbytes=order.memory_nbytes,
-                max_processes=order.max_processes,
-            )
+            spec = self._in_group(self._localized(PartSpec.of(order.spec)), order)
+            self._shims[nonce] = self._begin(spec, self._moved, self._lock)
         except (OtherOrders, OSError) as error:
             report = ExitReport("lost", text=f"a shim cannot be started: {error}")
-            self._states[nonce] = state._replace(report=report, gone=True)
-        self._moved(nonce)
+            self._unstarted[nonce] = state._replace(report=report, gone=True)
+        self._moved()
 
     def _localized(self, spec: PartSpec) -> PartSpec:
         """The spec with this node's own environment, folders and address."""
@@ -102,9 +131,22 @@ class Shims:
             patience_s=self.patience_s,
         )
 
-    def stop(self, nonce: str, timeout_s: float, *, stacks: bool = False) -> None:
-        if (shim := self._shims.get(nonce)) is not None:
-            shim.stop(timeout_s, stacks=stacks)
+    def _in_group(self, spec: PartSpec, order: Start) -> PartSpec:
+        """The spec with a control group. OSError: its limits cannot be set."""
+        limited = order.memory_nbytes is not None or order.max_processes is not None
+        if self.groups.path is None and not limited:
+            return spec
+        name = f"{spec.group}.{spec.replica}.{spec.generation}"
+        try:
+            path = self.groups.add(
+                name, spec.node, memory_nbytes=order.memory_nbytes, max_processes=order.max_processes
+            )
+        except OSError as error:
+            if limited:
+                raise
+            log.warning("no control group for %s: %s", name, error)
+            return spec
+        return spec._replace(cgroup=str(path))
 
     def _cannot_sync(self, forkserver: str, reason: str) -> None:
         """Stop the replicas that cannot sync without this forkserver."""
@@ -112,23 +154,10 @@ class Shims:
             if shim.spec.env.get(environ.FORKSERVER) == forkserver:
                 shim.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
 
-    def meet(self, nonce: str, host: str, port: int) -> None:
-        if (shim := self._shims.get(nonce)) is not None:
-            shim.meet(host, port)
-
-    def kill(self, nonce: str) -> None:
-        if (shim := self._shims.get(nonce)) is not None:
-            shim.kill()
-
-    def show_stacks(self, nonce: str) -> None:
-        """Have a shim send its stacks, which :meth:`stacks` then has."""
-        if (shim := self._shims.get(nonce)) is not None:
-            shim.show_stacks()
-
-    def forget(self, nonce: str) -> None:
+    def _forget(self, nonce: str) -> None:
         """The supervisor has noted the shim's end."""
-        if nonce in self._states and self._states[nonce].gone:
-            for known in (self._shims, self._states, self._told):
+        if nonce in self and self._states[nonce].gone:
+            for known in (self._shims, self._unstarted, self._told):
                 known.pop(nonce, None)
 
     # ------------------------------------------------------------ watching
@@ -141,18 +170,17 @@ class Shims:
         self.lease_until = lease_until
         for shim in self._living():
             shim.look(now, lease_until, self.patience_s)
-            self._states[shim.spec.nonce] = shim.state
-        self._changed()
+        self.changed()
 
     def end(self, timeout_s: float) -> None:
         """SIGTERM to all processes now, SIGKILL after ``timeout_s``."""
         for shim in self._living():
-            self.stop(shim.spec.nonce, timeout_s)
+            shim.stop(timeout_s)
 
     def kill_all(self) -> None:
         """Kill the shims that are left; their processes are swept."""
         for shim in self._living():
-            self.kill(shim.spec.nonce)
+            shim.kill()
 
     async def aclose(self) -> None:
         """End what serves the shims; call it when they are gone."""
@@ -161,23 +189,21 @@ class Shims:
     def _living(self) -> list[ShimProcess]:
         return [shim for shim in self._shims.values() if not shim.state.gone]
 
-    def _moved(self, nonce: str) -> None:
-        if (shim := self._shims.get(nonce)) is not None:
-            self._states[nonce] = shim.state
+    def _moved(self) -> None:
         if self._living():
             self.empty.clear()
         else:
             self.empty.set()
-        self._changed()
+        self.changed()
 
     # ------------------------------------------------------------ telling
 
     def all(self) -> tuple[PartState, ...]:
         """The state of each part; all of it counts as told."""
-        before, self._told = self._told, {**self._states}
+        before, self._told = self._told, self._states
         return tuple(
             state._replace(known_losses=before[nonce].losses if nonce in before else ())
-            for nonce, state in self._states.items()
+            for nonce, state in self._told.items()
         )
 
     def news(self) -> list[PartState]:

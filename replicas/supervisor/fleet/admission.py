@@ -1,13 +1,14 @@
-"""One node of a run with its agent, and which agents a run takes."""
+"""One node of a run with the connection to its agent, and which agents a run takes."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from replicas.common.logs import Log
+from replicas.coordinator.sessions import OUTBOX_NBYTES
+from replicas.coordinator.websocket import WebSocket
 from replicas.core.lives.node_life import SILENT_S, NodeLife
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.machine import Machine
@@ -22,14 +23,31 @@ log = Log("replicas.supervisor")
 NODES_MAX = 4096
 
 
-class AgentLink(Protocol):
-    """A connection to an agent."""
+class AgentLink:
+    """A connection to an agent, which has the limit of a member's session: with too
+    much that it has not read, one more message ends it.
+
+    :param refused: called with the reason then.
+    """
+
+    def __init__(self, connection: WebSocket, refused: Callable[[str], None]) -> None:
+        self._connection, self._refused = connection, refused
+        self.over = asyncio.Event()
 
     def send(self, data: bytes) -> None:
         """Send without waiting; after its end nothing is sent."""
-        ...
+        if self.over.is_set():
+            return
+        if self._connection.unread_nbytes > OUTBOX_NBYTES:
+            log.error("an agent does not read what it is sent: it is disconnected")
+            self._refused("overflow")
+            self.close()
+            self._connection.cut()
+            return
+        self._connection.write((data,))
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.over.set()
 
 
 class NodeEntry:
@@ -111,7 +129,7 @@ class Admission:
                 return wire.Refused(message=f"{hello.node} is the supervisor's own node: give it another --name")
             if entry.life.state == "up" and self._loop.time() - entry.life.heard_at < SILENT_S:
                 return wire.Refused(message=f"node {hello.node} has an agent already ({entry.address})", again=True)
-        return (None if local else self._offered_twice(hello)) or self._ungranted(hello, local=local)
+        return self._offered_twice(hello) or self._ungranted(hello, local=local)
 
     def _ungranted(self, hello: Hello, *, local: bool) -> wire.Refused | None:
         """The refusal of an agent whose lease cannot be written down."""

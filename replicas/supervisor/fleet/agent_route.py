@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from replicas.common.logs import Log
-from replicas.coordinator.sessions import OUTBOX_NBYTES
 from replicas.coordinator.websocket import Ended, SocketRoute, WebSocket
 from replicas.supervisor.agent.messages import Hello, Refused, decode_from_agent, encode
+from replicas.supervisor.fleet.admission import AgentLink
 from replicas.supervisor.fleet.cluster import Cluster
 from replicas.trust.tokens import Tokens
 
@@ -21,41 +21,14 @@ _HELLO_S = 10.0
 _BAD_DATA = 1007
 
 
-class _Link:
-    """A connection to an agent, which has the limit of a member's session: with too
-    much that it has not read, one more message ends it.
-
-    :param refused: called with the reason then.
-    """
-
-    def __init__(self, connection: WebSocket, refused: Callable[[str], None]) -> None:
-        self._connection, self._refused = connection, refused
-        self.over = asyncio.Event()
-
-    def send(self, data: bytes) -> None:
-        if self.over.is_set():
-            return
-        if self._connection.unread_nbytes > OUTBOX_NBYTES:
-            log.error("an agent does not read what it is sent: it is disconnected")
-            self._refused("overflow")
-            self.close()
-            self._connection.cut()
-            return
-        self._connection.write((data,))
-
-    def close(self) -> None:
-        self.over.set()
-
-
 def agent_route(
-    cluster: Callable[[], Cluster | None],
+    cluster: Cluster,
     refused: Callable[[str], None],
     access: Callable[[Mapping[str, str]], str] | None,
     tokens: Callable[[], Tokens],
 ) -> SocketRoute:
     """The route.
 
-    :param cluster: None: the run does not take agents (yet).
     :param refused: called with the reason of each refusal.
     :param access: why an agent with these headers is not let in; None: this is the
         run's own socket.
@@ -63,27 +36,24 @@ def agent_route(
     """
 
     def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
-        if access is not None and (why := access(headers)):
-            return 401, why
-        return None if cluster() is not None else (503, "the run is not ready for agents yet")
+        why = access(headers) if access is not None else ""
+        return (401, why) if why else None
 
     async def serve(websocket: WebSocket) -> None:
-        here = cluster()
-        assert here is not None
-        link = _Link(websocket, refused)
+        link = AgentLink(websocket, refused)
         with contextlib.suppress(Ended):
             if access is None:
-                await _serve(here, websocket, link, refused, local=True)
+                await _serve(cluster, websocket, link, refused, local=True)
                 return
             with tokens().watched(websocket.headers, link.close):
                 if not access(websocket.headers):  # its token may have ended since the request was accepted
-                    await _serve(here, websocket, link, refused, local=False)
+                    await _serve(cluster, websocket, link, refused, local=False)
 
     return SocketRoute("/agent", refusal, serve)
 
 
 async def _serve(
-    cluster: Cluster, websocket: WebSocket, link: _Link, refused: Callable[[str], None], *, local: bool
+    cluster: Cluster, websocket: WebSocket, link: AgentLink, refused: Callable[[str], None], *, local: bool
 ) -> None:
     try:
         async with asyncio.timeout(_HELLO_S):

@@ -13,7 +13,7 @@ Leases are granted here, too: each is on disk before its agent is welcomed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -21,7 +21,7 @@ from replicas.common.logs import Log
 from replicas.core.lives.lease_times import lost_after_s
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.supervisor.fleet.handle import ShimHandle
-from replicas.supervisor.state.leases import Lease
+from replicas.supervisor.state.leases import Lease, Leases
 from replicas.supervisor.wire.part_state import PartState
 
 log = Log("replicas.supervisor")
@@ -30,13 +30,10 @@ _UNKNOWN = "nodes that are not known"
 
 
 class Awaited:
-    """Leases and strangers of a run.
+    """Leases and strangers of a run; ``file``: the leases on disk."""
 
-    :param write: has leases on disk; OSError: it cannot.
-    """
-
-    def __init__(self, write: Callable[[Sequence[Lease]], None]) -> None:
-        self._write = write
+    def __init__(self, file: Leases) -> None:
+        self._file = file
         self._leases: dict[str, Lease] = {}
         """All that may still run, by the incarnation of the agent."""
         self._unseen: dict[str, float] = {}
@@ -59,7 +56,7 @@ class Awaited:
         """Have it on disk, before its agent is welcomed; why it is not, in words."""
         changed = {**self._leases, lease.incarnation: lease}
         try:
-            self._write(tuple(changed.values()))
+            self._file.write(tuple(changed.values()))
         except OSError as error:
             return error.strerror or str(error)
         self._leases = changed
@@ -96,7 +93,7 @@ class Awaited:
 
     def _note(self) -> None:
         try:
-            self._write(tuple(self._leases.values()))
+            self._file.write(tuple(self._leases.values()))
         except OSError as error:  # too many are named then, which costs the next supervisor a wait
             log.warning("the leases of nodes cannot be written: %s", error.strerror or error)
 
@@ -114,8 +111,9 @@ class Awaited:
         return any(handle.node == node for _, handle in self._strangers.values())
 
     def generation(self, group: str, replica: int) -> int:
-        """The highest number of a generation of this replica that a stranger had."""
-        return self._generations.get((group, replica), 0)
+        """The highest number of a generation that may have been used unknown to the
+        replica."""
+        return max(self._file.floor, self._generations.get((group, replica), 0))
 
     def _forget_gone(self) -> None:
         self._strangers = {nonce: one for nonce, one in self._strangers.items() if not one[1].state.gone}

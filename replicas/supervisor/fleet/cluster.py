@@ -90,7 +90,7 @@ class Cluster:
 
     # ------------------------------------------------------------ shims
 
-    def start(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
+    def start_shim(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
         """Have a shim started on the node that its replica holds.
 
         On a node that has gone away meanwhile it has ended, for that reason.
@@ -512,9 +512,9 @@ class Cluster:
             member.send(wire.Over(reason))
 
     async def closed_all(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` for the agents of other machines to disconnect."""
+        """Wait up to ``timeout_s`` for all agents to disconnect."""
         deadline = self._loop.time() + timeout_s
-        while any(one.link is not None and not one.local for one in self._members.values()):
+        while any(one.link is not None for one in self._members.values()):
             left = deadline - self._loop.time()
             if left <= 0:
                 return

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from replicas import environ, errors
 from replicas.config.structs import Config
+from replicas.control.socket import SOCKET_FILE
 from replicas.coordinator import Coordinator
 from replicas.core.lives.lifecycle import Transition
 from replicas.supervisor.fleet.awaited import Awaited
@@ -36,17 +38,12 @@ class Neighbours(Protocol):
     """What a replica asks of the fleet, where other replicas are concerned."""
 
     def size(self, group: str) -> int: ...
-    def waits_for(self, group: str, replica: int) -> str:
-        """What a replica's first start waits for, as in "waits ..."; empty: its share
-        is now taken."""
-        ...
+    def waits_for(self, group: str, replica: int, *, first: bool) -> str:
+        """What the start of a replica waits for, as in "waits ..."; empty: its share is
+        now taken, which a reload may have changed.
 
-    def may_resume(self, group: str, replica: int) -> str:
-        """What a replica whose delay is over waits for, likewise; empty: it may start
-        again.
-
-        A group that restarts as a whole waits for its last replica; and the share of
-        the machine is taken, which a reload may have changed.
+        A group that restarts as a whole waits for its last replica, a ``first`` start
+        also for other groups.
         """
         ...
 
@@ -93,7 +90,7 @@ class FleetContext:
     """What of earlier supervisors keeps replicas from starting."""
 
     def __post_init__(self) -> None:
-        self.awaited = Awaited(self.state.leases.write)
+        self.awaited = Awaited(self.state.leases)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -101,6 +98,11 @@ class FleetContext:
         if self.opened is None:
             raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
         return self.opened
+
+    @property
+    def door(self) -> Path:
+        """The path of the run's Unix socket."""
+        return self.config.control.socket or self.state.path / SOCKET_FILE
 
     def look(self) -> None:
         """Wake the fleet's monitor: something has changed."""
@@ -117,28 +119,3 @@ class FleetContext:
             environ.RUN: self.config.run.name,
             environ.STATE_ID: self.state.identity,
         }
-
-    def save_start(self, generation: int) -> str:
-        """Save that a generation of this number is about to start.
-
-        A start that no disk has noted would be one of which the next supervisor does
-        not know, and its number could be used again.
-
-        :return: the problem of the disk, in words, if it could not be saved.
-        """
-        leases = self.state.leases
-        try:
-            leases.reserve(generation)
-            leases.starts += 1
-            if not self.save():
-                leases.starts -= 1  # else the next write of the leases would call the state on disk old
-                return self.state.run_state.problem
-            leases.count()
-        except OSError as error:
-            return f"{leases.path}: {error.strerror or error}"
-        return ""
-
-    def floor(self, group: str, replica: int) -> int:
-        """The highest number of a generation that may have been used unknown to the
-        replica."""
-        return max(self.state.leases.floor, self.awaited.generation(group, replica))

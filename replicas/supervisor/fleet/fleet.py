@@ -318,25 +318,17 @@ class Fleet:
     def size(self, group: str) -> int:
         return self.groups[group].size
 
-    def waits_for(self, group: str, replica: int) -> str:
+    def waits_for(self, group: str, replica: int, *, first: bool) -> str:
         one = self.groups[group]
         if self._held_back(one):
             return f"for the other replicas of {group}"
-        needed = {name: other.needed for name, other in self.groups.items()}
-        missing = unmet(one.config, needed, {name: other.staying for name, other in self.groups.items()})
-        return f"for {', '.join(missing)}" if missing else self._place(one, replica)
-
-    def may_resume(self, group: str, replica: int) -> str:
-        one = self.groups[group]
-        if self._held_back(one):
-            return f"for the other replicas of {group}"
-        return self._place(one, replica)
-
-    def _place(self, group: Group, replica: int) -> str:
-        """Give the replica its share; what it waits for instead, as in "waits ..."."""
-        if waits := self._context.awaited.blocks(group.config.name, replica, self._loop.time()):
+        if first:
+            needed = {name: other.needed for name, other in self.groups.items()}
+            if missing := unmet(one.config, needed, {name: other.staying for name, other in self.groups.items()}):
+                return f"for {', '.join(missing)}"
+        if waits := self._context.awaited.blocks(group, replica, self._loop.time()):
             return waits
-        lacks = self._context.resources.take(group.config, replica)
+        lacks = self._context.resources.take(one.config, replica)
         return f"for {lacks}" if lacks else ""
 
     def _held_back(self, group: Group) -> bool:

@@ -65,7 +65,7 @@ class Generation:
             )
             for spec, share in zip(specs, shares, strict=True)
         ]
-        problem = context.save_start(number)  # before they start, so that a later supervisor can find them
+        problem = save_start(context, number)  # before they start, so that a later supervisor can find them
         if problem:
             self._records = []
         return problem
@@ -205,6 +205,27 @@ class Generation:
             except TimeoutError:
                 found[f"{record.group}/{record.replica}, node {record.node}"] = "its shim does not answer"
         return found
+
+
+def save_start(context: FleetContext, generation: int) -> str:
+    """Save that a generation of this number is about to start.
+
+    A start that no disk has noted would be one of which the next supervisor does not
+    know, and its number could be used again.
+
+    :return: the problem of the disk, in words, if it could not be saved.
+    """
+    leases = context.state.leases
+    try:
+        leases.reserve(generation)
+        leases.starts += 1
+        if not context.save():
+            leases.starts -= 1  # else the next write of the leases would call the state on disk old
+            return context.state.run_state.problem
+        leases.count()
+    except OSError as error:
+        return f"{leases.path}: {error.strerror or error}"
+    return ""
 
 
 def rank_environment(

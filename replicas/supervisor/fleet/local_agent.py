@@ -16,7 +16,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from replicas import errors
 from replicas.common.backoff import Backoff
@@ -51,7 +51,7 @@ class LocalAgent:
     def __init__(
         self,
         node: str,
-        cluster: Callable[[], Cluster | None],
+        cluster: Cluster,
         arguments: Sequence[str],
         *,
         keep: tuple[int, ...] = (),
@@ -106,7 +106,7 @@ class LocalAgent:
         self._ended.clear()
         self._loop.add_reader(pidfd, self._on_exit)
 
-    async def joined(self, cluster: Cluster) -> None:
+    async def joined(self) -> None:
         """Wait until it has joined. WorldError: it does not within 60 s.
 
         One that was found alive, and has not joined after 10 s, is replaced.
@@ -114,7 +114,7 @@ class LocalAgent:
         unheard = Patience(self._loop.time(), _LOOK_S)
         try:
             async with asyncio.timeout(JOIN_S):
-                while not await _is_set_within(cluster.joined, _LOOK_S):
+                while not await _is_set_within(self._cluster.joined, _LOOK_S):
                     found_alive = self._popen is None and self._life.state == "starting"
                     if unheard.lasts(self._loop.time(), found_alive) > FROZEN_S:
                         self._replace()
@@ -144,15 +144,15 @@ class LocalAgent:
         except OSError as error:
             self._schedule(self._loop.time(), f"cannot be started: {error}")
 
-    def tick(self, cluster: Cluster) -> None:
+    def tick(self) -> None:
         """Kill it if nothing is heard of it for 10 s; call it each second."""
         now = self._loop.time()
         pause_s = self._clock.look(now)
         self._clock.due = now + BEAT_S
         self._began += pause_s
-        if pause_s or self._life.state not in ("starting", "up") or not cluster.joined.is_set():
+        if pause_s or self._life.state not in ("starting", "up") or not self._cluster.joined.is_set():
             return
-        lived_s, silent_s = now - self._began, cluster.silent_s(self._node)
+        lived_s, silent_s = now - self._began, self._cluster.silent_s(self._node)
         if silent_s < lived_s:
             self._life.ready()
         if min(silent_s, lived_s) > FROZEN_S:
@@ -171,15 +171,11 @@ class LocalAgent:
         self._stop()
         if self.pid is None:
             return
-        cluster = self._cluster()
-        if cluster is None or not cluster.joined.is_set():
+        if not self._cluster.joined.is_set():
             send_signal(self._pidfd, signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_S if cluster is None or cluster.is_empty(self._node) else 0.0):
-                await self._ended.wait()
-        if self._ended.is_set():  # perhaps in the moment of the timeout
+        if await _is_set_within(self._ended, _END_S if self._cluster.is_empty(self._node) else 0.0):
             return
-        if cluster is not None and cluster.is_empty(self._node):
+        if self._cluster.is_empty(self._node):
             send_signal(self._pidfd, signal.SIGKILL)
             if await _is_set_within(self._ended, _KILLED_S):
                 return

@@ -22,7 +22,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import anyio
 from msgspec.structs import replace
@@ -30,9 +30,7 @@ from msgspec.structs import replace
 import replicas
 from replicas import errors
 from replicas.config.structs import Config
-from replicas.control.access import ByToken
 from replicas.control.log_files import FolderReader, LogReader, Selection
-from replicas.control.socket import SOCKET_FILE
 from replicas.coordinator.websocket import SocketRoute
 from replicas.core.lives.lease_times import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
@@ -121,7 +119,7 @@ class Nodes:
             is_own=lambda hello: hello.scope == machine() and hello.pid == self.agent_pid,
             leaving=self._leaving,
         )
-        context.start_shim = cluster.start
+        context.start_shim = cluster.start_shim
         cluster.awaited.inherit(left.leases, left.unseen, asyncio.get_running_loop().time())
         self._records = left.shims
         self._expected = cluster.expect(left.agents, left.shims, machine())
@@ -129,7 +127,7 @@ class Nodes:
         if config.cluster.local:
             self._local = LocalAgent(
                 context.resources.local,
-                lambda: self._cluster,
+                cluster,
                 self._arguments(),
                 keep=() if config.run.adopt_s else (context.state.lock,),
                 known=left.known,
@@ -144,17 +142,12 @@ class Nodes:
         context, config = self._context, self._context.config
         limited = self._limited
         words = ["--run", config.run.name, "--node", context.resources.local]
-        words += ["--socket", str(self._door), "--state-dir", str(config.run.state_dir)]
+        words += ["--socket", str(context.door), "--state-dir", str(config.run.state_dir)]
         words += [] if config.run.adopt_s else ["--lock", str(context.state.lock)]
         words += ["--limited"] if limited else []
         with contextlib.suppress(OSError):  # the agent says why there are no control groups
             words += ["--cgroup", str(cgroups.prepare(limited=limited))]
         return words
-
-    @property
-    def _door(self) -> Any:
-        config = self._context.config
-        return config.control.socket or config.run.state_dir / SOCKET_FILE
 
     @property
     def _limited(self) -> bool:
@@ -165,7 +158,7 @@ class Nodes:
         """Wait for this machine's agent. WorldError: it cannot do what is asked."""
         if self._local is None:
             return
-        await self._local.joined(self.cluster)
+        await self._local.joined()
         refused = self.cluster.limits_refused(self._context.resources.local)
         if self._limited and refused:
             raise errors.WorldError(
@@ -261,10 +254,9 @@ class Nodes:
 
     # ------------------------------------------------------------ the route
 
-    def route(self, access: ByToken | None, refused: Callable[[str], None]) -> SocketRoute:
+    def route(self, access: Callable[[Mapping[str, str]], str] | None, refused: Callable[[str], None]) -> SocketRoute:
         """The route at which agents join; ``access`` None: of the run's own socket."""
-        by_headers = None if access is None else access.by_headers
-        return agent_route(lambda: self._cluster, refused, by_headers, lambda: self._context.coordinator.tokens)
+        return agent_route(self.cluster, refused, access, lambda: self._context.coordinator.tokens)
 
     # ------------------------------------------------------------ while it runs
 
@@ -274,7 +266,7 @@ class Nodes:
             await anyio.sleep(BEAT_S / 2)
             self.cluster.tick()
             if self._local is not None:
-                self._local.tick(self.cluster)
+                self._local.tick()
 
     async def drain(self, node: str, *, undo: bool = False) -> None:
         """See :meth:`replicas.Supervisor.drain_node`."""

@@ -369,19 +369,13 @@ class Replica:
             self.over.set()
 
     def _start_if_due(self) -> bool:
-        event = ReplicaEvent.BACKOFF_ELAPSED
-        if self.life.state == "pending":
-            event = ReplicaEvent.START
-            self._waits_for = self._fleet.waits_for(*self._key)
-            due = not self._waits_for
-        else:
-            waited = self.life.state == "backoff" and self._now() >= self._resume_at
-            self._waits_for = self._fleet.may_resume(*self._key) if waited else ""
-            due = waited and not self._waits_for
-        if due:
+        first = self.life.state == "pending"
+        due = first or (self.life.state == "backoff" and self._now() >= self._resume_at)
+        self._waits_for = self._fleet.waits_for(*self._key, first=first) if due else ""
+        if due := due and not self._waits_for:
             self._restarts.resumed()
-            self.life.generation = max(self.life.generation, self._context.floor(*self._key))
-            self._apply(event)
+            self.life.generation = max(self.life.generation, self._context.awaited.generation(*self._key))
+            self._apply(ReplicaEvent.START if first else ReplicaEvent.BACKOFF_ELAPSED)
             self._begin(self._generation.parts)
         return due
 

@@ -73,10 +73,9 @@ from replicas.supervisor.shim.lease import ShimLease
 from replicas.supervisor.shim.phases import SWEEP_GRACE_S, Input, Phases
 from replicas.supervisor.shim.pump_watcher import PumpWatcher
 from replicas.supervisor.shim.starting import Starter
-from replicas.supervisor.shim.telling import Teller, state_message
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, note
-from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport, Remains
+from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport, Remains, Teller, state_message
 
 ORPHAN_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""

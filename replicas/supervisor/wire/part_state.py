@@ -10,10 +10,14 @@ Standard library only.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+import os
+import socket
+from typing import Annotated, Any, NamedTuple
 
+from replicas import __version__
 from replicas.linux.processes import start_time
-from replicas.supervisor.wire.orders import PartSpec
+from replicas.supervisor.wire import orders
+from replicas.supervisor.wire.orders import PartSpec, note, plain
 
 Pid = Annotated[int, 1 << 30]
 Number = Annotated[int, 1 << 62]
@@ -139,3 +143,49 @@ UNKNOWN = PartState("", "", 0, 0, 0)
 def first_state(spec: PartSpec, shim: int) -> PartState:
     """The state of a part whose shim has this pid, and has started nothing yet."""
     return UNKNOWN.of_part(spec)._replace(pid=shim, start_time=start_time(shim) or 0, cgroup=spec.cgroup)
+
+
+class Teller:
+    """The state of a part, sent at each change.
+
+    :ivar state: as last changed; :meth:`pong` sends it again if it found no room.
+    :ivar control: the connection to the agent; None: that is gone.
+    """
+
+    def __init__(self, control: socket.socket, spec: PartSpec) -> None:
+        self.control: socket.socket | None = control
+        self.state = first_state(spec, os.getpid())._replace(release=__version__)
+        self._told = False
+
+    def now(self, **changes: Any) -> None:
+        """Change the state, and send all of it."""
+        self.state = self.state._replace(**changes)
+        self._told = self.send(state_message(self.state))
+
+    def lost(self, loss: LogLoss) -> None:
+        """Count lines that a log has lost."""
+        losses = {(one.where, one.reason): one for one in self.state.losses}
+        known = losses.get((loss.where, loss.reason))
+        losses[loss.where, loss.reason] = loss._replace(lines=loss.lines + (known.lines if known else 0))
+        self.now(losses=tuple(losses.values()))
+
+    def pong(self) -> None:
+        """Answer a ping."""
+        if self._told:
+            self.send({"type": "pong"})
+        else:
+            self.now()
+
+    def send(self, message: orders.Message) -> bool:
+        """Send without waiting; False: the agent is gone, or has no room for it."""
+        if self.control is None:
+            return False
+        try:
+            return orders.send(self.control, message)
+        except OSError as error:  # e.g. this process has no descriptor left
+            note(f"the agent cannot be told {message['type']!r}: {error.strerror}")
+            return False
+
+
+def state_message(state: PartState) -> orders.Message:
+    return {"type": "state", "state": plain(state)}

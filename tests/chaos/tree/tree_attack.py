@@ -71,6 +71,7 @@ class Attack:
         self._undo = undo
         self._steps: list[tuple[float, int, Callable[[], None]]] = []
         self._paid: set[str] = set()
+        self._scaled: set[str] = set()
         self._unwatched: set[Process] = set()
         self._last = ""
         self.ends = next((fault for fault in faults if fault.ends_run), None)
@@ -154,6 +155,7 @@ class Attack:
 
     def _costs(self, name: str, picture: Picture, *, certain: bool) -> None:
         group = name.partition("-")[0]
+        certain = certain and name not in self._scaled
         if not certain or name not in self._paid:
             self.most[group] += 1
         if certain and name not in self._paid and self.ends is None:  # a run that ends may end before it has seen it
@@ -209,6 +211,8 @@ class Attack:
             else:
                 self._world.order(Scale(group=group, replicas=1))
                 self._world.order(Scale(group=group, replicas=2))
+                self.least[group] -= name in self._paid  # perhaps it was stopped before its end was seen
+                self._scaled.add(name)
         except ReplicasError as error:
             self.words.append(f"({type(error).__name__}: {error})")
         self.hit.add(name)

@@ -125,6 +125,8 @@ def deck(rng: random.Random, *, at_once: int, torchrun: bool, disk: bool, only: 
 def _get_along(one: Fault, other: Fault) -> bool:
     if one.pair == other.pair and one.target in ("supervisor", "store", "agent", "disk", "clock"):
         return False
+    if {one.pair, other.pair} == {("pause", "store"), ("freeze", "store")}:
+        return False  # the end of the pause thaws it
     ends = one.ends_run + other.ends_run
     paused = any(fault.pair == ("pause", "supervisor") for fault in (one, other))
     return ends < 2 and not ((ends or paused) and (one.commands or other.commands)) and not (ends and paused)

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def serving(path: Path, run: Run) -> AsyncIterator[ControlSocket]:
-    async with ControlSocket(path, control_routes(run, commands=run, streams=run), run.refused.append) as door:
+    async with ControlSocket(path, control_routes(run), run.refused.append) as door:
         yield door
 
 
@@ -128,7 +128,7 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path) -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    routes = [Route("/hang", hang), *control_routes(run, commands=run, streams=run, access=access)]
+    routes = [Route("/hang", hang), *control_routes(run, access=access)]
     server = Server(listener, routes, run.refused.append, door=door)
     await server.start()
     try:
@@ -160,7 +160,7 @@ async def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
     listener = bind_listener("127.0.0.1", 0)
     address = listener.getsockname()
     access = ByToken(lambda: tokens, run.refused.append)
-    server = Server(listener, control_routes(run, commands=run, streams=run, access=access), run.refused.append)
+    server = Server(listener, control_routes(run, access=access), run.refused.append)
     await server.start()
     try:
         reader, writer = await asyncio.open_connection(*address)
@@ -208,7 +208,7 @@ async def test_who_still_sends_when_turned_away_is_told_all_the_same(
     """The kernel ends a connection with a reset where something is left unread."""
     monkeypatch.setattr(control_socket, "peer_uid", lambda connection: peer_uid(connection) + 12345)
     path = tmp_path / "control.sock"
-    routes = control_routes(Run(), commands=Run(), streams=Run())
+    routes = control_routes(Run())
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(20.0)
         async with ControlSocket(path, routes, lambda reason: client.sendall(b"the order")):

@@ -142,7 +142,7 @@ async def test_hellos(coordinator: Coordinator, bystander: Client) -> None:
 
 async def test_requests_at_the_runs_socket(tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "control.sock"
-    async with ControlSocket(path, control_routes(run, commands=run, streams=run), run.refused.append):
+    async with ControlSocket(path, control_routes(run), run.refused.append):
         for data in mutants(requests("none"), seed=4):
             await asyncio.to_thread(say, str(path), data)
         await asyncio.to_thread(ControlClient(f"unix:{path}").order, Scale(group="last", replicas=3))

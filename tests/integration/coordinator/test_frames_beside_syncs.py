@@ -157,7 +157,7 @@ async def test_hellos(world: ListenerWorld) -> None:
 
 async def test_requests_at_the_runs_socket(world: ListenerWorld, tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "control.sock"
-    async with ControlSocket(path, control_routes(run, commands=run, streams=run), run.refused.append):
+    async with ControlSocket(path, control_routes(run), run.refused.append):
         await undisturbed(world, lambda data: say(str(path), data), requests("none"), seed=4)
 
 

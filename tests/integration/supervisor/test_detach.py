@@ -111,6 +111,7 @@ async def test_a_start_that_fails_ends_nothing_of_the_run(tmp_path: Path, monkey
         await first.wait_ready(timeout=30)
         before = [(one.pid, one.generation) for one in first.status().groups[0].replicas]
         await first.detach()
+    (decided,) = tmp_path.rglob("decisions.jsonl")  # noqa: ASYNC240  # a folder of this test
 
     def full(*_: object, **__: object) -> None:
         raise errors.WorldError("cannot write to the state folder: No space left on device")
@@ -120,6 +121,7 @@ async def test_a_start_that_fails_ends_nothing_of_the_run(tmp_path: Path, monkey
         async with Supervisor(given):
             pytest.fail("it must not start")
     assert all(pid is not None and alive(pid) for pid, _ in before)
+    assert decided.exists(), "version numbers would be used again"
     async with Supervisor(given) as third:
         await third.wait_ready(timeout=30)
         assert [(one.pid, one.generation) for one in third.status().groups[0].replicas] == before

@@ -6,6 +6,7 @@ Covers: control/access.py, control/app.py.
 from __future__ import annotations
 
 import json
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -17,6 +18,7 @@ from starlette.applications import Starlette
 from replicas import errors
 from replicas.control.access import ByToken, Cached
 from replicas.control.app import control_routes
+from replicas.control.commands import ORDERS
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus, StoreStatus
 from replicas.telemetry.metrics import Metrics
 from replicas.trust.tokens import Tokens
@@ -61,7 +63,7 @@ class Fake:
 
 
 async def ask(source: Fake, path: str, method: str = "GET", **headers: str) -> httpx.Response:
-    transport = httpx.ASGITransport(app=Starlette(routes=control_routes(source)))
+    transport = httpx.ASGITransport(app=Starlette(routes=control_routes(cast("Any", source))))
     async with httpx.AsyncClient(transport=transport, base_url="http://control", trust_env=False) as client:
         return await client.request(method, path, headers=headers)
 
@@ -148,7 +150,7 @@ async def test_an_unknown_page_is_answered_with_the_known_ones() -> None:
     assert response.status_code == 404
     assert json.loads(response.text) == {
         "error": "no such page: /healthz",
-        "endpoints": ["/", "/livez", "/readyz", "/metrics", "/status"],
+        "endpoints": ["/", "/livez", "/readyz", "/metrics", "/status", "/events", "/logs", *ORDERS],
     }
 
 
@@ -166,7 +168,7 @@ async def test_head_is_a_get_without_its_body() -> None:
 
 
 async def strangers_page(source: Fake, path: str) -> httpx.Response:
-    app = Starlette(routes=control_routes(source, access=ByToken(Tokens, lambda _: None)))
+    app = Starlette(routes=control_routes(cast("Any", source), access=ByToken(Tokens, lambda _: None)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://control") as client:
         return await client.get(path)
 

@@ -7,6 +7,7 @@ Covers: control/commands.py, control/orders_api.py.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,9 +22,10 @@ from replicas import errors
 from replicas.control import orders_api as desk
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
-from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Problem
+from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Problem
 from replicas.control.log_files import FolderReader, LogReader, Selection
 from replicas.supervisor.agent.checks import Finding
+from replicas.supervisor.supervisor import Supervisor
 from replicas.telemetry.events import RankEnd, Reloaded, ReloadRefused, ReplicaExited, Scaled, decode
 from replicas.telemetry.events import Record as EventRecord
 from replicas.trust.tokens import Tokens
@@ -102,7 +104,7 @@ class Run(Fake):
 
     def app(self) -> Starlette:
         access = ByToken(lambda: TOKENS, self.refused.append)
-        return Starlette(routes=control_routes(self, commands=self, streams=self, access=access))
+        return Starlette(routes=control_routes(self, access=access))
 
 
 async def ask(run: Run, path: str, body: object = None, *, method: str = "POST", **options: Any) -> httpx.Response:
@@ -116,6 +118,17 @@ def scope(path: str) -> dict[str, Any]:
     """A request with the token, for calling the app by hand."""
     headers = [(b"authorization", b"Bearer secret")]
     return {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+
+
+@pytest.mark.parametrize("path", ORDERS)
+def test_each_order_has_the_parameters_of_its_command(path: str) -> None:
+    fields = {*ORDERS[path].__struct_fields__}
+    for name in ("drain", "drain_node") if path == "/drain" else (path[1:].replace("-", "_"),):
+        taken = {*inspect.signature(getattr(Commands, name)).parameters} - {"self"}
+        assert taken <= {*inspect.signature(getattr(Supervisor, name)).parameters}
+        assert taken <= fields
+        fields -= taken
+    assert not fields
 
 
 def answer(response: httpx.Response) -> Answer:
@@ -473,7 +486,7 @@ class Unending(Run):
 
     def app(self) -> Starlette:
         access = ByToken(lambda: self.given, self.refused.append)
-        return Starlette(routes=control_routes(self, commands=self, streams=self, access=access))
+        return Starlette(routes=control_routes(self, access=access))
 
 
 async def told(run: Unending, path: str, *, revoke_at: str = "") -> tuple[int, bytes]:

@@ -53,21 +53,21 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 34_300
+CODE_LINES_MAX = 34_150
 """A feature that needs more says in its commit what it removes instead."""
 LINES_MAX = 450
 LONG = {
-    "supervisor/supervisor.py": 692,
+    "supervisor/supervisor.py": 691,
     "core/moving/transfer.py": 652,
-    "supervisor/fleet/fleet.py": 581,
+    "supervisor/fleet/fleet.py": 573,
     "supervisor/fleet/cluster.py": 578,
     "core/versions/commits.py": 527,
-    "supervisor/fleet/replica.py": 499,
+    "supervisor/fleet/replica.py": 493,
     "coordinator/coordinator.py": 493,
     "channel/versions/publish.py": 486,
     "channel/channel.py": 473,
     "config/file.py": 460,
-    "supervisor/shim/shim.py": 456,
+    "supervisor/shim/shim.py": 455,
     "core/operations/pairing.py": 454,
     "config/structs.py": 452,
 }

@@ -8,15 +8,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from replicas.linux import cgroups
 from replicas.linux.cgroups import RunCgroups, find_own
 from replicas.linux.processes import namespace, start_time
-from replicas.supervisor.agent.containment import Containment
-from replicas.supervisor.wire.orders import PartSpec
 
 
 def process(folder: Path, *, cgroup: str, mounts: str) -> Path:
@@ -103,7 +100,8 @@ def test_a_run_hands_its_controllers_on_and_limits_a_generation(
             real(path, value)
 
     monkeypatch.setattr(cgroups, "_write", write)
-    run = RunCgroups.make("grpo", own, limited=True)
+    run = RunCgroups("grpo", own, limited=True)
+    assert run.path is not None
     name = run.path.name
     assert run.limits == {"memory", "pids"}
     assert name.startswith(f"replicas-grpo-{os.getpid()}-")
@@ -138,16 +136,18 @@ def test_a_later_run_of_this_process_begins_at_the_same_place(tmp_path: Path, mo
 
     monkeypatch.setattr(cgroups, "_write", write)
     refused.append(False)
-    first = RunCgroups.make("one", own, limited=True)
+    first = RunCgroups("one", own, limited=True)
     leaf = own / "supervisor"
     assert (leaf / "cgroup.procs").read_text() == str(os.getpid())
-    second = RunCgroups.make("two", leaf, limited=True)  # as find_own says now
+    second = RunCgroups("two", leaf, limited=True)  # as find_own says now
+    assert first.path is not None
+    assert second.path is not None
     assert first.path.parent == second.path.parent == own
     assert second.limits == {"memory", "pids"}
 
 
 def test_a_limit_without_its_controller_is_refused(tmp_path: Path) -> None:
-    run = RunCgroups.make("grpo", group(tmp_path / "own", controllers="cpu pids", handed_on="pids"), limited=False)
+    run = RunCgroups("grpo", group(tmp_path / "own", controllers="cpu pids", handed_on="pids"), limited=False)
     with pytest.raises(OSError, match="controller memory"):
         run.add("a.0.1", memory_nbytes=1000)
     assert run.add("a.0.1").is_dir()
@@ -158,14 +158,12 @@ def test_limits_that_cannot_be_set_are_refused(monkeypatch: pytest.MonkeyPatch) 
     def nowhere() -> Path:
         raise OSError("this kernel has no cgroup v2")
 
-    monkeypatch.setattr("replicas.supervisor.agent.containment.find_own", nowhere)
-    contained = Containment("r", limited=True)
-    assert contained.refused == "this kernel has no cgroup v2"
+    monkeypatch.setattr(cgroups, "find_own", nowhere)
+    run = RunCgroups("r", limited=True)
+    assert run.refused == "this kernel has no cgroup v2"
     with pytest.raises(OSError, match="no cgroup v2"):
-        contained.start(PartSpec(*SPEC), lambda: None, memory_nbytes=1 << 20)
-
-
-SPEC: tuple[Any, ...] = ("r", "g", 0, 1, 0, 1, 1, "exec", ("x",), {}, "/", "/l", 1.0, "n")
+        run.add("a.0.1", memory_nbytes=1 << 20)
+    assert run.close()
 
 
 def test_what_a_dead_one_left_is_removed_at_the_end_if_not_before(
@@ -177,7 +175,7 @@ def test_what_a_dead_one_left_is_removed_at_the_end_if_not_before(
     (left / "a.0.1").mkdir(parents=True)
     with monkeypatch.context() as patch:
         patch.setattr(cgroups, "remove", lambda group: False)
-        run = RunCgroups.make("grpo", own, limited=False)
+        run = RunCgroups("grpo", own, limited=False)
     assert left.exists()
     run.close()
     assert not left.exists()

@@ -280,7 +280,7 @@ def routes(tokens: Tokens) -> dict[str, SocketRoute]:
 
     nothing = mock.MagicMock()
     return {
-        "agents": agent_route(lambda: nothing, lambda _: None, access, lambda: tokens),
+        "agents": agent_route(nothing, lambda _: None, access, lambda: tokens),
         "members": session_route(nothing, tokens),
     }
 

@@ -1,7 +1,7 @@
 """Mutated frames between agents and their supervisor: each is refused in a sentence, or
 is a message after all; nobody fails of it.
 
-Covers: supervisor/agent/checks.py, supervisor/agent/order_handler.py.
+Covers: supervisor/agent/checks.py, supervisor/agent/long_orders.py.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import msgspec
 
+from replicas.supervisor.agent import long_orders
 from replicas.supervisor.agent import messages as wire
-from replicas.supervisor.agent import order_handler
 from replicas.supervisor.agent.agent import Agent, SupervisorLink
 from replicas.supervisor.agent.checks import Demand, Finding
-from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.shims import Shims
+from replicas.supervisor.fleet.admission import AgentLink
 from replicas.supervisor.wire.orders import PartSpec, plain
 from replicas.supervisor.wire.part_state import UNKNOWN, Belongings, ExitReport, LogLoss, RankExit, Remains
 from tests.support.agents import Field
@@ -31,11 +31,8 @@ MESSAGES = max(600, 4 * MANY)
 SPEC = PartSpec("r", "a", 0, 1, 0, 1, 1, "exec", ("x",), {"K": "v"}, "/", "/", 1.0, "nonce")
 
 
-class _Nothing:
-    """A containment that starts nothing."""
-
-    def start(self, *given: Any, **options: Any) -> None:
-        raise OSError("not here")
+def _refuse(*_: Any) -> Any:
+    raise OSError("not here")
 
 
 class _Wire:
@@ -83,15 +80,12 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
         async def dial() -> tuple[SupervisorLink, str]:
             return line, ""
 
-        def make(changed: Any) -> Shims:
-            return Shims(cast("Containment", _Nothing()), tmp_path, changed)
-
-        agent = Agent("n", dial, make, tmp_path)
+        agent = Agent("n", dial, Shims(mock.Mock(path=None, refused=""), tmp_path, begin=_refuse), tmp_path)
         async with asyncio.timeout(60):
             assert await agent.run() == 0
         assert isinstance(line.said[0], wire.Hello)
 
-    with mock.patch.object(order_handler, "examine_node", return_value=()):
+    with mock.patch.object(long_orders, "examine_node", return_value=()):
         asyncio.run(story())
 
 
@@ -142,6 +136,7 @@ def test_what_a_supervisor_is_told() -> None:
     virtually(story())
 
 
-class _Deaf:
+class _Deaf(AgentLink):
+    def __init__(self) -> None: ...
     def send(self, data: bytes) -> None: ...
     def close(self) -> None: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class LeaseWorld:
         self.welcome = self.welcomes(local=local, adopt_s=adopt_s)
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
-        self.agent = Agent("n1", self._dial, self._shims, folder)
+        self.agent = Agent("n1", self._dial, self._make_shims(), folder)
         self.running = asyncio.create_task(self.agent.run())
 
     @staticmethod
@@ -114,9 +114,9 @@ class LeaseWorld:
         self.lines.append(Line(self))
         return self.lines[-1], "10.0.0.2"
 
-    def _shims(self, _: Callable[[], None]) -> Any:
+    def _make_shims(self) -> Any:
         """One shim lives until everything is ended."""
-        fake = mock.Mock(aclose=mock.AsyncMock())
+        fake = mock.Mock(aclose=mock.AsyncMock(), groups=mock.Mock(refused=""))
         fake.all.return_value, fake.news.return_value, fake.stacks.return_value = (), [], []
         fake.address, fake.empty = "10.0.0.2", asyncio.Event()
 
@@ -128,7 +128,7 @@ class LeaseWorld:
             self.note("kill")
             self._loop.call_later(ENDS_S, fake.empty.set)
 
-        fake.start, fake.kill_all = start, kill_all
+        fake.obey, fake.kill_all = start, kill_all
         fake.end = lambda _: self.note("end")
         fake.look = lambda _, until, *__: self.leases.append(
             (self.now, None if until is None else round(until - self._began, 3))

@@ -17,7 +17,7 @@ import pytest
 from replicas.coordinator.sessions import OUTBOX_NBYTES
 from replicas.coordinator.websocket import WebSocket
 from replicas.supervisor.agent import messages as wire
-from replicas.supervisor.fleet.agent_route import _Link
+from replicas.supervisor.fleet.admission import AgentLink
 from replicas.supervisor.wire.orders import plain
 from replicas.supervisor.wire.part_state import ExitReport, PartState
 from tests.support.agents import field
@@ -86,7 +86,7 @@ async def test_an_agent_that_does_not_read_is_disconnected() -> None:
     refused: list[str] = []
     for unread_nbytes, done in ((OUTBOX_NBYTES, ["write", "write"]), (OUTBOX_NBYTES + 1, ["cut"])):
         connection = FullConnection(unread_nbytes)
-        link = _Link(cast("WebSocket", connection), refused.append)
+        link = AgentLink(cast("WebSocket", connection), refused.append)
         link.send(b"x")
         link.send(b"x")
         assert connection.done == done

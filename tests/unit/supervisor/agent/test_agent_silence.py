@@ -47,8 +47,8 @@ class Line:
         self.closed = True
 
 
-def shims(_: Any) -> Any:
-    fake = mock.Mock(aclose=mock.AsyncMock())
+def shims() -> Any:
+    fake = mock.Mock(aclose=mock.AsyncMock(), groups=mock.Mock(refused=""))
     fake.all.return_value, fake.news.return_value, fake.stacks.return_value = (), [], []
     fake.empty.wait = mock.AsyncMock()
     fake.address = "10.0.0.2"
@@ -67,7 +67,7 @@ def test_an_agent_that_hears_nothing_dials_again(tmp_path: Path, lease_s: float,
             lines.append(Line(answers=10 if not lines else 1000, lease_s=lease_s))
             return lines[-1], "10.0.0.2"
 
-        agent = Agent("n1", dial, shims, tmp_path)
+        agent = Agent("n1", dial, shims(), tmp_path)
         running = asyncio.create_task(agent.run())
         await asyncio.sleep(9.5)
         assert len(lines) == 1

@@ -12,7 +12,8 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,7 +23,6 @@ from replicas.linux.place import lasting
 from replicas.linux.processes import MARK, NO_MARK
 from replicas.linux.sockets import SocketAddress
 from replicas.supervisor.agent import forkservers
-from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.forkservers import TRIES, Forkservers, KeptForkserver
 from replicas.supervisor.agent.messages import Start
 from replicas.supervisor.agent.shims import Shims
@@ -168,20 +168,20 @@ class FakeNode:
 
 
 class Node:
-    """The shims of a node without processes, and their places."""
+    """The shims of a node without processes."""
 
     def __init__(self, folder: Path) -> None:
         self.nodes: list[FakeNode] = []
-        self.shims = Shims(cast("Containment", self), folder, lambda: None)
+        self.shims = Shims(mock.Mock(path=None), folder, begin=self._start)
 
-    def start(self, spec: PartSpec, *_: object, **__: object) -> FakeNode:
+    def _start(self, spec: PartSpec, *_: object) -> Any:
         self.nodes.append(FakeNode(spec))
         return self.nodes[-1]
 
     def begin(self, sidecars: str, **env: str) -> FakeNode:
         nonce = f"{len(self.nodes)}"
         spec = PartSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), env, "/", "/", 3.0, nonce, sidecars)
-        self.shims.start(Start(spec=plain(spec)))
+        self.shims.obey(Start(spec=plain(spec)))
         return self.nodes[-1]
 
 

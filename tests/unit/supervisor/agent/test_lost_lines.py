@@ -1,18 +1,16 @@
 """Lines that a node loses from its logs are reported once, whoever is there.
 
-Covers: supervisor/agent/containment.py, supervisor/agent/shims.py.
+Covers: supervisor/agent/shims.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 from unittest import mock
 
 import pytest
 
-from replicas.supervisor.agent.containment import Containment
 from replicas.supervisor.agent.messages import Start
 from replicas.supervisor.agent.shims import Shims
 from replicas.supervisor.fleet.handle import ShimHandle
@@ -27,14 +25,12 @@ SPEC = PartSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, "/", "/", 3.0, "nonce")
 def started(folder: Path) -> tuple[Shims, Callable[..., None]]:
     """The shims of an agent, one of them, and what makes it lose lines."""
     shim = mock.Mock(spec=SPEC, state=UNKNOWN.of_part(SPEC), stacks=None)
-    places = mock.Mock()
-    places.start.return_value = shim
-    shims = Shims(cast("Containment", places), folder, lambda: None)
-    shims.start(Start(spec=plain(SPEC)))
+    shims = Shims(mock.Mock(path=None), folder, begin=lambda *_: shim)
+    shims.obey(Start(spec=plain(SPEC)))
 
     def lose(*losses: LogLoss) -> None:
         shim.state = shim.state._replace(losses=losses)
-        shims._moved(SPEC.nonce)
+        shims._moved()
 
     return shims, lose
 

@@ -451,7 +451,7 @@ async def test_a_node_that_goes_away_before_a_start_is_no_failure_of_the_replica
         one.hang_up()
         await asyncio.sleep(0.1)
         spec = PartSpec("r", "a", 0, 2, 0, 1, 1, "exec", ("x",), {}, "/", "/", 1.0, "another")
-        handle = made.cluster.start(spec, lambda: None)
+        handle = made.cluster.start_shim(spec, lambda: None)
         assert handle.state.gone
         assert handle.state.report == ExitReport("node", text="node n1 is away")
         one.heal()

@@ -45,7 +45,7 @@ class Local(LocalAgent):
     """It tells the pid of each process that it watches from now on."""
 
     def __init__(self, cluster: Any, known: ProcessRecord | None = None) -> None:
-        super().__init__("local", lambda: cluster, [], known=known)
+        super().__init__("local", cluster, [], known=known)
         self._watched: asyncio.Queue[int] = asyncio.Queue()
 
     def _watch(self, pid: int, pidfd: int) -> None:
@@ -86,7 +86,7 @@ async def test_a_frozen_agent_of_an_earlier_supervisor_is_replaced() -> None:
         agent = Local(cluster, record)
         agent.start()
         assert await agent.next() == known.pid
-        joining = asyncio.create_task(agent.joined(cluster))
+        joining = asyncio.create_task(agent.joined())
         new = await agent.next()
         assert known.wait(20) == -signal.SIGKILL
         cluster.joined.set()
@@ -103,8 +103,8 @@ async def test_an_agent_of_an_earlier_supervisor_that_joins_is_kept_and_left() -
         agent = Local(cluster, record)
         agent.start()
         cluster.joined.set()
-        await agent.joined(cluster)
-        agent.tick(cluster)
+        await agent.joined()
+        agent.tick()
         assert agent.pid == known.pid
         agent.leave()
         assert known.poll() is None
@@ -119,7 +119,7 @@ async def test_one_that_was_started_here_may_take_longer_to_join() -> None:
         agent.start()
         pid = agent.pid
         with pytest.raises(errors.WorldError, match="has not joined within"):
-            await agent.joined(cluster)
+            await agent.joined()
         assert agent.pid == pid
         await agent.aclose()
 
@@ -158,15 +158,15 @@ async def test_one_that_dies_or_falls_silent_is_started_again(caplog: pytest.Log
         agent = Local(cluster)
         agent.start()
         cluster.joined.set()
-        await agent.joined(cluster)
+        await agent.joined()
         first = await agent.next()
-        agent.tick(cluster)
+        agent.tick()
         assert agent.pid == first, "it was heard"
         os.kill(first, signal.SIGKILL)
         second = await agent.next()
         assert "ended with code -9; a new one starts in 0 s" in caplog.text
         cluster.unheard_s = 5.0
-        agent.tick(cluster)
+        agent.tick()
         third = await agent.next()
         assert "does not answer: it is replaced" in caplog.text
         await agent.aclose()

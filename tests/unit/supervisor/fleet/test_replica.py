@@ -122,13 +122,16 @@ class FakeWorld:
             resources=self.resources,
             emit=self.emit,
             say=self.said.append,
-            save=lambda *, order=False: True,
+            save=self.save,
             spawn=cast("Any", None),
             opened=cast("Coordinator", self),
             start_shim=self.start,
         )
         self.context.on_channel = lambda group: on_channel  # type: ignore[method-assign]
-        self.context.save_start = lambda generation: self.full  # type: ignore[method-assign]
+
+    def save(self, *, order: bool = False) -> bool:
+        self.state.run_state._problem = self.full
+        return not self.full
 
     def readiness(self, group: str, replica: int, generation: int) -> Readiness:
         return self.view
@@ -139,11 +142,8 @@ class FakeWorld:
     def size(self, group: str) -> int:
         return 1
 
-    def waits_for(self, group: str, replica: int) -> str:
-        return "" if self.open else "for b, 2 GPUs (0 free)"
-
-    def may_resume(self, group: str, replica: int) -> str:
-        return ""
+    def waits_for(self, group: str, replica: int, *, first: bool) -> str:
+        return "" if self.open or not first else "for b, 2 GPUs (0 free)"
 
     def fell(self, group: str, replica: int, text: str) -> None:
         self.fallen.append(text)
@@ -506,12 +506,13 @@ async def test_a_shim_that_cannot_be_started_ends_those_of_the_other_nodes(
 async def test_nothing_starts_that_the_disk_has_not_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits, says for what, and spends no restart."""
     monkeypatch.setattr(course, "DISK_AGAIN_S", 0.01)
-    async with living(tmp_path, full="/state: No space left on device") as (replica, world):
+    async with living(tmp_path, full="No space left on device") as (replica, world):
         await asyncio.sleep(0.03)
         assert world.shims == []
         assert state(replica) == "starting"
         reason = replica.status(time.monotonic()).reason
-        assert reason == "waits for the disk of the state folder (/state: No space left on device)"
+        problem = f"{world.state.run_state.path}: No space left on device"
+        assert reason == f"waits for the disk of the state folder ({problem})"
         world.full = ""
         await wait_until(lambda: bool(world.shims), "a generation")
         world.shims[0].started()

@@ -1,6 +1,6 @@
 """The exit report of a node, and what people read of it.
 
-Covers: supervisor/shim/shim.py, supervisor/shim/telling.py.
+Covers: supervisor/shim/shim.py.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import pytest
 
 from replicas.linux.processes import boot_id
 from replicas.supervisor.fleet.context import FleetContext
+from replicas.supervisor.fleet.generation import save_start
 from replicas.supervisor.state.heritage import Heritage, heritage
 from replicas.supervisor.state.leases import Lease, Leases
 from replicas.supervisor.state.run_state import (
@@ -159,10 +160,10 @@ def test_a_start_that_the_state_does_not_name_is_not_counted(tmp_path: Path) -> 
     run.run_state.save(state(starts=0))
     with file_size_limit(10):
         assert not run.run_state.save(state(starts=1))
-    assert [bool(context.save_start(1)) for _ in range(2)] == [True, True]
+    assert [bool(save_start(context, 1)) for _ in range(2)] == [True, True]
     run.leases.write((FAR,))
     assert taken(state(starts=0), found_in(tmp_path)).sure
-    assert not context.save_start(1)
+    assert not save_start(context, 1)
     assert found_in(tmp_path).starts == 1
     run.release(ended=True, left=())
 

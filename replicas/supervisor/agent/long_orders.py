@@ -1,11 +1,10 @@
-"""What an agent does on the orders of its supervisor, but for those about its lease."""
+"""The orders of a supervisor that take an agent some time, and get an answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 
@@ -15,15 +14,14 @@ from replicas.supervisor.agent.checks import examine_node
 from replicas.supervisor.agent.log_reader import NodeLogReaders
 from replicas.supervisor.agent.orphans import clean_up
 from replicas.supervisor.agent.shims import Shims
-from replicas.supervisor.wire.orders import Malformed
 
 log = Log("replicas.agent")
 
 _CLEAN_AGAIN_S = 1.0
 
 
-class OrderHandler:
-    """Carries out orders. What takes longer runs in ``tasks``, for the owner to cancel.
+class LongOrders:
+    """Carries out orders in ``tasks``, for the owner to cancel.
 
     :param tell: sends a message to the supervisor.
     :param state_dir: folder of the node's logs.
@@ -35,37 +33,20 @@ class OrderHandler:
         self._examining = asyncio.Lock()
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def obey(self, order: wire.Order) -> None:
+    def begin(self, order: wire.Clean | wire.Query) -> None:
         """Begin to carry an order out."""
-        match order:
-            case wire.Start():
-                try:
-                    self._shims.start(order)
-                except Malformed as error:
-                    log.error("an order to start is malformed: %s", error)
-            case wire.Stop(nonce=nonce, timeout_s=timeout_s, stacks=stacks):
-                self._shims.stop(nonce, timeout_s, stacks=stacks)
-            case wire.Meet(nonce=nonce, host=host, port=port):
-                self._shims.meet(nonce, host, port)
-            case wire.Kill(nonce):
-                self._shims.kill(nonce)
-            case wire.AskStacks(nonce):
-                self._shims.show_stacks(nonce)
-            case wire.Forget(nonce):
-                self._shims.forget(nonce)
-            case wire.Clean(shims):
-                self._spawn(self._clean(shims))
-            case wire.LogQuery():
-                self._spawn(self._read_logs(order))
-            case wire.Examine():
-                self._spawn(self._examine(order))
-            case _:
-                log.error("an unexpected %s of the supervisor", type(order).__name__)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(self._carry_out(order))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+    async def _carry_out(self, order: wire.Clean | wire.Query) -> None:
+        match order:
+            case wire.Clean(shims):
+                await self._clean(shims)
+            case wire.LogQuery():
+                self._tell(await self._logs.answer(order))
+            case wire.Examine():
+                await self._examine(order)
 
     async def _clean(self, shims: tuple[wire.ShimLeft, ...]) -> None:
         left = [shim for shim in shims if shim.nonce not in self._shims]
@@ -78,9 +59,6 @@ class OrderHandler:
                 continue
             self._tell(wire.Cleaned(gone))
             left = [shim for shim in left if shim.nonce not in gone]
-
-    async def _read_logs(self, query: wire.LogQuery) -> None:
-        self._tell(await self._logs.answer(query))
 
     async def _examine(self, order: wire.Examine) -> None:
         async with self._examining:
