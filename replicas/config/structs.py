@@ -75,6 +75,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     replicas there, and then they start elsewhere. Raise it if your network can be
     interrupted for longer.
     """
+    carry_port: Annotated[int, forms.port] = 0
+    """Machines pull weights from each other (transport = "tcp") at this port, or at one
+    of the 63 behind it where several processes of a machine serve them; 0: any free
+    one. Set it when a firewall opens fixed ports, best below 32768.
+    """
 
 
 class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -395,9 +400,10 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     members have it, else Gloo). Set "nccl" when a fallback to Gloo should be an error.
     """
     transport: Literal["auto", "tcp", "group"] = "auto"
-    """Bytes go through mapped memory within a host ("auto"), or always through the
-    process group ("group"). Set "group" when processes of one host must not read each
-    other's memory.
+    """Bytes go through mapped memory within a host, and to others through the process
+    group ("auto") or connections of their own ("tcp"); or always through the process
+    group ("group"). Set "group" when processes of one host must not read each other's
+    memory.
     """
     deadline_s: _Duration = 60.0
     """Longest time of a sync or an operation, unless the call says otherwise. Raise it
@@ -414,6 +420,10 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_targets: _Natural = 0
     """Number of target replicas that a version waits for, and that must hold it to
     commit. Set 1 when a version must outlive its source.
+    """
+    encrypt: Annotated[bool, forms.flag] = False
+    """Weights go encrypted from host to host, by TLS 1.3 with transport = "tcp"; within
+    a host nobody else sees them. Set it when others can listen on the network.
     """
     staging: Literal["host", "device"] = "host"
     """The slots are in host memory, or on each rank's own GPU. Set "device" when there

@@ -90,8 +90,11 @@ class Deliveries:
         """Offer the deliveries of which a holder listens now."""
         ground, out = self._attempt.ground, self._attempt.ground.out
         for one in self.of("due"):
-            states = ground.roster.states(one.holders)
-            known = [HolderAddress(s.member.name, s.address, s.carrier_port) for s in states if s.carrier_port]
+            known = [
+                HolderAddress(state.member.name, state.address, state.carrier_port, state.certificate_hash)
+                for state in ground.roster.states(one.holders)
+                if state.carrier_port and (state.certificate_hash or not ground.config.encrypt)
+            ]
             if known:
                 sharing = 1 + self._attempt.waiting[ground.roster.host(one.member)]
                 message = self._attempt.offer_of(
