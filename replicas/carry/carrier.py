@@ -21,16 +21,17 @@ import threading
 import time
 from collections.abc import Callable
 
-from replicas.carry import wire
+from replicas.carry import endpoint, wire
 from replicas.carry.image import Image
 from replicas.carry.pull import Failed, Holder, Pull
 from replicas.carry.serve import Server
 from replicas.common.logs import end_process
 from replicas.linux import frames
 from replicas.linux.processes import name_process
+from replicas.trust.certificate import certificate_hash, context_of
 
 _END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
-_BACKLOG = 256
+_BACKLOG = 1024
 
 
 class Slot:
@@ -39,24 +40,29 @@ class Slot:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.nbytes = os.fstat(fd).st_size
-        self._memory: mmap.mmap | None = None
+        self._mapped: dict[int, mmap.mmap] = {}
 
     @property
     def memory(self) -> mmap.mmap:
-        """Mapped for writing, when it is first pulled into; else it is only read."""
-        if self._memory is None:
-            self._memory = mmap.mmap(self.fd, 0)
-        return self._memory
+        """Mapped for writing, when it is first pulled into."""
+        return self._map(mmap.ACCESS_WRITE)
 
-    def image(self, place: wire.Place, *, full: bool = False) -> Image:
+    def _map(self, access: int) -> mmap.mmap:
+        if access not in self._mapped:
+            self._mapped[access] = mmap.mmap(self.fd, 0, access=access)
+        return self._mapped[access]
+
+    def image(self, place: wire.Place, *, full: bool = False, mapped: bool = False) -> Image:
+        """``mapped``: it is sent from its mapping, of a slot that may be read only."""
         if place.offset + place.nbytes > self.nbytes:
             raise ValueError(f"the slot has {self.nbytes} bytes, not {place.offset + place.nbytes}")
-        return Image(self.fd, place.offset, place.nbytes, full=full)
+        memory = self._map(mmap.ACCESS_READ) if mapped else None
+        return Image(self.fd, place.offset, place.nbytes, full=full, memory=memory)
 
     def close(self) -> None:
-        if self._memory is not None:
-            with contextlib.suppress(BufferError):  # a pull's view goes with its last reference
-                self._memory.close()
+        for memory in self._mapped.values():
+            with contextlib.suppress(BufferError):  # an image's view goes with its last reference
+                memory.close()
         os.close(self.fd)
 
 
@@ -79,11 +85,13 @@ class Carrier:
             case wire.ForgetSlot(key=key):
                 if (slot := self._slots.pop(key, None)) is not None:
                     slot.close()
-            case wire.Serve(transfer=transfer, secret=secret, place=place, filled=filled):
-                image = self._slots[place.key].image(place, full=filled == place.nbytes)
+            case wire.Certify(pem=pem):
+                self.server.certify(context_of(pem), certificate_hash(pem))
+            case wire.Serve(transfer=transfer, secret=secret, place=place, filled=filled, encrypt=encrypt):
+                image = self._slots[place.key].image(place, full=filled == place.nbytes, mapped=encrypt)
                 image.fill(0, filled)
                 self._images[transfer] = image
-                self.server.offer(transfer, image, secret)
+                self.server.offer(transfer, image, secret, encrypt=encrypt)
             case wire.Filled(transfer=transfer, nbytes=nbytes):
                 if (known := self._images.get(transfer)) is not None:
                     known.fill(0, nbytes)
@@ -107,18 +115,18 @@ class Carrier:
         if pull is None:
             try:
                 slot = self._slots[request.place.key]
-                image = slot.image(request.place)
+                image = slot.image(request.place, mapped=request.encrypt)
             except (KeyError, ValueError) as error:
                 self.reply(wire.Refused(request.id, str(error)))
                 return
-            pull = Pull(image, slot.memory, transfer, request.secret, request.source)
+            pull = Pull(image, slot.memory, transfer, request.secret, request.source, encrypt=request.encrypt)
             self._pulls[transfer], self._images[transfer] = pull, image
-            self.server.offer(transfer, image, request.secret)
+            self.server.offer(transfer, image, request.secret, encrypt=request.encrypt)
         _start(lambda: self._run(pull, request))
 
     def _run(self, pull: Pull, request: wire.StartPull) -> None:
         began = time.monotonic()
-        holders = [Holder(one.name, one.host, one.port) for one in request.holders]
+        holders = [Holder(one.name, one.host, one.port, one.certificate_hash) for one in request.holders]
         try:
             digest = pull.run(holders, began + request.timeout_s, _start)
         except Failed as error:
@@ -154,7 +162,6 @@ def _start(function: Callable[[], None]) -> None:
 def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
     """Serve the rank at the other end of ``channel`` until it ends."""
     carrier, reader = Carrier(channel, listener), frames.FrameReader(channel)
-    carrier.reply(wire.Listening(0, listener.getsockname()[1]))
     poller = select.poll()
     poller.register(channel, select.POLLIN | _END)
     poller.register(pidfd, select.POLLIN)
@@ -182,18 +189,19 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
-    name_process("replicas-carry")
+    name_process(endpoint.NAME)
     channel = socket.socket(fileno=options.fd)
-    listener = socket.create_server((options.host, options.port), family=_family(options.host), backlog=_BACKLOG)
+    try:
+        listener, warning = endpoint.listen(options.host, options.port, _BACKLOG)
+    except OSError as error:
+        frames.write_frame(channel, wire.Listening(0, 0, error.strerror or str(error)))
+        end_process(1)
     listener.setblocking(False)
+    frames.write_frame(channel, wire.Listening(0, listener.getsockname()[1], warning))
     try:
         serve(channel, listener, os.pidfd_open(os.getppid()))
     finally:
         end_process(0)  # at once: threads may be at work for peers
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 if __name__ == "__main__":

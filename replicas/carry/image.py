@@ -8,6 +8,7 @@ receiving, and hosts form a chain by themselves. Thread-safe.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 
@@ -23,10 +24,14 @@ class Image:
     """``nbytes`` bytes at ``offset`` of the file ``fd``, which the image owns.
 
     :param full: all of it is here.
+    :param memory: the file's mapping, from which it is served over TLS.
     """
 
-    def __init__(self, fd: int, offset: int, nbytes: int, *, full: bool = False) -> None:
+    def __init__(
+        self, fd: int, offset: int, nbytes: int, *, full: bool = False, memory: mmap.mmap | None = None
+    ) -> None:
         self.fd, self.offset, self.nbytes = fd, offset, nbytes
+        self.data = None if memory is None else memoryview(memory)[offset : offset + nbytes]
         self._here = bytearray(b"\x01" if full else b"\x00") * -(-nbytes // CHUNK_NBYTES)
         self._prefix = nbytes if full else 0
         """So many bytes are here from the start; the flags may know of more."""

@@ -16,7 +16,13 @@ to :data:`MOST`: a link with a long round trip takes many, one inside a machine 
 *Holders* come in order of preference. All connections are to the first one that works;
 one that fails, or is silent for :data:`SILENT_S` (a server sends a sign of life while
 it waits), is given up for this pull, and what had been asked of it is asked of the next
-one. What has landed stays: a pull that failed goes on from there when it is run again.
+one. A connection that is cut before it has proven itself says less, as a server closes
+those under a flood: where others work there are no more of them, else it is tried
+:data:`TRIES` times. What has landed stays: a pull that failed goes on from there when
+it is run again.
+
+*Encrypted*, each connection is TLS with the very certificate that the holder's rank has
+told (:mod:`replicas.carry.tls`); a holder without one is none, and nothing falls back.
 
 *Verified by block.* The publisher's digests of the blocks come over the session,
 perhaps after the bytes. A block that differs is emptied and asked for again, and the
@@ -26,25 +32,31 @@ is told.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
-from replicas.carry import greeting
+from replicas.carry import endpoint, greeting, tls
 from replicas.carry.blocks import Asking, combined
 from replicas.carry.image import CHUNK_NBYTES, Image
 from replicas.carry.serve import ASK, HEAD, OVER
 
 CONNECT_S = 3.0
 """In which a holder must have accepted: a lost first packet is sent again after 1 s."""
+GREET_S = 3.0
+"""In which it must then have proven itself; it may hear of the transfer a bit later."""
+TRIES = 4
+"""To be let in by a holder to which no connection works."""
+AGAIN_S = 0.1
+"""Before another one, each time twice as long."""
 SILENT_S = 2.5
 """Without a byte or a sign of life for so long a holder is frozen, or cut off."""
 ASKED = 2
@@ -60,11 +72,20 @@ _SECONDS = struct.Struct("ll")
 
 @dataclass(frozen=True)
 class Holder:
-    """Where the version can be pulled from. ``name``: of the member, for messages."""
+    """Where the version can be pulled from.
+
+    ``name``: of the member, for messages. ``certificate_hash``: of what it shows in
+    TLS.
+    """
 
     name: str
     host: str
     port: int
+    certificate_hash: str = ""
+
+    @property
+    def address(self) -> str:
+        return endpoint.shown(self.host, self.port)
 
 
 class Failed(Exception):
@@ -79,15 +100,34 @@ class _Over(Exception):
     """The connection is not needed any more."""
 
 
+class _CutAtDoor(Exception):
+    """The connection was closed before it had proven itself. ``why``: in words."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
 class Pull:
     """One version on its way into a slot.
 
     :param memory: the slot's file, mapped for writing.
     :param source: address to connect from; empty: any.
+    :param encrypt: in TLS, and never without.
     """
 
-    def __init__(self, image: Image, memory: mmap.mmap, transfer: int, secret: bytes, source: str = "") -> None:
+    def __init__(
+        self,
+        image: Image,
+        memory: mmap.mmap,
+        transfer: int,
+        secret: bytes,
+        source: str = "",
+        *,
+        encrypt: bool = False,
+    ) -> None:
         self.image = image
+        self._tls = tls.client_context() if encrypt else None
         self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
         self._transfer, self._secret, self._source = transfer, secret, source
         self._asking = Asking(image.nbytes)
@@ -96,7 +136,13 @@ class Pull:
         self._expected: Sequence[bytes] = ()
         self._holders: deque[Holder] = deque()
         self._sockets: set[socket.socket] = set()
+        self._proven: Counter[str] = Counter()
+        """Connections that work, by holder."""
+        self._cut: Counter[str] = Counter()
+        """Connections in a row that were cut at a holder's door."""
         self._running = 0
+        self._wanted = FIRST
+        self._most = MOST
         self.active = False
         self._changed = threading.Condition()
         self._stopped = ""
@@ -130,20 +176,22 @@ class Pull:
 
     def _wait(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
         """Keep as many connections as pay, until all is here."""
-        wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self.received_nbytes
+        best, at, nbytes = 0.0, time.monotonic(), self.received_nbytes
+        self._wanted, self._most = FIRST, MOST
+        self._cut.clear()
         while not self._asking.done and not self._stopped:
             if not self._holders and not self._running:
                 raise Failed(dict(self.why))
             if (left := deadline - time.monotonic()) <= 0:
                 raise Failed({**self.why, "deadline": "the time was up"})
-            while self._holders and self._running < wanted and not self._asking.idle:
+            while self._holders and self._running < self._wanted and not self._asking.idle:
                 self._running += 1
                 start(self._connection)
             self._changed.wait(min(left, LOOK_S))
             if (elapsed_s := time.monotonic() - at) >= LOOK_S:
                 rate, at, nbytes = (self.received_nbytes - nbytes) / elapsed_s, time.monotonic(), self.received_nbytes
-                if rate > best * PAYS and wanted < MOST and not self._asking.idle:
-                    wanted, best = (2 * wanted if best else wanted), rate
+                if rate > best * PAYS and self._wanted < self._most and not self._asking.idle:
+                    self._wanted, best = (min(2 * self._wanted, self._most) if best else self._wanted), rate
 
     def expect(self, digests: Sequence[bytes]) -> None:
         """Take the publisher's digests: blocks that differ are asked for again."""
@@ -168,9 +216,8 @@ class Pull:
         return sum(list(self.received.values()))
 
     def _hang_up(self) -> None:
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):  # not connected yet: its thread sees that it is over
-                sock.shutdown(socket.SHUT_RDWR)
+        for sock in self._sockets:  # those that are not connected yet see that it is over
+            tls.hang_up(sock)
 
     # ------------------------------------------------------------ one connection
 
@@ -183,46 +230,95 @@ class Pull:
                 self._receive_from(holder)
         except _Over:
             pass
+        except _CutAtDoor as error:
+            if holder is not None:
+                self._cut_at_door(holder, error.why)
         except OSError as error:
-            self._give_up(holder, _words(error))
+            if holder is not None:
+                self._give_up(holder, f"{holder.address} {_words(error)}")
         finally:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _give_up(self, holder: Holder | None, why: str) -> None:
+    def _cut_at_door(self, holder: Holder, why: str) -> None:
+        """Try again; or do with the connections that work, or give the holder up."""
         with self._changed:
-            if holder is not None and holder in self._holders and not self._stopped and not self._asking.done:
+            self._cut[holder.name] += 1
+            tries = self._cut[holder.name]
+            if tries < TRIES:
+                self._changed.wait_for(lambda: bool(self._stopped), AGAIN_S * 2 ** (tries - 1))
+            elif works := self._proven[holder.name]:
+                self._wanted = self._most = works
+            else:
+                self._give_up(holder, why)
+
+    def _give_up(self, holder: Holder, why: str) -> None:
+        with self._changed:
+            if holder in self._holders and not self._stopped and not self._asking.done:
                 self._holders.remove(holder)
                 self.why[holder.name] = why
 
     def _receive_from(self, holder: Holder) -> None:
-        sock = socket.create_connection(
-            (holder.host, holder.port), CONNECT_S, (self._source, 0) if self._source else None
-        )
+        sock = self._connect(holder)
         asked: deque[int] = deque()
-        with sock:
+        proven = False
+        try:
+            self._greet(sock, holder)
             with self._changed:
-                if self._stopped or self._asking.done:
-                    raise _Over
-                self._sockets.add(sock)
-            try:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                greeting.greet(sock, self._transfer, self._secret)
-                sock.settimeout(None)
-                seconds = int(SILENT_S)
-                sock.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(seconds, int((SILENT_S - seconds) * 1e6))
-                )
-                while True:
-                    self._ask(sock, holder, asked)
-                    self._block(sock, holder, asked[0])
-                    asked.popleft()
-            finally:
-                with self._changed:
-                    self._sockets.discard(sock)
-                    for number in asked:
-                        self._asking.give_back(number)
+                self._proven[holder.name] += 1
+                self._cut[holder.name] = 0
+                proven = True
+            _fail_when_silent(sock)
+            while True:
+                self._ask(sock, holder, asked)
+                self._block(sock, holder, asked[0])
+                asked.popleft()
+        finally:
+            sock.close()
+            with self._changed:
+                self._sockets.discard(sock)
+                self._proven[holder.name] -= proven
+                for number in asked:
+                    self._asking.give_back(number)
+
+    def _connect(self, holder: Holder) -> socket.socket:
+        """A connection that ends when the pull does; nothing is sent yet."""
+        if self._tls is not None and not holder.certificate_hash:
+            raise tls.NotTheHolder("has told no certificate, and the channel is encrypted")
+        try:
+            sock = endpoint.connect(holder.host, holder.port, self._source, CONNECT_S)
+        except OSError as error:
+            why = endpoint.unreached(error, holder.host, holder.port, self._source)
+            if self._proven[holder.name]:
+                raise _CutAtDoor(why) from error
+            self._give_up(holder, why)
+            raise _Over from error
+        with self._changed:
+            if self._stopped or self._asking.done:
+                sock.close()
+                raise _Over
+            if self._tls is not None:
+                sock = tls.wrap(sock, self._tls)
+            self._sockets.add(sock)
+        return sock
+
+    def _greet(self, sock: socket.socket, holder: Holder) -> None:
+        """Know the holder, and prove to it that this is a puller."""
+        deadline, binding = time.monotonic() + GREET_S, b""
+        try:
+            sock.settimeout(GREET_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if isinstance(sock, ssl.SSLSocket):
+                tls.meet(sock, holder.certificate_hash)
+                binding = bytes.fromhex(holder.certificate_hash)
+            greeting.greet(sock, self._transfer, self._secret, binding, deadline)
+        except (greeting.Stranger, tls.NotTheHolder):
+            raise
+        except TimeoutError:
+            raise _CutAtDoor(f"{holder.address} did not answer within {GREET_S:g} s") from None
+        except OSError as error:
+            raise _CutAtDoor(f"{holder.address} {_words(error)}") from error
 
     def _ask(self, sock: socket.socket, holder: Holder, asked: deque[int]) -> None:
         """Ask for the next blocks; when there are none, wait, or be over."""
@@ -266,9 +362,9 @@ class Pull:
             got += _receive(sock, memoryview(head)[got:])
         (piece,) = HEAD.unpack(head)
         if piece == OVER:
-            raise ConnectionError("it does not serve the version any more")
+            raise ConnectionError("does not serve the version any more")
         if piece > most:
-            raise ConnectionError("it sends more than was asked for")
+            raise ConnectionError("sends more than was asked for")
         return int(piece)
 
     def _landed(self, number: int, digest: bytes, holder: Holder) -> None:
@@ -291,15 +387,34 @@ class Pull:
         self._holders = deque(one for one in self._holders if one.name != name)
 
 
+def _fail_when_silent(sock: socket.socket) -> None:
+    """Let every receiving call fail when nothing comes for :data:`SILENT_S`."""
+    if isinstance(sock, ssl.SSLSocket):  # it waits by itself, record by record
+        sock.settimeout(SILENT_S)
+        return
+    sock.settimeout(None)
+    seconds = int(SILENT_S)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(seconds, int((SILENT_S - seconds) * 1e6)))
+
+
 def _receive(sock: socket.socket, into: memoryview) -> int:
+    """All of ``into``, or, of a plain connection that is slow, less."""
+    got = 0
     try:
-        nbytes = sock.recv_into(into, 0, socket.MSG_WAITALL)
-    except BlockingIOError:
-        raise TimeoutError(f"it was silent for {SILENT_S:g} s") from None
-    if not nbytes:
-        raise ConnectionError("it closed the connection")
-    return nbytes
+        if isinstance(sock, ssl.SSLSocket):
+            while got < len(into) and (nbytes := sock.recv_into(into[got:])):
+                got += nbytes
+        else:
+            got = sock.recv_into(into, 0, socket.MSG_WAITALL)
+    except (BlockingIOError, TimeoutError):
+        raise TimeoutError(f"was silent for {SILENT_S:g} s") from None
+    if not got:
+        raise ConnectionError("closed the connection")
+    return got
 
 
 def _words(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
+    """What the other end has done."""
+    if isinstance(error, ssl.SSLError):
+        return f"broke the connection ({error.reason or error})"
+    return str(error) if error.strerror is None else f"broke the connection ({error.strerror})"

@@ -15,6 +15,7 @@ from replicas.common.logs import Log
 from replicas.linux.helper_process import HelperDied, HelperProcess
 from replicas.linux.helpers import apart, python_module
 from replicas.messages import HolderAddress
+from replicas.trust.certificate import certificate_hash
 
 logger = Log("replicas.channel")
 
@@ -54,6 +55,7 @@ class Carrier(HelperProcess):
     """A carrier process: a method for each request.
 
     :ivar port: where it listens.
+    :ivar certificate_hash: of the certificate that it shows; empty: it has none.
     """
 
     kind = "carrier"
@@ -63,32 +65,40 @@ class Carrier(HelperProcess):
         super().__init__(pid, pidfd, sock)
         self.on_exit = self._exited
         self.port = 0
+        self.certificate_hash = ""
         self._mapped: set[int] = set()
         self.receivers: dict[int, Callable[[int], object]] = {}
         """Told, for each transfer that is pulled, the bytes so far, now and then."""
         self.ends: list[Callable[[], object]] = []
         """Called on the loop when it has ended."""
-        self._listens: asyncio.Future[int] = self._loop.create_future()
+        self._listens: asyncio.Future[wire.Listening] = self._loop.create_future()
 
     @classmethod
     async def start(cls, host: str, port: int = 0) -> Carrier:
         """Start one that listens at ``host``.
 
-        :raises CarrierDied: it did not listen within ``START_TIMEOUT_S``; its own words
-            are on stderr.
+        :param port: the first one that it tries; 0: any.
+        :raises CarrierDied: it cannot listen, or did not within ``START_TIMEOUT_S``;
+            its own words are on stderr.
         """
         ours, process = _spawn(host, port)
         carrier = cls(process.pid, os.pidfd_open(process.pid), ours)
         carrier.process = process
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                carrier.port = await carrier._listens
+                listening = await carrier._listens
         except TimeoutError:
             carrier.kill(f"it did not listen within {START_TIMEOUT_S:g} s and was killed")
             raise CarrierDied(carrier._end_text()) from None
         except BaseException:
             carrier.kill()
             raise
+        if not listening.port:
+            carrier.kill(listening.text)
+            raise CarrierDied(carrier._end_text())
+        if listening.text:
+            logger.warning("carrier %d: %s", carrier.pid, listening.text)
+        carrier.port = listening.port
         return carrier
 
     process: subprocess.Popen[bytes]
@@ -98,11 +108,26 @@ class Carrier(HelperProcess):
         for end in self.ends:
             end()
 
-    def serve(self, transfer: int, secret: bytes, memory: Watched, place: tuple[int, int], filled: int) -> None:
+    def certify(self, pem: bytes) -> None:
+        """Give it a key and its certificate, once, before what is encrypted."""
+        self.certificate_hash = certificate_hash(pem)
+        if self.usable:
+            self._send(wire.Certify(pem))
+
+    def serve(
+        self,
+        transfer: int,
+        secret: bytes,
+        memory: Watched,
+        place: tuple[int, int],
+        filled: int,
+        *,
+        encrypt: bool = False,
+    ) -> None:
         """Serve a version. ``place``: offset and bytes. Never waits."""
         if self.usable:
             self._map(memory)
-            self._send(wire.Serve(transfer, secret, wire.Place(memory.key, *place), filled))
+            self._send(wire.Serve(transfer, secret, wire.Place(memory.key, *place), filled, encrypt))
 
     def filled(self, transfer: int, nbytes: int) -> None:
         """So many bytes of it are packed. Never waits."""
@@ -123,6 +148,8 @@ class Carrier(HelperProcess):
         holders: Sequence[HolderAddress],
         timeout_s: float,
         source: str = "",
+        *,
+        encrypt: bool = False,
     ) -> wire.Pulled:
         """Pull a version; again, with the same memory: go on with these holders.
 
@@ -130,7 +157,8 @@ class Carrier(HelperProcess):
         :raises CarrierDied: it died.
         """
         where = wire.Place(memory.key, *place)
-        request = wire.StartPull(next(self._numbers), transfer, secret, where, tuple(holders), timeout_s, source)
+        number, given = next(self._numbers), tuple(holders)
+        request = wire.StartPull(number, transfer, secret, where, given, timeout_s, source, encrypt)
         return await self._ask(request, timeout_s, wire.Pulled, lambda: self._map(memory))
 
     async def withdraw(self, transfer: int, why: str) -> int:
@@ -174,7 +202,7 @@ class Carrier(HelperProcess):
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
         if isinstance(reply, wire.Listening) and not self._listens.done():
-            self._listens.set_result(reply.port)
+            self._listens.set_result(reply)
             return True
         if isinstance(reply, wire.Pong):
             for transfer, nbytes in reply.received.items():

@@ -30,6 +30,12 @@ class ForgetSlot(msgspec.Struct, frozen=True, tag=True):
     key: int
 
 
+class Certify(msgspec.Struct, frozen=True, tag=True):
+    """Speak TLS with this key and certificate, in PEM, which are kept nowhere else."""
+
+    pem: bytes
+
+
 class Place(msgspec.Struct, frozen=True):
     """``nbytes`` bytes of a version, at ``offset`` of the slot ``key``."""
 
@@ -39,12 +45,16 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
-    """Serve a version. ``filled``: so many bytes are here, from its start."""
+    """Serve a version. ``filled``: so many bytes are here, from its start.
+
+    ``encrypt``: in TLS alone; a :class:`Certify` came before.
+    """
 
     transfer: int
     secret: bytes
     place: Place
     filled: int
+    encrypt: bool = False
 
 
 class Filled(msgspec.Struct, frozen=True, tag=True):
@@ -58,7 +68,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     """Pull a version, and serve what is here meanwhile.
 
     Again, with the same place: go on, with these holders. ``source``: address to
-    connect from; empty: any.
+    connect from; empty: any. ``encrypt``: pull and serve in TLS alone.
     """
 
     id: int
@@ -68,6 +78,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     holders: tuple[HolderAddress, ...]
     timeout_s: float
     source: str = ""
+    encrypt: bool = False
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
@@ -89,14 +100,18 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-Request = MapSlot | ForgetSlot | Serve | Filled | StartPull | Expect | Withdraw | Ping
+Request = MapSlot | ForgetSlot | Certify | Serve | Filled | StartPull | Expect | Withdraw | Ping
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """The first message: pullers connect to this port."""
+    """The first message: pullers connect to this port.
+
+    ``text``: what to warn of; with ``port`` 0: why it does not listen.
+    """
 
     id: int
     port: int
+    text: str = ""
 
 
 class Pulled(msgspec.Struct, frozen=True, tag=True):

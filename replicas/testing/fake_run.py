@@ -83,7 +83,9 @@ class FakeRun:
         self._groups = groups
         self._coordinator = self._new_coordinator()
         known = {name: one.config for name, one in self._coordinator.engine.channels.items()}
-        self._channels = {name: replace(one, transport="auto", encrypt=False, staging="host") for name, one in known.items()}
+        self._channels = {
+            name: replace(one, transport="auto", encrypt=False, staging="host") for name, one in known.items()
+        }
         self._coordinator = self._new_coordinator()
         with_peers = [name for name, one in self._coordinator.engine.channels.items() if one.config.peers]
         if with_peers:

@@ -16,11 +16,12 @@ DEATH_TIMEOUT_S = 5.0
 class Carried:
     """A transfer of one attempt, known to its two ends by its secret.
 
+    :param encrypt: served and pulled in TLS alone.
     :ivar on_received: called with the bytes received so far, now and then.
     """
 
-    def __init__(self, carrier: Carrier, secret: bytes, slot: Slot) -> None:
-        self._carrier, self._secret, self._slot = carrier, secret, slot
+    def __init__(self, carrier: Carrier, secret: bytes, slot: Slot, *, encrypt: bool) -> None:
+        self._carrier, self._secret, self._slot, self._encrypt = carrier, secret, slot, encrypt
         digest = hashlib.blake2b(secret, digest_size=8, person=b"transfer").digest()
         self._number = int.from_bytes(digest, "little")
         data = slot.data
@@ -29,7 +30,8 @@ class Carried:
 
     def serve(self, filled: int) -> None:
         """Serve the slot to whoever knows the secret; ``filled`` bytes of it so far."""
-        self._carrier.serve(self._number, self._secret, self._slot.buffer, self._place, filled)
+        memory = self._slot.buffer
+        self._carrier.serve(self._number, self._secret, memory, self._place, filled, encrypt=self._encrypt)
 
     def filled(self, nbytes: int) -> None:
         self._carrier.filled(self._number, nbytes)
@@ -43,7 +45,14 @@ class Carried:
         self._carrier.receivers[self._number] = self.on_received
         try:
             return await self._carrier.pull(
-                self._number, self._secret, self._slot.buffer, self._place, holders, timeout_s, source
+                self._number,
+                self._secret,
+                self._slot.buffer,
+                self._place,
+                holders,
+                timeout_s,
+                source,
+                encrypt=self._encrypt,
             )
         finally:
             self._carrier.receivers.pop(self._number, None)

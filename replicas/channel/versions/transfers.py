@@ -268,7 +268,7 @@ class Transfers(Part):
         if transfer.cancelled or transfer.slot is None:
             return
         slot = transfer.slot
-        transfer.carried = Carried(carrier, transfer.offer.secret, slot)
+        transfer.carried = Carried(carrier, transfer.offer.secret, slot, encrypt=self._hub.settings.encrypt)
         transfer.carried.serve(slot.data.numel() if slot.state == "held" else self._filled.get(slot.version, 0))
 
     async def _pull(self, transfer: _Transfer) -> wire.TransferDone | None:
@@ -279,7 +279,7 @@ class Transfers(Part):
         carrier = await self._carriers.get()
         if transfer.cancelled:
             return None
-        transfer.carried = Carried(carrier, offer.secret, slot)
+        transfer.carried = Carried(carrier, offer.secret, slot, encrypt=hub.settings.encrypt)
         hub.send(wire.TransferReady(offer.transfer))
         transfer.carried.on_received = lambda nbytes: hub.send(wire.TransferMoved(offer.transfer, nbytes))
         found = await transfer.carried.pull(offer.holders, offer.deadline_s, hub.address)
@@ -312,6 +312,9 @@ class Transfers(Part):
     # ------------------------------------------------------------ over a lane
 
     async def _prepare(self, transfer: _Transfer) -> None:
+        if self._hub.settings.encrypt:
+            text = f"version {transfer.offer.version} was to pass a process group, and the channel is encrypted"
+            raise self._hub.error(errors.InternalError, text)
         transfer.manifest = await self._manifests.get(transfer.offer.manifest_hash)
         if transfer.sends:
             self._pin(transfer)
