@@ -129,7 +129,8 @@ class FalseHost:
         self.listener.settimeout(1.0)
         self.certificate = Certificate() if threads.encrypt else None
         told = self.certificate if known else Certificate()
-        self.holder = Holder("trainer/0/0", *self.listener.getsockname(), told.hash if told is not None else "")
+        port: int = self.listener.getsockname()[1]
+        self.holder = Holder("trainer/0/0", "127.0.0.1", port, told.hash if told is not None else "")
 
     def accept(self) -> socket.socket:
         """A puller that has proven itself."""
