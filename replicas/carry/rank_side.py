@@ -85,17 +85,20 @@ class Carrier(HelperProcess):
         carrier = cls(process.pid, os.pidfd_open(process.pid), ours)
         carrier.process = process
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                listening = await carrier._listens
-        except TimeoutError:
-            carrier.kill(f"it did not listen within {START_TIMEOUT_S:g} s and was killed")
-            raise CarrierDied(carrier._end_text()) from None
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    listening = await carrier._listens
+            except TimeoutError:
+                text = f"it did not listen within {START_TIMEOUT_S:g} s and was killed"
+                listening = wire.Listening(0, 0, text)
+            if not listening.port:
+                carrier.kill(listening.text)
+                if await carrier.wait_dead():
+                    process.wait()
+                raise CarrierDied(f"carrier {carrier.pid}: {listening.text}")
         except BaseException:
             carrier.kill()
             raise
-        if not listening.port:
-            carrier.kill(listening.text)
-            raise CarrierDied(carrier._end_text())
         if listening.text:
             logger.warning("carrier %d: %s", carrier.pid, listening.text)
         carrier.port = listening.port
