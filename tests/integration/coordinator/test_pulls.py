@@ -15,6 +15,8 @@ from tests.support.machine.networks import why_no_hosts
 
 pytestmark = pytest.mark.anyio
 TCP = {"transport": "tcp"}
+FIRST = 21_700
+"""A port for carriers; each host has its own."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,3 +59,19 @@ async def test_a_leader_that_dies_leaves_its_host_to_another() -> None:
         links = Links(world.hosts)
         await sync([trainer], others, 30, lost=[leader.name])
         assert 1.0 <= links.received()[1] < ONCE
+
+
+async def test_an_encrypted_channel_through_fixed_ports() -> None:
+    async with host_world(3, {**TCP, "encrypt": True}, carry_port=FIRST, rollout=GroupShape(3)) as world:
+        trainer, targets = await world.trainer_and_rollouts(1, 1, 2)
+        await sync([trainer], targets, 10)
+        links = Links(world.hosts)
+        await sync([trainer], targets, 20)
+        assert 1.0 <= links.sent()[0] < ONCE
+        assert all(1.0 <= ratio < ONCE for ratio in links.received()[1:])
+        (channel,) = world.coordinator.engine.channels.values()
+        listening = [state for state in channel.roster if state.carrier_port]
+        assert {state.address for state in listening} == {host.address for host in world.hosts}
+        assert {state.carrier_port - FIRST for state in listening} <= set(range(3))
+        assert len({state.certificate_hash for state in listening}) == len(listening)
+        assert world.sidecars() == [0, 0, 0]
