@@ -141,6 +141,8 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, _Address]:
         found = ipaddress.ip_address(text)
     except ValueError as error:
         raise OSError(errno.EADDRNOTAVAIL, str(error)) from error
+    if not 0 <= port < 1 << 16:  # another member's word
+        raise OSError(errno.EADDRNOTAVAIL, f"{port} is no port")
     if found.version == 6 and found.ipv4_mapped is not None:
         found = found.ipv4_mapped
     if found.version == 4:

@@ -390,7 +390,7 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
         if port in fixed:
             place.at(table, key).problem(f"{port} is the port of {fixed[port]} too; use 0 or another one")
         elif port:
-            fixed[port] = f"{table}.{key}"
+            fixed[port] = table
 
 
 def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:

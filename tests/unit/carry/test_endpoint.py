@@ -143,6 +143,12 @@ def test_a_pull_by_any_family(host: str, encrypt: bool) -> None:
     threads.end()
 
 
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 65_536), ("127.0.0.1", -1), ("a.name", 1), ("", 1)])
+def test_what_is_no_address_is_an_error_as_others_are(host: str, port: int) -> None:
+    with pytest.raises(OSError, match=r"no port|does not appear"):
+        endpoint.connect(host, port, "", 1.0)
+
+
 # ------------------------------------------------------------ fixed ports
 
 
