@@ -20,6 +20,7 @@ import socket
 import time
 from pathlib import Path
 
+from replicas.common.foreign import one_line
 from replicas.linux.interfaces import interface_of
 from replicas.linux.processes import processes
 from replicas.linux.sockets import listeners
@@ -181,6 +182,6 @@ def _has_socket(pid: int, inode: int) -> bool:
 
 def _name(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip()
+        return one_line(Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip())
     except OSError:
         return ""

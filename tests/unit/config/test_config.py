@@ -1,7 +1,8 @@
 """The strict TOML config: its defaults, its exact complaints, and that it finds all of
 them at once.
 
-Covers: config/file.py, config/channel_checks.py, config/structs.py, config/tables.py.
+Covers: config/file.py, config/channel_checks.py, config/structs.py, config/job.py,
+config/tables.py.
 """
 
 from __future__ import annotations
