@@ -84,29 +84,26 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
     return sock
 
 
-def connect(host: str, port: int, source: str, timeout_s: float) -> socket.socket:
-    """Connect from the address ``source`` (empty: any).
+def prepare(host: str, port: int, source: str) -> tuple[socket.socket, _Address]:
+    """A socket at the address ``source`` (empty: any), and where to connect it to.
 
-    :raises OSError: it cannot; :func:`unreached` says why.
+    :raises OSError: the source is none of this machine, or the other one is no address.
     """
-    own = interface_of(source) if source and "%" in host else ""
-    family, address = _resolved(f"{host.partition('%')[0]}%{own}" if own else host, port)
+    family, there = _resolved(host, port, interface_of(source))
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.settimeout(timeout_s)
         if source:
             like, here = _resolved(source, 0)
             if like == family:
                 sock.bind(here)
-        sock.connect(address)
     except BaseException:
         sock.close()
         raise
-    return sock
+    return sock, there
 
 
 def unreached(error: OSError, host: str, port: int, source: str) -> str:
-    """Why :func:`connect` failed: both ends, the reason, and what to do."""
+    """Why there is no connection: both ends, the reason, and what to do."""
     interface = interface_of(source)
     here = f" from {source}" + (f" ({interface})" if interface and not source.endswith(interface) else "")
     return f"{shown(host, port)} cannot be reached{here if source else ''}: {_reason(error, source)}; {REMEDY}"
@@ -132,9 +129,10 @@ def _why_not(error: OSError, host: str, port: int) -> str:
     return f"{text}; set cluster.carry_port to 1024 or more" if error.errno == errno.EACCES else text
 
 
-def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, _Address]:
+def _resolved(host: str, port: int, link: str = "") -> tuple[socket.AddressFamily, _Address]:
     """The family and address of an IP address, with a scope that holds here.
 
+    :param link: the interface that leads to another machine's link-local address.
     :raises OSError: it is none, or is on no interface of this machine.
     """
     text, _, scope = host.partition("%")
@@ -148,7 +146,7 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, _Address]:
         found = found.ipv4_mapped
     if found.version == 4:
         return socket.AF_INET, (str(found), port)
-    name = (interface_of(host) or scope) if found.is_link_local else ""
+    name = (interface_of(host) or link or scope) if found.is_link_local else ""
     return socket.AF_INET6, (str(found), port, 0, socket.if_nametoindex(name) if name else 0)
 
 

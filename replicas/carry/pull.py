@@ -185,13 +185,22 @@ class Pull:
             if (left := deadline - time.monotonic()) <= 0:
                 raise Failed({**self.why, "deadline": "the time was up"})
             while self._holders and self._running < self._wanted and not self._asking.idle:
-                self._running += 1
-                start(self._connection)
+                self._connect_one(start)
             self._changed.wait(min(left, LOOK_S))
             if (elapsed_s := time.monotonic() - at) >= LOOK_S:
                 rate, at, nbytes = (self.received_nbytes - nbytes) / elapsed_s, time.monotonic(), self.received_nbytes
                 if rate > best * PAYS and self._wanted < self._most and not self._asking.idle:
                     self._wanted, best = (min(2 * self._wanted, self._most) if best else self._wanted), rate
+
+    def _connect_one(self, start: Callable[[Callable[[], None]], object]) -> None:
+        self._running += 1
+        try:
+            start(self._connection)
+        except RuntimeError as error:  # this process may have no more threads
+            self._running -= 1
+            if not self._running:
+                raise Failed({**self.why, "threads": str(error)}) from error
+            self._wanted = self._most = self._running
 
     def expect(self, digests: Sequence[bytes]) -> None:
         """Take the publisher's digests: blocks that differ are asked for again."""
@@ -216,7 +225,7 @@ class Pull:
         return sum(list(self.received.values()))
 
     def _hang_up(self) -> None:
-        for sock in self._sockets:  # those that are not connected yet see that it is over
+        for sock in self._sockets:  # also those that are not connected yet
             tls.hang_up(sock)
 
     # ------------------------------------------------------------ one connection
@@ -247,7 +256,7 @@ class Pull:
             self._cut[holder.name] += 1
             tries = self._cut[holder.name]
             if tries < TRIES:
-                self._changed.wait_for(lambda: bool(self._stopped), AGAIN_S * 2 ** (tries - 1))
+                self._changed.wait_for(lambda: self._stopped or self._asking.done, AGAIN_S * 2 ** (tries - 1))
             elif works := self._proven[holder.name]:
                 self._wanted = self._most = works
             else:
@@ -275,9 +284,8 @@ class Pull:
                 self._block(sock, holder, asked[0])
                 asked.popleft()
         finally:
-            sock.close()
+            self._lose(sock)
             with self._changed:
-                self._sockets.discard(sock)
                 self._proven[holder.name] -= proven
                 for number in asked:
                     self._asking.give_back(number)
@@ -286,22 +294,45 @@ class Pull:
         """A connection that ends when the pull does; nothing is sent yet."""
         if self._tls is not None and not holder.certificate_hash:
             raise tls.NotTheHolder("has told no certificate, and the channel is encrypted")
+        sock: socket.socket | None = None
         try:
-            sock = endpoint.connect(holder.host, holder.port, self._source, CONNECT_S)
-        except OSError as error:
+            sock, there = endpoint.prepare(holder.host, holder.port, self._source)
+            self._keep(sock)
+            sock.settimeout(CONNECT_S)
+            sock.connect(there)
+        except BaseException as error:
+            if sock is not None:
+                self._lose(sock)
+            if not isinstance(error, OSError):
+                raise
             why = endpoint.unreached(error, holder.host, holder.port, self._source)
             if self._proven[holder.name]:
                 raise _CutAtDoor(why) from error
             self._give_up(holder, why)
             raise _Over from error
+        if self._tls is None:
+            return sock
+        with self._changed:  # it changes hands
+            self._sockets.discard(sock)
+            try:
+                sealed = tls.wrap(sock, self._tls)
+            except OSError as error:
+                raise _CutAtDoor(f"{holder.address} {_words(error)}") from error
+            self._keep(sealed)
+        return sealed
+
+    def _keep(self, sock: socket.socket) -> None:
+        """Note a connection that is to end with the pull."""
         with self._changed:
-            if self._stopped or self._asking.done:
-                sock.close()
-                raise _Over
-            if self._tls is not None:
-                sock = tls.wrap(sock, self._tls)
             self._sockets.add(sock)
-        return sock
+            if self._stopped or self._asking.done:
+                self._lose(sock)
+                raise _Over
+
+    def _lose(self, sock: socket.socket) -> None:
+        with self._changed:
+            self._sockets.discard(sock)
+        sock.close()
 
     def _greet(self, sock: socket.socket, holder: Holder) -> None:
         """Know the holder, and prove to it that this is a puller."""

@@ -143,7 +143,17 @@ class Server:
                 self._turn_one_away()
             self._guests[guest] = None
             self._at_door += 1
-        self._started(lambda: self._serve(guest))
+        try:
+            self._started(lambda: self._serve(guest))
+        except RuntimeError:  # this process may have no more threads
+            self._leave_door(guest)
+            sock.close()
+
+    def _leave_door(self, guest: _Guest) -> None:
+        with self._lock:
+            self._guests.pop(guest, None)
+            self._at_door -= 1
+            self._lock.notify_all()
 
     def _turn_one_away(self) -> None:
         """The oldest of the source that has most."""
@@ -160,10 +170,7 @@ class Server:
             try:
                 found = self._proven(guest)
             finally:
-                with self._lock:
-                    self._guests.pop(guest, None)
-                    self._at_door -= 1
-                    self._lock.notify_all()
+                self._leave_door(guest)
             if found is not None:
                 self._answer(guest.sock, found)
         except (OSError, Withdrawn):  # the puller asks elsewhere, or nobody needs it any more

@@ -89,21 +89,28 @@ def test_a_kernel_without_ipv6_has_no_such_interface(tmp_path: Path) -> None:
 # ------------------------------------------------------------ listening and connecting
 
 
+def connect(host: str, port: int, source: str) -> socket.socket:
+    sock, there = endpoint.prepare(host, port, source)
+    sock.settimeout(5.0)
+    sock.connect(there)
+    return sock
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_both_ends_have_the_addresses_of_their_members(host: str) -> None:
     listener, warning = endpoint.listen(host, 0, 8)
     with listener:
         port = listener.getsockname()[1]
-        with endpoint.connect(host, port, host, 5.0) as sock:
+        with connect(host, port, host) as sock:
             assert sock.getsockname()[0] == sock.getpeername()[0] == listener.getsockname()[0] == host
-        with endpoint.connect(host, port, "", 5.0) as sock:
+        with connect(host, port, "") as sock:
             assert sock.getpeername()[1] == port
     assert not warning
 
 
 def test_an_address_of_another_family_is_no_source() -> None:
     listener, _ = endpoint.listen("127.0.0.1", 0, 8)
-    with listener, endpoint.connect("127.0.0.1", listener.getsockname()[1], "::1", 5.0) as sock:
+    with listener, connect("127.0.0.1", listener.getsockname()[1], "::1") as sock:
         assert sock.getsockname()[0] == "127.0.0.1"
 
 
@@ -111,9 +118,18 @@ def test_an_address_of_another_family_is_no_source() -> None:
 def test_the_scope_is_that_of_this_machine() -> None:
     told = f"{link_local()}%elsewhere0"  # as the coordinator's machine calls its link
     listener, _ = endpoint.listen(told, 0, 8)
-    with listener, endpoint.connect(told, listener.getsockname()[1], told, 5.0) as sock:
+    with listener, connect(told, listener.getsockname()[1], told) as sock:
         here = socket.if_nametoindex(interface_of(link_local()))
         assert sock.getpeername()[3] == sock.getsockname()[3] == listener.getsockname()[3] == here
+
+
+@pytest.mark.skipif(not link_local(), reason="no interface has a link-local address")
+@pytest.mark.parametrize("told", ["fe80::abcd", "fe80::abcd%elsewhere0"])
+def test_another_machine_of_the_link_is_reached_by_the_own_interface(told: str) -> None:
+    sock, there = endpoint.prepare(told, 7100, link_local())
+    with sock:
+        assert there == ("fe80::abcd", 7100, 0, socket.if_nametoindex(interface_of(link_local())))
+        assert sock.getsockname()[0] == link_local()
 
 
 def test_an_ipv4_address_in_ipv6_is_that_address() -> None:
@@ -146,7 +162,7 @@ def test_a_pull_by_any_family(host: str, encrypt: bool) -> None:
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 65_536), ("127.0.0.1", -1), ("a.name", 1), ("", 1)])
 def test_what_is_no_address_is_an_error_as_others_are(host: str, port: int) -> None:
     with pytest.raises(OSError, match=r"no port|does not appear"):
-        endpoint.connect(host, port, "", 1.0)
+        endpoint.prepare(host, port, "")
 
 
 # ------------------------------------------------------------ fixed ports

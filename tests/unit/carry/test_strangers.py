@@ -438,3 +438,49 @@ def test_a_pull_that_is_stopped_in_a_handshake_ends_at_once(sealed: Threads, dat
         thread.join(10)
         assert found == [": it is not needed any more"]
         assert time.monotonic() - began < pull.GREET_S / 2
+
+
+def test_a_pull_that_is_stopped_while_it_connects_ends_at_once(threads: Threads, data: bytes) -> None:
+    """To a listener whose queue is full, which drops packets as a firewall does."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        one, _ = a_pull(threads, len(data))
+        holder = Holder("trainer/0/0", "127.0.0.1", full.getsockname()[1], Certificate().hash)
+
+        def attempt() -> None:
+            with pytest.raises(Failed):
+                run(one, threads, holder)
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        eventually(lambda: len(one._sockets) == 2, "both connections")
+        time.sleep(0.1)  # until they wait for an answer
+        began = time.monotonic()
+        one.stop("it is not needed any more")
+        thread.join(10)
+        assert not thread.is_alive()
+        assert time.monotonic() - began < pull.CONNECT_S / 2
+
+
+def test_a_process_without_threads_turns_away_and_pulls_no_more(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(data)
+
+        def refuse(function: Callable[[], None]) -> None:
+            raise RuntimeError("can't start new thread")
+
+        one, _ = a_pull(threads, len(data))
+        with pytest.raises(Failed, match="can't start new thread"):
+            one.run([host.holder], time.monotonic() + 30, refuse)
+        started = host.server._started
+        monkeypatch.setattr(host.server, "_started", refuse)
+        with closing(dial(host)) as sock:
+            assert all_of(sock) == b""
+        monkeypatch.setattr(host.server, "_started", started)
+        assert run(one, threads, host.holder) == combined(digests(data))
