@@ -53,7 +53,7 @@ CONNECT_S = 3.0
 """In which a holder must have accepted: a lost first packet is sent again after 1 s."""
 GREET_S = 3.0
 """In which it must then have proven itself; it may hear of the transfer a bit later."""
-TRIES = 4
+TRIES = 6
 """To be let in by a holder to which no connection works."""
 AGAIN_S = 0.1
 """Before another one, each time twice as long."""

@@ -22,8 +22,9 @@ record by record, also without the GIL. A transfer is served either in TLS or in
 
 *Strangers.* What has not proven itself within :data:`PROOF_S`, the handshake included,
 is closed. At most :data:`UNPROVEN` connections are at that: a further one takes the
-place of the oldest of the address that has most. So a flood costs memory and threads
-for so many, and a puller, which needs milliseconds, gets through.
+place of the oldest of the address that has most, and of those that have named a
+transfer of ours last. So a flood costs memory and threads for so many, and a puller,
+which needs milliseconds, gets through.
 
 A puller that reads nothing is cut by TCP_USER_TIMEOUT, or when its transfer is
 withdrawn: then all its connections are shut down, and :meth:`Server.withdraw` returns
@@ -75,10 +76,14 @@ class _Offered:
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection that has proven nothing yet. ``told``: something has changed."""
+    """A connection that has proven nothing yet.
+
+    ``named``: but has named a transfer of ours. ``told``: something has changed.
+    """
 
     sock: socket.socket
     source: str
+    named: bool = False
     turned_away: bool = False
     told: threading.Event = field(default_factory=threading.Event)
 
@@ -157,8 +162,9 @@ class Server:
 
     def _turn_one_away(self) -> None:
         """The oldest of the source that has most."""
-        ((source, _),) = Counter(guest.source for guest in self._guests).most_common(1)
-        guest = next(guest for guest in self._guests if guest.source == source)
+        guests = [guest for guest in self._guests if not guest.named] or [*self._guests]
+        ((source, _),) = Counter(guest.source for guest in guests).most_common(1)
+        guest = next(guest for guest in guests if guest.source == source)
         del self._guests[guest]
         guest.turned_away = True
         guest.told.set()
@@ -216,6 +222,7 @@ class Server:
             with self._lock:
                 found = self._offered.get(transfer)
                 if found is not None:
+                    guest.named = True
                     return found.secret if found.encrypt == sealed else None
                 if guest.turned_away:
                     return None

@@ -22,6 +22,8 @@ from replicas.carry.pull import Failed
 from replicas.carry.serve import ASK, HEAD, OVER
 from tests.support.carrying import NUMBER, OFFSET, SECRET, FalseHost, Threads, a_pull, digests, hosts, run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["plain", "tls"])
 def threads(request: pytest.FixtureRequest) -> Iterator[Threads]:

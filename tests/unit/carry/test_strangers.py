@@ -39,6 +39,7 @@ from tests.support.carrying import (
 )
 from tests.support.waits import eventually
 
+pytestmark = pytest.mark.slow
 HELLO_NBYTES, ANSWER_NBYTES, PROOF_NBYTES = 32, 48, 32
 GARBAGE = {
     "nothing": b"",
@@ -229,6 +230,29 @@ def test_a_flood_takes_neither_the_place_of_a_puller_nor_threads(
         over.set()
         flooding.join(30)
         assert most <= 2 * serve.UNPROVEN + pull.MOST + 2
+
+
+def test_who_names_a_transfer_of_ours_is_the_last_to_go(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(serve, "UNPROVEN", 3)
+    threads = Threads()
+    with hosts(threads, "trainer/0/0") as (host,), contextlib.ExitStack() as stack:
+        host.serves(data)
+        slow = stack.enter_context(dial(host))
+        slow.sendall(greeting._HELLO.pack(greeting.MAGIC, NUMBER, bytes(greeting.NONCE_NBYTES)))
+        hello_answer = greeting.read_exactly(slow, ANSWER_NBYTES)
+        others = [stack.enter_context(dial(host)) for _ in range(6)]
+        for sock in others[:4]:
+            assert all_of(sock) == b""
+        proof = greeting._proof(
+            SECRET,
+            b"puller",
+            greeting._HELLO.pack(greeting.MAGIC, NUMBER, bytes(greeting.NONCE_NBYTES)),
+            hello_answer[: greeting.NONCE_NBYTES],
+            b"",
+        )
+        slow.sendall(proof + ASK.pack(0, 1))
+        assert greeting.read_exactly(slow, 5)[4:] == data[:1]
+    threads.end()
 
 
 def test_a_puller_that_is_cut_at_the_door_comes_again(
