@@ -1,7 +1,7 @@
 """How long does a weight sync take between hosts, and how often do the bytes leave the
 trainer's host?
 
-    python bench/bench_hosts.py [--quick] [--repetitions N] [--rate RATE]
+    python bench/bench_hosts.py [--quick] [--repetitions N] [--rate R] [--transport tcp]
 
 Hosts are network, mount and process namespaces of this machine, joined by a bridge
 (``tests/support/machine/networks.py``; needs root). A trainer on the first, and one or
@@ -12,6 +12,9 @@ one copy of the bytes at the sender: the least that leaves the trainer its weigh
 on with. All in the same processes, in turn, and once more with links that carry
 ``--rate`` each way: on one machine the CPU is the limit otherwise, between machines it
 is the link.
+
+All elements change with each version, and with ``--transport tcp`` once more one in a
+hundred.
 
 *On the link*: bytes that left the trainer's host, as a multiple of the payload; *into a
 host*: the same, of what came into the one of the other hosts that received most. Both
@@ -36,7 +39,7 @@ from replicas import Coordinator
 from tests.support.machine.networks import Machine, Network, hosts, why_no_hosts
 
 HOSTS = (2, 3, 4)
-LIBRARY = "replicas"
+LIBRARY, FEW = "replicas", "replicas, 1 %"
 GLOO = "Gloo, flat"
 COPY = "copy, then Gloo"
 UNLIMITED = ""
@@ -81,7 +84,8 @@ async def form(ranks: Sequence[Rank], machines: Sequence[Machine]) -> None:
 class Field:
     """So many hosts, with so many targets on each but the first."""
 
-    def __init__(self, what: str, made: Network, each: int) -> None:
+    def __init__(self, what: str, made: Network, each: int, transport: str) -> None:
+        self._transport = transport
         self._what = what
         self._network = made
         self._each = each
@@ -92,7 +96,7 @@ class Field:
     async def run(self, repetitions: int, rates: Sequence[str]) -> None:
         machines = self._network.machines
         targets = (len(machines) - 1) * self._each
-        channels = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
+        channels = {"policy": {"sources": ["trainer"], "targets": ["rollout"], "transport": self._transport}}
         address = self._network.address
         async with AsyncExitStack() as stack:
             coordinator = await stack.enter_async_context(
@@ -107,7 +111,9 @@ class Field:
             await form(firsts, machines)
             await library.grow(targets)
             plain = [Flat(GLOO, "broadcast", firsts), Flat(COPY, "broadcast_copy", firsts)]
-            contenders: list[Contender] = [Read(library), *plain]
+            shares = {LIBRARY: 1.0, FEW: 0.01} if self._transport == "tcp" else {LIBRARY: 1.0}
+            ours = [Read(library, share, name) for name, share in shares.items()]
+            contenders: list[Contender] = [*ours, *plain]
             for rate in rates:
                 with ExitStack() as limits:
                     for place in machines if rate else ():
@@ -131,9 +137,8 @@ class Field:
                 pairs = zip(self._network.machines, before, strict=True)
                 ours, *theirs = [place.traffic().since(earlier) for place, earlier in pairs]
                 received = max(traffic.received for traffic in theirs)
-                name = LIBRARY if isinstance(one, Read) else one.name
                 sample = Sample(seconds, ours.sent / self._nbytes, received / self._nbytes)
-                self.samples.setdefault((rate, name), []).append(sample)
+                self.samples.setdefault((rate, one.name), []).append(sample)
 
 
 def rows(each: int, count: int, field: Field, nbytes: int) -> list[dict[str, Any]]:
@@ -206,7 +211,7 @@ def report(found: Sequence[dict[str, Any]], kept: Sequence[Bar], nbytes: int, ph
     show(f"Weight sync between hosts: {nbytes / 1e6:.0f} MB bf16", columns, table, "\n".join(notes))
 
 
-async def run(quick: bool, repetitions: int, rate: str) -> None:
+async def run(quick: bool, repetitions: int, rate: str, transport: str) -> None:
     reason = why_no_hosts()
     if reason:
         print(f"skipped: {reason}")
@@ -219,7 +224,7 @@ async def run(quick: bool, repetitions: int, rate: str) -> None:
     for each in (1, 2):
         for count in HOSTS:
             with hosts(count) as made:
-                field = Field(what, made, each)
+                field = Field(what, made, each, transport)
                 await field.run(repetitions, [UNLIMITED, rate] if rate and each == 1 else [UNLIMITED])
             found += rows(each, count, field, nbytes)
             phases = field.phases if each == 1 else phases
@@ -235,8 +240,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a ninth of the bytes, 3 repetitions")
     parser.add_argument("--repetitions", type=int, default=None, help="default 5")
     parser.add_argument("--rate", default="1gbit", help="of the limited links, in the words of tc; empty: without them")
+    parser.add_argument("--transport", default="auto", help="of the channel")
     options = parser.parse_args()
-    run_bench(run(options.quick, options.repetitions or (3 if options.quick else 5), options.rate))
+    repetitions = options.repetitions or (3 if options.quick else 5)
+    run_bench(run(options.quick, repetitions, options.rate, options.transport))
 
 
 if __name__ == "__main__":

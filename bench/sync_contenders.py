@@ -120,8 +120,8 @@ class Library:
         (channel,) = self._coordinator.channel_statuses()
         return sum(member.state == "live" for member in channel.members)
 
-    async def publish(self, targets: int, then: str) -> tuple[dict[str, Any], list[Any]]:
-        said, replies = await race(self.ranks[: targets + 1], {"do": "publish"}, {"do": then})
+    async def publish(self, targets: int, then: str, share: float = 0.0) -> tuple[dict[str, Any], list[Any]]:
+        said, replies = await race(self.ranks[: targets + 1], {"do": "publish", "share": share}, {"do": then})
         self._published = True
         self.phases.append(said["phases"])
         return said, replies
@@ -130,15 +130,15 @@ class Library:
 class Read(Contender):
     warm_ups = 3
 
-    def __init__(self, library: Library) -> None:
-        super().__init__("replicas, read")
-        self._library = library
+    def __init__(self, library: Library, share: float = 0.0, name: str = "replicas, read") -> None:
+        super().__init__(name)
+        self._library, self._share = library, share
 
     async def prepare(self, targets: int) -> None:
         await self._library.grow(targets)
 
     async def sync(self, targets: int) -> Times:
-        said, replies = await self._library.publish(targets, "read")
+        said, replies = await self._library.publish(targets, "read", self._share)
         digest = (await self._library.ranks[0].ask("digest"))["digest"]
         alike([digest, *(reply["digest"] for reply in replies)])
         return {"held": said["held"] - said["began"], "readable": last(replies, "readable") - said["began"]}

@@ -62,10 +62,10 @@ class SyncRank:
         )
         return {}
 
-    def publish(self, tries: int = 1) -> dict[str, Any]:
-        """Publish the next version, every tensor of which has changed; once more when
-        that failed, ``tries`` in all."""
-        self.weights.change()
+    def publish(self, tries: int = 1, share: float = 0.0) -> dict[str, Any]:
+        """Publish the next version, every tensor of which has changed, in this share of
+        its elements; once more when that failed, ``tries`` in all."""
+        self.weights.change(share)
         began = time.monotonic()
         failures: list[str] = []
         while True:

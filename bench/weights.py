@@ -37,7 +37,7 @@ class Weights:
         self.flat = torch.empty(sum(sizes) * ITEM_NBYTES, dtype=torch.uint8)
         self._starts = torch.tensor([0, *sizes[:-1]]).cumsum(0)
         words = self.flat.numpy().view(numpy.uint64)
-        generator = numpy.random.Generator(numpy.random.SFC64(seed))
+        self._generator = generator = numpy.random.Generator(numpy.random.SFC64(seed))
         for begin in range(0, len(words), FILL_NBYTES // 8):
             part = words[begin : begin + FILL_NBYTES // 8]
             part[:] = generator.integers(0, 1 << 64, len(part), dtype=numpy.uint64)
@@ -51,9 +51,16 @@ class Weights:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return placed(self.flat, self._shapes)
 
-    def change(self) -> None:
-        """Another value at the start of each tensor, without touching the rest."""
-        self.flat.view(torch.int16)[self._starts] += 1
+    def change(self, share: float = 0.0) -> None:
+        """Another value at the start of each tensor, and of this share of the others;
+        each is the next one, above or below."""
+        values = self.flat.view(torch.int16)
+        if share >= 1.0:
+            values ^= 1
+        elif share:
+            places = self._generator.integers(0, len(values), round(share * len(values)))
+            values[torch.from_numpy(places)] ^= 1
+        values[self._starts] += 1
 
     def digest(self) -> str:
         """Of all bytes, in the order of the tensors."""

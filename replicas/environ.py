@@ -162,9 +162,9 @@ def read_token(environment: Environment) -> str:
 
 
 def token_reader(environment: Environment) -> Callable[[], str]:
-    """Return what reads the token anew: it may be replaced while the run lives.
+    """Return a function that reads the token anew, as it may be replaced.
 
-    A file that cannot be read any more, as the run is over or begins, is as before.
+    While the file cannot be read, as the run is over or begins, it gives the last one.
 
     :raises replicas.errors.UsageError: as :func:`read_token`.
     """

@@ -120,9 +120,10 @@ class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One finished publish.
 
     ``outcome``: ``committed``, or the name of an error in snake case. ``nbytes``: size
-    of the version. ``moved_nbytes``: bytes of it sent to members through process
-    groups; what is mapped on one host is not sent. ``moved_to``: of them to each
-    replica (``group/replica``).
+    of the version. ``moved_nbytes``: bytes sent to members over the network for it;
+    what is mapped on one host is not sent. ``moved_to``: of them to each replica
+    (``group/replica``). ``pulled``: of them, by the member that pulled and the one that
+    served them.
     """
 
     version: int
@@ -131,6 +132,7 @@ class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     moved_nbytes: int = 0
     moved_to: dict[str, int] = {}
+    pulled: dict[str, dict[str, int]] = {}
     phases: dict[str, float] = {}
     members: int = 0
     lost: tuple[str, ...] = ()
@@ -141,6 +143,7 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``syncs``, ``operations``: publishes and collectives so far by outcome. ``retries``:
     repeated transfers by reason. ``bytes_total``: bytes sent to members so far.
+    ``wrong_total``: holders so far that served bytes that were not published.
     ``step``: ``meta["step"]`` of the newest version, if its publisher gave one.
     ``step_before``: the higher one that an earlier version had; None: they have grown.
     ``committed_at``: when it was committed, in seconds since 1970; None: it is not
@@ -155,6 +158,7 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     syncs: dict[str, int] = {}
     retries: dict[str, int] = {}
     bytes_total: int = 0
+    wrong_total: int = 0
     operations: dict[str, int] = {}
     last_sync: SyncRecord | None = None
     step: float | None = None

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 
 from replicas.carry import endpoint, wire
+from replicas.carry.differences import Choice, Deltas
 from replicas.carry.image import Image
 from replicas.carry.pull import Failed, Holder, Pull
 from replicas.carry.serve import Server
@@ -52,17 +53,20 @@ class Slot:
             self._mapped[access] = mmap.mmap(self.fd, 0, access=access)
         return self._mapped[access]
 
+    def view(self, place: wire.Place) -> memoryview:
+        """The bytes of a version, read-only: its slot may be closed to writers."""
+        return memoryview(self._map(mmap.ACCESS_READ))[place.offset : place.offset + place.nbytes]
+
     def image(self, place: wire.Place, *, full: bool = False, mapped: bool = False) -> Image:
-        """``mapped``: it is sent from its mapping, of a slot that may be read only."""
+        """``mapped``: it is sent from its mapping."""
         if place.offset + place.nbytes > self.nbytes:
             raise ValueError(f"the slot has {self.nbytes} bytes, not {place.offset + place.nbytes}")
-        memory = self._map(mmap.ACCESS_READ) if mapped else None
-        return Image(self.fd, place.offset, place.nbytes, full=full, memory=memory)
+        return Image(self.fd, place.offset, place.nbytes, full=full, data=self.view(place) if mapped else None)
 
     def close(self) -> None:
-        for memory in self._mapped.values():
-            with contextlib.suppress(BufferError):  # an image's view goes with its last reference
-                memory.close()
+        for mapped in self._mapped.values():
+            with contextlib.suppress(BufferError):  # a transfer's view goes with its last reference
+                mapped.close()
         os.close(self.fd)
 
 
@@ -75,6 +79,8 @@ class Carrier:
         self._slots: dict[int, Slot] = {}
         self._images: dict[int, Image] = {}
         self._pulls: dict[int, Pull] = {}
+        self._deltas: dict[int, Deltas] = {}
+        self._choice = Choice()
         self.server = Server(listener, _start)
 
     def handle(self, request: wire.Request, fds: list[int]) -> None:
@@ -87,28 +93,41 @@ class Carrier:
                     slot.close()
             case wire.Certify(pem=pem):
                 self.server.certify(context_of(pem), certificate_hash(pem))
-            case wire.Serve(transfer=transfer, secret=secret, place=place, filled=filled, encrypt=encrypt):
-                image = self._slots[place.key].image(place, full=filled == place.nbytes, mapped=encrypt)
-                image.fill(0, filled)
-                self._images[transfer] = image
-                self.server.offer(transfer, image, secret, encrypt=encrypt)
+            case wire.Serve():
+                self._serve(request)
             case wire.Filled(transfer=transfer, nbytes=nbytes):
                 if (known := self._images.get(transfer)) is not None:
                     known.fill(0, nbytes)
             case wire.StartPull():
                 self._start_pull(request)
-            case wire.Expect(transfer=transfer, digests=digests):
-                if (pull := self._pulls.get(transfer)) is not None:
-                    pull.expect(digests)
+            case wire.DropBase(id=number, transfer=transfer):
+                _start(lambda: self._drop_base(number, transfer))
             case wire.Withdraw():
                 self._withdraw(request)
             case wire.Ping(id=number):
-                going_on = {transfer: pull.received_nbytes for transfer, pull in self._pulls.items() if pull.active}
+                going_on = {transfer: pull.landed_nbytes for transfer, pull in self._pulls.items() if pull.active}
                 self.reply(wire.Pong(number, going_on))
 
     def reply(self, message: wire.Reply) -> None:
         with self._writing:
             frames.write_frame(self._channel, message)
+
+    def _serve(self, request: wire.Serve) -> None:
+        transfer, place, filled, base = request.transfer, request.place, request.filled, request.base
+        slot = self._slots[place.key]
+        image = slot.image(place, full=filled == place.nbytes, mapped=request.encrypt)
+        self._images[transfer] = image
+        image.fill(0, filled)
+        deltas = None
+        if base is not None:
+            old, new = self._slots[base.key].view(base), slot.view(place)
+            self._deltas[transfer] = deltas = Deltas(image.nbytes, old, new, request.regions)
+        self.server.offer(transfer, image, request.secret, deltas, encrypt=request.encrypt)
+
+    def _drop_base(self, number: int, transfer: int) -> None:
+        if (deltas := self._deltas.pop(transfer, None)) is not None:
+            deltas.without_base()
+        self.reply(wire.Dropped(number))
 
     def _start_pull(self, request: wire.StartPull) -> None:
         transfer, pull = request.transfer, self._pulls.get(request.transfer)
@@ -119,30 +138,43 @@ class Carrier:
             except (KeyError, ValueError) as error:
                 self.reply(wire.Refused(request.id, str(error)))
                 return
-            pull = Pull(image, slot.memory, transfer, request.secret, request.source, encrypt=request.encrypt)
+            base = None
+            if request.base is not None and request.holders and self._choice.by_delta(request.holders[0].host):
+                base = self._slots[request.base.key].view(request.base)
+            encrypt = request.encrypt
+            pull = Pull(image, slot.memory, transfer, request.secret, request.source, base, encrypt=encrypt)
             self._pulls[transfer], self._images[transfer] = pull, image
-            self.server.offer(transfer, image, request.secret, encrypt=request.encrypt)
+            self.server.offer(transfer, image, request.secret, pull.deltas, encrypt=encrypt)
         _start(lambda: self._run(pull, request))
 
     def _run(self, pull: Pull, request: wire.StartPull) -> None:
         began = time.monotonic()
         holders = [Holder(one.name, one.host, one.port, one.certificate_hash) for one in request.holders]
         try:
-            digest = pull.run(holders, began + request.timeout_s, _start)
+            digest = pull.run(holders, began + request.timeout_s, _start, request.digest)
         except Failed as error:
             self.reply(wire.PullFailed(request.id, error.why, dict(pull.received)))
             return
         seconds = time.monotonic() - began
-        self.reply(wire.Pulled(request.id, digest, seconds, dict(pull.received), pull.again, dict(pull.why)))
+        if not pull.why and holders and pull.landed_nbytes == pull.image.nbytes:
+            by_delta = pull.received_nbytes < pull.image.nbytes
+            self._choice.took(holders[0].host, by_delta=by_delta, nbytes=pull.image.nbytes, seconds=seconds)
+        received, why, wrong = dict(pull.received), dict(pull.why), dict(pull.wrong)
+        self.reply(wire.Pulled(request.id, digest, seconds, received, pull.again, why, wrong))
 
     def _withdraw(self, request: wire.Withdraw) -> None:
         pull = self._pulls.pop(request.transfer, None)
         self._images.pop(request.transfer, None)
+        deltas = self._deltas.pop(request.transfer, None)
 
         def end() -> None:
             if pull is not None:
                 pull.stop(request.why)
             sent = self.server.withdraw(request.transfer, request.why)
+            if deltas is not None:
+                deltas.without_base()
+            if pull is not None:
+                pull.without_base()
             self.reply(wire.Withdrawn(request.id, sent))
 
         _start(end)

@@ -24,14 +24,20 @@ it is run again.
 *Encrypted*, each connection is TLS with the very certificate that the holder's rank has
 told (:mod:`replicas.carry.tls`); a holder without one is none, and nothing falls back.
 
-*Verified by block.* The publisher's digests of the blocks come over the session,
-perhaps after the bytes. A block that differs is emptied and asked for again, and the
-holder that served it is given up, by name. Without them only the digest of all blocks
-is told.
+*As deltas.* Where both ends have a base (:mod:`replicas.carry.delta`), a block is asked
+for as its delta, and comes as that or as its bytes. A block that came out wrong is
+asked for as bytes.
+
+*Verified by block.* The version's digest, which comes over the session, is that of the
+digests of its blocks. So when it is not that of the blocks that came, holders are asked
+for theirs until one has those of the digest: they tell which blocks are wrong. These
+are asked for again, elsewhere if there is an elsewhere, and the holder that has served
+them is named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import socket
 import ssl
@@ -39,15 +45,17 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
 from replicas.carry import endpoint, greeting, tls
 from replicas.carry.blocks import Asking, combined
+from replicas.carry.delta import DELTA_NBYTES_MAX, DeltaError, apply_block
+from replicas.carry.differences import Deltas
 from replicas.carry.image import CHUNK_NBYTES, Image
-from replicas.carry.serve import ASK, HEAD, OVER
+from replicas.carry.serve import ASK, CHANGES, DELTA_FOLLOWS, DIGESTS, HEAD, OVER, RANGE
 
 CONNECT_S = 3.0
 """In which a holder must have accepted: a lost first packet is sent again after 1 s."""
@@ -67,7 +75,7 @@ PAYS = 1.15
 """By which the rate must have grown for the connections to be doubled again."""
 LOOK_S = 0.2
 """Between two looks at the rate."""
-_SECONDS = struct.Struct("ll")
+_SECONDS, _LENGTH = struct.Struct("ll"), struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -108,11 +116,16 @@ class _CutAtDoor(Exception):
         self.why = why
 
 
+class _Unreached(_CutAtDoor):
+    """There is no connection at all, and no other one works."""
+
+
 class Pull:
     """One version on its way into a slot.
 
     :param memory: the slot's file, mapped for writing.
     :param source: address to connect from; empty: any.
+    :param base: the bytes of a version that holders have, too: blocks come as deltas.
     :param encrypt: in TLS, and never without.
     """
 
@@ -123,17 +136,18 @@ class Pull:
         transfer: int,
         secret: bytes,
         source: str = "",
+        base: memoryview | None = None,
         *,
         encrypt: bool = False,
     ) -> None:
-        self.image = image
+        self.image, self.deltas = image, Deltas(image.nbytes)
+        self._base = base
         self._tls = tls.client_context() if encrypt else None
         self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
         self._transfer, self._secret, self._source = transfer, secret, source
         self._asking = Asking(image.nbytes)
         self._digests: list[bytes] = [b""] * self._asking.count
         self._by: list[str] = [""] * self._asking.count
-        self._expected: Sequence[bytes] = ()
         self._holders: deque[Holder] = deque()
         self._sockets: set[socket.socket] = set()
         self._proven: Counter[str] = Counter()
@@ -146,33 +160,57 @@ class Pull:
         self.active = False
         self._changed = threading.Condition()
         self._stopped = ""
+        self._hung_up = False
         self.why: dict[str, str] = {}
         """Why holders were given up, by name."""
         self.received: dict[str, int] = {}
-        """Bytes by holder, those that were wrong and asked for again included."""
+        """Bytes of the network by holder, those that were wrong included."""
+        self.landed_nbytes = 0
+        """Bytes of the image that have come."""
+        self.wrong: dict[str, str] = {}
+        """Holders that have served wrong bytes, in any run, and which."""
         self.again = 0
         """Blocks that were asked for again."""
 
     # ------------------------------------------------------------ what the carrier does
 
-    def run(self, holders: Sequence[Holder], deadline: float, start: Callable[[Callable[[], None]], object]) -> str:
+    def run(
+        self,
+        holders: Sequence[Holder],
+        deadline: float,
+        start: Callable[[Callable[[], None]], object],
+        digest: str = "",
+    ) -> str:
         """Pull all that is missing; return the digest. On a thread of its own.
 
         :param deadline: of the monotonic clock. :param start: starts a thread.
+        :param digest: of the version; empty: not known yet, and not compared.
         :raises Failed: no holder is left, or the deadline has passed.
         """
         with self._changed:
             self._holders, self.why, self.active = deque(holders), {}, True
+        try:
+            self._receive_all(deadline, start)
+            while digest and combined(self._digests) != digest:
+                self._find_wrong(holders, digest, deadline)
+                self._receive_all(deadline, start)
+            return combined(self._digests)
+        finally:
+            with self._changed:
+                self.active = False
+                self._changed.notify_all()
+
+    def _receive_all(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
+        with self._changed:
             try:
                 self._wait(deadline, start)
             finally:
+                self._hung_up = True  # also those that connect just now
                 self._hang_up()
                 self._changed.wait_for(lambda: not self._running)
-                self.active = False
-                self._changed.notify_all()
+                self._hung_up = False
             if self._stopped:
                 raise Failed({"": self._stopped})
-            return combined(self._digests)
 
     def _wait(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
         """Keep as many connections as pay, until all is here."""
@@ -202,15 +240,49 @@ class Pull:
                 raise Failed({**self.why, "threads": str(error)}) from error
             self._wanted = self._most = self._running
 
-    def expect(self, digests: Sequence[bytes]) -> None:
-        """Take the publisher's digests: blocks that differ are asked for again."""
+    def _find_wrong(self, holders: Sequence[Holder], digest: str, deadline: float) -> None:
+        """Mark the blocks that are not what was published, to be asked for again.
+
+        :raises Failed: no holder knows the digests of the blocks, or one that was asked
+            again has served wrong bytes again.
+        """
+        for holder in holders:
+            try:
+                blocks = self._digests_of(holder, deadline)
+            except _Over:
+                raise Failed({"": self._stopped}) from None
+            except _CutAtDoor as error:
+                self.why.setdefault(holder.name, error.why)
+                continue
+            except OSError as error:
+                self.why.setdefault(holder.name, f"{holder.address} {_words(error)}")
+                continue
+            if combined(blocks) == digest:
+                break
+        else:
+            raise Failed({**self.why, "": "the bytes are not what was published"})
         with self._changed:
-            self._expected = digests
-            for number, digest in enumerate(self._digests):
-                if digest and digest != digests[number]:
-                    self._asking.wrong(number)
-                    self._bad(number)
-            self._changed.notify_all()
+            wrong = [number for number, block in enumerate(blocks) if block != self._digests[number]]
+            liars = {self._by[number] for number in wrong}
+            if liars & self.wrong.keys():
+                raise Failed({**self.why, **self.wrong})
+            for number in wrong:
+                self._bad(number)
+            self._holders = deque(sorted(holders, key=lambda one: one.name in self.wrong))
+
+    def _digests_of(self, holder: Holder, deadline: float) -> list[bytes]:
+        """What this holder says are the digests of all blocks."""
+        with self._dialled(holder) as sock:
+            sock.sendall(ASK.pack(DIGESTS, 0, 0))
+            left = 16 * self._asking.count
+            answer = bytearray(left)
+            while left:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("the time was up")
+                if piece := self._head(sock, left):
+                    _receive_all(sock, memoryview(answer)[-left:][:piece])
+                    left -= piece
+        return [bytes(answer[at : at + 16]) for at in range(0, len(answer), 16)]
 
     def stop(self, why: str) -> None:
         """End :meth:`run`, and wait for that: then nobody writes the slot."""
@@ -219,6 +291,12 @@ class Pull:
             self._hang_up()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self.active)
+
+    def without_base(self) -> None:
+        """Let go of the base: the pull has ended."""
+        if self._base is not None:
+            self._base.release()
+            self._base = None
 
     @property
     def received_nbytes(self) -> int:
@@ -239,6 +317,9 @@ class Pull:
                 self._receive_from(holder)
         except _Over:
             pass
+        except _Unreached as error:
+            if holder is not None:
+                self._give_up(holder, error.why)
         except _CutAtDoor as error:
             if holder is not None:
                 self._cut_at_door(holder, error.why)
@@ -269,8 +350,22 @@ class Pull:
                 self.why[holder.name] = why
 
     def _receive_from(self, holder: Holder) -> None:
-        sock = self._connect(holder)
         asked: deque[int] = deque()
+        with self._dialled(holder) as sock:
+            try:
+                while True:
+                    self._ask(sock, holder, asked)
+                    self._block(sock, holder, asked[0])
+                    asked.popleft()
+            finally:
+                with self._changed:
+                    for number in asked:
+                        self._asking.give_back(number)
+
+    @contextlib.contextmanager
+    def _dialled(self, holder: Holder) -> Iterator[socket.socket]:
+        """A connection to a holder, both ends proven; silence ends it."""
+        sock = self._connect(holder)
         proven = False
         try:
             self._greet(sock, holder)
@@ -279,16 +374,11 @@ class Pull:
                 self._cut[holder.name] = 0
                 proven = True
             _fail_when_silent(sock)
-            while True:
-                self._ask(sock, holder, asked)
-                self._block(sock, holder, asked[0])
-                asked.popleft()
+            yield sock
         finally:
             self._lose(sock)
             with self._changed:
                 self._proven[holder.name] -= proven
-                for number in asked:
-                    self._asking.give_back(number)
 
     def _connect(self, holder: Holder) -> socket.socket:
         """A connection that ends when the pull does; nothing is sent yet."""
@@ -306,10 +396,7 @@ class Pull:
             if not isinstance(error, OSError):
                 raise
             why = endpoint.unreached(error, holder.host, holder.port, self._source)
-            if self._proven[holder.name]:
-                raise _CutAtDoor(why) from error
-            self._give_up(holder, why)
-            raise _Over from error
+            raise (_CutAtDoor if self._proven[holder.name] else _Unreached)(why) from error
         if self._tls is None:
             return sock
         with self._changed:  # it changes hands
@@ -325,7 +412,7 @@ class Pull:
         """Note a connection that is to end with the pull."""
         with self._changed:
             self._sockets.add(sock)
-            if self._stopped or self._asking.done:
+            if self._stopped or self._hung_up:
                 self._lose(sock)
                 raise _Over
 
@@ -365,7 +452,14 @@ class Pull:
                     break
                 self._changed.wait()
         if new:
-            sock.sendall(b"".join(ASK.pack(*self._asking.range_of(number)) for number in new))
+            kinds = (CHANGES if self._by_delta(number) else RANGE for number in new)
+            sock.sendall(
+                b"".join(ASK.pack(kind, *self._asking.range_of(n)) for kind, n in zip(kinds, new, strict=True))
+            )
+
+    def _by_delta(self, number: int) -> bool:
+        """Return True if a block is asked for as a delta: not if one was wrong."""
+        return self._base is not None and not self._by[number]
 
     def _block(self, sock: socket.socket, holder: Holder, number: int) -> None:
         """Receive one block, digest it as it comes, and compare."""
@@ -374,48 +468,82 @@ class Pull:
         while at < end:
             if not piece:
                 piece = self._head(sock, end - at)
+                if piece == DELTA_FOLLOWS:
+                    piece = 0
+                    if (found := self._delta(sock)) and not self._apply(holder, number, found, digest):
+                        return
+                    at = end if found else at
                 continue
             here = min(at - at % CHUNK_NBYTES + CHUNK_NBYTES, end)
             nbytes = _receive(sock, self._data[at : min(here, at + piece)])
             digest.update(self._data[at : at + nbytes])
             at, piece = at + nbytes, piece - nbytes
-            with self._changed:
-                self.received[holder.name] = self.received.get(holder.name, 0) + nbytes
+            self._came(holder, nbytes, nbytes)
             if at == here:
                 self.image.fill(max(at - 1, 0) // CHUNK_NBYTES * CHUNK_NBYTES, at)
         self._landed(number, digest.digest(), holder)
 
+    def _delta(self, sock: socket.socket) -> bytes:
+        """Receive the delta of a block; empty: its bytes follow."""
+        length = bytearray(_LENGTH.size)
+        _receive_all(sock, memoryview(length))
+        (nbytes,) = _LENGTH.unpack(length)
+        if self._base is None or nbytes > DELTA_NBYTES_MAX:
+            raise ConnectionError("sends more than was asked for")
+        found = bytearray(nbytes)
+        _receive_all(sock, memoryview(found))
+        return bytes(found)
+
+    def _apply(self, holder: Holder, number: int, found: bytes, digest: xxhash.xxh3_128) -> bool:
+        """Make the block of its delta; False: it is none, and its bytes are needed."""
+        assert self._base is not None
+        start, end = self._asking.range_of(number)
+        block = self._data[start:end]
+        try:
+            apply_block(self._base[start:end], found, block)
+        except DeltaError as error:
+            with self._changed:
+                self._by[number] = holder.name
+                self.wrong[holder.name] = f"block {number}: {error}"
+                self.again += 1
+                self._asking.give_back(number)
+            return False
+        digest.update(block)
+        self.deltas.keep(number, found)
+        self._came(holder, len(found), end - start)
+        self.image.fill(start, end)
+        return True
+
+    def _came(self, holder: Holder, nbytes: int, landed: int) -> None:
+        with self._changed:
+            self.received[holder.name] = self.received.get(holder.name, 0) + nbytes
+            self.landed_nbytes += landed
+
     @staticmethod
     def _head(sock: socket.socket, most: int) -> int:
         head = bytearray(HEAD.size)
-        got = 0
-        while got < HEAD.size:
-            got += _receive(sock, memoryview(head)[got:])
+        _receive_all(sock, memoryview(head))
         (piece,) = HEAD.unpack(head)
         if piece == OVER:
             raise ConnectionError("does not serve the version any more")
-        if piece > most:
+        if piece > most and piece != DELTA_FOLLOWS:
             raise ConnectionError("sends more than was asked for")
         return int(piece)
 
     def _landed(self, number: int, digest: bytes, holder: Holder) -> None:
         with self._changed:
             self._digests[number], self._by[number] = digest, holder.name
-            if self._expected and digest != self._expected[number]:
-                self._asking.give_back(number)
-                self._bad(number)
-                raise _Over
             self._asking.landed(number)
             self._changed.notify_all()
 
     def _bad(self, number: int) -> None:
-        """A block is not what was published: never again from whoever served it."""
+        """A block is not what was published: ask for it again, of others first."""
         name = self._by[number]
         self.image.empty(*self._asking.range_of(number))
-        self._digests[number] = b""
+        self.deltas.drop(number)
+        self._asking.wrong(number)
         self.again += 1
-        self.why[name] = f"block {number} is not what was published"
-        self._holders = deque(one for one in self._holders if one.name != name)
+        self.wrong[name] = self.why[name] = f"block {number} is not what was published"
 
 
 def _fail_when_silent(sock: socket.socket) -> None:
@@ -442,6 +570,11 @@ def _receive(sock: socket.socket, into: memoryview) -> int:
     if not got:
         raise ConnectionError("closed the connection")
     return got
+
+
+def _receive_all(sock: socket.socket, into: memoryview) -> None:
+    while into:
+        into = into[_receive(sock, into) :]
 
 
 def _words(error: OSError) -> str:

@@ -39,6 +39,10 @@ class Watched(Protocol):
     watchers: Any
 
 
+Lent = tuple[Watched, tuple[int, int]]
+"""Memory, and the offset and bytes of a version in it."""
+
+
 class CarrierDied(HelperDied):
     """The carrier is dead, or was killed at a deadline."""
 
@@ -124,23 +128,25 @@ class Carrier(HelperProcess):
         memory: Watched,
         place: tuple[int, int],
         filled: int,
+        base: Lent | None = None,
+        regions: Sequence[tuple[int, int, int]] = (),
         *,
         encrypt: bool = False,
     ) -> None:
-        """Serve a version. ``place``: offset and bytes. Never waits."""
+        """Serve a version. ``place``: offset and bytes. Never waits.
+
+        :param base: a version that pullers may have, to make deltas of.
+        :param regions: where elements of which size are in the version.
+        """
         if self.usable:
             self._map(memory)
-            self._send(wire.Serve(transfer, secret, wire.Place(memory.key, *place), filled, encrypt))
+            where = wire.Place(memory.key, *place)
+            self._send(wire.Serve(transfer, secret, where, filled, self._lent(base), tuple(regions), encrypt))
 
     def filled(self, transfer: int, nbytes: int) -> None:
         """So many bytes of it are packed. Never waits."""
         if self.usable:
             self._send(wire.Filled(transfer, nbytes))
-
-    def expect(self, transfer: int, digests: Sequence[bytes]) -> None:
-        """The publisher's digests of the blocks of a version that is pulled."""
-        if self.usable:
-            self._send(wire.Expect(transfer, tuple(digests)))
 
     async def pull(
         self,
@@ -151,18 +157,34 @@ class Carrier(HelperProcess):
         holders: Sequence[HolderAddress],
         timeout_s: float,
         source: str = "",
+        digest: str = "",
+        base: Lent | None = None,
         *,
         encrypt: bool = False,
     ) -> wire.Pulled:
         """Pull a version; again, with the same memory: go on with these holders.
 
+        :param base: a version that holders may have, to take deltas to.
+
         :raises PullFailed: no holder is left, or the time was up.
         :raises CarrierDied: it died.
         """
-        where = wire.Place(memory.key, *place)
-        number, given = next(self._numbers), tuple(holders)
-        request = wire.StartPull(number, transfer, secret, where, given, timeout_s, source, encrypt)
-        return await self._ask(request, timeout_s, wire.Pulled, lambda: self._map(memory))
+        number, where, given = next(self._numbers), wire.Place(memory.key, *place), tuple(holders)
+        old = None if base is None else wire.Place(base[0].key, *base[1])
+        request = wire.StartPull(number, transfer, secret, where, given, timeout_s, source, digest, old, encrypt)
+
+        def map_both() -> None:
+            self._map(memory)
+            self._lent(base)
+
+        return await self._ask(request, timeout_s, wire.Pulled, map_both)
+
+    async def drop_base(self, transfer: int) -> None:
+        """Have no more deltas made; nobody reads the base afterwards.
+
+        :raises CarrierDied: it died; then nobody does either.
+        """
+        await self._ask(wire.DropBase(next(self._numbers), transfer), WITHDRAW_TIMEOUT_S, wire.Dropped, lambda: None)
 
     async def withdraw(self, transfer: int, why: str) -> int:
         """End the transfer; return the bytes sent. Nobody uses its slot afterwards.
@@ -180,6 +202,12 @@ class Carrier(HelperProcess):
         if key in self._mapped and self.usable:
             self._mapped.discard(key)
             self._send(wire.ForgetSlot(key))
+
+    def _lent(self, base: Lent | None) -> wire.Place | None:
+        if base is None:
+            return None
+        self._map(base[0])
+        return wire.Place(base[0].key, *base[1])
 
     def _map(self, memory: Watched) -> None:
         if memory.key not in self._mapped:

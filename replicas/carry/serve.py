@@ -5,11 +5,12 @@ Theory of operation
 
 A connection is of one transfer, proven before anything else
 (:mod:`replicas.carry.greeting`), and has a thread of its own: all it does is wait, in
-the kernel or for bytes. The puller asks for ranges, several at once; each is answered
-in order, in pieces, each behind a head of 4 bytes::
+the kernel or for bytes. The puller asks for ranges, several at once, or for the digests
+of all blocks; each is answered in order, in pieces, each behind a head of 4 bytes::
 
-    n > 0          n bytes of the range follow
-    0              nothing is here yet: the range goes on when it is
+    n > 0          n bytes of the answer follow
+    0              nothing is here yet: the answer goes on when it is
+    0xFFFFFFFE     a length of 4 bytes and a delta follow; length 0: bytes follow
     0xFFFFFFFF     the transfer is withdrawn; the connection ends
 
 ``sendfile`` copies nothing and holds no GIL. Bytes that are not here yet (a slot that
@@ -44,7 +45,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import xxhash
+
 from replicas.carry import greeting, tls
+from replicas.carry.blocks import BLOCK_NBYTES
+from replicas.carry.differences import Deltas
 from replicas.carry.image import Image, Withdrawn
 
 PROOF_S = 2.0
@@ -59,16 +64,22 @@ SILENT_MS = 10_000
 """A puller whose machine acknowledges nothing for so long is gone."""
 PIECE_NBYTES = 4 << 20
 """Bytes behind one head at most."""
-ASK = struct.Struct("<QQ")
-"""First byte of a range, and the one behind its last."""
+ASK = struct.Struct("<cQQ")
+"""What is asked for: a range's first byte, and the one behind its last; or 0 and 0."""
+RANGE, DIGESTS, CHANGES = b"R", b"D", b"C"
+"""A range's bytes; the digests of all blocks; a block, named by its range, as its
+delta."""
 HEAD = struct.Struct("<I")
-OVER = 0xFFFFFFFF
+OVER, DELTA_FOLLOWS = 0xFFFFFFFF, 0xFFFFFFFE
+DELTA = struct.Struct("<II")
+"""The head of a delta, and its length."""
 
 
 @dataclass(eq=False)
 class _Offered:
     image: Image
     secret: bytes
+    deltas: Deltas
     encrypt: bool
     connections: set[socket.socket] = field(default_factory=set)
     sent_nbytes: int = 0
@@ -111,10 +122,15 @@ class Server:
         with self._lock:
             self._tls, self._binding = context, bytes.fromhex(certificate_hash)
 
-    def offer(self, transfer: int, image: Image, secret: bytes, *, encrypt: bool = False) -> None:
-        """Serve ``image`` to whoever knows ``secret``, in TLS or in plain, not both."""
+    def offer(
+        self, transfer: int, image: Image, secret: bytes, deltas: Deltas | None = None, *, encrypt: bool = False
+    ) -> None:
+        """Serve ``image`` to whoever knows ``secret``, in TLS or in plain, not both.
+
+        :param deltas: of its blocks.
+        """
         with self._lock:
-            self._offered[transfer] = _Offered(image, secret, encrypt)
+            self._offered[transfer] = _Offered(image, secret, deltas or Deltas(image.nbytes), encrypt)
             for guest in self._guests:
                 guest.told.set()
 
@@ -236,23 +252,51 @@ class Server:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        image = offered.image
         while True:
-            start, end = ASK.unpack(greeting.read_exactly(sock, ASK.size))
-            if not start < end <= image.nbytes:
-                raise ConnectionError("it asks for bytes that the version has not")
+            kind, start, end = ASK.unpack(greeting.read_exactly(sock, ASK.size))
             try:
-                while start < end:
-                    found = image.here(start, min(end, start + PIECE_NBYTES), SIGN_S)
-                    if not found:
-                        sock.sendall(HEAD.pack(0))
-                        continue
-                    self._send(sock, image, start, found)
-                    start += found
-                    offered.sent_nbytes += found  # by one thread of several: it is a sign of progress
+                if kind == DIGESTS:
+                    self._send_digests(sock, offered.image)
+                elif kind in (RANGE, CHANGES) and start < end <= offered.image.nbytes:
+                    if kind == RANGE or not self._send_changes(sock, offered, start, end):
+                        self._send_range(sock, offered, start, end)
+                else:
+                    raise ConnectionError("it asks for bytes that the version has not")
             except Withdrawn:
                 _say_over(sock)
                 raise
+
+    def _send_range(self, sock: socket.socket, offered: _Offered, start: int, end: int) -> None:
+        while start < end:
+            found = offered.image.here(start, min(end, start + PIECE_NBYTES), SIGN_S)
+            if not found:
+                sock.sendall(HEAD.pack(0))
+                continue
+            self._send(sock, offered.image, start, found)
+            start += found
+            offered.sent_nbytes += found  # by one thread of several: it is a sign of progress
+
+    @staticmethod
+    def _send_changes(sock: socket.socket, offered: _Offered, start: int, end: int) -> bool:
+        """Send a block as its delta; False: its bytes are to follow."""
+        while offered.image.here(start, end, SIGN_S) < end - start:
+            sock.sendall(HEAD.pack(0))
+        found = offered.deltas.of(start // BLOCK_NBYTES) or b""
+        sock.sendall(DELTA.pack(DELTA_FOLLOWS, len(found)) + found)
+        offered.sent_nbytes += len(found)
+        return bool(found)
+
+    @staticmethod
+    def _send_digests(sock: socket.socket, image: Image) -> None:
+        """Digest the slot as it is now: it is asked for only where a digest differs."""
+        digests = []
+        for start in range(0, image.nbytes, BLOCK_NBYTES):
+            end = min(image.nbytes, start + BLOCK_NBYTES)
+            while image.here(start, end, SIGN_S) < end - start:
+                sock.sendall(HEAD.pack(0))
+            digests.append(xxhash.xxh3_128_digest(os.pread(image.fd, end - start, image.offset + start)))
+        answer = b"".join(digests)
+        sock.sendall(HEAD.pack(len(answer)) + answer)
 
     @staticmethod
     def _send(sock: socket.socket, image: Image, start: int, nbytes: int) -> None:

@@ -47,13 +47,17 @@ class Place(msgspec.Struct, frozen=True):
 class Serve(msgspec.Struct, frozen=True, tag=True):
     """Serve a version. ``filled``: so many bytes are here, from its start.
 
-    ``encrypt``: in TLS alone; a :class:`Certify` came before.
+    ``base``: a version that pullers may have, to make deltas of. ``regions``: first
+    byte, the one behind the last, and bytes of an element. ``encrypt``: in TLS alone; a
+    :class:`Certify` came before.
     """
 
     transfer: int
     secret: bytes
     place: Place
     filled: int
+    base: Place | None = None
+    regions: tuple[tuple[int, int, int], ...] = ()
     encrypt: bool = False
 
 
@@ -68,7 +72,9 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     """Pull a version, and serve what is here meanwhile.
 
     Again, with the same place: go on, with these holders. ``source``: address to
-    connect from; empty: any. ``encrypt``: pull and serve in TLS alone.
+    connect from; empty: any. ``digest``: of the version; empty: not known yet.
+    ``base``: a version that holders may have, to take deltas to. ``encrypt``: pull and
+    serve in TLS alone.
     """
 
     id: int
@@ -78,14 +84,16 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     holders: tuple[HolderAddress, ...]
     timeout_s: float
     source: str = ""
+    digest: str = ""
+    base: Place | None = None
     encrypt: bool = False
 
 
-class Expect(msgspec.Struct, frozen=True, tag=True):
-    """The publisher's digests of the blocks of a version that is pulled."""
+class DropBase(msgspec.Struct, frozen=True, tag=True):
+    """Make no more deltas; answered when nobody reads the base's slot any more."""
 
+    id: int
     transfer: int
-    digests: tuple[bytes, ...]
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +108,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-Request = MapSlot | ForgetSlot | Certify | Serve | Filled | StartPull | Expect | Withdraw | Ping
+Request = MapSlot | ForgetSlot | Certify | Serve | Filled | StartPull | DropBase | Withdraw | Ping
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
@@ -117,7 +125,8 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 class Pulled(msgspec.Struct, frozen=True, tag=True):
     """``received``: bytes by holder. ``again``: blocks that were asked for again.
 
-    ``why``: reasons, by name, why holders were given up on the way.
+    ``why``: reasons, by name, why holders were given up on the way; ``wrong``: those
+    that have served wrong bytes.
     """
 
     id: int
@@ -126,6 +135,7 @@ class Pulled(msgspec.Struct, frozen=True, tag=True):
     received: dict[str, int]
     again: int
     why: dict[str, str]
+    wrong: dict[str, str]
 
 
 class PullFailed(msgspec.Struct, frozen=True, tag=True):
@@ -143,6 +153,10 @@ class Withdrawn(msgspec.Struct, frozen=True, tag=True):
     sent_nbytes: int
 
 
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    id: int
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The request could not be done at all: the memory cannot be mapped, say."""
 
@@ -157,7 +171,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     received: dict[int, int]
 
 
-Reply = Listening | Pulled | PullFailed | Withdrawn | Refused | Pong
+Reply = Listening | Pulled | PullFailed | Withdrawn | Dropped | Refused | Pong
 
 decode_request: Callable[[bytes], Request] = frames.decoder(Request)
 decode_reply: Callable[[bytes], Reply] = frames.decoder(Reply)

@@ -253,7 +253,7 @@ class Channel(Collectives):
     def reserve(self, weights: object, *, dtype: torch.dtype | None = None, slots: int | None = None) -> None:
         """Make the memory for versions ahead of the first publish.
 
-        It returns at once: a thread allocates, and touches, the memory, as far as it
+        It returns at once: a thread allocates, and touches, as much of the memory as
         fits. Fresh memory costs ten times the copy into it, so a first publish without
         this takes as much longer. One that comes meanwhile waits for the slot that is
         being made. Later publishes, and targets, need no call.

@@ -50,7 +50,7 @@ def join(
     Identity and address come from the environment that the supervisor set; arguments
     override it. A second join of one (group, replica, rank) fences the first. One
     process may join several channels, and one channel as several members. A channel is
-    joined until it is closed, also if nothing refers to it any more.
+    joined until it is closed, even if nothing refers to it.
 
     On a GPU, choose the device (``torch.cuda.set_device``) before joining. In an
     asyncio program call this in a worker thread if the coordinator runs on the same

@@ -416,6 +416,9 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
         case effects.CaughtUp():
             names = ", ".join(member.name for member in event.members)
             return event.channel, f"caught up with version {event.version}: {names}", "dim"
+        case effects.WrongBytes():
+            what = f"was served wrong bytes of version {event.version} by {event.holder}"
+            return event.member.name, f"{what}{_because(event.reason)}", "red"
         case effects.ReplicaLoaded():
             what = f"serves version {event.version}" if event.version else "serves no whole version any more"
             return who, f"{what} of {event.channel}", ""

@@ -56,7 +56,7 @@ class Silence:
 
     @property
     def asked(self) -> bool:
-        """Whether a question has no answer yet."""
+        """True while a question has no answer."""
         return self._asked_at is not None
 
     @property

@@ -54,11 +54,11 @@ class Table(Generic[S, E]):
         return after
 
     def allows(self, state: S, event: E) -> bool:
-        """Return whether there is a row for ``event`` in ``state``."""
+        """Return True if there is a row for ``event`` in ``state``."""
         return (state, event) in self.rows
 
     def final(self, state: S) -> bool:
-        """Return whether ``state`` has no successor."""
+        """Return True if ``state`` has no successor."""
         return all(before != state for before, _ in self.rows)
 
 

@@ -42,11 +42,6 @@ def encryption(place: Place, channel: ChannelConfig) -> None:
         )
     elif channel.staging != "host":
         place.problem('slots on GPUs pass process groups, which are not encrypted; set staging = "host", or remove it')
-    elif any(party.ranks == "all" for party in channel.sources):
-        place.problem(
-            'the parts of sources with ranks = "all" pass process groups, which are not encrypted; '
-            'set ranks = "leader", or remove it'
-        )
 
 
 def slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:

@@ -376,10 +376,10 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     members have it, else Gloo). Set "nccl" when a fallback to Gloo should be an error.
     """
     transport: Literal["auto", "tcp", "group"] = "auto"
-    """Bytes go through mapped memory within a host, and to others through the process
-    group ("auto") or connections of their own ("tcp"); or always through the process
-    group ("group"). Set "group" when processes of one host must not read each other's
-    memory.
+    """Bytes go through mapped memory within a host, and between hosts through process
+    groups ("auto") or over TCP from host to host ("tcp"); or always through process
+    groups ("group"). Set "tcp" when a slow or dead host must delay no other, "group"
+    when processes of one host must not read each other's memory.
     """
     deadline_s: _Duration = 60.0
     """Longest time of a sync or an operation, unless the call says otherwise. Raise it

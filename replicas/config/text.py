@@ -136,7 +136,7 @@ def _located(text: str, reason: str) -> str:
 
 
 def is_too_deep(value: object) -> bool:
-    """Return whether tables and lists nest deeper than :data:`DEPTH`."""
+    """Return True if tables and lists nest deeper than :data:`DEPTH`."""
     level: dict[int, object] = {id(value): value}
     for _ in range(DEPTH + 1):
         inner = (one for container in level.values() for one in _contents(container))

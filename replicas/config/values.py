@@ -335,7 +335,7 @@ def _ip_address(text: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach this address, or this well-known name."""
+    """True if only this machine can reach this address, or this well-known name."""
     found = _ip_address(host)
     return host == "localhost" if found is None else found.is_loopback
 

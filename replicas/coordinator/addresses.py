@@ -30,9 +30,9 @@ def source_of(host: str) -> bytes:
     if ":" not in host:
         return LOOPBACK if host.startswith("127.") else host.encode()
     packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
-    if packed.startswith(_MAPPED):
+    if packed.startswith(_MAPPED):  # an IPv4 address on an IPv6 socket
         return source_of(socket.inet_ntoa(packed[12:]))
-    return LOOPBACK if packed == bytes(15) + b"\1" else packed[:_SITE]
+    return LOOPBACK if packed == bytes(15) + b"\1" else packed[:_SITE]  # ::1
 
 
 def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str, store: str) -> None:
@@ -73,6 +73,7 @@ class AllowedHosts:
     def problem(self, values: Iterable[str]) -> str:
         """Error text for these values of Host and Origin; empty: allowed."""
         for name in map(_name, () if self._any else values):
+            # no browser page can own an IP address
             if name not in self._names and not name.endswith(".localhost") and _address(name) is None:
                 return (
                     f"this port is for this machine, and does not answer to the name {name[:100]!r}: "
@@ -102,7 +103,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_ours(address: str) -> bool:
-    """Whether an interface of this machine (or network namespace) has the address."""
+    """True if an interface of this machine (or network namespace) has the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         try:

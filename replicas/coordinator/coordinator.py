@@ -179,7 +179,7 @@ class Coordinator:
             tls = None if self._port_key is None else self._port_key.context
             door = Door(listener, rules, tls=tls is not None)
             self._server = Server(listener, routes, self.engine.refused, door=door, tls=tls)
-            self.engine.without_store()
+            self.engine.without_store()  # the store comes up later than the first members
             await self._store.resolve()  # before members come, who may be on other machines
             self._starting = asyncio.create_task(self._store.start())
             if self.wait_for_store:
@@ -219,6 +219,7 @@ class Coordinator:
             await self._server.aclose()
         self.engine.close()
         await self._end_store()
+        # after an error the next one goes on from it
         self._decisions.close(remove=error is None and not self.keep_decisions)
 
     def start(self) -> Self:
@@ -268,7 +269,7 @@ class Coordinator:
 
     @property
     def tls(self) -> bool:
-        """Whether the control port speaks TLS."""
+        """True if the control port speaks TLS."""
         return self._port_key is not None
 
     # ------------------------------------------------------------ for the supervisor
@@ -280,7 +281,7 @@ class Coordinator:
 
     @property
     def store_up(self) -> bool:
-        """Whether the master TCPStore answers."""
+        """True if the master TCPStore answers."""
         return self._store.up
 
     @property
@@ -302,7 +303,7 @@ class Coordinator:
         self.engine.subscribe(callback)
 
     def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:
-        """Whether this generation has joined its channels and serves the newest.
+        """Return True if this generation has joined its channels and serves the newest.
 
         :param external: others start it, and it numbers its generations as it likes.
         """
@@ -318,7 +319,7 @@ class Coordinator:
 
     @property
     def recovering(self) -> bool:
-        """Whether members of an earlier coordinator may still come back."""
+        """True if members of an earlier coordinator may still come back."""
         return any(channel.recovery.active for channel in self.engine.channels.values())
 
     def joined(self, group: str) -> dict[int, frozenset[str]]:
@@ -348,7 +349,7 @@ class Coordinator:
         self.engine.set_draining(group, replica, generation)
 
     def busy(self, group: str, replica: int) -> str:
-        """What the replica is doing; empty: ending it now interrupts nothing."""
+        """Return what ending the replica now would interrupt, or ""."""
         words = (channel.drains.busy(group, replica) for channel in self.engine.channels.values())
         return next((text for text in words if text), "")
 
@@ -392,6 +393,7 @@ def _info_nbytes(info: Mapping[str, str]) -> int:
 
 def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     commits, told = channel.commits, channel.told
+    # commits may be ahead of the disk, which told is not
     meta = commits.newest.meta if commits.latest == told.latest else None
     fell = commits.steps.fell
     digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit

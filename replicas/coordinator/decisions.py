@@ -37,7 +37,7 @@ class DecisionLog:
         self._fd = -1
         self._size = 0
         self._named = False
-        """Whether the file's directory entry is known to survive a power cut."""
+        """True if the file's directory entry is known to survive a power cut."""
         self._commits: dict[str, CommitDecision] = {}
         self._aborts: dict[str, dict[int, CommitDecision]] = {}
         self.term = time.time_ns() // 1_000_000  # differs from that of every earlier coordinator, also without a log
@@ -52,7 +52,7 @@ class DecisionLog:
             for number, line in enumerate(data[:complete].splitlines(), 1):
                 decision = _decoded(line, number, path)
                 self._note(decision)
-                self.term = max(self.term, decision.term + 1)
+                self.term = max(self.term, decision.term + 1)  # the clock may have been set back
             os.ftruncate(self._fd, complete)
             self._size = complete
         except BaseException:
@@ -77,7 +77,7 @@ class DecisionLog:
                 os.close(fd)
                 raise
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(fd)):
+                if os.path.samestat(path.stat(), os.fstat(fd)):  # it may have been replaced before it was locked
                     return fd
             os.close(fd)
 
@@ -101,7 +101,7 @@ class DecisionLog:
             aborts[decision.version] = decision
             return
         self._commits[decision.channel] = decision
-        for version in [version for version in aborts if version < decision.version]:
+        for version in [version for version in aborts if version < decision.version]:  # a newer commit settles them
             del aborts[version]
 
     def past(self, channel: str, epoch: int = 0) -> Past:
@@ -126,7 +126,7 @@ class DecisionLog:
                     raise OSError(errno.ENOSPC, "only a part of the decision was written")
                 os.fdatasync(self._fd)
             except OSError:
-                os.ftruncate(self._fd, self._size)
+                os.ftruncate(self._fd, self._size)  # a part of a line may be there
                 raise
             self._size += len(line)
         self._note(decision)
@@ -154,7 +154,7 @@ class DecisionLog:
             private.remove(beside)
             return
         os.close(self._fd)
-        self._fd, self._size, self._named = fd, len(lines), False
+        self._fd, self._size, self._named = fd, len(lines), False  # the new name has yet to be synced
 
     def close(self, *, remove: bool = False) -> None:
         """Close the log. ``remove``: delete it, because the run is over."""

@@ -64,13 +64,13 @@ SWEEP_S = 0.25
 NO_ROOM_S = 0.1
 """Pause when the process has no descriptor left."""
 _AT_ONCE = 64
-_DRAINED = 8
+_DRAINED = 8  # reads of a head's size
 _STREAM = int(socket.SOCK_STREAM)
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _NOW = int(socket.MSG_DONTWAIT)
 _USUAL_NBYTES = 2048
 """Bytes of the head to peek at first; more only if they do not suffice."""
-_WATCHED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
+_WATCHED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET  # edge-triggered: each piece wakes it once
 _TLS_HANDSHAKE = 0x16
 _SPEAKS_TLS = "this port speaks TLS 1.3: ask it by https://, with the token that `replicas token` shows"
 
@@ -132,7 +132,7 @@ class Door:
             try:
                 fd, address = self._accept_fd()  # without socket.accept's wrapper: 1/3 of a stranger's cost
                 sock = _socket.socket(self._family, _STREAM, 0, fd)
-            except (BlockingIOError, ConnectionAbortedError):
+            except (BlockingIOError, ConnectionAbortedError):  # or it hung up before its turn
                 return
             except OSError:
                 self._no_room()
@@ -168,6 +168,7 @@ class Door:
         while time.perf_counter() < until and (found := self._poll.poll(0, _AT_ONCE)):
             for fd, events in found:
                 if (one := self._by_fd.get(fd)) is not None:
+                    # anything but readable: it hung up, or half of it did
                     self._look(one, ended=bool(events & ~select.EPOLLIN))
 
     def _sweep(self) -> None:
@@ -209,6 +210,7 @@ class Door:
 
     def _peeked(self, one: _Waiting) -> bytes:
         data = one.sock.recv(_USUAL_NBYTES, _LOOK)
+        # a whole first look: there may be more
         return one.sock.recv(HEAD_NBYTES, _LOOK) if len(data) == _USUAL_NBYTES else data
 
     def _answer(self, one: _Waiting, data: bytes) -> None:
@@ -234,7 +236,7 @@ class Door:
 
     def _drop(self, one: _Waiting) -> None:
         self._leave(one)
-        self._by_fd.pop(one.sock.fileno(), None)
+        self._by_fd.pop(one.sock.fileno(), None)  # closing it ends its watch
         one.sock.close()
 
     def _let_in(self, one: _Waiting) -> None:
@@ -268,5 +270,5 @@ class Door:
             self._timers[what] = self._loop.call_later(seconds, self._now, what)
 
     def _now(self, what: Callable[[], None]) -> None:
-        del self._timers[what]
+        del self._timers[what]  # first: it may schedule itself again
         what()

@@ -45,7 +45,7 @@ from replicas.messages.identity import Member
 
 log = Log("replicas.coordinator")
 
-TICK_S = 0.1
+TICK_S = 0.1  # deadlines and leases are judged this late at most
 LAST_WORDS_S = 0.25
 """How long to read the socket of an ended process: its children may keep it open."""
 ACK_BYTES_S = 1.0
@@ -133,7 +133,7 @@ class Engine:
         if hello.any_replica:
             hello = msgspec.structs.replace(hello, replica=self.newcomers.replica(hello, channel), any_replica=False)
         if hello.observe or not self.vouch(hello):
-            hello = msgspec.structs.replace(hello, proof="")
+            hello = msgspec.structs.replace(hello, proof="")  # what no supervisor vouches for proves nothing
         member = hello.member
         self.newcomers.check_incarnation(hello, channel)
         session = self._sessions.get(member)
@@ -211,7 +211,7 @@ class Engine:
         if session.connection is None:
             self.lose(session.member, "exited")
             return
-        session.on_detach = lambda: self.lose(session.member, "exited")
+        session.on_detach = lambda: self.lose(session.member, "exited")  # or the timer below, if others hold its socket
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self.lose, session.member, "exited")
 
     def lose(self, member: Member, reason: str) -> None:
@@ -224,7 +224,7 @@ class Engine:
         for channel in self.channels.values():
             channel.recovery.ended(group, replica, reason)
             for state in channel.roster.replica(group, replica):
-                if state.hello.generation <= generation:
+                if state.hello.generation <= generation:  # a later one may be here already
                     channel.lose(state.member, reason, self._now())
             self._apply(channel)
 
@@ -301,12 +301,12 @@ class Engine:
     def _apply(self, channel: ChannelState) -> None:
         outlet = self._outlets[channel.config.name]
         outlet.due.extend(channel.drain())
-        if outlet.applying:
+        if outlet.applying:  # called by _do(): the loop below goes on with it
             return
         outlet.applying = True
         try:
             while outlet.due:
-                effect = outlet.due[0]
+                effect = outlet.due[0]  # stays the first until it is on disk
                 if isinstance(effect, CommitDecision) and not self._recorded(channel, outlet, effect):
                     return
                 outlet.due.popleft()
@@ -315,7 +315,7 @@ class Engine:
             outlet.applying = False
 
     def _recorded(self, channel: ChannelState, outlet: _Outlet, decision: CommitDecision) -> bool:
-        """Whether the decision is on disk; if not, the next tick tries again."""
+        """Return True once the decision is on disk; else the next tick tries again."""
         try:
             self.decisions.append(decision)
         except OSError as exc:
@@ -415,7 +415,7 @@ class Engine:
     @property
     def _far(self) -> set[Member]:
         """Members on other hosts that are still connected."""
-        sessions = self._sessions.items()
+        sessions = self._sessions.items()  # with a watch: on this machine, where each death is seen
         return {member for member, session in sessions if session.watch is None and session.connection is not None}
 
     @staticmethod
@@ -432,14 +432,14 @@ class Engine:
         while True:
             await asyncio.sleep(max(0.0, clock.due - self._now()))
             now = self._now()
-            self.lag_s = max(now - clock.due, self.lag_s * 0.9)
+            self.lag_s = max(now - clock.due, self.lag_s * 0.9)  # decays in a second or so
             pause_s = clock.look(now)
             clock.due = now + (SETTLE_S if pause_s else TICK_S)
             if pause_s:
                 log.warning("this process did not run for %.1f s: leases are extended by as much", pause_s)
                 for channel in self.channels.values():
                     channel.roster.forgive(pause_s, now)
-                continue
+                continue  # judged after the sockets were read
             if not self._far:
                 self._silence.nobody()
             elif silence_s := self._silence.passed(now):

@@ -50,15 +50,16 @@ LOOP_SHARE = 0.25
 STRANGERS_SHARE = 0.1
 """Share of all strangers together."""
 LOOP_BURST_S = 0.5
-CHARGE_MAX_S = 0.5
+CHARGE_MAX_S = 0.5  # a message that met a pause of this process costs no more
 MESSAGE_S = 50e-6
 """Fixed cost of a message: turns of the loop, the answer."""
+# a busy session keeps the loop for this many messages, or this long
 MESSAGES_AT_ONCE = 8
 HOLD_S = 0.002
 
 _HELD = 256
 _GPUS = 64
-_DIMENSIONS = 64
+_DIMENSIONS = 64  # more than any model has
 _PID_MAX = 2**31
 _PORT_MAX = 2**16 - 1
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -118,7 +119,7 @@ class Bounded(Generic[One]):
         """Add a connection; returns the one that gives way to it, to be ended."""
         alike = self._by_source.get(source, {})
         gone = None
-        if 2 * len(alike) >= self.most:
+        if 2 * len(alike) >= self.most:  # half the room, so that one source cannot take all of it
             gone = next(iter(alike))
         elif len(self._sources) >= self.most:
             gone = self.oldest()
@@ -219,10 +220,14 @@ def message_problem(message: wire.FromMember) -> str | None:
 
 def _holders_problem(message: wire.TransferDone | wire.TransferFailed) -> str | None:
     """What it says of the holders that it pulled from, by name."""
-    found: Mapping[str, object] = message.received if isinstance(message, wire.TransferDone) else message.holders
-    texts = [text for pair in found.items() for text in pair if isinstance(text, str)]
-    numbers = [number for number in found.values() if isinstance(number, int)]
-    if len(found) > _HOLDERS or any(len(text) > bounds.INFO_LENGTH for text in texts):
+    maps: tuple[Mapping[str, object], ...]
+    if isinstance(message, wire.TransferDone):
+        maps = message.received, message.given_up, message.wrong
+    else:
+        maps = (message.holders,)
+    texts = [text for found in maps for pair in found.items() for text in pair if isinstance(text, str)]
+    numbers = [number for found in maps for number in found.values() if isinstance(number, int)]
+    if any(len(found) > _HOLDERS for found in maps) or any(len(text) > bounds.INFO_LENGTH for text in texts):
         return f"{type(message).__name__} with too many holders, or too long a text of one"
     if any(not 0 <= number < bounds.INTEGER_MAX for number in numbers):
         return f"{type(message).__name__} with an absurd number of bytes"
@@ -261,6 +266,7 @@ def _text_problem(value: msgspec.Struct) -> str | None:
         if len(texts) > _MANY:
             return f"{type(value).__name__} with {len(texts):,} {name}"
         for text in texts:
+            # UTF-8: at most 4 bytes a character; most texts need no encoding
             if 4 * len(text) > most and (nbytes := len(text.encode())) > most:
                 return f"{type(value).__name__} with {name} of {nbytes:,} bytes: at most {most:,} are taken"
     return None

@@ -98,6 +98,7 @@ class ReadinessBook:
             if opened := [now - m.granted_at for m in members if channel.rounds.has_open(m.member)]:
                 open_s[config.name] = max(opened)
             left = _left(channel, group, replica, None if external else generation)
+            # where only leaders take part, the others need not join
             expected = range(1 if all(party.ranks == "leader" for party in parties) else world)
             missing = set(expected) - {m.member.rank for m in members} - left
             if missing:
@@ -108,7 +109,7 @@ class ReadinessBook:
                 versions[config.name] = round_.loaded
                 partial = partial or round_.partial
                 failures += [f"{config.name}: {round_.failure}"] if round_.failure else []
-                if not missing and not left:
+                if not missing and not left:  # ranks that have left cannot load any more
                     reasons += self._behind(channel, group, replica, generation)
                 if left and (text := _stranded(channel, members, now)):
                     stranded = True

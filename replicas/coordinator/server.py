@@ -151,6 +151,7 @@ def _decoded(data: bytes, *, first: bool = False) -> MemberFrame:
     try:
         return decode_member_frame(data)
     except msgspec.DecodeError as exc:
+        # a later one may be damaged on the way; a first one is another program's
         raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA, final=first) from None
 
 
@@ -215,7 +216,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
     # IPPROTO_TCP. Without it a commit and the next grant are 40 ms apart (Nagle against
     # the peer's delayed acknowledgement).
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a run that has just ended
     try:
         listener.bind((host, port))
         if ipaddress.ip_address(listener.getsockname()[0]).is_unspecified:
@@ -271,8 +272,8 @@ class Server:
             http="h11",
             ws="websockets-sansio",  # of routes that are others': ours are in self.sockets
             ws_max_size=FRAME_NBYTES,
-            ws_per_message_deflate=False,
-            ws_ping_interval=None,
+            ws_per_message_deflate=False,  # compressing would cost the loop more than it saves
+            ws_ping_interval=None,  # members send heartbeats
             proxy_headers=False,  # trust a member's socket address, not its headers
             log_config=None,
             access_log=False,
@@ -341,7 +342,7 @@ class Server:
             self._door.close()
         if self._accepting is not None:
             self._accepting.close()
-        for visit in tuple(self.visits):
+        for visit in tuple(self.visits):  # cutting one changes the set
             visit.cut()
         pages = self._uvicorn.server_state.tasks
         for task in (*self._tasks, *pages):

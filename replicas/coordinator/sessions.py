@@ -3,7 +3,7 @@
 A session outlives its WebSocket: when the connection breaks and the member comes back
 with the same incarnation and term, both sides resend what the other has not yet
 acknowledged (protocol: :mod:`replicas.messages`). Messages are queued here and written
-together at the end of the loop's turn, as far as the connection takes them; the rest
+together at the end of the loop's turn, as many as the connection takes; the rest
 when it takes more. So nothing ever waits for a slow member, and a broadcast does not
 create one task per member. A member with too much unread data is lost before more is
 added (one message, however large, always fits). A broadcast is encoded once
@@ -36,7 +36,7 @@ OUTBOX_NBYTES = 32 * 2**20
 
 The last message may be larger itself: one manifest always fits.
 """
-OUTBOX_MESSAGES = 16_384
+OUTBOX_MESSAGES = 16_384  # small ones cost more than their bytes
 WRITE_NBYTES = 1 << 18
 """Written at once, before checking whether the connection takes more."""
 
@@ -50,7 +50,7 @@ class MemberConnection(Protocol):
     """Called when data arrived that is not a whole message yet."""
 
     def takes_more(self) -> bool:
-        """Whether the write buffer has room."""
+        """Return True if the write buffer has room."""
 
     def rtt_s(self) -> float:
         """Recent round-trip time in seconds; 0: unknown."""
@@ -105,7 +105,7 @@ class MemberSession:
         self.connection = connection
         self.acknowledge(acknowledged)
         self._ack_due = False
-        self._queue.clear()
+        self._queue.clear()  # its numbered ones are in _unacknowledged, too
         self._queue.append((0, encode_body(first)))
         self._queue.extend(self._unacknowledged)
         connection.on_writable = self.flush
@@ -119,6 +119,7 @@ class MemberSession:
             self._flush_soon()
             return True
         seq = 0
+        # judged before this one is added, so that one of any size fits
         too_much = self._unacknowledged_nbytes > OUTBOX_NBYTES or len(self._unacknowledged) > OUTBOX_MESSAGES
         data = body if body is not None else encode_body(message)
         if not isinstance(message, UNNUMBERED):
@@ -135,7 +136,7 @@ class MemberSession:
             self._unacknowledged_nbytes -= len(self._unacknowledged.popleft()[1])
 
     def accept(self, seq: int) -> bool | None:
-        """Whether the numbered message is new; None: one before it is missing."""
+        """True if the numbered message is new; None: one before it is missing."""
         if seq <= self.received:
             return False
         if seq != self.received + 1:
@@ -150,7 +151,7 @@ class MemberSession:
             asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Write queued messages as far as the connection takes them."""
+        """Write queued messages until the connection takes no more."""
         self._flush_due = False
         connection = self.connection
         while connection is not None and connection.takes_more() and (frames := self._next_frames()):
@@ -164,7 +165,7 @@ class MemberSession:
             seq, body = self._queue.popleft()
             frames.append(encode_frame(seq, self.received, body))
             nbytes += len(body)
-        if self._ack_due and not frames:
+        if self._ack_due and not frames:  # any other frame carries the ack
             frames.append(encode_frame(0, self.received, _ACK))
         self._ack_due = False
         self.wrote_at = asyncio.get_running_loop().time()
@@ -205,7 +206,7 @@ class ProcessWatch:
 
     def __init__(self, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._pidfd = os.pidfd_open(process.pid)
+        self._pidfd = os.pidfd_open(process.pid)  # from here on the pid cannot be given to another
         try:
             if int(stat_fields(process.pid)[START_TIME]) != process.start_time:
                 raise ProcessLookupError(process.pid)

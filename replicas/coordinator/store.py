@@ -24,7 +24,7 @@ from replicas.linux.helpers import apart, python_module
 
 log = Log("replicas.store")
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0  # torch takes long to import from a cold disk
 REPLY_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 2.0
@@ -90,6 +90,7 @@ class StoreWatcher:
         ours, theirs = socket.socketpair()
         words = ["--bind", self._bind, "--port", f"{port}"]
         words += ["--control", f"{theirs.fileno()}", "--parent", f"{os.getpid()}"]
+        # no long look-ups of this host's name, and no threads: it computes nothing
         environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -101,7 +102,7 @@ class StoreWatcher:
             ours.close()
             raise
         finally:
-            theirs.close()
+            theirs.close()  # else its end could not be seen in ours
         ours.setblocking(False)
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -140,7 +141,7 @@ class StoreWatcher:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while reply := _reply(await _line(reader)):
             future = self._replies.pop(reply.id, None)
-            if future is not None and not future.done():
+            if future is not None and not future.done():  # nobody waits any more after a timeout
                 future.set_result(reply)
 
     async def ask(self, op: str, prefixes: tuple[str, ...] = ()) -> Reply:
@@ -177,7 +178,7 @@ class StoreWatcher:
             await self._respawn()
 
     async def _answers(self) -> bool:
-        """Whether the process answers; a timeout after our own pause proves nothing."""
+        """True if the process answers; a timeout after our own pause proves nothing."""
         loop = asyncio.get_running_loop()
         while True:
             clock = PauseClock(loop.time() + REPLY_TIMEOUT_S)
@@ -206,6 +207,7 @@ class StoreWatcher:
 
     def replace(self, address: tuple[str, int]) -> None:
         """Kill the process if it still listens at ``address``: it will be replaced."""
+        # else it writes into one that is replaced already
         if self.up and address == self.address and self._process is not None:
             log.warning("a process that is not a member writes into the store at %s:%d: it is replaced", *address)
             with contextlib.suppress(ProcessLookupError):
@@ -230,6 +232,7 @@ class StoreWatcher:
             try:
                 await self.ask("sweep", tuple(prefixes))
             except (TimeoutError, ConnectionError):
+                self._sweeps += prefixes
                 log.info("a sweep of the store waits for the next one: the store does not answer")
 
     # ------------------------------------------------------------ stopping

@@ -42,7 +42,7 @@ from replicas.linux.processes import die_with_parent
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-SPARE_DESCRIPTORS = 16
+SPARE_DESCRIPTORS = 16  # for clients that come while the owner replaces it
 MEMORY_NBYTES = 128 * 2**20
 """Limit of the values in a store: cards and addresses of members, a few KB each."""
 MEMORY_MAX_NBYTES = 512 * 2**20
@@ -181,7 +181,7 @@ def main() -> int:
     die_with_parent(args.parent)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each sidecar holds a connection or two
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the owner decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         return serve(socket.socket(fileno=args.control), args.bind, args.port)

@@ -23,7 +23,7 @@ class Subscribers:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[Event], None]] = []
         self._ends = False
-        """Whether one of them has ended the program."""
+        """True if one of them has ended the program."""
 
     def add(self, callback: Callable[[Event], None]) -> None:
         self._callbacks.append(callback)

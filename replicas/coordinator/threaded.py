@@ -71,9 +71,9 @@ class LoopThread(Generic[T]):
 
         :raises errors.InternalError: its loop had ended before, or does not end.
         """
-        if self._pid != os.getpid() or self._closed:
+        if self._pid != os.getpid() or self._closed:  # a forked child has no such thread
             return
-        self._closing = self._closing or (error,)
+        self._closing = self._closing or (error,)  # in a tuple, as None is an answer
         if self._loop is not None and self._stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has just ended
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -97,7 +97,7 @@ class LoopThread(Generic[T]):
                 self._error = error if isinstance(error, Exception) else errors.InternalError(text)
                 log.critical("%s", text, exc_info=error)
         finally:
-            self._over.set()
+            self._over.set()  # first: start() asks for it once opened is set
             self._opened.set()
 
     async def _live(self) -> None:

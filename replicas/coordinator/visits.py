@@ -40,9 +40,9 @@ UNPROVEN = 256
 REQUEST_S = 500e-6
 """Fixed cost of a stranger's request: a transport, parsing, the close."""
 KEY = "replicas.visit"
-_ENDS = (b"\r\n\r\n", b"\n\n", b"\n\r\n")
+_ENDS = (b"\r\n\r\n", b"\n\n", b"\n\r\n")  # bare line feeds too, as other servers take them
 _REQUEST = re.compile(rb"[A-Za-z]+ (\S+) HTTP/1\.[01]\r?(?:\n|$)")
-_TLS_HANDSHAKE = 0x16
+_TLS_HANDSHAKE = 0x16  # the first byte of a TLS connection
 _NAMES = ("host", "origin")
 """Headers that name this port."""
 
@@ -149,7 +149,7 @@ class Visit(asyncio.Protocol):
         """When its turn came: a stranger pays for the time from then to its answer,
         which is long where the loop has much else to do."""
         self.opening: asyncio.Task[None] | None = None
-        """What makes the transport, which takes long if the peer is slow in its TLS."""
+        """The task that makes the transport: slow if the peer is slow in its TLS."""
         self._head = b""
         self._pages: asyncio.Protocol | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -176,15 +176,15 @@ class Visit(asyncio.Protocol):
         if self._pages is not None:
             self._pages.data_received(data)
         elif not self.transport.is_closing():
-            self._head += data
+            self._head += data  # what comes after the answer is dropped
             self._judge()
 
     def _judge(self) -> None:
-        """Look at the request as far as it has come."""
+        """Judge the part of the request that has come."""
         data, nbytes = self._head, head_nbytes(self._head)
         if data[0] == _TLS_HANDSHAKE:
             self._turn_away("tls", "400 Bad Request", "this port does not speak TLS")
-        elif not data[:1].isalpha() or (nbytes and not _REQUEST.match(data)):
+        elif not data[:1].isalpha() or (nbytes and not _REQUEST.match(data)):  # a method has only letters
             self._turn_away("malformed", "400 Bad Request", "this is not a request of HTTP")
         elif nbytes > HEAD_NBYTES or (not nbytes and len(data) >= HEAD_NBYTES):
             text = f"the head of a request may have {HEAD_NBYTES} bytes"
@@ -236,7 +236,7 @@ class Visit(asyncio.Protocol):
         self.transport.set_protocol(websocket)
         if websocket.open(head, judge):
             self._port.serve(route, websocket)
-            if rest:
+            if rest:  # a client may go on without waiting for the answer
                 websocket.take(rest)
 
     # ------------------------------------------------------------ answers, and the end
@@ -265,7 +265,7 @@ class Visit(asyncio.Protocol):
             self.transport.abort()
 
     def _wait(self, seconds: float) -> None:
-        if self._timer is None:
+        if self._timer is None:  # the first limit stands
             self._timer = self._loop.call_later(seconds, self._late)
 
     def _goes_on(self) -> None:
@@ -322,7 +322,7 @@ class Pages:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        visit: Visit = scope["state"].pop(KEY)
+        visit: Visit = scope["state"].pop(KEY)  # pages have no use for it
         raw = scope["raw_path"]
         if raw.lower().startswith((b"http://", b"https://")):
             host, _, path = raw.partition(b"://")[2].partition(b"/")

@@ -108,14 +108,14 @@ class _Inbox:
         self._news.set()
 
     async def next(self) -> bytes | None:
-        """The next message; None: there is none."""
+        """Return the next message, or None at the end."""
         while not self._messages:
             if self.ended:
                 return None
             self._news.clear()
             await self._news.wait()
         message = self._messages.popleft()
-        self.full = self.full and bool(self._messages)
+        self.full = self.full and bool(self._messages)  # read again only when all are handled
         return message
 
 
@@ -155,7 +155,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self.headers = {name.lower(): value for name, value in named}
             if refusal := judge(self.headers):
                 answer = self._conn.reject(refusal[0], msgspec.json.encode({"error": refusal[1]}).decode())
-                del answer.headers["Content-Type"]
+                del answer.headers["Content-Type"]  # else it would have two
                 answer.headers["Content-Type"] = "application/json"
             else:
                 answer = self._conn.accept(request)
@@ -193,7 +193,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self._write_out()
         else:
             self._conn.data_to_send()  # discards pongs: the peer does not read
-        if not self._inbox:
+        if not self._inbox:  # a whole message is a sign of life by itself
             self.on_bytes()
         rest_s = self.pace.charge(time.perf_counter() - began, self._loop.time())
         if rest_s and self._resting is None:
@@ -212,7 +212,7 @@ class WebSocket(asyncio.BufferedProtocol):
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     async def receive(self) -> bytes:
-        """The next message. Ended: there is none."""
+        """Return the next message, or raise Ended."""
         message = await self._inbox.next()
         if message is None:
             raise Ended(too_big=self._conn.close_sent is not None and self._conn.close_sent.code == TOO_BIG)
@@ -235,7 +235,7 @@ class WebSocket(asyncio.BufferedProtocol):
 
     @property
     def unread_nbytes(self) -> int:
-        """What was written and has not left this process."""
+        """Bytes that were written and have not left this process."""
         return self._transport.get_write_buffer_size()
 
     def rtt_s(self) -> float:
@@ -273,6 +273,7 @@ class WebSocket(asyncio.BufferedProtocol):
     def close(self, code: int = 1000, text: str = "") -> None:
         """Close it; it is aborted if its peer does not answer in time."""
         if self._conn.state is State.OPEN:
+            # the limit may cut a character
             self._conn.send_close(code, text.encode()[:_REASON_NBYTES].decode(errors="ignore"))
             self._write_out()
         self._abort_later()

@@ -122,7 +122,7 @@ class ChannelState:
         state, older = self.roster.add(hello, address, now)
         if older is not None:
             self.lose(older.member, "fenced", now)
-        for other in self.roster.outlived(hello):
+        for other in self.roster.outlived(hello):  # before insert(): the new rank must not meet them
             self.lose(other.member, "replaced", now)
         member = state.member
         self.drains.joined(state)
@@ -219,7 +219,7 @@ class ChannelState:
         self._settle(now)
 
     def waits(self, member: Member) -> bool:
-        """Return whether a request of the member still waits for other members."""
+        """Return True if a request of the member still waits for other members."""
         return self.rounds.asks(member) or self.operations.pairing.waits(member)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
@@ -236,7 +236,7 @@ class ChannelState:
     # ----------------------------------------------------------- callbacks of the parts
 
     def others_wait(self, now: float) -> bool:
-        """Return whether a publish or a join waits for the current publish to end."""
+        """Return True if a publish or a join waits for the current publish to end."""
         return bool(self.commits.publishes.queue or self.roster.waiting(now))
 
     def quarantine(self, member: Member, why: str, now: float) -> None:
@@ -267,7 +267,7 @@ class ChannelState:
 
     def _settle(self, now: float) -> None:
         """Take every step that has become possible."""
-        if self.recovery.active:
+        if self.recovery.active:  # decisions need all members
             return
         self.recovery.advance(now)
         self.keeping.look(self.commits.latest)
@@ -280,11 +280,11 @@ class ChannelState:
             self.operations.advance(now)
         self.drains.advance()
         self.watches.answer()
-        self.views.advance(now)
+        self.views.advance(now)  # last: of several new epochs in one turn only the newest is told
 
     def _admit(self, now: float) -> None:
         """Admit joiners at a boundary: no transfer and no collective is under way."""
-        if self.commits.main is not None or self.operations.running_collective:
+        if self.commits.main is not None or self.operations.running_collective:  # members of these must not change
             return
         missing = self.roster.missing(now)
         if missing and not self.commits.obtainable(missing):  # the version is lost: they are admitted as newcomers

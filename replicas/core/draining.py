@@ -50,7 +50,7 @@ class Drains:
         state.draining = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
 
     def advance(self) -> None:
-        """Emit ReplicaIdle for replicas that are not busy any more."""
+        """Emit ReplicaIdle for replicas that are no longer busy."""
         for (group, replica), generation in list(self._waiting.items()):
             if not self.busy(group, replica):
                 del self._waiting[group, replica]

@@ -28,7 +28,7 @@ EVERY_S = 1.0
 AT_WORK = 0.05
 """A process that uses this part of one processor is at work."""
 SCAN_MAX_S = 5.0
-"""A scan of ``/proc`` may take so long on a large machine; a longer one was a pause."""
+"""Longest scan of ``/proc`` on a large machine; a longer one was a pause."""
 DEAD_LOOKS = 2
 API = "/health"
 """The path that the server's API process answers itself; others need the engine."""
@@ -196,8 +196,7 @@ class EngineHealth:
 
     @contextlib.contextmanager
     def calling(self, path: str, patience_s: float) -> Iterator[None]:
-        """A call is under way in the block. It may take so long while the engine does
-        nothing."""
+        """Mark a call as under way: for ``patience_s`` the engine may do nothing."""
         self._vigil.call = _Call(path, time.monotonic(), patience_s)
         try:
             yield

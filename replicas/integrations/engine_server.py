@@ -104,7 +104,7 @@ class EngineServer:
             raise self._failure(method, path, f"no JSON: {_message(content)}") from error
 
     def answers(self, path: str) -> bool:
-        """Whether ``GET path`` answers with 200 in time."""
+        """Return True if ``GET path`` answers with 200 in time."""
         return self.ask(path) == "good"
 
     def ask(self, path: str) -> Answer:

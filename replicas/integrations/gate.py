@@ -176,7 +176,7 @@ class Gate:
             await _refuse(scope, send, 503, "no version has been loaded yet, or the last load failed")
 
     def _find_kind(self, path: str, root_path: str) -> str:
-        """Which sort of route Starlette finds for this path."""
+        """Return the sort of route that Starlette finds for this path."""
         if any(ord(character) < 32 or ord(character) == 127 for character in path):
             return "odd"
         for kind, routes in (("control", self._control), ("readyz", self._readyz), ("always", self._always)):

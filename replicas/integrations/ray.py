@@ -15,7 +15,7 @@ lost to its channels within seconds, and the next life of it joins again.
 
 The coordinator is a named actor on the caller's node, with a port and a key (TLS) that
 a restart keeps, so members come back to it with the versions that they hold. It ends
-with the Ray job, or when nobody has a handle of it any more, like every process that it
+with the Ray job, or with the last handle of it, like every process that it
 or a member has started.
 (:mod:`replicas.integrations.ray_run` runs a whole config on Ray.)
 """

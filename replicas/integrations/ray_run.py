@@ -88,7 +88,7 @@ def _connect(address: str) -> None:
 
 
 def _words(error: Exception, lines: int | None = None) -> str:
-    """What an error of Ray's says, or its first lines; its kind if it has no text."""
+    """Return the first lines of an error of Ray's, or its kind if it has no text."""
     return one_line("\n".join(str(error).strip().splitlines()[:lines])) or type(error).__name__
 
 
@@ -136,7 +136,7 @@ class _Slot:
         self.place, self.index, self.name, self.group = place, index, name, group
         self.keeper: asyncio.Task[None] | None = None
         self.retired = False
-        """Its group asks for others by now: no agent is started in it any more."""
+        """Its group asks for other bundles now: no agent is started in this one."""
 
     def holds(self, node: str) -> bool:
         return node.rpartition("-")[0] == self.name

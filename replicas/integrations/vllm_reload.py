@@ -98,7 +98,7 @@ class EngineReload:
         self.complete = True
 
     def fits(self, manifest: str) -> bool:
-        """Whether a version of this manifest fits, as the last one tried did."""
+        """Return True if a version of this manifest fits, as the last one tried did."""
         return manifest == self._fitting
 
     def try_out(self, manifest: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

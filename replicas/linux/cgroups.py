@@ -64,13 +64,14 @@ def own_group(process: Path = Path("/proc/self")) -> Path:
         raise OSError(errno.ENOENT, "this kernel has no cgroup v2")
     for line in kernel_lines(process / "mountinfo"):
         fields = line.split(" ")
-        if "-" not in fields or fields[fields.index("-") + 1] != "cgroup2":
+        if "-" not in fields or fields[fields.index("-") + 1] != "cgroup2":  # "-" ends the optional fields
             continue
         root, mount = (_OCTAL.sub(lambda found: chr(int(found[1], 8)), fields[index]) for index in (3, 4))
-        if root != "/" and own != root and not own.startswith(f"{root}/"):
+        if root != "/" and own != root and not own.startswith(f"{root}/"):  # this mount shows another part of the tree
             continue
         below = own if root == "/" else own[len(root) :]
         folder = Path(f"{mount}/{below}")
+        # our group is outside the part that is mounted here
         if ".." in Path(below).parts or not (folder / "cgroup.procs").exists():
             continue
         if not str(folder).isprintable():  # it goes into messages and states
@@ -164,6 +165,7 @@ class RunCgroups:
         try:
             if memory_nbytes is not None:
                 self._limit(generation, "memory", "memory.max", memory_nbytes)
+                # else what is over the limit is swapped, or one process dies of many
                 for file, value in (("memory.swap.max", "0"), ("memory.oom.group", "1")):
                     with contextlib.suppress(FileNotFoundError):  # not every kernel has it
                         _write(generation / file, value)
@@ -228,7 +230,7 @@ def _hand_on(own: Path) -> frozenset[str]:
         try:
             _write(control, words)
         except OSError as error:
-            if error.errno != errno.EBUSY:
+            if error.errno != errno.EBUSY:  # EBUSY: a process is directly in it
                 return frozenset()
             leaf = own / _LEAF
             leaf.mkdir(exist_ok=True)

@@ -11,7 +11,7 @@ was there first makes the owner choose other memory.
 *Flags* are read locks on single bytes (``F_OFD_SETLK``; a byte is a number, nothing is
 stored at it). No process ever takes a write lock: it only tests whether one could be
 had. Byte 0: a mapping given to a user may still be alive, though no process holds the
-memory officially any more. Byte ``N`` > 0: the memory has been filled ``N`` times, and
+memory officially. Byte ``N`` > 0: the memory has been filled ``N`` times, and
 the last fill is complete. Each holder has that flag, and only while there is no writer;
 so a reader that has the shared lock and finds another holder's flag knows that the
 memory was not refilled before it came.
@@ -71,7 +71,7 @@ def _set_flag(fd: int, byte: int, kind: int) -> None:
 
 
 def flagged(fd: int, byte: int) -> bool:
-    """Return whether another description has flagged ``byte``.
+    """Return True if another description has flagged ``byte``.
 
     :raises OSError: EINVAL on a kernel without such locks.
     """

@@ -19,7 +19,7 @@ from replicas.linux import cgroups
 from replicas.linux.processes import MARK, bear_mark, pid_of
 
 _LASTING = ("GLIBC_", "LD_", "MALLOC_", "PYTHON", "TORCH_")
-_MAX_NBYTES = 16 << 20
+_MAX_NBYTES = 16 << 20  # the kernel starts no process with as much
 
 
 def lasting(environment: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from pathlib import Path
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_MAX_LINKS = 40
+_MAX_LINKS = 40  # the kernel's own limit
 
 
 class NotPrivate(PermissionError):
@@ -90,7 +90,7 @@ def _walk(path: Path, *, make: bool) -> int:
             name = todo.pop()
             try:
                 below = _step(descriptor, name, path, make=make)
-            except NotADirectoryError:
+            except NotADirectoryError:  # a link: _step() follows none
                 links += 1
                 if links > _MAX_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
@@ -113,7 +113,7 @@ def _step(descriptor: int, name: str, path: Path, *, make: bool) -> int:
     except FileNotFoundError:
         if not make:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(FileExistsError):  # another process was faster
         os.mkdir(name, 0o700, dir_fd=descriptor)
     return os.open(name, flags, dir_fd=descriptor)
 
@@ -131,7 +131,7 @@ def _link(descriptor: int, name: str, path: Path) -> Path:
                 f'"{name}" on the way to it is a symbolic link of user {found.st_uid}',
                 "have the link removed",
             )
-        return Path(os.readlink("", dir_fd=link))
+        return Path(os.readlink("", dir_fd=link))  # of the link that was checked, whatever has its name now
     finally:
         os.close(link)
 
@@ -201,6 +201,7 @@ def create(path: Path, data: bytes) -> None:
 def _create_in(parent: int, path: Path, data: bytes, *, sync: bool = False) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path.name, dir_fd=parent)
+    # O_EXCL: nobody has it open yet
     _fill(_open_in(parent, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), data, sync=sync)
 
 
@@ -224,6 +225,7 @@ def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
         _create_in(parent, beside, data, sync=sync)
         os.rename(beside.name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
         if sync:
+            # its entry too has to reach the disk
             here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
             try:
                 os.fsync(here)
@@ -253,7 +255,7 @@ def remove(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder of ours and its contents as far as possible, without an error."""
+    """Remove a folder of ours with what can be removed of it; never raise OSError."""
     with contextlib.suppress(OSError), folder(path) as root:
         # Not os.walk, which works by paths; not shutil, which is slow to import.
         for _, folders, files, here in os.fwalk(".", topdown=False, dir_fd=root):

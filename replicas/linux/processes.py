@@ -30,7 +30,7 @@ NO_MARK = "REPLICAS_NONE"
 
 A sidecar gets its rank's mark there, after it was forked (:func:`bear_mark`).
 """
-_ROOM = "0" * 32
+_ROOM = "0" * 32  # as long as a nonce
 SHIM = "replicas.supervisor.shim.shim"
 """Module of the shim, as it appears in a shim's command line."""
 START_TIME = 19
@@ -78,7 +78,7 @@ def stat_fields(pid: int | str) -> list[str]:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except FileNotFoundError:
         raise ProcessLookupError(pid) from None
-    return text[text.rindex(b")") + 2 :].decode().split()
+    return text[text.rindex(b")") + 2 :].decode().split()  # the name, in parentheses, may have any characters
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
@@ -138,7 +138,7 @@ def command_line(pid: int, limit: int = 120) -> str:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Return whether it unlinks a dead Python program's shared memory and semaphores.
+    """Return True for the process that unlinks a dead Python program's shared memory.
 
     Use the answer for the order of killing only, never to choose what to kill.
     """
@@ -191,7 +191,7 @@ def is_below(pid: int, root: int) -> bool:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Return whether the process has a handler for the signal; False if it is gone."""
+    """Return True if the process has a handler for the signal; False if it is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_bytes()
     except (FileNotFoundError, PermissionError, ProcessLookupError):
@@ -201,7 +201,7 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def is_marked(pid: int, nonces: str | Iterable[str]) -> bool:
-    """Return whether the process's environment has one of these shim nonces."""
+    """Return True if the process's environment has one of these shim nonces."""
     return _has_mark(pid, _entries(nonces))
 
 
@@ -274,7 +274,7 @@ def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> Non
     Exits at once with 1 when the parent, which had pid ``parent``, is already gone.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it may have ended before the call
         os._exit(1)
 
 
@@ -308,7 +308,7 @@ def bear_mark(nonce: str) -> None:
     if found is None or ctypes.string_at(found) != _ROOM.encode() or len(nonce.encode()) != len(_ROOM):
         raise ValueError("this process has no room for a mark in its environment, or the mark is of another size")
     entry = f"{MARK}={nonce}".encode()
-    ctypes.memmove(found - len(NO_MARK) - 1, entry, len(entry))
+    ctypes.memmove(found - len(NO_MARK) - 1, entry, len(entry))  # the names MARK and NO_MARK are equally long
 
 
 def _prctl(option: int, argument: int | bytes) -> None:

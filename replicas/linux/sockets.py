@@ -41,7 +41,7 @@ def listener_uids(connection: socket.socket) -> frozenset[int] | None:
     accepted it, or the one that did has stopped listening.
     """
     own, peer = (_address(name()[0]) for name in (connection.getsockname, connection.getpeername))
-    if not peer.is_loopback and own != peer:
+    if not peer.is_loopback and own != peer:  # one's own address is on this machine, too
         return None
     port = connection.getpeername()[1]
     found = {(_address(one.address), uid) for one, uid in listeners() if one.port == port}
@@ -84,7 +84,7 @@ def listeners() -> Iterator[tuple[Listener, int]]:
 
 
 def foreign(uids: frozenset[int] | None, owners: frozenset[int] | None) -> bool:
-    """Whether a port with these listeners may belong to others than ``owners``.
+    """Return True if a port with these listeners may belong to others than ``owners``.
 
     :param uids: as :func:`listener_uids` returns them. :param owners: None: any.
     """
@@ -105,7 +105,7 @@ def reachable(path: Path) -> Iterator[str]:
         return
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
+        yield f"/proc/self/fd/{folder}/{path.name}"  # short, however long the path
     finally:
         os.close(folder)
 
@@ -116,7 +116,7 @@ def is_own(path: Path) -> bool:
 
 
 def listens(path: Path) -> bool:
-    """Return whether a process, even a frozen one, listens on the socket. Never blocks.
+    """Return True if a process, even a frozen one, listens on the socket. Never blocks.
 
     :raises OSError: it cannot be determined, as for the socket of another user.
     """
@@ -155,7 +155,7 @@ class SocketAddress(NamedTuple):
 
     def listen(self) -> socket.socket:
         """Bind the address; clients that connect wait until they are accepted."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps messages whole
         try:
             listener.bind("\0" + self.name)
             listener.listen(_BACKLOG)

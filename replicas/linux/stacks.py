@@ -62,7 +62,7 @@ def _register(log_dir: Path, rank: int, start: int) -> None:
     if pid in _open:
         return
     where = folder(log_dir)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # the shim empties it between two dumps
     file = os.fdopen(private.open_file(where / f"{rank}.{pid}.{start}", flags, make_folder=True), "ab", buffering=0)
     chained = signal.getsignal(SIGNUM) not in (signal.SIG_DFL, signal.SIG_IGN)
     faulthandler.register(SIGNUM, file=file, all_threads=True, chain=chained)

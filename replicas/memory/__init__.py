@@ -1,1 +1,2 @@
-"""Find and hold memory of other processes on the same host. Does not import torch."""
+"""Memory of other processes on the same host, found and held; which lines of memory
+differ. Does not import torch."""

@@ -41,7 +41,7 @@ log = Log("replicas.memory")
 
 
 def is_near(place: SlotPlace) -> bool:
-    """Whether ``/proc`` shows the file at this place, so that no door is needed."""
+    """True if ``/proc`` shows the file at this place, so that no door is needed."""
     if place.door and place.pid == os.getpid() and place.door != own_door():
         return False  # of another container, where it has the same pid
     with contextlib.suppress(OSError):  # the process has ended, or its /proc cannot be read

@@ -201,7 +201,7 @@ def _within(one: socket.socket, deadline: float) -> socket.socket:
 
 
 def is_open(door: str) -> bool:
-    """Whether the process is alive, from whose door something was fetched here."""
+    """Return True if the process behind this door, which was used here, is alive."""
     with _lock:
         one = _open.get(door)
         if one is None:

@@ -21,6 +21,7 @@ __all__ = [
     "ManifestPiece",
     "Meta",
     "OperationKind",
+    "PartPull",
     "Ranks",
     "ReceiptData",
     "ReduceOp",
@@ -147,6 +148,18 @@ class HolderAddress(msgspec.Struct, frozen=True):
     certificate_hash: str = ""
 
 
+class PartPull(msgspec.Struct, frozen=True):
+    """From whom to pull a part of a version, in order of preference.
+
+    ``part``: its number; -1: the whole version. ``digest``: of the part, if it is known
+    and not the whole.
+    """
+
+    part: int
+    holders: tuple[HolderAddress, ...]
+    digest: str = ""
+
+
 class HeldVersion(msgspec.Struct, frozen=True):
     """A complete version in a member's slot.
 
@@ -209,7 +222,7 @@ class ReceiptData(msgspec.Struct, frozen=True):
     behind, in one line. ``staging``: memory of the channel's slots; empty for an
     operation. ``digest``: of the version's image, empty where there is none yet.
     ``not_loaded``: why replicas failed to load a version since the receipt before, by
-    name.
+    name. ``wire_nbytes``: bytes that were sent over the network for it.
     """
 
     epoch: int
@@ -223,6 +236,7 @@ class ReceiptData(msgspec.Struct, frozen=True):
     staging: Literal["", "host", "device"] = ""
     digest: str = ""
     not_loaded: dict[str, str] = {}
+    wire_nbytes: int = 0
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -10,10 +10,10 @@ from replicas.messages.carried import (
     Backend,
     Beacon,
     ChannelSettings,
-    HolderAddress,
     ManifestAsk,
     ManifestPiece,
     Meta,
+    PartPull,
     ReceiptData,
     Segment,
     SlotPlace,
@@ -155,13 +155,16 @@ class TransferOffer(_FromCoordinator, frozen=True):
     A receiver that lacks the manifest asks for it. A sender of mode ``"parts"`` sends
     its own publish slot, one of mode ``"image"`` a whole version that it holds. A
     mapper opens ``place`` and answers ``TransferDone`` at once. A server lets whoever
-    knows ``secret`` pull the version from it, until the transfer is cancelled; a puller
-    takes the version from the first of ``holders`` that works, and serves what it has
-    meanwhile; it answers ``TransferReady`` when it begins. ``digest``: of the
-    image's data (or of the sender's part), if known. ``streaming``: the sender's slot
-    is still being filled by its own rank. ``sharing``: number of members on the
-    receiver's host that get the version together, and will mostly load it at the same
-    time.
+    knows ``secret`` pull its ``part`` (-1: the whole version) from it, until the
+    transfer is cancelled. A puller takes each of ``pulls`` from the first holder that
+    works, and serves what it has meanwhile; parts at ``places``, on its own host, it
+    copies. It answers ``TransferReady`` when it begins. The same transfer again: what
+    was pulled is not what was published; pull what is wrong. ``digest``: of the image's
+    data (or of the sender's part), if known. ``streaming``: the sender's slot is still
+    being filled by its own rank. ``base``: a version that server and puller hold, with
+    one digest: blocks may go as deltas to it; 0: none. ``sharing``: number of members
+    on the receiver's host that get the version together, and will mostly load it at the
+    same time.
     """
 
     transfer: int
@@ -176,7 +179,10 @@ class TransferOffer(_FromCoordinator, frozen=True):
     streaming: bool = False
     sharing: int = 1
     secret: bytes = b""
-    holders: tuple[HolderAddress, ...] = ()
+    pulls: tuple[PartPull, ...] = ()
+    places: tuple[SlotPlace, ...] = ()
+    part: int = -1
+    base: int = 0
 
 
 class TransferGo(_FromCoordinator, frozen=True):

@@ -246,7 +246,8 @@ class TransferDone(_FromMember, frozen=True):
     ``image_digest``: of the whole image's data (senders of an image and every receiver;
     else empty). ``part_digests``: by number of the part, of each one sent or received
     over the lane (mode ``"parts"``). ``place``: of the version in this member's memory
-    now. ``received``: bytes by holder, of a version that was pulled.
+    now. ``received``: bytes by holder, of a version that was pulled. ``given_up``: why
+    holders were given up on the way, by name; ``wrong``: those that served wrong bytes.
     """
 
     transfer: int
@@ -256,6 +257,8 @@ class TransferDone(_FromMember, frozen=True):
     verify_s: float
     place: SlotPlace | None = None
     received: dict[str, int] = {}
+    given_up: dict[str, str] = {}
+    wrong: dict[str, str] = {}
 
 
 class TransferMoved(_FromMember, frozen=True):

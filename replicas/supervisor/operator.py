@@ -318,7 +318,7 @@ class _Operator:
 
 
 class Notifier:
-    """Sender of sd_notify messages to a datagram socket; empty: there is none."""
+    """Sender of sd_notify messages to a datagram socket, or with "" to none."""
 
     def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
         self.watchdog_s = watchdog_s
@@ -341,7 +341,7 @@ class Notifier:
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
-        """Send these fields and those not sent before, and return whether they were."""
+        """Send these fields and those not sent before; return True if it worked."""
         if self._socket is None:
             return False
         self._unsent.update(fields)

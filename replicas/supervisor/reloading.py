@@ -114,7 +114,7 @@ class Reloading:
                 self._context.say(f"group {name}, whose config has changed: {error}")
 
     def _rolls_for(self, new: Config, found: ConfigDiff) -> dict[str, tuple[Cause, frozenset[int]]]:
-        """Which replicas of a group are to be restarted, and why, by its name.
+        """Return the replicas to restart, and why, by the name of their group.
 
         All, if an earlier reload may not have restarted each of them yet.
         """

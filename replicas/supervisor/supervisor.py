@@ -129,9 +129,9 @@ class Supervisor:
         self._started_at = time.monotonic()
         self._preempted = False
         self._crashed = False
-        """Whether a task of this supervisor has failed, and ended it."""
+        """True if a task of this supervisor has failed, and ended it."""
         self.detached: bool = False
-        """Whether the run goes on without this supervisor (:meth:`detach`)."""
+        """True if the run goes on without this supervisor (:meth:`detach`)."""
         self._saving = Saving(self._context, self._nodes)
         self._door = self.config.control.socket or self.state.path / SOCKET_FILE
 
@@ -317,7 +317,7 @@ class Supervisor:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the next supervisor continues the run."""
+        """True if the next supervisor continues the run."""
         return self._preempted or self.detached or self._crashed
 
     @staticmethod
@@ -350,7 +350,7 @@ class Supervisor:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the run, as far as it is known."""
+        """The exit code of the run, by what is known now."""
         if self._preempted:
             return PREEMPTED
         fleet = self._fleet
@@ -642,7 +642,7 @@ class Supervisor:
         return self._reporting.scrape(accept, client)
 
     def live(self) -> bool:
-        """Whether the store is up, and the event loop lags by less than 10 s."""
+        """Return True if the store is up, and the event loop lags by less than 10 s."""
         return self.coordinator.store_up and self.coordinator.loop_lag_s < _STUCK_LOOP_S
 
     # ------------------------------------------------------------ what its parts ask

@@ -49,5 +49,5 @@ def on_cluster(config: Config, address: str, min_nodes: int) -> Config:
 
 
 def invitation(supervisor: Supervisor) -> str:
-    """What agents join with, a secret."""
+    """The secret with which agents join."""
     return f"{supervisor.coordinator.tokens.text('operator')}@{supervisor.endpoint}"

@@ -76,7 +76,7 @@ class EventLog:
         self._ring: deque[Record] = deque(maxlen=_RING)
         self._news = asyncio.Event()
         self.finished = self._closed = False
-        """Whether the last record was written that followers get."""
+        """True if the last record was written that followers get."""
         self._fd = -1
         self._size = 0
         self._problem = ""

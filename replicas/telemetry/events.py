@@ -193,7 +193,7 @@ By a shim's record, the shim's control group, its mark, or the state folder's id
 class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A process that a dead supervisor left behind was found.
 
-    ``how``: what it was found by. ``swept``: whether it is gone now.
+    ``how``: what it was found by. ``swept``: it is gone now.
     """
 
     pid: int
@@ -227,7 +227,7 @@ class TokenChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The valid join tokens of a role have changed. No event has a token itself.
 
     ``change``: the run began with a new one (``made``), a new one is valid beside the
-    one before (``rotated``), or that one is not valid any more (``revoked``).
+    one before (``rotated``), or that one is no longer valid (``revoked``).
     """
 
     role: Literal["member", "operator"]

@@ -178,6 +178,11 @@ _CHANNEL = (
         "Bytes of weights that were sent to members, also to latecomers; what is mapped on one host does not move.",
         lambda one: one.bytes_total,
     ),
+    _Counter(
+        "wrong_bytes_total",
+        "How often a member was served bytes of weights that were not the published ones, and asked again.",
+        lambda one: one.wrong_total,
+    ),
 )
 
 
@@ -243,7 +248,7 @@ class Metrics(Collector):
     # ------------------------------------------------------------ with their own labels
 
     def _states(self, status: RunStatus) -> Iterator[Metric]:
-        """What counts things by their state, or tells where they are."""
+        """Metrics of things by their state, and of where they are."""
         yield self._gauge("nodes", "Nodes of the run by state.", ("state",), _by_state((), status.nodes, _NODE_STATES))
         series = [pair for one in status.groups for pair in _by_state((one.name,), one.replicas, _STATES)]
         yield self._gauge("group_replicas", "Replicas of a group by state.", ("group", "state"), series)

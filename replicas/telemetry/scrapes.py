@@ -34,7 +34,7 @@ class Scrapes:
             self._told.discard(first)
 
     def due_s(self, now: float) -> float:
-        """How long to wait for those that have not seen the end; 0: there are none."""
+        """Return seconds to wait for scrapers that have not seen the end; 0: none."""
         waits_s = 0.0
         for client, (before, last) in self._times.items():
             interval_s = last - before

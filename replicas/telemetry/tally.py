@@ -28,6 +28,7 @@ from replicas.core.base.effects import (
     Retried,
     SidecarReplaced,
     SyncEnded,
+    WrongBytes,
 )
 from replicas.core.lives.lifecycle import Transition
 from replicas.messages.identity import Member
@@ -85,6 +86,7 @@ class Tally(msgspec.Struct):
     recoveries: dict[str, Histogram] = {}
     syncs: dict[str, Counts] = {}
     sync_nbytes: Counts = {}
+    wrong: Counts = {}
     sync_phases: dict[str, dict[str, Histogram]] = {}
     retries: dict[str, Counts] = {}
     failed_loads: dict[str, Counts] = {}
@@ -113,6 +115,8 @@ class Tally(msgspec.Struct):
             case CaughtUp():
                 _add(self.sync_nbytes, event.channel, event.moved_nbytes)
                 self._received(event.channel, event.moved_to)
+            case WrongBytes(channel):
+                _add(self.wrong, channel)
             case ReplicaLoaded() if event.version:
                 spread = self.loads.setdefault(event.channel, {}).setdefault(event.group, Histogram())
                 spread.observe(event.load_s, SYNC_BUCKETS)
@@ -211,6 +215,7 @@ class Tally(msgspec.Struct):
             syncs=dict(self.syncs.get(name, {})),
             retries=dict(self.retries.get(name, {})),
             bytes_total=self.sync_nbytes.get(name, 0),
+            wrong_total=self.wrong.get(name, 0),
             operations=dict(operations),
             committed_at=commits[-1][1] if commits else None,
             version_nbytes=self.version_nbytes.get(name, 0),

@@ -148,7 +148,7 @@ class Tokens:
         return self._secrets[role][0]
 
     def both_valid(self, role: Role) -> bool:
-        """Whether the token before the present one is valid, too."""
+        """Return True if the token before the present one is valid, too."""
         return len(self._secrets[role]) > 1
 
     # ------------------------------------------------------------ who asks

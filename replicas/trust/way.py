@@ -110,7 +110,7 @@ def split(endpoint: str) -> tuple[str, int]:
 
 
 def is_local(host: str) -> bool:
-    """Whether a host, as it is written, is of this machine alone."""
+    """Return True if a host, as it is written, is of this machine alone."""
     try:
         return ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

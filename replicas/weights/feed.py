@@ -266,6 +266,7 @@ class Feed:
         except BaseException:
             self._end(failed=True)
             raise
+        # no pair: _described() names it
         return (step[0], step[1]) if isinstance(step, (tuple, list)) and len(step) == 2 else (None, step)
 
     def _end(self, *, failed: bool) -> None:
@@ -372,8 +373,10 @@ def known_values(weights: object) -> dict[str, object] | None:
     """
     if isinstance(weights, torch.nn.Module):
         state = _unwrapped(weights).state_dict(keep_vars=True)
+        # a module's own data, which is no tensor
         return {name: value for name, value in state.items() if name.rpartition(".")[2] != "_extra_state"}
     if isinstance(weights, Mapping):
+        # copied in C: no other thread changes it meanwhile
         return dict(weights) if type(weights) is dict else dict(weights.items())
     resident = getattr(weights, "resident", None)
     return resident() if callable(resident) else None

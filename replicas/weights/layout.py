@@ -53,6 +53,7 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
         spec = TensorSpec(entry.name, entry.dtype, entry.shape)
         if entry.alias_of is not None:
             aliases.append((entry.name, entry.alias_of))
+        # in parts one tensor may have several pieces, in an image each comes once
         elif specs.setdefault(entry.name, spec) != spec or (mode == "image" and specs[entry.name] is not spec):
             text = f"tensor name {entry.name!r} appears twice: {specs[entry.name]} and {spec}"
             raise ManifestMismatch(text, hint="give each tensor a name of its own")
@@ -152,6 +153,7 @@ class Places:
         :param as_bits: give :attr:`odd` pieces as integers.
         """
         found: list[torch.Tensor] = []
+        # one view for each run of a dtype, then split: faster than a view for each
         for dtype, indices in groupby(range(len(self.dtypes)), key=self.dtypes.__getitem__):
             run = list(indices)
             first, last = run[0], run[-1]

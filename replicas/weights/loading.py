@@ -141,6 +141,7 @@ def _load_runs(
     places = _places(manifest)
     by_given = {given: targets[name] for name, given in served.items()}
     values = [by_given.get(name) for name in map(places.name, range(len(places.starts)))]
+    # empty tensors have no place here, and must be checked, too
     if len(values) < len(manifest.tensors) or not set(map(type, values)).issubset(PLAIN):
         return False
     device = accelerator()
@@ -275,7 +276,7 @@ def _check_group(group: Sequence[int], targets: Sequence[torch.Tensor], names: S
     for number in group:
         one = targets[number]
         dense = one.data_ptr(), span_nbytes(one)
-        if dense in whole and one.nbytes == dense[1]:
+        if dense in whole and one.nbytes == dense[1]:  # a tie of another form
             continue
         strides = *(stride * one.itemsize for stride in one.stride()), 1
         found = marked.as_strided((*one.shape, one.itemsize), strides, one.data_ptr() - base)

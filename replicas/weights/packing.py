@@ -43,7 +43,6 @@ is checked again as they are copied (:mod:`replicas.weights.copies.host_copies`)
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -71,8 +70,6 @@ class Packing:
 
     digest: Future[str]
     """Of all of the slot's data; set a moment later, on another thread."""
-    copy_s: float
-    """How long the caller was held."""
     copies: DeviceCopies | None = None
     """May still run; None: everything is copied."""
 
@@ -94,7 +91,6 @@ def _filled(
     :param fill: copies all weights, or reports that they are already in place.
     :param device: makes the copies; None: threads of the CPU do.
     """
-    started = time.monotonic()
     with (
         DeviceCopies(device, data, options, progress)
         if device is not None
@@ -102,8 +98,7 @@ def _filled(
     ) as copies:
         fill(copies)
         copies.finish()
-    held_s = time.monotonic() - started
-    return Packing(copies.digest, held_s, copies if isinstance(copies, DeviceCopies) else None)
+    return Packing(copies.digest, copies if isinstance(copies, DeviceCopies) else None)
 
 
 def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
@@ -160,11 +155,13 @@ class Planned:
         ]
         full = [number for number, entry in enumerate(entries) if entry.alias_of is None and entry.box is not None]
         self._full = np.array(full, dtype=np.intp)
+        # a gather makes new tensors at each walk
         self._gathers = any(entries[number].tensor is None for number in full)
         own = [number for number, entry in enumerate(entries) if entry.alias_of is None]
         given = own if manifest.pieces is None else full
         self._picks = [given[number] for number in self.places.order]
-        self._picks_all = self._picks == list(range(len(values)))
+        self._picks_all = self._picks == list(range(len(values)))  # as for most models: no list is picked apart then
+        # of these the layout is compared, not only the type
         self._special = [(number, _form(value)) for number, value in enumerate(values) if type(value) not in PLAIN]
         tensors = None if self._gathers else self._tensors(values)
         published = [torch_dtype(entry.dtype) for entry in entries]
@@ -227,9 +224,10 @@ class Planned:
 
     def _tied_alike(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> bool:
         full = np.sort(addresses[self._full])
-        if np.any(full[1:] == full[:-1]):
+        if np.any(full[1:] == full[:-1]):  # two are tied that were not
             return False
         return all(
+            # 0: no memory
             addresses[tie] == addresses[first] != 0 and _strides(tensors[tie]) == _strides(tensors[first])
             for tie, first in self._ties
         )
@@ -282,7 +280,7 @@ class Packer:
         return manifest
 
     def knows(self, feed: Feed, manifest: PartManifest) -> bool:
-        """Whether :meth:`pack` will copy at once: no user code runs before the end."""
+        """True if :meth:`pack` will copy at once: no user code runs before the end."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
     def pack(
@@ -306,7 +304,7 @@ class Packer:
         """
         options = CopyOptions(slot.buffer, hold, begun)
         known = self.knows(feed, manifest)
-        sources, feed.sources = feed.sources, None
+        sources, feed.sources = feed.sources, None  # the feed must not keep the tensors alive
         try:
             if not known or sources is None or self._planned is None:
                 return self._walk(feed, manifest, slot, options, progress)
@@ -318,10 +316,10 @@ class Packer:
                 fill: Callable[[Copies], object] = partial(_copy_on_host, host, places)
             else:
                 with torch.no_grad():
-                    aliases = list(map(torch.Tensor.detach, sources.tensors))
+                    aliases = list(map(torch.Tensor.detach, sources.tensors))  # aliases keep their storages
                 fill = partial(_copy, places, planned.kinds, views(), aliases)
             packing = _filled(fill, slot.data, options, progress, device=device)
-            feed.take_known()
+            feed.take_known()  # the walk is over: there is nothing to drain
         except BaseException:
             feed.drain()
             raise
@@ -349,7 +347,7 @@ class Packer:
         known_hash, destinations = self._views.get(buffer.key, ("", []))
         if known_hash != manifest.hash:
             destinations = places.views(slot.data)
-            buffer.watchers.add(self)
+            buffer.watchers.add(self)  # so that views do not keep a closed buffer mapped
             self._views[buffer.key] = manifest.hash, destinations
         return destinations
 
@@ -392,6 +390,7 @@ def stage(feed: Feed) -> Staged:
         for entry in feed:
             copy = None
             if entry.tensor is not None and entry.box is not None:
+                # an iterator may free, or fill anew, what it gave
                 copy = torch.empty(entry.box[1], dtype=torch_dtype(entry.dtype), device="cpu")
                 copy_elements(copy, entry.tensor, name=entry.name)
             entries.append(Entry(entry.name, copy, entry.dtype, entry.shape, entry.box, entry.alias_of))

@@ -7,7 +7,7 @@ A :class:`WritableSlot` maps names to tensors that are views of a free slot. It 
 *open* until a publish *takes* it or it is *dropped*. It starts with whatever bytes the
 slot held before: all of them must be written each time.
 
-Once taken, others read it, and it must not be written any more. The kernel's
+Once taken, others read it, and it must no longer be written. The kernel's
 protections cost more than the copy that is saved (20 ms for 269 MB): ``mprotect`` takes
 15-40 ms twice for each publish, a copy-on-write mapping 190 ms. Instead, the tensors
 themselves are emptied: a late write through one of them is a Python error of shape, and

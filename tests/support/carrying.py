@@ -16,6 +16,7 @@ import xxhash
 
 from replicas.carry import greeting, tls
 from replicas.carry.blocks import BLOCK_NBYTES
+from replicas.carry.differences import Deltas
 from replicas.carry.image import Image
 from replicas.carry.pull import Holder, Pull
 from replicas.carry.serve import Server
@@ -101,12 +102,15 @@ class Host:
         os.write(self._ended, b"x")
         self.server.withdraw(NUMBER, "the host has gone")
 
-    def serves(self, data: bytes, *, filled: int | None = None) -> Image:
+    def serves(self, data: bytes, *, filled: int | None = None, base: bytes | None = None) -> Image:
         fd, memory = slot(data)
-        image = Image(fd, OFFSET, len(data), full=filled is None, memory=memory if self._encrypt else None)
+        image = Image(
+            fd, OFFSET, len(data), full=filled is None, data=memoryview(memory)[OFFSET:] if self._encrypt else None
+        )
         if filled:
             image.fill(0, filled)
-        self.server.offer(NUMBER, image, SECRET, encrypt=self._encrypt)
+        deltas = None if base is None else Deltas(len(data), memoryview(base), memoryview(memory)[OFFSET:])
+        self.server.offer(NUMBER, image, SECRET, deltas, encrypt=self._encrypt)
         return image
 
     def dial(self) -> socket.socket:
@@ -152,14 +156,17 @@ def hosts(threads: Threads, *names: str) -> Iterator[list[Host]]:
             host.close()
 
 
-def a_pull(threads: Threads, nbytes: int, secret: bytes = SECRET, source: str = "") -> tuple[Pull, mmap.mmap]:
+def a_pull(
+    threads: Threads, nbytes: int, secret: bytes = SECRET, source: str = "", base: bytes | None = None
+) -> tuple[Pull, mmap.mmap]:
     fd, memory = slot(nbytes)
-    image = Image(fd, OFFSET, nbytes, memory=memory if threads.encrypt else None)
-    return Pull(image, memory, NUMBER, secret, source, encrypt=threads.encrypt), memory
+    image = Image(fd, OFFSET, nbytes, data=memoryview(memory)[OFFSET:] if threads.encrypt else None)
+    old = None if base is None else memoryview(base)
+    return Pull(image, memory, NUMBER, secret, source, old, encrypt=threads.encrypt), memory
 
 
-def run(one: Pull, threads: Threads, *holders: Holder, timeout_s: float = 30.0) -> str:
-    return one.run(holders, time.monotonic() + timeout_s, threads.start)
+def run(one: Pull, threads: Threads, *holders: Holder, timeout_s: float = 30.0, digest: str = "") -> str:
+    return one.run(holders, time.monotonic() + timeout_s, threads.start, digest)
 
 
 def digests(data: bytes) -> list[bytes]:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -130,6 +130,8 @@ class SimMember:
     refused: int = 0
     refuse: wire.WireError | None = None
     bad_digest: bool = False
+    bad_bytes: bool = False
+    """Blocks that it pulls come wrong the first time."""
     breaks: bool = False
     epoch: int = 0
     assigned: int = 0
@@ -398,46 +400,63 @@ class SimMember:
         before = len(self.outbox)
         for number, (since, offer) in list(self.pulling.items()):
             why: dict[str, str] = {}
-            for holder in offer.holders:
-                giver = self.world.at_port(holder.port)
-                if giver is not None and giver not in frozen and giver.is_told_of(number):
-                    break  # its carrier waits a moment for that
-                if giver is None or number not in giver.serving:
-                    why[holder.name] = "Connection refused"
-                elif self.world.cuts_between((giver.address, self.address)) or giver in frozen:
-                    why[holder.name] = "timed out"
-                else:
-                    self._pull_from(giver, number, offer, since)
+            givers: list[SimMember] = []
+            for pull in offer.pulls:
+                found = self._giver(number, pull, frozen, why)
+                if isinstance(found, SimMember):
+                    givers.append(found)
+                elif found is None:
+                    del self.pulling[number]
+                    self.serving.pop(number, None)
+                    error = wire.WireError("SyncError", "no holder is left", phase="transfer")
+                    self.outbox.append(wire.TransferFailed(number, error, why))
                     break
-            else:
-                del self.pulling[number]
-                self.serving.pop(number, None)
-                error = wire.WireError("SyncError", "no holder is left", phase="transfer")
-                self.outbox.append(wire.TransferFailed(number, error, why))
+            if len(givers) == len(offer.pulls):
+                self._pull_from(givers, number, offer, since)
         return len(self.outbox) > before
+
+    def _giver(
+        self, number: int, pull: wire.PartPull, frozen: tuple[SimMember, ...], why: dict[str, str]
+    ) -> SimMember | Literal["later"] | None:
+        """The first holder that works; "later": its carrier waits a moment."""
+        for holder in pull.holders:
+            giver = self.world.at_port(holder.port)
+            if giver is not None and giver not in frozen and giver.is_told_of(number):
+                return "later"
+            if giver is None or number not in giver.serving:
+                why[holder.name] = "Connection refused"
+            elif self.world.cuts_between((giver.address, self.address)) or giver in frozen:
+                why[holder.name] = "timed out"
+            else:
+                return giver
+        return None
 
     def is_told_of(self, transfer: int) -> bool:
         """Whether it is about to be told to serve, or to pull."""
         return any(isinstance(message, wire.TransferOffer) and message.transfer == transfer for message in self.inbox)
 
-    def _pull_from(self, giver: SimMember, number: int, offer: wire.TransferOffer, since: float) -> None:
-        """At the rate of the link; who is still pulling gives what it has."""
+    def _pull_from(self, givers: list[SimMember], number: int, offer: wire.TransferOffer, since: float) -> None:
+        """At the rate of the links; who is still pulling gives what it has."""
         version = offer.version
-        rate = self.world.rates.get(frozenset((giver.address, self.address)))
-        if version in giver.held | giver.published and (rate is None or (self.world.now - since) * rate >= NBYTES):
+        rates = [self.world.rates.get(frozenset((giver.address, self.address))) for giver in givers]
+        slow = any(rate is not None and (self.world.now - since) * rate < NBYTES for rate in rates)
+        if all(version in giver.held | giver.published for giver in givers) and not slow:
             del self.pulling[number]
             self.held.add(version)
             self.received.append(version)
-            digest = "broken" if self.bad_digest else f"digest-{version}"
-            reply = wire.TransferDone(number, digest, {}, 0.1, 0.0, self.place(version), {giver.member.name: NBYTES})
-            self.outbox.append(reply)
+            broken = self.bad_digest or (self.bad_bytes and not offer.digest)
+            digest = "broken" if broken else f"digest-{version}"
+            nbytes = {giver.member.name: NBYTES // len(givers) for giver in givers}
+            wrong = {givers[0].member.name: "block 0"} if self.bad_bytes and offer.digest else {}
+            place = self.place(version)
+            self.outbox.append(wire.TransferDone(number, digest, {}, 0.1, 0.0, place, nbytes, wrong=wrong))
 
     def tell_pace(self) -> None:
         """What its sidecars say about once a second, if they are at work; over slow
         links bytes arrive in the end."""
         for number, (since, offer) in self.pulling.items():
-            givers = [self.world.at_port(holder.port) for holder in offer.holders]
-            rate = min((self.world.rate_between(giver, self) for giver in givers[:1] if giver is not None), default=0.0)
+            givers = [self.world.at_port(pull.holders[0].port) for pull in offer.pulls]
+            rate = min((self.world.rate_between(giver, self) for giver in givers if giver is not None), default=0.0)
             self.outbox.append(wire.TransferMoved(number, min(NBYTES, int((self.world.now - since) * rate))))
         for lane, (since, go) in list(self.at_work.items()):
             elapsed, hop = self.world.now - since, self.world.slow_hop(lane)

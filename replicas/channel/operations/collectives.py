@@ -227,7 +227,7 @@ def _tensors(kind: str, given: Tensors | None) -> tuple[torch.Tensor, ...]:
         _fail(f"{kind} was given no tensor", "pass a tensor or a sequence of them")
     check_modes(kind)
     tensors = tuple(_usable(kind, number, tensor) for number, tensor in enumerate(tensors))
-    segments_of(tensors)
+    segments_of(tensors)  # raises for a dtype that cannot be sent
     return tensors
 
 

@@ -112,6 +112,7 @@ class RankOperations(Part):
         }
 
     def new_term(self) -> None:
+        # no coordinator has seen these
         unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.down_since]
         for job in [job for job in self._jobs.values() if job not in unsent]:
             text = f"the coordinator was replaced during the {job.operation.kind}"
@@ -181,7 +182,7 @@ class RankOperations(Part):
         try:
             lane = self._lanes.get(attempt.go.lane)
             async with lane.turn:
-                wanted = job.attempt is attempt and not job.over
+                wanted = job.attempt is attempt and not job.over  # a newer Go, or the end, may have come first
                 answer = wire.OperationDone(operation, await self._collective(lane, job, attempt) if wanted else 0.0)
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             job.spoiled = True
@@ -204,6 +205,7 @@ class RankOperations(Part):
         nbytes = segment_layout(outputs)[1] if outputs else 0
         if nbytes:
             scratch = self._scratch(operation)
+            # a fresh one takes long to make
             attempt.outputs = scratch.take_idle(nbytes) or await asyncio.to_thread(scratch.take, nbytes)
         if lane.ended or lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
@@ -215,7 +217,7 @@ class RankOperations(Part):
             segments=go.segments,
             me=attempt.me,
             root=go.root,
-            timeout_s=max(0.001, attempt.deadline - time.monotonic()),
+            timeout_s=max(0.001, attempt.deadline - time.monotonic()),  # it may have passed
             places=go.places,
         )
         return await lane.sidecar.collective(spec, job.inputs, attempt.outputs)

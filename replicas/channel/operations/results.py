@@ -114,7 +114,7 @@ class OperationCall:
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
         """Layout of participant ``me``'s output buffer; the targets must fit."""
         self._targets(go, self._result_segments(go, me))
-        if self.kind in ("all_reduce", "reduce", "reduce_scatter"):
+        if self.kind in ("all_reduce", "reduce", "reduce_scatter"):  # reduced in place, in a copy of the inputs
             return go.segments[me]
         return self._result_segments(go, me)
 
@@ -267,7 +267,7 @@ class Unknown:
 
     @property
     def refs(self) -> tuple[str, ...]:
-        return tuple(job.ref for job in self._kept if job.ref and job.pending.unknown)
+        return tuple(job.ref for job in self._kept if job.ref and job.pending.unknown)  # without a ref no Go has come
 
     def check_collected(self) -> None:
         """On the caller's thread: raise Gone, once each, for uncollected results."""

@@ -28,8 +28,8 @@ from replicas.weights.copies.copying import copy_elements
 from replicas.weights.copies.tensors import alias_of, dtype_name, torch_dtype, typed, why_unusable, written_as_bits
 from replicas.weights.memory.buffers import Buffer
 
-KEPT = 6
-KEPT_ON_DEVICE = 2
+KEPT = 6  # more than a program has operations under way
+KEPT_ON_DEVICE = 2  # GPU memory is scarce
 PAGE_NBYTES = 4096
 
 
@@ -62,6 +62,7 @@ class Scratch:
         return locked(self._lock, self._take_idle, _rounded(nbytes))
 
     def _take_idle(self, wanted: int) -> Buffer | None:
+        # a larger one waits for what needs it
         fitting = [buffer for buffer in self._idle if wanted <= buffer.nbytes <= 2 * wanted]
         if not fitting:
             return None
@@ -92,7 +93,7 @@ class Scratch:
         self._drop_idle()
 
     def _drop_idle(self) -> bool:
-        """Free the idle buffers; returns whether there were any."""
+        """Free the idle buffers; return True if there were any."""
         idle = locked(self._lock, self._forget_idle)
         for buffer in idle:
             buffer.close()
@@ -190,14 +191,14 @@ def copy_out(
         for event in after:
             event.wait()
         source.wait_for_write()
-        _copy(device, usable(targets, results), results, load=True)
+        _copy(device, usable(targets, results), results, load=True)  # the program may have changed them since the call
         device.synchronize(gpu)
 
 
 def _copy(
     device: Accelerator, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, load: bool
 ) -> bool:
-    """Copy or queue each pair; returns whether a queued copy involves host memory.
+    """Copy or queue each pair; return True if a queued copy involves host memory.
 
     :param load: the destinations are the user's; False: the sources are.
     """

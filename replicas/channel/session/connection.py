@@ -82,7 +82,7 @@ async def dial(
     class Socket(_Socket):
         owners = token_owners
 
-        def __init__(self, *arguments: Any, **options: Any) -> None:
+        def __init__(self, *arguments: Any, **options: Any) -> None:  # asyncio makes it when TCP has connected
             reached()
             super().__init__(*arguments, **options)
 

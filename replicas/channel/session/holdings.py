@@ -108,7 +108,7 @@ class Holdings:
             return ()
         held: list[HeldVersion] = []
         for version, image in sorted(self.arena.images().items()):
-            slot = self.arena.find_pinned(version)
+            slot = self.arena.find_pinned(version)  # pinned: another thread may evict it
             if slot is not None:
                 held.append(HeldVersion(version, self.digest(version), image.hash, slot.place))
                 self.arena.unpin(slot)
@@ -143,7 +143,7 @@ class Holdings:
     def received(self, slot: Slot, digest: str, meta: Meta, device: str) -> None:
         """Record a slot that was received or mapped; keep it until it is decided."""
         version = slot.version
-        if not slot.foreign:
+        if not slot.foreign:  # memory of another member is not ours to hold
             self.arena.hold(slot, digest)
         self.note(version, meta=meta, digest=digest, device=device)
         if version > self.latest:
@@ -161,7 +161,7 @@ class Holdings:
         newest = version > self.latest
         if newest:
             self.latest, self.latest_digest = version, digest
-        elif version == self.latest and digest:
+        elif version == self.latest and digest:  # a Welcome told its number alone
             self.latest_digest = digest
         self.protect()
         return newest
@@ -178,7 +178,7 @@ class Holdings:
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
     async def compare(self, version: int, digest: str) -> bool:
-        """Whether the pinned slot of a doubtful ``version`` has this digest."""
+        """Return True if the pinned slot of a doubtful ``version`` has this digest."""
         slot = self.arena.find_pinned(version)
         if slot is None:
             return True
@@ -199,10 +199,10 @@ class Holdings:
 
     def _wake(self) -> None:
         self.changed.set()
-        self.changed = asyncio.Event()
+        self.changed = asyncio.Event()  # who has looked before waits for the old one
 
     def _dropped(self, version: int) -> None:
-        if self.arena.find(version) is None:
+        if self.arena.find(version) is None:  # it may have been received again since
             self._forget()
             self._on_drop(version)
 
@@ -232,8 +232,8 @@ class Loans:
 
     def lend(self, holder: Holder, take_back: Callable[[], object]) -> weakref.ref[Holder]:
         """Lend; ``take_back`` runs once, when ``holder`` gives back or has died."""
-        known = weakref.ref(holder, self._gone.append)
-        self._lent[id(known)] = (known, take_back)
+        known = weakref.ref(holder, self._gone.append)  # C code: no signal handler runs in it
+        self._lent[id(known)] = (known, take_back)  # by id: weak references compare as what they refer to
         self._look_again()
         return known
 
@@ -244,7 +244,7 @@ class Loans:
             take_back()
 
     def keep(self, holder: Holder) -> bool:
-        """End the loan, keep the resource; False: ended before, or not lent here."""
+        """End the loan and keep the resource; return False if there is no such loan."""
         return self._end(holder) is not None
 
     def sweep(self) -> None:
@@ -258,7 +258,7 @@ class Loans:
         return None if found is None else self._lent.pop(found)[1]
 
     def _look_again(self) -> None:
-        if self._timer is None and self._lent:
+        if self._timer is None and self._lent:  # no timer while nothing is lent
             self._timer = self._after(LOOK_S, self._look)
 
     def _look(self) -> None:

@@ -91,6 +91,9 @@ class Part:
     def filled_up_to(self, version: int, nbytes: int) -> None:
         """The slot of ``version``, which is being packed, has its first ``nbytes``."""
 
+    def slot_wanted(self) -> None:
+        """Somebody waits for a free slot: let go of those that are only a help."""
+
 
 class Hub:
     """See the module's header.
@@ -137,7 +140,7 @@ class Hub:
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
         self.session = session
         self._parts = parts
-        self.loop.call(self.loop.users.add, self._loop_broken)
+        self.loop.call(self.loop.users.add, self._loop_broken)  # changed on the session thread only
         own = (wire.Ack, wire.Assigned, wire.Describe, wire.Discard, wire.Locate, wire.Released)
         self._handlers = {**dict.fromkeys(own, self._handle), wire.View: self._view, wire.Commit: self._commit}
         for part in parts:
@@ -195,6 +198,11 @@ class Hub:
         """See :meth:`Part.filled_up_to`."""
         for part in self._parts:
             part.filled_up_to(version, nbytes)
+
+    def slot_wanted(self) -> None:
+        """See :meth:`Part.slot_wanted`."""
+        for part in self._parts:
+            part.slot_wanted()
 
     def version_held(self) -> None:
         """See :meth:`Part.version_held`."""
@@ -255,12 +263,12 @@ class Hub:
             self.holdings.open(self.settings.slots, self.device)
         elif not resumed:
             self._guarded(self._new_coordinator)
-        self._newest(welcome.latest, "")
+        self._newest(welcome.latest, "")  # a Welcome names no digest
 
     def _new_coordinator(self) -> None:
         logger.warning("%s: reconnected to a restarted coordinator; reporting unfinished operations", self.name)
-        self._step_sent = 0
-        self._locates += 1
+        self._step_sent = 0  # so that the next heartbeat tells it again
+        self._locates += 1  # an answer to a question of the old one would mislead the new one
         self.holdings.doubt()
         # changes since the Hello: messages since then were discarded
         held = {found.version for found in self.holdings.held()}
@@ -273,7 +281,7 @@ class Hub:
         for part in self._parts:
             part.new_term()
         self.holdings.protect()
-        self.send(wire.Resumed())
+        self.send(wire.Resumed())  # last: it ends the announcement
 
     def handle(self, message: wire.FromCoordinator) -> None:
         handler = self._handlers.get(type(message))
@@ -296,7 +304,7 @@ class Hub:
     def session_over(self, error: errors.ReplicasError) -> None:
         if self.over is not None:
             return
-        self.over = error
+        self.over = error  # first: parts that end must send nothing more
         if self._down_timer is not None:
             self._down_timer.cancel()
         self.loop.users.discard(self._loop_broken)
@@ -308,7 +316,7 @@ class Hub:
                 logger.exception("%s: a part of the channel could not be ended", self.name)
 
     def _down_long(self) -> None:
-        self._down_timer = self.after(DOWN_S, self._down_long)
+        self._down_timer = self.after(DOWN_S, self._down_long)  # again: more waits may begin
         for part in self._parts:
             part.session_down(self.no_answer("the wait", DOWN_S))
 
@@ -441,5 +449,5 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
 
 
 def _lacks_threads(error: BaseException) -> bool:
-    """Whether no thread could be started (process limit); Python has no type for it."""
+    """True if no thread could be started (process limit); Python has no type for it."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)

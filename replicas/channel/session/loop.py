@@ -140,7 +140,7 @@ class SessionLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether calls will run; an interrupt spoils ``Thread.is_alive``."""
+        """True if calls will run; an interrupt spoils ``Thread.is_alive``."""
         return self._begun and not self._over and not self._stopping
 
     def call(self, function: Callable[..., object], *args: Any) -> None:

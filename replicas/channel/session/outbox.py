@@ -27,7 +27,7 @@ class Outbox:
 
     def unsent(self) -> Iterator[tuple[int, bytes]]:
         """The messages after the last sent one; each counts as sent when given."""
-        for number, body in list(self._queue):
+        for number, body in list(self._queue):  # acks shorten it while this waits
             if number > self._sent:
                 self._sent = number
                 yield number, body

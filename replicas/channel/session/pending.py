@@ -78,6 +78,8 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
         version's; :meth:`~replicas.Channel.loaded` can.)
         Of many, here and in ``reasons``, only the first 64 have their texts.
     :param nbytes: bytes of the weights, or of this member's own tensors.
+    :param wire_nbytes: bytes of weights sent over the network for the version until its
+        commit; what is mapped on one host is not sent. 0 for a collective.
     :param seconds: from the first member's call to the verdict.
     :param phases: seconds by phase.
     :param digest: XXH3 digest of the published image, the same on all holders
@@ -102,10 +104,10 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
         """Numbers for an experiment logger, by name with ``prefix``.
 
         The names are version, epoch, members (count), lost (count), not_loaded (count),
-        nbytes, seconds, and ``<phase>_seconds`` of each phase.
+        nbytes, wire_nbytes, seconds, and ``<phase>_seconds`` of each phase.
         """
         prefix = arguments.text("metrics: prefix", prefix)
-        values = {name: getattr(self, name) for name in ("version", "epoch", "nbytes", "seconds")}
+        values = {name: getattr(self, name) for name in ("version", "epoch", "nbytes", "wire_nbytes", "seconds")}
         values |= {"members": len(self.members), "lost": len(self.lost), "not_loaded": len(self.not_loaded)}
         values |= {f"{phase}_seconds": seconds for phase, seconds in self.phases.items()}
         return {prefix + name: float(value) for name, value in values.items()}
@@ -168,12 +170,13 @@ class Pending(Generic[T]):
         while not self._look():
             if timeout_s != 0:
                 own_loop.must_not_block("wait()", awaitable=True)
+            # it may have ended at the last moment
             if not self._wait_ended(None if until is None else until - time.monotonic()) and not self._look():
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
         return self._outcome()
 
     def _wait_ended(self, timeout_s: float | None) -> bool:
-        fail = partial(self.done)
+        fail = partial(self.done)  # not the method: those of two waits are equal
         self._session_end.add(fail)
         try:
             return self._ended.wait(timeout_s)
@@ -187,7 +190,7 @@ class Pending(Generic[T]):
         self._check_process()
         while not self._look():
             event, waker = _event_of_this_library()
-            fail = partial(self.done)
+            fail = partial(self.done)  # as in _wait_ended()
             self._ended.add(waker)
             self._session_end.add(fail)
             try:
@@ -321,12 +324,12 @@ class Promise(Pending[T]):
 
     @property
     def unknown(self) -> bool:
-        """Whether it ended with OutcomeUnknown and has not been settled since."""
+        """True if it ended with OutcomeUnknown and is not settled."""
         return self._ended.is_set and not self._settled and isinstance(self._error, errors.OutcomeUnknown)
 
     @property
     def uncollected(self) -> bool:
-        """Whether it succeeded after all but no wait has fetched its results yet."""
+        """True if it succeeded after all, and no wait has fetched its results."""
         return self._work is not None
 
     def untold_error(self) -> BaseException | None:

@@ -74,6 +74,7 @@ ACK_AFTER = 64
 _T = TypeVar("_T")
 _HEARTBEAT = wire.encode_body(wire.Heartbeat())
 _TRANSIENT = (OSError, TimeoutError, WebSocketException)
+# random: all members lose a coordinator at once
 _unreached = wait_random_exponential(multiplier=0.05, max=DIAL_PAUSE_S)
 _fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
 
@@ -177,12 +178,12 @@ class Session:
         self._wake.set()
 
     async def close(self, reason: str, timeout_s: float) -> None:
-        """Say good-bye (as far as ``timeout_s`` allows) and end."""
+        """Say good-bye within ``timeout_s``, and end."""
         if self._task is None or self._closing:
             self._closing = True
             return
         if self.connected:
-            self.send(wire.Bye(reason))
+            self.send(wire.Bye(reason))  # before _closing, after which nothing is sent
         self._closing = True
         if self.connected:
             self._flushed.clear()
@@ -194,7 +195,7 @@ class Session:
         await asyncio.wait([self._task], timeout=timeout_s + CLOSE_TIMEOUT_S)
 
     async def _run(self, first: FrameConnection) -> None:
-        there = [first]
+        there = [first]  # open() has made the first connection, later tries make their own
 
         async def use() -> None:
             await self._use(there.pop() if there else await self._connect_once())
@@ -314,7 +315,7 @@ class Session:
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
-        for kind in (_Over, Exception):
+        for kind in (_Over, Exception):  # an end for good counts more than a lost connection
             for result in results:
                 if isinstance(result, kind):
                     raise result
@@ -325,7 +326,7 @@ class Session:
             self._outbox.forget(frame.ack)
             if isinstance(frame.body, wire.Refused):
                 raise _Over(frame.body.error.exception())
-            if frame.seq == 0 or frame.seq <= self._received:
+            if frame.seq == 0 or frame.seq <= self._received:  # no number, or handled before the reconnect
                 continue
             if frame.seq != self._received + 1:
                 raise WebSocketException(f"message {frame.seq} came after {self._received}")
@@ -392,7 +393,7 @@ class Session:
             text = f"the coordinator at {self.endpoint} sent a malformed frame: {error}"
             hint = "use the same version of torch-replicas everywhere"
             raise _Over(errors.InternalError(text, channel=self._hello.channel, hint=hint)) from error
-        if frame.seq:
+        if frame.seq:  # a Welcome, without a number, precedes each malformed frame
             self._malformed = 0
         return frame
 
@@ -405,7 +406,7 @@ def _pause(state: RetryCallState) -> float:
 
 
 def _refusal(error: InvalidStatus, endpoint: str) -> errors.UsageError | None:
-    """What an HTTP status says for good; None: a later try may succeed."""
+    """Return the refusal that an HTTP status means; None: try again later."""
     status = error.response.status_code
     if status in (401, 403):
         text = f"the coordinator at {endpoint} does not accept the token{_reason(error)}"

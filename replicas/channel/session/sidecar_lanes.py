@@ -101,7 +101,7 @@ class SidecarLanes(Part):
         try:
             async with asyncio.timeout(message.deadline_s):
                 lane.sidecar = await self._fork()
-                if lane.ended:
+                if lane.ended:  # dropped while it was forked
                     lane.end()
                     return
                 self._hub.loop.inherited.add(lane.sidecar)

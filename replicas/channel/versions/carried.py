@@ -1,4 +1,4 @@
-"""One slot in the hands of the carrier: served, or pulled into."""
+"""Memory in the hands of the carrier: served, or pulled into."""
 
 from __future__ import annotations
 
@@ -8,36 +8,71 @@ from collections.abc import Callable, Sequence
 from replicas.carry.rank_side import Carrier, CarrierDied
 from replicas.carry.wire import Pulled
 from replicas.messages import HolderAddress
-from replicas.weights.memory.arena import Slot
+from replicas.weights.memory.buffers import Buffer
 
 DEATH_TIMEOUT_S = 5.0
 
 
 class Carried:
-    """A transfer of one attempt, known to its two ends by its secret.
+    """One part of a version in one attempt, known to both ends by its secret.
 
+    :param part: its number; -1: the whole version.
+    :param memory: ends with the part's ``nbytes`` bytes.
+    :param base: ends with as many bytes of a version that the other end may have, too.
+    :param scratch: the memory is closed at the end; else it is a slot's.
     :param encrypt: served and pulled in TLS alone.
     :ivar on_received: called with the bytes received so far, now and then.
     """
 
-    def __init__(self, carrier: Carrier, secret: bytes, slot: Slot, *, encrypt: bool) -> None:
-        self._carrier, self._secret, self._slot, self._encrypt = carrier, secret, slot, encrypt
-        digest = hashlib.blake2b(secret, digest_size=8, person=b"transfer").digest()
+    def __init__(
+        self,
+        carrier: Carrier,
+        secret: bytes,
+        part: int,
+        memory: Buffer,
+        nbytes: int,
+        *,
+        base: Buffer | None = None,
+        scratch: bool = False,
+        encrypt: bool = False,
+    ) -> None:
+        self.part, self.memory, self.scratch = part, memory, scratch
+        self._base = None if base is None else (base, (base.nbytes - nbytes, nbytes))
+        self._carrier, self._secret, self._encrypt = carrier, secret, encrypt
+        digest = hashlib.blake2b(b"%d" % part, key=secret, digest_size=8, person=b"transfer").digest()
         self._number = int.from_bytes(digest, "little")
-        data = slot.data
-        self._place = (slot.buffer.nbytes - data.numel(), data.numel())
+        self._place = (memory.nbytes - nbytes, nbytes)
         self.on_received: Callable[[int], object] = lambda nbytes: None
 
-    def serve(self, filled: int) -> None:
-        """Serve the slot to whoever knows the secret; ``filled`` bytes of it so far."""
-        memory = self._slot.buffer
-        self._carrier.serve(self._number, self._secret, memory, self._place, filled, encrypt=self._encrypt)
+    def serve(self, filled: int, regions: Sequence[tuple[int, int, int]] = ()) -> None:
+        """Serve it to whoever knows the secret; ``filled`` bytes of it so far.
+
+        :param regions: where elements of which size are in it.
+        """
+        self._carrier.serve(
+            self._number,
+            self._secret,
+            self.memory,
+            self._place,
+            filled,
+            self._base,
+            regions,
+            encrypt=self._encrypt,
+        )
+
+    async def drop_base(self) -> bool:
+        """Have the carrier let go of the base; False: it neither did nor died."""
+        try:
+            await self._carrier.drop_base(self._number)
+        except CarrierDied:
+            return await self._carrier.wait_dead(DEATH_TIMEOUT_S)
+        return True
 
     def filled(self, nbytes: int) -> None:
         self._carrier.filled(self._number, nbytes)
 
-    async def pull(self, holders: Sequence[HolderAddress], timeout_s: float, source: str) -> Pulled:
-        """Pull the version into the slot.
+    async def pull(self, holders: Sequence[HolderAddress], timeout_s: float, source: str, digest: str) -> Pulled:
+        """Pull it into the memory; ``digest``: of it, if that is known.
 
         :raises replicas.carry.rank_side.PullFailed: no holder is left.
         :raises CarrierDied: it died.
@@ -47,24 +82,25 @@ class Carried:
             return await self._carrier.pull(
                 self._number,
                 self._secret,
-                self._slot.buffer,
+                self.memory,
                 self._place,
                 holders,
                 timeout_s,
                 source,
+                digest,
+                self._base,
                 encrypt=self._encrypt,
             )
         finally:
             self._carrier.receivers.pop(self._number, None)
 
     async def end(self) -> bool:
-        """Have the carrier let go of the slot; False: it neither did nor died."""
+        """Have the carrier let go of the memory; False: it neither did nor died."""
         try:
             await self._carrier.withdraw(self._number, "it is not needed any more")
         except CarrierDied:
-            return await self._carrier.wait_dead(DEATH_TIMEOUT_S)
+            if not await self._carrier.wait_dead(DEATH_TIMEOUT_S):
+                return False
+        if self.scratch:
+            self.memory.close()
         return True
-
-    async def gone(self) -> bool:
-        """After a failed pull: nobody uses the slot; False: that cannot be known."""
-        return await self.end()

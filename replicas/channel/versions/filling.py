@@ -344,6 +344,7 @@ async def free_slot(
             raise
         if slot is not None:
             return slot
+        hub.slot_wanted()
         left = until - time.monotonic()
         if left <= 0:
             raise hub.error(

@@ -59,12 +59,17 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
 
 def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, device: str) -> None:
     """Copy another member's part into the image in ``slot``; see :func:`copy_image`."""
-    pieces = (manifest.parts or ())[place.part]
     with _gone_if_owner_ended(place, slot.version), closing(arena.borrow(place, slot.version)) as source:
         if device:
+            pieces = (manifest.parts or ())[place.part]
             _copy(slot, source, device, lambda shared: list(piece_pairs(manifest, pieces, shared, slot.data)))
         else:
-            copy_pairs(piece_pairs(manifest, pieces, source.readable(), slot.data))
+            put_part(manifest, place.part, source.readable(), slot)
+
+
+def put_part(manifest: Manifest, part: int, source: torch.Tensor, slot: Slot) -> None:
+    """Copy the pieces of a part, uint8 in host memory, into the image in ``slot``."""
+    copy_pairs(piece_pairs(manifest, (manifest.parts or ())[part], source, slot.data))
 
 
 def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor], list[_Pair]]) -> None:

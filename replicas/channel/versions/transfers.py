@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,12 +33,13 @@ import msgspec
 from replicas import errors
 from replicas import messages as wire
 from replicas.carry.rank_side import PullFailed
+from replicas.carry.wire import Pulled
 from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.channel.versions.carried import Carried
 from replicas.channel.versions.filling import free_slot
-from replicas.channel.versions.on_device import copy_image, copy_part
+from replicas.channel.versions.on_device import copy_image, copy_part, put_part
 from replicas.common.logs import Log
 from replicas.core.base.manifest import Manifest
 from replicas.core.versions.fetching import Cache, Fetch, pieces
@@ -154,7 +157,8 @@ class _Transfer:
     pinned: bool = False
     lane: SidecarLane | None = None
     streams_to: Sidecar | None = None
-    carried: Carried | None = None
+    carried: list[Carried] = field(default_factory=list)
+    base: Slot | None = None
     manifest: bytes = b""
     running: bool = False
     cancelled: bool = False
@@ -188,12 +192,13 @@ class Transfers(Part):
         for transfer in self._transfers.values():
             if transfer.offer.version == version and transfer.streams_to is not None:
                 transfer.streams_to.progress(transfer.offer.transfer, nbytes)
-            if transfer.offer.version == version and transfer.carried is not None and transfer.sends:
-                transfer.carried.filled(nbytes)
+            if transfer.offer.version == version and transfer.sends:
+                for carried in transfer.carried:
+                    carried.filled(nbytes)
 
     def _offered(self, offer: wire.TransferOffer) -> None:
-        transfer = _Transfer(offer)
-        self._transfers[offer.transfer] = transfer
+        transfer = self._transfers.setdefault(offer.transfer, _Transfer(offer))  # known: what was pulled is wrong
+        transfer.offer = offer
         if offer.role == "map":
             self._begin(transfer, self._copy_image(transfer) if self._hub.device else self._map(transfer), "map")
         elif offer.role == "serve":
@@ -227,7 +232,7 @@ class Transfers(Part):
                 told = as_wire_error(error, channel=hub.name, phase=phase, version=offer.version)
                 holders = error.why if isinstance(error, PullFailed) else {}
                 hub.send(wire.TransferFailed(offer.transfer, told, holders))
-            if transfer.carried is not None and not await transfer.carried.gone():
+            if not await self._end_carried(transfer):
                 logger.warning("%s: %r is retired: its carrier did not die", hub.name, transfer.slot)
             elif transfer.lane is not None and not await transfer.lane.gone():
                 logger.warning("%s: %r is retired: its sidecar did not die", hub.name, transfer.slot)
@@ -265,41 +270,153 @@ class Transfers(Part):
         """Serve a version until the transfer is cancelled."""
         self._pin(transfer)
         carrier = await self._carriers.get()
-        if transfer.cancelled or transfer.slot is None:
+        slot, offer = transfer.slot, transfer.offer
+        if transfer.cancelled or slot is None:
             return
-        slot = transfer.slot
-        transfer.carried = Carried(carrier, transfer.offer.secret, slot, encrypt=self._hub.settings.encrypt)
-        transfer.carried.serve(slot.data.numel() if slot.state == "held" else self._filled.get(slot.version, 0))
+        nbytes = slot.data.numel()
+        filled = nbytes if slot.state == "held" else self._filled.get(slot.version, 0)
+        base = self._pin_base(transfer, nbytes)
+        encrypt = self._hub.settings.encrypt
+        carried = Carried(carrier, offer.secret, offer.part, slot.buffer, nbytes, base=base, encrypt=encrypt)
+        transfer.carried.append(carried)
+        carried.serve(filled, slot.manifest.regions if slot.manifest is not None and base is not None else ())
+
+    def _pin_base(self, transfer: _Transfer, nbytes: int) -> Buffer | None:
+        """The memory of the version to which there are deltas, if it still fits."""
+        base = self._hub.arena.find_pinned(transfer.offer.base) if transfer.offer.base else None
+        if base is not None and (base.data.numel() != nbytes or base.buffer.device):
+            self._hub.arena.unpin(base)
+            base = None
+        transfer.base = base
+        return None if base is None else base.buffer
+
+    def _unpin_base(self, transfer: _Transfer) -> None:
+        base, transfer.base = transfer.base, None
+        if base is not None:
+            self._hub.arena.unpin(base)
+
+    def slot_wanted(self) -> None:
+        """A base is no longer kept from being replaced: there are no more deltas."""
+        for transfer in self._transfers.values():
+            if transfer.base is not None and transfer.sends:
+                self._hub.spawn(self._drop_base(transfer), f"the base of transfer {transfer.offer.transfer}")
+
+    async def _drop_base(self, transfer: _Transfer) -> None:
+        if all([await carried.drop_base() for carried in transfer.carried]):
+            self._unpin_base(transfer)
 
     async def _pull(self, transfer: _Transfer) -> wire.TransferDone | None:
         """Pull the version into a slot of our own, and serve it meanwhile."""
         offer, hub = transfer.offer, self._hub
+        manifest = await self._manifests.decoded(offer.manifest_hash)
+        if not transfer.running:  # else it is pulled again
+            await self._lay_out(transfer, manifest)
+        slot = transfer.slot
+        if transfer.cancelled or slot is None:
+            await self._stop_carrying(transfer)
+            return None
+        hub.send(wire.TransferReady(offer.transfer))
+        started, told = time.monotonic(), dict.fromkeys(transfer.carried, 0)
+
+        def moved(carried: Carried, nbytes: int) -> None:
+            told[carried] = nbytes
+            hub.send(wire.TransferMoved(offer.transfer, sum(told.values())))
+
+        async def pull(carried: Carried, one: wire.PartPull) -> Pulled:
+            carried.on_received = partial(moved, carried)
+            source = carried.memory.readable()
+            pulled = await carried.pull(one.holders, offer.deadline_s, hub.address, one.digest or offer.digest)
+            if carried.scratch:
+                await asyncio.to_thread(put_part, manifest, carried.part, source, slot)
+            return pulled
+
+        pulls = map(pull, transfer.carried, offer.pulls)
+        found: list[Pulled] = []
+        for outcome in await asyncio.gather(*pulls, return_exceptions=True):  # all have ended, also when one fails
+            if isinstance(outcome, BaseException):
+                raise outcome
+            found.append(outcome)
+        here = time.monotonic()
+        digest = found[0].digest if offer.mode == "image" else await asyncio.to_thread(digest_of, slot.data)
+        return wire.TransferDone(
+            offer.transfer,
+            digest,
+            {},
+            here - started,
+            time.monotonic() - here,
+            received=dict(sum((Counter(pulled.received) for pulled in found), Counter())),
+            given_up={name: why for pulled in found for name, why in pulled.why.items() if name not in pulled.wrong},
+            wrong={name: why for pulled in found for name, why in pulled.wrong.items()},
+        )
+
+    async def _lay_out(self, transfer: _Transfer, manifest: Manifest) -> None:
+        """Reserve the slot, copy the parts of this host, and get memory for others."""
+        offer = transfer.offer
         slot = await self._reserve(transfer)
         transfer.running = True
         carrier = await self._carriers.get()
-        if transfer.cancelled:
-            return None
-        transfer.carried = Carried(carrier, offer.secret, slot, encrypt=hub.settings.encrypt)
-        hub.send(wire.TransferReady(offer.transfer))
-        transfer.carried.on_received = lambda nbytes: hub.send(wire.TransferMoved(offer.transfer, nbytes))
-        found = await transfer.carried.pull(offer.holders, offer.deadline_s, hub.address)
-        return wire.TransferDone(offer.transfer, found.digest, {}, found.seconds, 0.0, received=found.received)
+        await self._copy_places(offer.places, manifest, slot)
+        for one in offer.pulls:
+            memory, nbytes, scratch = slot.buffer, slot.data.numel(), one.part >= 0
+            if scratch:
+                nbytes = manifest.part_nbytes(one.part)
+                memory = await self._scratch(offer.version, nbytes)
+            base = None if scratch else self._pin_base(transfer, nbytes)
+            carried = Carried(
+                carrier,
+                offer.secret,
+                one.part,
+                memory,
+                nbytes,
+                base=base,
+                scratch=scratch,
+                encrypt=self._hub.settings.encrypt,
+            )
+            transfer.carried.append(carried)
+
+    async def _scratch(self, version: int, nbytes: int) -> Buffer:
+        """Memory for bytes that are not in a slot as they travel."""
+        name = f"replicas-{self._hub.name}-part-of-{version}"
+        return await asyncio.to_thread(Buffer.allocate, nbytes, name)
+
+    async def _copy_places(self, places: Sequence[wire.SlotPlace], manifest: Manifest, slot: Slot) -> None:
+        """Copy parts that lie on this host, or GPU."""
+        hub = self._hub
+
+        def copy() -> None:
+            for place in places:
+                copy_part(hub.arena, manifest, place, slot, hub.device)
+
+        if places:
+            await asyncio.to_thread(copy)
 
     def _pulled(self, transfer: _Transfer, slot: Slot, done: wire.TransferDone) -> None:
         """It is held like any other version, and served until the transfer is over."""
         hub, offer = self._hub, transfer.offer
-        hub.holdings.received(slot, done.image_digest, offer.meta, "cpu")
+        if slot.state == "held":
+            hub.arena.mended(slot, done.image_digest)
+            hub.holdings.note(offer.version, digest=done.image_digest)
+        else:
+            hub.holdings.received(slot, done.image_digest, offer.meta, "cpu")
         if self._transfers.get(offer.transfer) is not transfer:  # cancelled at its end: nobody asks for it any more
             hub.spawn(self._stop_carrying(transfer), f"transfer {offer.transfer} ends")
             return
-        hub.arena.pin(slot)
-        transfer.pinned = True
+        if not transfer.pinned:
+            hub.arena.pin(slot)
+            transfer.pinned = True
         hub.version_held()
         hub.send(msgspec.structs.replace(done, place=slot.place))
 
+    async def _end_carried(self, transfer: _Transfer) -> bool:
+        """Return True if the carrier uses none of its memory any more."""
+        ended = all([await carried.end() for carried in transfer.carried])
+        if ended:
+            self._unpin_base(transfer)
+        return ended
+
     async def _stop_carrying(self, transfer: _Transfer) -> None:
         """Let go of the slot once the carrier does not use it any more."""
-        if transfer.carried is not None and not await transfer.carried.end():
+        if not await self._end_carried(transfer):
             logger.warning("%s: %r is kept: its carrier did not die", self._hub.name, transfer.slot)
             return
         slot = transfer.slot
@@ -397,15 +514,9 @@ class Transfers(Part):
         return slot
 
     async def _move(self, transfer: _Transfer, slot: Slot, go: wire.TransferGo) -> wire.TransferDone:
-        hub = self._hub
         if go.places:
             manifest = await self._manifests.decoded(transfer.offer.manifest_hash)
-
-            def copy_parts() -> None:
-                for place in go.places:
-                    copy_part(hub.arena, manifest, place, slot, hub.device)
-
-            await asyncio.to_thread(copy_parts)
+            await self._copy_places(go.places, manifest, slot)
         if go.lane:
             transfer.lane = self._lanes.get(go.lane)
             return await self._through(transfer.lane, transfer, slot, go)
@@ -449,7 +560,7 @@ class Transfers(Part):
         if transfer is None:
             return
         transfer.cancelled = True
-        if transfer.carried is not None:  # a pull that goes on fails, and frees its slot
+        if transfer.carried:  # a pull that goes on fails, and frees its slot
             self._hub.spawn(self._stop_carrying(transfer), f"transfer {message.transfer} ends")
         elif not transfer.running:
             self._let_go(transfer)
@@ -469,7 +580,10 @@ class Transfers(Part):
             if slot is not None and transfer.pinned:
                 transfer.pinned = False
                 self._hub.arena.unpin(slot)
-        elif slot is not None and slot.foreign:
+        elif slot is not None and (slot.foreign or slot.state == "held"):  # mapped, or pulled and wrong
+            if transfer.pinned:
+                transfer.pinned = False
+                self._hub.arena.unpin(slot)
             self._hub.holdings.release(transfer.offer.version)
         elif slot is not None:
             self._hub.arena.free(slot)

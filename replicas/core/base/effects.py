@@ -61,8 +61,9 @@ class SyncEnded(msgspec.Struct, frozen=True, tag=True):
 class CaughtUp(msgspec.Struct, frozen=True, tag=True):
     """Members that had missed a version have it now.
 
-    ``moved_nbytes``: bytes that were sent through process groups for it, and
-    ``moved_to``: of them to each replica (``group/replica``).
+    ``moved_nbytes``: bytes that were sent over the network for it, and ``moved_to``: of
+    them to each replica (``group/replica``). ``pulled``: of them, by the member that
+    pulled and the one that served them.
     """
 
     channel: str
@@ -70,6 +71,20 @@ class CaughtUp(msgspec.Struct, frozen=True, tag=True):
     members: tuple[Member, ...]
     moved_nbytes: int
     moved_to: dict[str, int] = {}
+    pulled: dict[str, dict[str, int]] = {}
+
+
+class WrongBytes(msgspec.Struct, frozen=True, tag=True):
+    """A member has pulled bytes that are not the published ones, and asked again.
+
+    ``holder``: name of the member that served them. ``reason``: which bytes.
+    """
+
+    channel: str
+    version: int
+    member: Member
+    holder: str
+    reason: str
 
 
 class Retried(msgspec.Struct, frozen=True, tag=True):
@@ -169,6 +184,7 @@ Event = (
     | SyncEnded
     | StepFell
     | CaughtUp
+    | WrongBytes
     | Retried
     | SidecarReplaced
     | ReplicaLoaded

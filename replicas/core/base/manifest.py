@@ -147,6 +147,11 @@ class AnyManifest(msgspec.Struct, frozen=True, dict=True):
         """
         check_tensors(self.tensors, self.aliases)
 
+    @cached_property
+    def regions(self) -> tuple[tuple[int, int, int], ...]:
+        """Start, end and size of numbers in the data section, as they are packed."""
+        return packed_regions((tensor.dtype, tensor.nbytes) for tensor in self.tensors)
+
     @property
     def hash(self) -> str:
         """xxh3-128 of the encoding, in hex."""
@@ -180,6 +185,13 @@ class PartManifest(AnyManifest, frozen=True, dict=True):
     def whole(self) -> Manifest:
         """The manifest of the image that a rank with everything publishes alone."""
         return Manifest(self.tensors, self.aliases)
+
+    @cached_property
+    def regions(self) -> tuple[tuple[int, int, int], ...]:
+        if self.pieces is None:
+            return self.whole.regions
+        pieces = ((self.tensors[piece.tensor].dtype, _nbytes([piece], self.tensors)) for piece in self.pieces)
+        return packed_regions(pieces)
 
     def validate(self) -> None:
         super().validate()
@@ -281,6 +293,18 @@ def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
         offsets[index] = position
         position += sizes[index][1]
     return tuple(offsets)
+
+
+def packed_regions(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Return ``(start, end, bytes of a number)`` as :func:`packed_offsets` packs."""
+    nbytes = Counter[int]()
+    for dtype, size in sizes:
+        nbytes[min(8, item_nbytes(dtype))] += size  # a complex number is two numbers
+    regions: list[tuple[int, int, int]] = []
+    for width in sorted(+nbytes, reverse=True):
+        start = regions[-1][1] if regions else 0
+        regions.append((start, start + nbytes[width], width))
+    return tuple(regions)
 
 
 def segment_layout(segments: Iterable[Segment | TensorSpec]) -> tuple[tuple[int, ...], int]:

@@ -191,7 +191,7 @@ SLOT: Table[SlotState, SlotEvent] = Table(
 )
 
 DeliveryState = Literal["due", "offered", "taking", "came", "held", "failed"]
-DeliveryEvent = Literal["holder_up", "began", "all_here", "right", "gave_up"]
+DeliveryEvent = Literal["holder_up", "began", "all_here", "right", "wrong", "gave_up"]
 
 DELIVERY: Table[DeliveryState, DeliveryEvent] = Table(
     "a delivery",
@@ -200,6 +200,6 @@ DELIVERY: Table[DeliveryState, DeliveryEvent] = Table(
         "due": {"offered": ("holder_up",), "failed": ("gave_up",)},
         "offered": {"taking": ("began",), "came": ("all_here",), "failed": ("gave_up",)},
         "taking": {"came": ("all_here",), "failed": ("gave_up",)},
-        "came": {"held": ("right",), "failed": ("gave_up",)},
+        "came": {"held": ("right",), "due": ("wrong",), "failed": ("gave_up",)},
     },
 )

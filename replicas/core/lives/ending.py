@@ -118,7 +118,7 @@ ASKED_ACTIONS: Mapping[tuple[Asked, Request], tuple[AskedAction, ...]] = {
 
 
 def request_of(reason: RestartReason) -> Request:
-    """What a cause with this label asks for."""
+    """Return the request that a cause with this label makes."""
     if reason == "requested":
         return "restart"
     return "replace" if reason in FREE_REASONS else "fault"

@@ -39,7 +39,7 @@ def local_patience_s(adopt_s: float) -> float:
     Longer than a living supervisor takes to replace a frozen agent, and no shorter than
     they are to outlive a dead one.
     """
-    return max(2 * FROZEN_S, adopt_s)
+    return max(2 * FROZEN_S, adopt_s)  # twice: the new agent has to start and to find them
 
 
 def outlives_s(adopt_s: float) -> float:

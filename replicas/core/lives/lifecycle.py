@@ -222,10 +222,11 @@ class Lifecycle:
             self._started_at = now
             self._first_ready = True
         elif event is ReplicaEvent.ADOPT:
-            self._started_at, self._first_ready = now, False
+            self._started_at, self._first_ready = now, False  # how long it took to start is unknown here
         elif event is ReplicaEvent.READY:
             if self._first_ready:
                 start_s = max(0.0, now - self._started_at)
+                # later readiness of a generation is no recovery
                 recovery_s = None if self._lost_at is None else max(0.0, now - self._lost_at)
             self._first_ready, self._lost_at = False, None
         elif event is ReplicaEvent.RETRY:

@@ -68,7 +68,7 @@ class NodeLife:
         self.leased, self.heard_at, self.lease_s = leased, now, 0.0
 
     def step(self, event: NodeEvent) -> bool:
-        """Enter the next state; return whether it is another one."""
+        """Enter the next state; return True if that is another one."""
         before, self.state = self.state, NODE.next(self.state, event)
         return self.state != before
 
@@ -77,12 +77,12 @@ class NodeLife:
         self.duty = DUTY.next(self.duty, event)
 
     def heard(self, now: float) -> bool:
-        """Note that a message has come; return whether the node was away."""
+        """Note that a message has come; return True if the node was away."""
         self.heard_at = now
         return self.state == "away" and self.step("heard")
 
     def due(self, now: float) -> Literal["", "silent", "lease_over"]:
-        """What the silence of its agent has led to by now."""
+        """Return what the agent's silence has led to by now, or ""."""
         silent_s = now - self.heard_at
         if self.leased and self.state == "up" and silent_s > SILENT_S:
             return "silent"
@@ -92,12 +92,12 @@ class NodeLife:
 
     @property
     def takes_replicas(self) -> bool:
-        """Whether it is up, and not drained."""
+        """True if the node is up, and not drained."""
         return self.state == "up" and self.duty == "open"
 
     @property
     def over(self) -> bool:
-        """Whether nothing of the run is left there."""
+        """True if nothing of the run is left on the node."""
         return self.state in ("lost", "drained")
 
     @property

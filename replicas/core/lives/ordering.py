@@ -45,7 +45,7 @@ def is_good(states: Sequence[ReplicaState], min_ready: int | None = None) -> boo
 
 
 def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
-    """Return whether enough replicas have finished, at least one, and the rest failed.
+    """Return True if enough replicas have finished, at least one, and the rest failed.
 
     A group that was scaled to none is idle, and not done.
     """
@@ -54,7 +54,7 @@ def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> boo
 
 
 def is_over(states: Sequence[ReplicaState]) -> bool:
-    """Return whether all replicas have finished or failed.
+    """Return True if all replicas have finished or failed.
 
     A drained one may still be restarted by an operator.
     """
@@ -74,7 +74,7 @@ def least_left(config: Config, group: GroupConfig) -> int:
 
 
 def is_lost(states: Sequence[ReplicaState], least: int) -> bool:
-    """Return whether so many have failed that ``least`` cannot be reached again."""
+    """Return True if so many have failed that ``least`` cannot be reached again."""
     return len(states) - states.count("failed") < min(least, len(states))
 
 

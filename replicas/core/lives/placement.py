@@ -112,6 +112,7 @@ def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[
         free = [room for room in rooms if room.fits(need)]
         if not free:
             return _missing(need, offers, taken)
+        # min() keeps the first of equals
         best = min(free, key=lambda room: room.parts if need.spread else len(room.gpus))
         shares.append(best.give(need))
     return tuple(shares)
@@ -138,7 +139,7 @@ def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str
 
 
 def _wanted(need: Need, rooms: Sequence[_Room], *, named: bool) -> list[str]:
-    """What these nodes have too little of; ``named``: there are several nodes."""
+    """Return what these nodes lack, in words; ``named``: of several nodes."""
     wanted = []
     if need.per_node is not None and sum(max(0, need.per_node - room.parts) for room in rooms) < need.parts:
         wanted.append(f"a node with fewer than {need.per_node} of the group")

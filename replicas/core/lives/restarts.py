@@ -33,7 +33,7 @@ _ALL = 0
 
 
 def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
-    """Return whether the policy restarts a replica. ``ok``: it ended well."""
+    """Return True if the policy restarts a replica. ``ok``: it ended well."""
     return config.policy == "always" or (config.policy == "on-failure" and not ok)
 
 
@@ -79,10 +79,10 @@ class Restarts:
         config = self.config
         if not wants_restart(config, ok=ok):
             return RestartVerdict(None, f"restart policy is {config.policy}")
-        if self._resume_at is not None:
+        if self._resume_at is not None:  # its incident was counted with the first
             return RestartVerdict(max(0.0, self._resume_at - now))
         whose = self.key(replica)
-        if ok or progressed is not False or ran_s >= config.window_s:
+        if ok or progressed is not False or ran_s >= config.window_s:  # None: it has no steps, so it cannot lack them
             self.cycles.pop(whose, None)
         else:
             self.cycles[whose] = self.cycles.get(whose, 0) + 1
@@ -105,11 +105,12 @@ class Restarts:
         self._spent.append((now, replica))
         attempt = sum(other == replica for _, other in self._spent)
         jitter_s = self._rng.uniform(0.0, self._backoff.first_s)
+        # jitter cannot exceed the limit either
         return min(self._backoff.after(attempt - 1) + jitter_s, self._backoff.max_s)
 
     def ages(self, now: float) -> list[tuple[float, int]]:
         """Return (age in seconds, replica) of each restart in the window."""
-        self.remaining(now)
+        self.remaining(now)  # drops what is outside the window
         return [(max(0.0, now - at), replica) for at, replica in self._spent]
 
     def remaining(self, now: float) -> int:
@@ -133,7 +134,7 @@ class Restarts:
         return self.cycles.get(self.key(replica), 0)
 
     def spent(self, now: float) -> bool:
-        """Return whether some of the budget, or a cycle, is spent."""
+        """Return True if some of the budget, or a cycle, is spent."""
         return bool(self.ages(now) or self.cycles)
 
     def reset(self) -> None:
@@ -151,4 +152,5 @@ class Restarts:
         :param spent: as in :meth:`ages`.
         """
         self.cycles = {replica: count for replica, count in cycles.items() if count}
+        # sorted, as popleft() takes the oldest
         self._spent = deque(sorted((now - max(0.0, age), replica) for age, replica in spent))

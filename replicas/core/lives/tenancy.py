@@ -42,7 +42,7 @@ class Tenancy:
     def __init__(self) -> None:
         self.state: TenancyState = "joining"
         self.until: float | None = None
-        """When everything must begin to end; None: there is no such time."""
+        """Time at which everything must begin to end; None: no limit."""
         self._lease_s = 0.0
         self._sent: dict[int, float] = {}
         self._number = 0
@@ -53,23 +53,23 @@ class Tenancy:
 
     @property
     def serves(self) -> bool:
-        """Whether a supervisor has taken the agent, and its lease has not ended."""
+        """True if a supervisor has taken the agent, and its lease has not ended."""
         return self.state in ("serving", "leaving")
 
     @property
     def ended(self) -> bool:
-        """Whether it is over."""
+        """True if the agent ends."""
         return self.state == "over"
 
     @property
     def leased(self) -> bool:
-        """Whether the present supervisor has given it a lease."""
+        """True if the present supervisor has given it a lease."""
         return self._lease_s > 0
 
     def granted(self, lease_s: float, asked_at: float) -> None:
         """A supervisor has taken the agent, which had asked at ``asked_at``."""
         self._lease_s = lease_s
-        self._sent.clear()
+        self._sent.clear()  # beats to an earlier supervisor prove nothing to this one
         self.until = asked_at + lease_s if lease_s else None
 
     def beat(self, now: float) -> int:
@@ -82,14 +82,15 @@ class Tenancy:
         """The supervisor has heard this beat."""
         sent_at = self._sent.pop(number, None)
         if sent_at is not None and self._lease_s:
-            self.until = max(self.until or 0.0, sent_at + self._lease_s)
+            self.until = max(self.until or 0.0, sent_at + self._lease_s)  # counted from the sending: see lease_times
+        # earlier beats cannot lengthen it
         self._sent = {other: at for other, at in self._sent.items() if other > number}
 
     def alone(self, now: float, patience_s: float) -> None:
         """The supervisor is gone: go on for ``patience_s``, at most until the lease
         ends."""
         left = now + patience_s
-        self.until = left if self.until is None else min(self.until, left)
+        self.until = left if self.until is None else min(self.until, left)  # being alone never lengthens a lease
 
     def over(self, now: float) -> bool:
         return self.until is not None and now >= self.until

@@ -17,7 +17,7 @@ come back does not make them silent.
 from __future__ import annotations
 
 HEARTBEAT_S = 1.0
-HEARTBEAT_MAX_S = 3.0
+HEARTBEAT_MAX_S = 3.0  # so that three missed ones are noticed within 10 s
 BEATS_PER_S = 300
 LEASE_BEATS = 4
 """Number of heartbeats that a member can send within its lease."""
@@ -40,6 +40,7 @@ class Heartbeats:
     @staticmethod
     def interval_s(members: int, lease_s: float) -> float:
         """Return the interval for ``members`` whose shortest lease is ``lease_s``."""
+        # never less than 1 s, however short the lease
         longest_s = max(HEARTBEAT_S, min(HEARTBEAT_MAX_S, lease_s / LEASE_BEATS))
         return min(longest_s, HEARTBEAT_S * max(1, -(-members // BEATS_PER_S)))
 
@@ -52,10 +53,10 @@ class Heartbeats:
         self._slowest_s = max(self._slowest_s, interval_s)
 
     def told_all(self, interval_s: float, now: float) -> None:
-        if interval_s >= self._slowest_s:
+        if interval_s >= self._slowest_s:  # a slower pace is allowed at once
             self._slowest_s, self._slow_until = interval_s, 0.0
         elif not self._slow_until:
-            self._slow_until = now + 2 * self._slowest_s
+            self._slow_until = now + 2 * self._slowest_s  # a View may take a whole interval until it is read
 
     def tick(self, interval_s: float, now: float) -> None:
         """Expect ``interval_s``, the current one, once all must have learnt it."""
@@ -76,7 +77,7 @@ class SilenceOfAll:
         0: there was no silence.
         """
         silence_s = now - self._heard_at
-        deaf = self._counted_to > self._heard_at > 0.0
+        deaf = self._counted_to > self._heard_at > 0.0  # some of this silence was not counted
         self._heard_at = self._counted_to = now
         return min(silence_s, GRACE_MAX_S) if deaf else 0.0
 
@@ -87,7 +88,7 @@ class SilenceOfAll:
     def passed(self, now: float) -> float:
         """Return the newly passed seconds by which no member is to be judged."""
         silence_s = now - self._heard_at
-        if not self._heard_at or not QUIET_S < silence_s <= DEAF_MAX_S:
+        if not self._heard_at or not QUIET_S < silence_s <= DEAF_MAX_S:  # 0: no member is there
             return 0.0
-        since, self._counted_to = max(self._heard_at, self._counted_to), now
+        since, self._counted_to = max(self._heard_at, self._counted_to), now  # each second is passed on once
         return now - since

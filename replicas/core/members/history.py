@@ -36,7 +36,7 @@ class History:
 
     def note_loss(self, name: str, now: float) -> None:
         """Note a loss of the identity that was no orderly leave."""
-        self._losses.setdefault(name, deque(maxlen=16)).append(now)
+        self._losses.setdefault(name, deque(maxlen=16)).append(now)  # 16: by then delays are as long as they get
 
     def losses(self, name: str, now: float) -> int:
         """Return how often the identity was lost within :data:`FLAP_WINDOW_S`."""

@@ -37,12 +37,12 @@ class Holders:
         carries = state.member in self._carriers
         if held:
             self._of.setdefault(version, {})[state.member] = state
-            self._carrying[version] += carries
+            self._carrying[version] += carries  # bool as 0 or 1
             return
         self._of[version].pop(state.member, None)
         self._carrying[version] -= carries
         if not self._of[version]:
-            del self._of[version], self._carrying[version]
+            del self._of[version], self._carrying[version]  # versions come and go for as long as the run
 
     def of(self, version: int) -> list[MemberState]:
         """Return members that hold the whole of ``version``, in no order."""
@@ -53,6 +53,6 @@ class Holders:
 
         It costs nothing when there are none.
         """
-        if self._carrying[version] == len(self._carriers):
+        if self._carrying[version] == len(self._carriers):  # all have it: the usual case, without a walk
             return []
         return [state for state in self._carriers.values() if version not in state.held]

@@ -13,10 +13,10 @@ are on one "host" when that is proven and they have the same GPU; the coordinato
 none there.
 
 **Lent memory.** The owner of a slot (a publisher, or the member that received a version
-for its host) may write it again when no member has it mapped any more: readers hold
+for its host) may write it again once no member has it mapped: readers hold
 locks on the memory. But a lock does not say why it is held. So the owner of an older
 version is told (:class:`~replicas.messages.Released`) when no responsive member of its
-host has that version any more: a lock that is left then belongs to a process that is
+host has that version: a lock that is left then belongs to a process that is
 frozen or cut off, and the memory is retired rather than waited for.
 """
 
@@ -76,7 +76,7 @@ class Hosts:
         self._members: dict[int, dict[Member, MemberState]] = {}
         self._searches: dict[Member, _Search] = {}
         self._unwarned: dict[Member, None] = {}
-        """Members that do not know of another host yet, in the order they were placed."""
+        """Members that do not know of another host yet, in the order of placing."""
         self._here = here if self._shared and not self._by_device else None
         self.own = self._new() if self._here is not None else 0
 
@@ -84,7 +84,7 @@ class Hosts:
         return list(self._members.get(host, {}).values())
 
     def awaited(self, since: float, now: float) -> bool:
-        """Return whether a publish, ready ``since`` then, waits for newcomers.
+        """Return True if a publish, ready ``since`` then, waits for newcomers.
 
         One that does not answer is waited for once, and not by each publish.
         """
@@ -116,7 +116,7 @@ class Hosts:
         if search is None:
             return
         found = search.hosts[message.found] if 0 <= message.found < len(search.hosts) else 0
-        if found and (found == self.own or found in self._members):
+        if found and (found == self.own or found in self._members):  # all members of that host may have left meanwhile
             self._put(state, found)
         else:
             self._search(state, search)
@@ -179,7 +179,7 @@ class Hosts:
     # ------------------------------------------------------------ lent memory
 
     def release(self, latest: int, now: float, *, host: int | None = None) -> None:
-        """Tell owners which versions older than ``latest`` are not used any more.
+        """Tell owners which versions older than ``latest`` are no longer used.
 
         A version is used while another responsive member of its host has it.
 
@@ -248,7 +248,7 @@ class Keeping:
             del self._asked[owner]
             return
         self._kept[owner] = place
-        if owner not in self._roster:
+        if owner not in self._roster:  # it was lost while the shell opened its memory
             self._stand_in(state)
 
     def lost(self, state: MemberState) -> None:
@@ -276,7 +276,7 @@ class Keeping:
         return self._roster.get(member) or self._stand_ins.get(member)
 
     def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:
-        """Return whether any of ``needers`` can get ``version`` from what is kept.
+        """Return True if any of ``needers`` can get ``version`` from what is kept.
 
         The host of a newcomer may be unknown yet: it may be this one.
         """

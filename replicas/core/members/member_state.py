@@ -81,7 +81,7 @@ class Life:
     resumed: bool = False
 
     def goes_on(self, hello: Hello) -> bool:
-        """Whether ``hello`` is of this life, when it has no member at the moment."""
+        """True if ``hello`` continues this life, which has no member at present."""
         if hello.proof or self.generation != hello.generation:
             return self.generation == hello.generation
         return self.ranks.get(hello.rank, hello.process) == hello.process and not self.lost - {hello.rank}
@@ -185,7 +185,7 @@ class MemberState:
 
     @property
     def caught_up(self) -> bool:
-        """Whether it has the version that it was left behind without.
+        """True if it holds the version that it lacked when it was left behind.
 
         A target without it would delay the others each time.
         """
@@ -193,7 +193,7 @@ class MemberState:
 
     @property
     def from_before(self) -> bool:
-        """Whether it was a member under another coordinator."""
+        """True if the member comes from another coordinator."""
         return self.hello.resume_term != 0
 
     @property
@@ -210,7 +210,7 @@ class MemberState:
 
     @property
     def observes(self) -> bool:
-        """Whether it is an observer, which takes part in nothing."""
+        """True if it is an observer, which takes part in nothing."""
         return self.settings.role == "observer"
 
 

@@ -92,6 +92,7 @@ def check_identity(hello: Hello, replica: Iterable[MemberState], config: Channel
         )
     if hello.replica < 0:
         raise errors.UsageError(f"{where}: replica must be 0 or more", channel=config.name)
+    # its former incarnation may have had another size
     others = {state.hello.world_size for state in replica if state.member.name != where}
     if others and others != {hello.world_size}:
         text = f"{where}: world_size {hello.world_size}, but its replica joined with {others.pop()}"
@@ -131,7 +132,7 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
 def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[tuple[str, str, str]]:
     """Yield what both have, and the remedy."""
     mine, theirs = hello.torch_version, other.torch_version
-    if mine and theirs and _release(mine) != _release(theirs):
+    if mine and theirs and _release(mine) != _release(theirs):  # an unknown release is not judged
         remedy = f"install torch {_release(theirs)} for both, or {_release(mine)}, and start them again"
         yield f"torch {mine}", f"torch {theirs}", remedy
     both = bool(hello.cuda_devices and other.cuda_devices)
@@ -159,7 +160,7 @@ def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[t
 
 
 def nccl_works(hellos: Sequence[Hello]) -> bool:
-    """Return whether NCCL accepts these as one group, by their GPUs.
+    """Return True if NCCL accepts these as one group, by their GPUs.
 
     It takes processes with one GPU for ones with two when their NCCL_HOSTID differ
     (correct, but slow).
@@ -185,16 +186,16 @@ def _shares_gpu(hello: Hello) -> bool:
 
 
 def _release(version: str) -> str:
-    return ".".join(version.partition("+")[0].split(".")[:2])
+    return ".".join(version.partition("+")[0].split(".")[:2])  # 2.9.1+cu128 works with 2.9.0
 
 
 def carries_bytes(hello: Hello, parties: Iterable[ChannelRole]) -> bool:
-    """Return whether one of these roles makes this rank send or receive bytes."""
+    """Return True if one of these roles makes this rank send or receive bytes."""
     return any(party.group == hello.group and (party.ranks != "leader" or hello.rank == 0) for party in parties)
 
 
 def _in_groups(hello: Hello, config: ChannelConfig) -> bool:
-    """Return whether this rank is ever part of a process group."""
+    """Return True if this rank is ever part of a process group."""
     return carries_bytes(hello, (*config.sources, *config.targets, *config.peers))
 
 

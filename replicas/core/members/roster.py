@@ -52,7 +52,7 @@ from replicas.core.members.preflight import carries_bytes, check_identity, check
 from replicas.messages import ChannelSettings, Hello
 from replicas.messages.identity import Member
 
-FLAPS = 3
+FLAPS = 3  # fewer are bad luck
 CUT_S = 1.5
 """A member whose connection breaks reconnects at once, well within this time."""
 PROBATION = Backoff(1.0, 30.0)
@@ -139,12 +139,13 @@ class Roster:
         :raises errors.ReplicasError: the Hello is not acceptable.
         """
         outlived = self.outlived(hello)
+        # those are lost before this one enters
         replica = [state for state in self.replica(hello.group, hello.replica) if state not in outlived]
         check_identity(hello, replica, self.config)
         check_join(hello, self.others(hello), self.config)
         member = hello.member
         settings = settings_of(hello, self.config, self.heartbeat_interval_s)
-        older = None if hello.observe else self.holder_of(member.name)
+        older = None if hello.observe else self.holder_of(member.name)  # an observer takes no identity
         if older is not None:
             self._check_newer(member, hello, older)
         state = MemberState(member, hello, settings, address, last_seen=now, progressed_at=now)
@@ -155,7 +156,7 @@ class Roster:
         state.lent = {*state.held, *hello.lent}
         state.places = {held.version: held.place for held in hello.held if held.place is not None}
         state.loaded = hello.loaded
-        state.resumed = not state.from_before
+        state.resumed = not state.from_before  # others owe a report of their work
         losses = self.history.losses(member.name, now)
         if losses >= FLAPS:
             state.not_before = now + PROBATION.after(losses - FLAPS)
@@ -178,6 +179,7 @@ class Roster:
         epochs.
         """
         known = (hello.generation, hello.epoch)
+        # one that joins anew is the newest, whatever it says
         if not hello.resume_term or (holder.from_before and known >= (holder.hello.generation, holder.hello.epoch)):
             return
         raise errors.Fenced(
@@ -202,6 +204,7 @@ class Roster:
         """Add it to the members of its replica, and to the life that it belongs to."""
         key, hello = (state.member.group, state.member.replica), state.hello
         life = self._lives.get(key)
+        # with a member there, whoever joins is of that life
         if life is None or not (key in self._replicas or life.goes_on(hello)):
             life = self._lives[key] = Life(hello.generation)
         life.joined(hello)
@@ -216,8 +219,9 @@ class Roster:
         self.holders.remove(state)
         self.apart.pop(member, None)
         if not state.observes:
-            if self._by_name.get(member.name) is state:
+            if self._by_name.get(member.name) is state:  # a later incarnation may have taken the name
                 del self._by_name[member.name]
+            # ranks that left in order may come back to the same life
             _discard(self._replicas, (member.group, member.replica), member)
             if not in_order:
                 self.life(member).lost.add(member.rank)
@@ -225,7 +229,7 @@ class Roster:
         if state.live:
             self.epoch += 1
         if state.standing == "quarantined" and state.is_peer:
-            self.history.note_isolated(member.name, state.note)
+            self.history.note_isolated(member.name, state.note)  # told when it comes back
         state.step("lost")
         return state
 
@@ -287,7 +291,7 @@ class Roster:
         waiting = self.waiting(now)
         for state in waiting:
             state.step("admitted")
-            state.note, state.missed = "", 0
+            state.note, state.missed = "", 0  # it begins without a past
             del self.apart[state.member]
         if waiting:
             self.epoch += 1
@@ -327,14 +331,14 @@ class Roster:
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
         """End its part in the epoch; it is caught up and admitted again."""
-        self.epoch += 1
+        self.epoch += 1  # only live members are left behind
         state.step("left_behind")
         self.apart[state.member] = state
         state.note, state.missed = why, missed
 
     def isolate(self, state: MemberState, why: str, not_before: float) -> None:
         """Quarantine the member: no process group with it works."""
-        self.epoch += state.live
+        self.epoch += state.live  # a member outside the epoch leaves it as it is
         state.step("isolated")
         self.apart[state.member] = state
         state.note, state.not_before = why, not_before
@@ -349,7 +353,7 @@ class Roster:
     def heard(self, member: Member, now: float) -> None:
         """Note a sign of life."""
         if (state := self.get(member)) is not None:
-            state.last_seen = max(state.last_seen, now)
+            state.last_seen = max(state.last_seen, now)  # pardon() may have set it ahead of now
 
     def measured(self, member: Member, rtt_s: float) -> None:
         """Note the member's recent round-trip time in seconds; 0: unknown."""
@@ -393,18 +397,20 @@ class Roster:
         return interval_s
 
     def suspect(self, state: MemberState, now: float) -> bool:
-        """Return whether it missed three heartbeats or has not reconnected in time."""
+        """Return True if the member missed three heartbeats, or has not reconnected."""
         cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
         return cut or now - state.last_seen > self._heartbeats.patience_s
 
     def expired(self, now: float) -> list[MemberState]:
         shortest_s = self.shortest_lease_s
+        # spares most of them the look-up of their group
         silent = [state for state in self if now - state.last_seen > shortest_s]
         return [s for s in silent if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
 
     def forgive(self, pause_s: float, now: float) -> None:
         """Extend all times by ``pause_s``, while the coordinator did not run."""
         for state in self:
+            # never back, and never ahead of now
             state.last_seen = max(state.last_seen, min(state.last_seen + pause_s, now))
             state.cut_at = min(state.cut_at + pause_s, now) if state.cut_at else 0.0
             state.progressed_at = max(state.progressed_at, min(state.progressed_at + pause_s, now))
@@ -416,7 +422,7 @@ class Roster:
         """
         for state in self:
             if state.member in members:
-                doubtful = self.suspect(state, now - silence_s)
+                doubtful = self.suspect(state, now - silence_s)  # as judged when the silence began
                 state.last_seen += silence_s + (0.0 if doubtful else grace_s)
                 state.progressed_at = min(state.progressed_at + silence_s, now)
 

@@ -13,7 +13,7 @@ from replicas.core.members.roster import Roster
 from replicas.messages.identity import Member
 
 WHOLE_VIEW = 32
-"""Up to this many members, every View names all of them."""
+"""Up to this many members, every View names all of them: less would save nothing."""
 VIEWS_PER_S = 5_000
 """Long-run rate of Views, counted per receiving member; later changes wait."""
 VIEWS_AT_ONCE = 2_000
@@ -35,7 +35,7 @@ class Views:
             return
         self._credit = min(float(VIEWS_AT_ONCE), self._credit + VIEWS_PER_S * (now - self._at))
         self._at = now
-        if self._credit > 0:
+        if self._credit > 0:  # overdrawn by one View: else a large channel had to wait for ever
             self._credit -= len(self._roster)
             self._publish(now)
 
@@ -48,10 +48,11 @@ class Views:
         everybody = frozenset(members)
         if len(members) > WHOLE_VIEW:
             joined, left = sorted(everybody - self._members), sorted(self._members - everybody)
-            if len(joined) + len(left) < len(members):
+            if len(joined) + len(left) < len(members):  # else the whole View is shorter
                 change = wire.View(roster.epoch, tuple(joined), known, tuple(left), interval_s)
         self._epoch, self._members = roster.epoch, everybody
         self._out.append(EpochStarted(roster.config.name, roster.epoch, members))
         for state in roster:
+            # a difference needs the epoch before it
             self._out.append(Send(state.member, change if state.view_epoch == known else view))
             state.view_epoch = roster.epoch

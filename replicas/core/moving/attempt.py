@@ -26,6 +26,7 @@ class Payload:
 
     :ivar encoded: its manifest, as it is sent.
     :ivar digest: empty until a member with the whole image has computed it.
+    :ivar part_digests: of the parts, in order; empty where they are not known.
     :ivar filling: the member still filling its slot with it while it is already sent.
     """
 
@@ -38,6 +39,7 @@ class Payload:
     meta: Meta
     digest: str = ""
     part_owners: tuple[Member, ...] = ()
+    part_digests: tuple[str, ...] = ()
     filling: Member | None = None
 
 
@@ -135,7 +137,7 @@ class Attempt:
     def go(self, go: TransferGo, lane: Lane | None) -> None:
         """Tell the members, all ready now, to move the bytes."""
         for member in self.movers:
-            places = tuple(self._part(number) for number in self.plan.local.get(member, ()))
+            places = self.local_places(member)
             own = msgspec.structs.replace(go, places=places) if places else go
             if lane is not None and member not in lane.ranks:
                 own = msgspec.structs.replace(own, lane="", routes=())
@@ -151,6 +153,10 @@ class Attempt:
     def _place(self, member: Member) -> SlotPlace | None:
         state = self.ground.keeping.lender(member)
         return state.places.get(self.payload.version) if state is not None else None
+
+    def local_places(self, member: Member) -> tuple[SlotPlace, ...]:
+        """Return where the parts lie that this member copies on its own host."""
+        return tuple(self._part(number) for number in self.plan.local.get(member, ()))
 
     def _part(self, number: int) -> SlotPlace:
         place = self._place(self.plan.owners[number])

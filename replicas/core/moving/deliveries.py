@@ -10,12 +10,14 @@ serve it; a carrier that is asked a moment too early waits for that. So each del
 goes its own way::
 
     due ──its holder listens──▶ offered ──slot reserved──▶ taking ──▶ came ──▶ held
-                                   └──────────── failed ◀─────┘ no holder left, wrong
-                                   bytes
+     ▲                             └──────────── failed ◀─────┘ no holder left   │
+     └───────────────────────────────── wrong bytes ─────────────────────────────┘
 
 *Came*: all bytes are there, and their digest is told; *held*: it is that of the
 version, which may be known only later, as the publisher digests while it sends. What
-failed is offered again in the next attempt, perhaps from another holder.
+came and is wrong is offered once more with the digest: the carrier finds out which
+blocks are wrong, and asks for those elsewhere. What failed is offered again in the next
+attempt, perhaps from another holder.
 
 A member serves from its *serve* or *pull* offer on until its cancel: so every member of
 an attempt is told when that is over, also those that are done.
@@ -29,7 +31,8 @@ from dataclasses import dataclass
 from replicas.core.base.effects import Send
 from replicas.core.base.membership import DELIVERY, DeliveryEvent, DeliveryState
 from replicas.core.moving.attempt import Attempt
-from replicas.messages import HolderAddress, TransferCancel, TransferDone
+from replicas.core.moving.paths import Pulls
+from replicas.messages import HolderAddress, PartPull, TransferCancel, TransferDone
 from replicas.messages.identity import Member
 
 STILL_S = 5.0
@@ -44,11 +47,13 @@ class Delivery:
     """
 
     member: Member
-    holders: tuple[Member, ...]
+    pulls: Pulls
     state: DeliveryState = "due"
     received: int = 0
     moved_at: float = 0.0
     reply: TransferDone | None = None
+    judged: bool = False
+    """The carrier knew the digest of what it pulls."""
 
     def step(self, event: DeliveryEvent) -> None:
         self.state = DELIVERY.next(self.state, event)
@@ -59,8 +64,9 @@ class Deliveries:
 
     def __init__(self, attempt: Attempt, deadline: float) -> None:
         self._attempt, self._deadline = attempt, deadline
-        self._all = {member: Delivery(member, holders) for member, holders in attempt.plan.pulls.items()}
+        self._all = {member: Delivery(member, pulls) for member, pulls in attempt.plan.pulls.items()}
         self._served = attempt.plan.servers
+        self._base = _newest_base(attempt)
         self._closed = False
 
     def __bool__(self) -> bool:
@@ -82,27 +88,49 @@ class Deliveries:
         attempt, ground = self._attempt, self._attempt.ground
         streams = attempt.payload.filling
         for member in self._served:
-            message = attempt.offer_of("serve", self._left_s(now), secret=self._secret, streaming=member == streams)
+            part, streaming = attempt.plan.part_of(member), member == streams
+            more = {"secret": self._secret, "streaming": streaming, "part": part, "base": self._base_of(member)}
+            message = attempt.offer_of("serve", self._left_s(now), **more)
             ground.out.append(Send(member, message))
         self.offer_due(now)
 
     def offer_due(self, now: float) -> None:
-        """Offer the deliveries of which a holder listens now."""
-        ground, out = self._attempt.ground, self._attempt.ground.out
+        """Offer the deliveries of which holders listen now, one for each part."""
+        attempt, ground = self._attempt, self._attempt.ground
         for one in self.of("due"):
-            known = [
-                HolderAddress(state.member.name, state.address, state.carrier_port, state.certificate_hash)
-                for state in ground.roster.states(one.holders)
-                if state.carrier_port and (state.certificate_hash or not ground.config.encrypt)
-            ]
-            if known:
-                sharing = 1 + self._attempt.waiting[ground.roster.host(one.member)]
-                message = self._attempt.offer_of(
-                    "pull", self._left_s(now), secret=self._secret, holders=tuple(known), sharing=sharing
+            pulls = {part: self._listening(holders) for part, holders in one.pulls.items()}
+            if all(pulls.values()):
+                sharing = 1 + attempt.waiting[ground.roster.host(one.member)]
+                digests = attempt.payload.part_digests
+                message = attempt.offer_of(
+                    "pull",
+                    self._left_s(now),
+                    secret=self._secret,
+                    pulls=tuple(
+                        PartPull(part, holders, digests[part] if 0 <= part < len(digests) else "")
+                        for part, holders in pulls.items()
+                    ),
+                    places=attempt.local_places(one.member),
+                    sharing=sharing,
+                    base=self._base_of(one.member),
                 )
                 one.step("holder_up")
-                one.moved_at = now
-                out.append(Send(one.member, message))
+                one.moved_at, one.judged = now, attempt.plan.mode == "parts" or bool(attempt.payload.digest)
+                ground.out.append(Send(one.member, message))
+
+    def _base_of(self, member: Member) -> int:
+        """Return the version to which this member makes, or takes, deltas; 0: none."""
+        version, digest = self._base
+        state = self._attempt.ground.roster.get(member)
+        return version if state is not None and version and state.held.get(version) == digest else 0
+
+    def _listening(self, holders: Iterable[Member]) -> tuple[HolderAddress, ...]:
+        ground = self._attempt.ground
+        return tuple(
+            HolderAddress(state.member.name, state.address, state.carrier_port, state.certificate_hash)
+            for state in ground.roster.states(holders)
+            if state.carrier_port and (state.certificate_hash or not ground.config.encrypt)
+        )
 
     def began(self, member: Member, now: float) -> None:
         one = self._all.get(member)
@@ -146,3 +174,11 @@ class Deliveries:
     @property
     def _secret(self) -> bytes:
         return self._attempt.ground.lanes.pull_secret(self._attempt.number)
+
+
+def _newest_base(attempt: Attempt) -> tuple[int, str]:
+    """Return the newest version, with its digest, that the first holder still has."""
+    first = attempt.plan.servers[0] if attempt.plan.mode == "image" and attempt.plan.servers else None
+    state = attempt.ground.roster.get(first) if first is not None else None
+    held = state.held.items() if state is not None else ()
+    return max(((v, digest) for v, digest in held if digest and v < attempt.payload.version), default=(0, ""))

@@ -14,8 +14,8 @@ serves what it is still receiving, or else from the holder. So a pull concerns t
 members; there is no lane, and one that is slow or fails delays nobody else.
 
 A version that exists only in parts at its source ranks (``ranks = "all"``) is assembled
-by the leaders: each copies the parts that lie on its own host there, and receives the
-others over the lane. Memory that the coordinator *keeps* for lost members
+by the leaders: each copies the parts that lie on its own host there, and receives or
+pulls the others. Memory that the coordinator *keeps* for lost members
 (:class:`~replicas.core.members.hosts.Keeping`) can be mapped or copied on its host, but
 not sent.
 
@@ -29,7 +29,7 @@ members share no lane with other receivers, and come last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
@@ -43,6 +43,9 @@ CHAIN_MAX = 2
 """Leaders before it that it is told of, the nearest first."""
 Works = Callable[[MemberState, MemberState], bool]
 """Returns whether two members may be in one lane."""
+Pulls = dict[int, tuple[Member, ...]]
+"""By part (:data:`IMAGE`: the whole), from whom a leader may pull it, in order."""
+IMAGE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class TransferPlan:
     :param senders: members of the lane that send, in its order.
     :param receivers: the leaders, which fill slots of their own.
     :param maps: the lender of each member that maps.
-    :param pulls: of each leader that pulls, those that it may pull from, in order.
+    :param pulls: from whom each leader pulls; none: all parts lie on its host.
     :param routes: for each part (one of an image) the members that it passes through;
         empty: it need not be sent.
     :param local: numbers of the parts that a receiver copies on its own host.
@@ -65,7 +68,7 @@ class TransferPlan:
     senders: tuple[Member, ...] = ()
     receivers: tuple[Member, ...] = ()
     maps: dict[Member, Member] = field(default_factory=dict)
-    pulls: dict[Member, tuple[Member, ...]] = field(default_factory=dict)
+    pulls: dict[Member, Pulls] = field(default_factory=dict)
     routes: tuple[tuple[Member, ...], ...] = ()
     local: dict[Member, tuple[int, ...]] = field(default_factory=dict)
     owners: tuple[Member, ...] = ()
@@ -86,8 +89,14 @@ class TransferPlan:
     @property
     def servers(self) -> tuple[Member, ...]:
         """Holders that are pulled from, each once."""
-        found = dict.fromkeys(holder for holders in self.pulls.values() for holder in holders)
+        found = dict.fromkeys(
+            holder for pulled in self.pulls.values() for holders in pulled.values() for holder in holders
+        )
         return tuple(holder for holder in found if holder not in self.pulls)
+
+    def part_of(self, owner: Member) -> int:
+        """The part that a server has; :data:`IMAGE`: the whole."""
+        return self.owners.index(owner) if self.mode == "parts" else IMAGE
 
     @property
     def givers(self) -> tuple[Member, ...]:
@@ -129,7 +138,7 @@ def plan(
     if holders:
         return _from_holders(version, ordered, holders, filling, kept, works, pulls=pulls)
     if owners:
-        return _from_parts(version, ordered, owners, kept, works)
+        return _from_parts(version, ordered, owners, kept, works, pulls=pulls)
     return None
 
 
@@ -152,7 +161,7 @@ def _from_holders(
     if needers and not maps and not able:
         return None
     if pulls:
-        pulled = _pulls(able, leaders, works)
+        pulled = {member: {IMAGE: givers} for member, givers in _pulls(able, leaders, works).items()}
         waiting = frozenset(state.member for state in others) - pulled.keys()
         return TransferPlan(mode="image", maps=maps, pulls=pulled, waiting=waiting)
     senders, receivers = _reached(able, leaders, works)
@@ -172,16 +181,28 @@ def _from_parts(
     owners: Sequence[MemberState],
     kept: Collection[Member],
     works: Works | None,
+    *,
+    pulls: bool,
 ) -> TransferPlan | None:
     there = {owner.host for owner in owners if owner.member in kept}
     leaders = _leaders([state for state in needers if there <= {state.host}])
     if needers and not leaders:
         return None
     senders = [owner for owner in owners if owner.member not in kept]
-    receivers = tuple(state.member for state in _fitting(senders, leaders, works))
-    hosts = {state.member: state.host for state in needers}
+    if not pulls:
+        leaders = tuple(_fitting(senders, leaders, works))
     readable = [(part, owner.host) for part, owner in enumerate(owners) if version in owner.places]
-    local = {member: tuple(part for part, host in readable if host == hosts[member]) for member in receivers}
+    local = {state.member: tuple(part for part, host in readable if host == state.host) for state in leaders}
+    if pulls:
+        pulled = _pulled_parts(owners, leaders, local, works)
+        return TransferPlan(
+            mode="parts",
+            pulls=pulled,
+            local={member: numbers for member, numbers in local.items() if numbers and member in pulled},
+            owners=tuple(owner.member for owner in owners),
+            waiting=frozenset(state.member for state in needers) - pulled.keys(),
+        )
+    receivers = tuple(state.member for state in leaders)
     routes = []
     for part, owner in enumerate(owners):
         remote = tuple(member for member in receivers if part not in local[member])
@@ -193,8 +214,29 @@ def _from_parts(
         routes=tuple(routes),
         local={member: numbers for member, numbers in local.items() if numbers},
         owners=tuple(owner.member for owner in owners),
-        waiting=frozenset(hosts) - set(receivers),
+        waiting=frozenset(state.member for state in needers) - set(receivers),
     )
+
+
+def _pulled_parts(
+    owners: Sequence[MemberState],
+    leaders: Sequence[MemberState],
+    local: Mapping[Member, tuple[int, ...]],
+    works: Works | None,
+) -> dict[Member, Pulls]:
+    """Return from whom each leader pulls which part, if the owners of all reach it."""
+
+    def reached(leader: MemberState) -> bool:
+        remote = (owner for part, owner in enumerate(owners) if part not in local[leader.member])
+        return works is None or all(works(owner, leader) for owner in remote)
+
+    able = [leader for leader in leaders if reached(leader)]
+    pulls: dict[Member, Pulls] = {leader.member: {} for leader in able}
+    for part, owner in enumerate(owners):
+        remote = [leader for leader in able if part not in local[leader.member]]
+        for member, givers in _pulls([owner], remote, works).items():
+            pulls[member][part] = givers
+    return pulls
 
 
 def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:

@@ -46,9 +46,10 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
+from replicas.core.base.effects import WrongBytes
 from replicas.core.base.membership import TRANSFER, TransferState
 from replicas.core.moving.attempt import Attempt, Payload
-from replicas.core.moving.deliveries import Deliveries
+from replicas.core.moving.deliveries import Deliveries, Delivery
 from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
 from replicas.core.moving.pacing import PATIENCE, PATIENCE_S, Pacing
@@ -110,7 +111,9 @@ class Transfer:
         self.unreached: set[Member] = set()
         """Members that no holder reaches."""
         self.moved_to: dict[str, int] = {}
-        """Bytes that reached each replica through process groups, and were right."""
+        """Bytes that reached each replica over the network, and were right."""
+        self.pulled: dict[str, dict[str, int]] = {}
+        """Of them, by the member that pulled and the one that served them."""
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._received: set[Member] = set()
@@ -352,6 +355,9 @@ class Transfer:
         self.transfer_s = max(self.transfer_s, reply.transfer_s)
         self.attempt.mapping.discard(member)
         self.deliveries.came(member, reply, now)
+        self._doubt_links(member, reply.given_up, now)
+        for holder, why in reply.wrong.items():
+            self._ground.emit(WrongBytes(self._ground.config.name, self.payload.version, member, holder, why))
         self._settle_deliveries(now)
         self._end_attempt_if_done(now)
 
@@ -363,8 +369,7 @@ class Transfer:
             assert reply is not None
             payload.digest = payload.digest or reply.image_digest
             if reply.image_digest != payload.digest:
-                text = f"digests differ at {one.member}"
-                self._delivery_failed(one.member, errors.SyncError(text, phase="verify", members=[one.member.name]))
+                self._mend(one, now)
                 continue
             one.step("right")
             self.sent_to.add(one.member)
@@ -374,6 +379,16 @@ class Transfer:
             for state in waiting:
                 if state.host == roster.host(one.member):
                     self.attempt.offer_map(state.member, one.member, max(0.0, self.deadline - now))
+
+    def _mend(self, one: Delivery, now: float) -> None:
+        """Have a puller whose bytes are wrong find out which, and pull those again."""
+        if one.judged:
+            text = f"digests differ at {one.member}"
+            self._delivery_failed(one.member, errors.SyncError(text, phase="verify", members=[one.member.name]))
+            return
+        one.step("wrong")
+        self.attempt.mapping.add(one.member)
+        self.deliveries.offer_due(now)
 
     def _delivery_failed(self, member: Member, error: errors.ReplicasError) -> None:
         """Leave it for the next attempt; one that has failed too often, to catch-up."""
@@ -388,7 +403,8 @@ class Transfer:
     def _doubt_links(self, member: Member, holders: Mapping[str, str], now: float) -> None:
         """Avoid the links to holders that could not be pulled from, where possible."""
         roster = self._ground.roster
-        known = {one.member.name: one.address for one in roster.states(self.plan.pulls.get(member, ()))}
+        given = {one for givers in self.plan.pulls.get(member, {}).values() for one in givers}
+        known = {one.member.name: one.address for one in roster.states(given)}
         for name, why in holders.items():
             if name in known:
                 self._ground.links.doubt([(roster.address(member), known[name])], why, now)
@@ -483,10 +499,13 @@ class Transfer:
 
     def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
         """Record receivers, and count their bytes without locally copied parts."""
-        for member in replies:
+        for member, reply in replies.items():
+            if reply.received:
+                self.pulled[member.name] = dict(reply.received)
             owners = [self._ground.keeping.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
             places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
             nbytes = self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
+            nbytes = sum(reply.received.values()) or nbytes
             self.moved_to[member.replica_name] = self.moved_to.get(member.replica_name, 0) + nbytes
         self._keep(replies, lent=True)
 

@@ -80,6 +80,7 @@ class Operation:
     posted_at: float = field(init=False)
 
     def __post_init__(self) -> None:
+        # the verdict is common: the first limit is everyone's
         self.deadline = min(post.deadline for post in self.posts)
         self.posted_at = min(post.posted_at for post in self.posts)
 
@@ -114,7 +115,7 @@ class Operation:
         return "transfer" if self.state == "running" else "form"
 
     def can_do_without(self, member: Member) -> bool:
-        """Return whether the others can do it without this member."""
+        """Return True if the others can end the operation without this member."""
         root = self.root_post.member if self.root_post is not None else None
         return not self.pairwise and member != root and len(self.posts) > 1
 
@@ -123,18 +124,20 @@ class Operation:
         members = self.participants
         segments = tuple(post.message.segments for post in self.posts)
         if self.pairwise:
-            segments = (self.posts[self.root].message.segments,) * 2
+            segments = (self.posts[self.root].message.segments,) * 2  # a recv may name none
         return OperationGo(
             post=post.message.post,
             operation=self.number,
             lane=lane.name,
             participants=members,
+            # a pair may run in a larger lane, with other numbers
             lane_ranks=tuple(lane.ranks[member] for member in members),
             segments=segments,
             root=self.root,
             deadline_s=max(0.0, self.deadline - now),
             ref=self.ref,
             attempt=self.attempt,
+            # as the callers count: some may have been left out since
             places=tuple(self.first.index(member) for member in members),
         )
 
@@ -146,7 +149,7 @@ class Operation:
             "run": now - self.ran_at,
         }
         if self.attempt > 1 or self.left_out:
-            phases["retry"] = self.attempt_at - self.started_at
+            phases["retry"] = self.attempt_at - self.started_at  # what the earlier attempts took
         return ReceiptData(
             epoch=epoch,
             members=self.participants,
@@ -205,10 +208,11 @@ class Faults:
     def by_weight(self, operation: Operation) -> list[Member]:
         """Return the participants: root first, then proven members, then the rest."""
         root = operation.participants[operation.root] if operation.root >= 0 else None
+        # False sorts before True
         return sorted(operation.participants, key=lambda member: (member != root, not self._has_worked(member)))
 
     def _has_worked(self, member: Member) -> bool:
-        """Return whether it has (or, under another coordinator, may have) worked."""
+        """Return True if the member has worked, or may have before this coordinator."""
         state = self._roster.get(member)
         return member in self._proven or (state is not None and state.from_before)
 
@@ -240,7 +244,7 @@ class Faults:
         return "again", error
 
     def _parted(self, operation: Operation, lane: Lane, error: errors.ReplicasError) -> bool:
-        """Return whether members of the lane cannot reach each other any more.
+        """Return True if members of the lane can no longer reach each other.
 
         A group that never worked is an error of set-up instead.
         """

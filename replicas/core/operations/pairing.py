@@ -68,7 +68,7 @@ class Pairing:
         self._expects = True
         self._ground, self._roster = ground, ground.roster
         self._verdicts: OrderedDict[str, bool] = OrderedDict()
-        """Whether the newest operations of this term were applied, by ref."""
+        """True if the newest operations of this term were applied, by ref."""
         self._reply = reply
         self._running = running
         self._streams: dict[Member, list[Post]] = {}
@@ -107,7 +107,7 @@ class Pairing:
 
     def _meant(self, message: OperationPost, member: Member) -> OperationPost:
         """Complete the root's name by a rank, as other members may give it in full."""
-        if not message.root or message.root.count("/") >= 2:
+        if not message.root or message.root.count("/") >= 2:  # a whole name: group/replica/rank
             return message
         rank = member.rank if self._ranks == "each" else 0
         return msgspec.structs.replace(message, root=f"{message.root}/{rank}")
@@ -115,11 +115,11 @@ class Pairing:
     # ------------------------------------------------------------ posts
 
     def waits(self, member: Member) -> bool:
-        """Return whether the member has posted an operation that has no verdict yet."""
+        """Return True if the member has posted an operation that has no verdict yet."""
         return bool(self._streams.get(member))
 
     def may_run(self, state: MemberState) -> bool:
-        """Return whether an operation of the member runs, or may begin as it is now."""
+        """Return True if an operation of the member runs, or may begin as it is now."""
         return any(post.started or state.live for post in self._streams.get(state.member, ()))
 
     def post(self, state: MemberState, message: OperationPost, now: float) -> None:
@@ -128,7 +128,7 @@ class Pairing:
         view = tuple(peer.member for peer in self.live(self.domain_of(member)))
         post = Post(member, self._meant(message, member), now, now + message.deadline_s, view)
         error = self._problem(state, post)
-        if error is not None and not isinstance(error, errors.Gone):
+        if error is not None and not isinstance(error, errors.Gone):  # Gone has its own time: _tell_missed()
             self._reply(post, error)
             return
         post.missed = error
@@ -147,9 +147,9 @@ class Pairing:
             )
         if post.pairwise:
             return self._peer_problem(post)
-        missed = self._missed.pop(post.member, None)
+        missed = self._missed.pop(post.member, None)  # told once
         if message.step is not None:
-            return self._step_problem(post)
+            return self._step_problem(post)  # a tag alone says which one it is
         return _gone(post.member, missed) if missed else None
 
     def _step_problem(self, post: Post) -> errors.ReplicasError | None:
@@ -181,7 +181,7 @@ class Pairing:
         if root in self._roster.history.joined and self._roster.holder_of(root) is None:
             hint = "it can be reached when it has joined again"
             return errors.PeersLost(f"{root} is lost", phase="wait", members=[root], hint=hint)
-        return None
+        return None  # one that never joined is waited for
 
     def end(self, post: Post) -> None:
         """Remove a post that has its verdict."""
@@ -247,8 +247,8 @@ class Pairing:
         firsts = [self._head(state.member) for state in self.live(domain)]
         heads = [post for post in firsts if post is not None and not post.pairwise]
         if len(heads) < len(firsts):
-            return
-        if not heads or self._awaited(domain) or not self._settled(heads):
+            return  # a live peer has yet to call
+        if not heads or self._awaited(domain) or not self._settled(heads):  # _settled() last: it sends answers
             return
         name = heads[0].message.root
         root = next((i for i, head in enumerate(heads) if name and head.member.name == name), -1)
@@ -282,9 +282,9 @@ class Pairing:
     def _settled(self, heads: Sequence[Post]) -> bool:
         """Settle unknown outcomes of earlier operations; False: not ready to start."""
         if any(self._running(ref) for post in heads for ref in post.message.unsettled):
-            return False
+            return False  # its verdict is about to come
         ready = True
-        written = {ref for post in heads for ref in post.message.applied}
+        written = {ref for post in heads for ref in post.message.applied}  # one has it, so it has succeeded
         found = {
             post.member: {
                 ref: self._verdicts.get(ref, True if ref in written else None) for ref in post.message.unsettled
@@ -296,7 +296,7 @@ class Pairing:
             return False  # a member of an earlier coordinator has not called
         for post in heads:
             answers = found[post.member]
-            for ref, applied in answers.items():
+            for ref, applied in answers.items():  # None: no member has it, and none ever will
                 self._ground.send(post.member, OperationSettled(ref, bool(applied)))
             missed = [ref for ref, applied in answers.items() if applied]
             if missed:
@@ -307,7 +307,7 @@ class Pairing:
     def _root_problem(self, heads: Sequence[Post], root: int) -> errors.ReplicasError | None:
         message = heads[0].message
         if not message.root or root >= 0 or any(post.message.root != message.root for post in heads):
-            return None
+            return None  # _disagreement() has the better text
         name = message.root
         known = name in self._roster.history.joined
         kind: type[errors.ReplicasError] = errors.PeersLost if known else errors.UsageError
@@ -326,8 +326,8 @@ class Pairing:
         members = tuple(post.member for post in heads)
         decisive = heads[max(root, 0)]
         if decisive.message.kind in ("scatter", "reduce_scatter") and len(decisive.message.segments) == len(heads):
-            return members
-        return decisive.view if set(members) <= set(decisive.view) else members
+            return members  # already cut for who is here
+        return decisive.view if set(members) <= set(decisive.view) else members  # else somebody has joined since
 
     # ------------------------------------------------------------ losses and deadlines
 
@@ -348,7 +348,7 @@ class Pairing:
     def tick(self, now: float) -> None:
         for posts in list(self._streams.values()):
             for post in [post for post in posts if not post.started and now > post.deadline]:
-                self._refuse(post, post.missed or self._late(post, now))
+                self._refuse(post, post.missed or self._late(post, now))  # a miss says more
             for post in list(posts):
                 self._tell_missed(post, now)
 
@@ -366,7 +366,7 @@ class Pairing:
             if not waiting or len(waiting) < len(posts) or self._awaited(domain):
                 continue
             roots = {post.message.root for post in waiting}
-            found += [state for state in silent if state.member.name not in roots]
+            found += [state for state in silent if state.member.name not in roots]  # nothing goes on without the root
         return found
 
     def _late(self, post: Post, now: float) -> errors.ReplicasError:
@@ -414,7 +414,7 @@ def _missed(name: str, refs: Iterable[str]) -> errors.ReplicasError:
 def _disagreement(heads: Sequence[Post]) -> errors.ReplicasError | None:
     """Return the error for posts of one collective that disagree, or None."""
     first = heads[0].message
-    ragged = first.kind in ("all_gather", "gather", "scatter")
+    ragged = first.kind in ("all_gather", "gather", "scatter")  # shapes may differ between members
     for post in heads[1:]:
         message = post.message
         fields = ("kind", "reduce_op", "root", "step") if ragged else ("kind", "reduce_op", "root", "step", "segments")

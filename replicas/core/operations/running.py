@@ -24,7 +24,7 @@ need: they only have to end. The same holds for members that are quarantined, an
 
 **A lane fails** while all members are alive: its operations run again once, in a new
 lane. One that fails twice, or once in a way that would repeat (members that have worked
-together cannot reach each other any more, or no byte moves:
+together can no longer reach each other, or no byte moves:
 :mod:`replicas.core.moving.pace`), is *stuck*. It is *parked* while pairs of its members
 are probed, and the fewest members that explain the bad pairs are quarantined: of the
 two ends of one bad link the less important one, which is neither the root nor one that
@@ -93,7 +93,7 @@ class Operations:
         """Start all that is due."""
         for due in self.pairing.due(now, collective_runs=self.running_collective):
             due.number = number = next(self._ground.ids)
-            due.ref = f"{self._ground.term}.{number}"
+            due.ref = f"{self._ground.term}.{number}"  # unique across coordinators, too
             due.started_at = due.attempt_at = now
             due.step("begin")
             self._running[number] = due
@@ -113,7 +113,7 @@ class Operations:
             return
         operation.step("go")
         operation.ran_at = now
-        lane.pace.begin()
+        lane.pace.begin()  # no byte could move before
         for post in operation.posts:
             self._ground.send(post.member, operation.go(post, lane, now))
 
@@ -125,14 +125,15 @@ class Operations:
         there = {state.member for state in roster.live}
         for lane in reversed(lanes.of(self)):
             formed = operation.pairwise and lane.state == "formed"
-            within = formed and set(members) <= set(lane.members) <= there
+            within = formed and set(members) <= set(lane.members) <= there  # a lane with a lost member is about to fail
             if lane.backend == backend and (lane.members == members or within):
                 return lane
+        # its deadline may have passed since the last tick
         timeout_s = form_timeout(max(0.001, operation.deadline - now))
         return lanes.open(wanted, backend, self, now, timeout_s, grace_s=LATE_S)
 
     def _close_idle_lanes(self) -> None:
-        """Close lanes that are not in use, and not wanted any more."""
+        """Close lanes that are neither in use nor wanted for later."""
         lanes = self._ground.lanes.of(self)
         live = {state.member for state in self._roster.live}
         busy = [operation.lane for operation in self.running]
@@ -143,6 +144,7 @@ class Operations:
                 self._ground.lanes.close(lane)
 
     def _backend(self, operation: Operation, states: Sequence[MemberState]) -> Backend:
+        # NCCL takes no tensors in host memory
         on_device = all(post.message.device == "cuda" for post in operation.posts)
         return self._ground.lanes.backend(states, on_device=on_device)
 
@@ -151,7 +153,7 @@ class Operations:
     def done(self, member: Member, number: int, now: float) -> None:
         if operation := self._attempt(member, number):
             operation.done.add(member)
-            if len(operation.done) == len(operation.posts):
+            if len(operation.done) == len(operation.posts):  # posts: of those that still take part
                 self._finish(operation, None, now)
 
     def failed(self, member: Member, number: int, error: errors.ReplicasError, now: float) -> None:
@@ -161,6 +163,7 @@ class Operations:
     def _attempt(self, member: Member, number: int) -> Operation | None:
         """Return the operation whose current attempt this is."""
         operation = self._running.get(number)
+        # else it answers an attempt that is over
         known = operation is not None and operation.state == "running" and member in operation.participants
         return operation if known else None
 
@@ -185,6 +188,8 @@ class Operations:
 
         ``final``: another attempt would fail in the same way.
         """
+        # Counted before the lane is closed: that starts them again, and clears the
+        # count if a member was lost.
         for operation in blamed:
             operation.failures += 1
             operation.problem = error.message
@@ -200,12 +205,13 @@ class Operations:
     def _probe(self, operation: Operation, error: errors.ReplicasError, now: float) -> bool:
         """Probe for the culprit; False: tried too often, or no pairs to compare."""
         few = operation.pairwise or len(operation.participants) < 2
+        # a bug here is no member's fault
         if isinstance(error, errors.InternalError) or few or operation.probes >= MAX_PROBES:
             return False
         if operation.probe is not None:
             operation.probe.abandon()
         operation.probes += 1
-        members = self.faults.by_weight(operation)
+        members = self.faults.by_weight(operation)  # of two ends of a bad link the later is blamed
         backend = self._backend(operation, self._roster.states(operation.participants))
         operation.probe = Probe(self._ground.lanes, members, backend, now, partial(self._probed, operation))
         return not operation.probe.over
@@ -213,7 +219,7 @@ class Operations:
     def _probed(self, operation: Operation, culprits: Mapping[Member, str] | None, now: float) -> None:
         for member, why in (culprits or {}).items():
             self._ground.quarantine(member, why, now)
-        self.resume(operation)
+        self.resume(operation)  # also without a culprit: the link may have healed
 
     def resume(self, operation: Operation) -> None:
         """Let an operation that was stuck run again, as if it had never failed."""
@@ -235,26 +241,27 @@ class Operations:
     def _again(self, operation: Operation, now: float) -> None:
         """Start another attempt, with a new number, over the members that are left."""
         del self._running[operation.number]
-        operation.number = next(self._ground.ids)
+        operation.number = next(self._ground.ids)  # answers to the old number are dropped from now on
         self._running[operation.number] = operation
-        operation.attempt += operation.state == "running"
+        operation.attempt += operation.state == "running"  # one that only formed has not been tried
         operation.step("again")
         operation.lane, operation.attempt_at = None, now
         operation.done.clear()
         for member in operation.participants:
             state = self._roster.get(member)
-            if not operation.ended and (state is None or not state.live):
+            if not operation.ended and (state is None or not state.live):  # the one before may have ended it
                 why = state.note if state is not None else self._vanished.get(member, "it was lost")
                 self._do_without(operation, member, why, now)
 
     def _do_without(self, operation: Operation, member: Member, why: str, now: float) -> None:
         """Go on without a participant whose post has no verdict yet."""
         if self._roster.config.on_lost == "raise" or not operation.can_do_without(member):
+            # the root's data is nowhere else
             error = operation.error(errors.PeersLost, f"cannot end without {member}: {why}", members=[member.name])
             self._end(operation, error, now)
             return
         operation.left_out[member.name] = why
-        self.resume(operation)
+        self.resume(operation)  # the failures may have been this member's
         post = next(post for post in operation.posts if post.member == member)
         operation.posts = tuple(kept for kept in operation.posts if kept is not post)
         self.pairing.end(post)
@@ -274,7 +281,7 @@ class Operations:
         Other operations in that lane start again.
         """
         lane = operation.lane
-        self._finish(operation, error, now)
+        self._finish(operation, error, now)  # first: closing the lane starts again all that it has left
         if lane is not None:
             self.close_lane(lane, "failed" if not isinstance(error, errors.PeersLost) else "lost", now)
 
@@ -296,7 +303,7 @@ class Operations:
         outcome = "ok" if error is None else type(error).__name__
         self._ground.emit(OperationEnded(self._roster.config.name, operation.kind, outcome, seconds))
         if not self._running:
-            self._vanished.clear()
+            self._vanished.clear()  # only running operations ask for these
 
     def reply(self, post: Post, error: errors.ReplicasError | None = None, receipt: ReceiptData | None = None) -> None:
         if post.member in self._roster:
@@ -316,13 +323,13 @@ class Operations:
     def set_aside(self, member: Member, why: str, now: float, *, reason: str = "failed") -> None:
         """Go on without a member that is no longer live: behind, or quarantined."""
         for operation in self.running:
-            if member in operation.awaited and not operation.ended:
+            if member in operation.awaited and not operation.ended:  # one that is done has given all it had
                 lane = operation.lane
                 self._do_without(operation, member, why, now)
                 if lane is not None:
                     self.close_lane(lane, reason, now)
         for lane in {op.lane.name: op.lane for op in self.running if op.lane is not None}.values():
-            if member in lane.members and lane.state == "forming":
+            if member in lane.members and lane.state == "forming":  # one that has formed works without it
                 self.close_lane(lane, reason, now)
 
     def _leave(self, state: MemberState, now: float) -> None:
@@ -344,7 +351,7 @@ class Operations:
         self._close_idle_lanes()
 
     def _end_standstill(self, operation: Operation, lane: Lane, now: float) -> None:
-        """Fail an operation of which no byte moves any more while all are alive."""
+        """Fail an operation whose bytes have stopped while all members are alive."""
         awaited = operation.awaited
         if lane.pace.stands_still(awaited, now):
             names = ", ".join(member.name for member in awaited)
@@ -388,7 +395,7 @@ class Trials:
         self._trials: dict[Member, Probe] = {}
 
     def look(self, now: float) -> None:
-        """Start due trials, and forget peers that are not quarantined any more."""
+        """Start due trials, and forget peers that have left quarantine."""
         roster = self._ground.roster
         here = {s.member: s for s in roster.apart.values() if s.standing == "quarantined" and s.is_peer}
         for member in [member for member in self._since if member not in here]:
@@ -402,7 +409,9 @@ class Trials:
 
     def _try(self, state: MemberState, now: float) -> None:
         live = self._pairing.live(self._pairing.domain_of(state.member))
+        # a silent one would fail the trial
         live = [other for other in live if not self._ground.roster.suspect(other, now)]
+        # every k-th of them, rounded up: at most TRIAL_PAIRS
         tried = [*live[:: -(-len(live) // TRIAL_PAIRS) or 1], state]
         members = [one.member for one in tried]
         pairs = [(other, state.member) for other in members[:-1]]
@@ -416,5 +425,5 @@ class Trials:
         if culprits:
             state.note = next(iter(culprits.values()))
             state.not_before = now + min(TRIAL_MAX_S, max(TRIAL_MIN_S, TRIAL_PART * (now - self._since[state.member])))
-        elif culprits is not None:
+        elif culprits is not None:  # None: it proved nothing
             self._ground.roster.release(state)

@@ -171,8 +171,8 @@ class CatchUp:
         self._on_end(transfer.payload)
         if transfer.verified:
             served = tuple(sorted(transfer.verified))
-            version, moved = transfer.payload.version, dict(transfer.moved_to)
-            ground.emit(CaughtUp(ground.config.name, version, served, transfer.moved_nbytes, moved))
+            moved = transfer.moved_nbytes, dict(transfer.moved_to), dict(transfer.pulled)
+            ground.emit(CaughtUp(ground.config.name, transfer.payload.version, served, *moved))
         for state in ground.roster:
             if state.member in transfer.verified:
                 state.served = True

@@ -28,7 +28,7 @@ WINDOW_MAX_NBYTES = 4 * 2**20
 FAST_S = 0.25
 SLOW_S = 1.0
 """A window that took less than ``FAST_S`` is doubled, more than ``SLOW_S`` halved."""
-CACHE_NBYTES = 2 * MANIFEST_NBYTES
+CACHE_NBYTES = 2 * MANIFEST_NBYTES  # the present one, and the next
 
 _T = TypeVar("_T")
 
@@ -48,9 +48,10 @@ class Cache(Generic[_T]):
         return self._kept[key][0]
 
     def put(self, key: str, value: _T, nbytes: int) -> None:
-        self._nbytes += nbytes - self._kept.pop(key, (value, 0))[1]
+        _, known_nbytes = self._kept.pop(key, (value, 0))  # to the end: it is the newest now
+        self._nbytes += nbytes - known_nbytes
         self._kept[key] = value, nbytes
-        while self._nbytes > self._limit_nbytes and len(self._kept) > 1:
+        while self._nbytes > self._limit_nbytes and len(self._kept) > 1:  # the newest stays, however large
             _, (_, freed) = self._kept.popitem(last=False)
             self._nbytes -= freed
 
@@ -58,8 +59,8 @@ class Cache(Generic[_T]):
 def pieces(ask: ManifestAsk, manifest: bytes | None) -> list[ManifestPiece]:
     """Return the pieces that answer ``ask``. ``manifest`` None: it is not here."""
     if manifest is None or not 0 <= ask.offset < len(manifest):
-        return [ManifestPiece(ask.manifest_hash, 0, 0, b"")]
-    end = min(len(manifest), ask.offset + max(1, min(ask.nbytes, WINDOW_MAX_NBYTES)))
+        return [ManifestPiece(ask.manifest_hash, 0, 0, b"")]  # empty: Gone
+    end = min(len(manifest), ask.offset + max(1, min(ask.nbytes, WINDOW_MAX_NBYTES)))  # a window of 0 would never end
     return [
         ManifestPiece(ask.manifest_hash, start, len(manifest), manifest[start : min(end, start + PIECE_NBYTES)])
         for start in range(ask.offset, end, PIECE_NBYTES)
@@ -72,7 +73,7 @@ class Fetch:
     def __init__(self, manifest_hash: str) -> None:
         self.manifest_hash = manifest_hash
         self._data = bytearray()
-        self._window_nbytes = PIECE_NBYTES
+        self._window_nbytes = PIECE_NBYTES  # small: the link is unknown yet
         self._window_end = 0
         self._asked_at = 0.0
 

@@ -27,6 +27,7 @@ class LoadWatches:
     def answer(self) -> None:
         """Answer watches of versions that all have loaded, even if those have left."""
         loaded = self._rounds.loaded_by_all()
+        # a refusal may answer a watch whose version was loaded by no one
         if loaded > self._loaded_once or (self._watches and self._rounds.refusals(1)):
             self._loaded_once = max(loaded, self._loaded_once)
             for member, watch in list(self._watches.items()):
@@ -39,6 +40,7 @@ class LoadWatches:
             refusals = self._rounds.refusals(watch.version)
             targets = (state for state in self._roster if state.is_target and state.carries)
             others = [state for state in targets if state.member.replica_name not in refusals]
+            # replicas that refuse it will not load it
             if not refusals or any(state.loaded < watch.version for state in others):
                 self._watches[member] = watch
                 return

@@ -59,6 +59,7 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
     for number, part in enumerate(parts):
         for spec in part.tensors:
             known = tensors.setdefault(spec.name, spec)
+            # shapes are global: each rank gives that of the whole tensor
             if known != spec:
                 raise ManifestMismatch(
                     f"tensor {spec.name!r}: rank {number} has {spec}, a lower rank has {known}",
@@ -77,7 +78,7 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
         mine: list[Piece] = []
         for piece in part.pieces or ():
             box = numbers[part.tensors[piece.tensor].name], piece.offsets, piece.shape
-            if box not in taken:
+            if box not in taken:  # what several ranks have is sent by the lowest of them
                 taken.add(box)
                 mine.append(Piece(*box, piece.source_offset))
         owned.append(tuple(mine))
@@ -199,7 +200,7 @@ class Manifests:
         :raises ManifestMismatch: they cannot be joined.
         """
         if key in self._failed:
-            raise self._failed.pop(key)
+            raise self._failed.pop(key)  # once: another publish may be read anew
         found = self._joined.get(key)
         if found is None and key not in self._being_read:
             self._being_read.add(key)
@@ -226,14 +227,14 @@ class Manifests:
                 f"publish {publish.asked.publish} of {publish.group}/{publish.replica} has no bytes"
             )
         packed = [publish.packed[one] for one in carriers]
-        key = "+".join(one.manifest_hash for one in packed)
+        key = "+".join(one.manifest_hash for one in packed)  # unchanged tensors: joined once, then cached
         joined = self.joined(key, [publish.manifests[one] for one in carriers])
         if joined is None:
             return None
         manifest, in_parts = joined.manifest, joined.manifest.parts is not None
         if not publish.asked.new_manifest and self.current is not None and manifest.hash != self.current.hash:
             text = difference(self.current, manifest)
-            if text:
+            if text:  # else only their order in memory differs
                 where = f"the manifest of channel {self._channel!r}"
                 raise ManifestMismatch(f"the tensors of version {publish.version} do not fit {where}: {text}")
         return Payload(
@@ -245,6 +246,7 @@ class Manifests:
             device="cuda" if any(one.device == "cuda" for one in publish.packed.values()) else "cpu",
             meta=cast("Meta", publish.meta),
             part_owners=tuple(carriers) if in_parts else (),
+            part_digests=tuple(one.digest for one in packed) if in_parts else (),
             digest="" if in_parts else packed[0].digest,
             filling=next((one for one in carriers if publish.packed[one].streaming), None),
         )

@@ -29,7 +29,7 @@ from replicas.core.moving.transfer import Transfer
 from replicas.messages import Filled, Packed, PublishBegin, ReceiptData, WireError
 from replicas.messages.identity import Member, ProcessIdentity
 
-KEPT_VERDICTS = 16
+KEPT_VERDICTS = 16  # a rank that joins late may be this many publishes behind the others
 OPEN_MAX = 256
 """Publishes of one replica without a verdict."""
 
@@ -67,6 +67,7 @@ class Publish:
     @property
     def carriers(self) -> list[Member]:
         """Ranks that have packed bytes for it, in order."""
+        # without a manifest: a rank that only takes part
         return sorted(member for member, packed in self.packed.items() if packed.manifest_hash)
 
     def phases(self, total_s: float = 0.0) -> dict[str, float]:
@@ -78,13 +79,13 @@ class Publish:
         phases = {
             "wait": max((packed.wait_s for packed in every), default=0.0),
             "pack": max((packed.pack_s for packed in every), default=0.0),
-            "queue": max(0.0, self.moving_at - self.packed_at),
+            "queue": max(0.0, self.moving_at - self.packed_at),  # moving_at is 0 until its turn
             "verify": max((packed.digest_s for packed in every), default=0.0),
         }
         if transfer is not None:
             phases |= {"form": transfer.form_s, "map": transfer.map_s, "transfer": transfer.transfer_s}
             phases["verify"] += transfer.verify_s
-        phases["commit"] = max(0.0, total_s - sum(phases.values()))
+        phases["commit"] = max(0.0, total_s - sum(phases.values()))  # what is left: the record on disk
         hold_s = max((packed.hold_s for packed in every), default=0.0)
         return phases | ({"hold": hold_s} if hold_s else {})
 
@@ -117,7 +118,7 @@ class Publishes:
         self._counts: dict[Member, tuple[ProcessIdentity, int]] = {}
         """The process of each member, and the number that it has reached."""
         self._forgotten: dict[tuple[str, int], int] = {}
-        """The newest number of each replica whose verdict is not kept any more."""
+        """The newest number of each replica whose verdict is forgotten."""
         self.queue: list[Publish] = []
         self.moving: Publish | None = None
 
@@ -135,7 +136,7 @@ class Publishes:
         """
         replica = (member.group, member.replica)
         known = self._lives.get(replica)
-        if known is None or known.life is not life:
+        if known is None or known.life is not life:  # each life has an object of its own
             known = self._lives[replica] = _Count(life, self.count(*replica))
         number = known.base
         if member.rank in known.ranks:
@@ -145,6 +146,7 @@ class Publishes:
             if before is not None and before[0] == process:
                 number = before[1]
             else:
+                # so that the next one it counts is the one that they wait for
                 number = min(waiting) - 1 if waiting else self.count(*replica)
         self._counts[member] = process, number
         known.ranks[member.rank] = None
@@ -177,12 +179,12 @@ class Publishes:
         """Begin a publish, or join the one that another rank has begun.
 
         :raises errors.ReplicasError: StaleVersion, RanksDisagree, or Gone for one whose
-            verdict is not kept any more.
+            verdict is forgotten.
         """
         publish = self.get(member, message.publish)
         replica = (member.group, member.replica)
         process, made = self._counts[member]
-        self._counts[member] = process, max(made, message.publish)
+        self._counts[member] = process, max(made, message.publish)  # a resumed one may be older than its count
         if publish is None and message.publish <= self._forgotten.get(replica, 0):
             raise errors.Gone(
                 f"publish {message.publish} of {member.replica_name} is long over: {member} joined too late for it",
@@ -198,7 +200,7 @@ class Publishes:
             )
         if publish is None:
             version = self.numbered + 1 if message.version is None else message.version
-            if version <= self.numbered and not message.resumed:
+            if version <= self.numbered and not message.resumed:  # a resumed one got its number before
                 raise errors.StaleVersion(
                     f"version {version} is not newer than version {self.numbered} of channel {self._channel!r}",
                     channel=self._channel,
@@ -224,7 +226,7 @@ class Publishes:
 
     @staticmethod
     def _agrees(publish: Publish, message: PublishBegin) -> bool:
-        """Return whether two ranks began the same publish.
+        """Return True if two ranks began the same publish.
 
         A resumed one names the number that it got, not the one that it asked for.
         """
@@ -240,10 +242,10 @@ class Publishes:
     def packed(self, member: Member, message: Packed, world: int, now: float) -> None:
         """Note that a rank filled its slot."""
         publish = self.get(member, message.publish)
-        if publish is None or publish.state != "packing":
+        if publish is None or publish.state != "packing":  # it failed while this rank packed
             return
         publish.packed[member] = message
-        if message.meta is not None and member.rank == 0:
+        if message.meta is not None and member.rank == 0:  # known late: only the leader's counts
             publish.meta = dict(message.meta)
         if not self.unpacked(publish, world):
             publish.state = PUBLISH.next(publish.state, "packed_by_all")
@@ -274,7 +276,7 @@ class Publishes:
         self.moving = publish
 
     def end(self, publish: Publish, *, committed: bool) -> None:
-        publish.manifests.clear()
+        publish.manifests.clear()  # the payload has the joined one
         publish.meta, publish.asked = {}, msgspec.structs.replace(publish.asked, meta={})  # up to 1 MiB each
         publish.state = PUBLISH.next(publish.state, "decided" if committed else "fail")
         if publish in self.queue:

@@ -49,7 +49,7 @@ from replicas.core.versions.commits import Commits
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 
-RECOVERY_S = 3.0
+RECOVERY_S = 3.0  # longer than members take to find the new coordinator
 
 
 class Told:
@@ -86,12 +86,12 @@ class Recovery:
         self._described: Member | None = None
         self._answer: wire.Described | None = None
         self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
-        self._done = not ground.past.decided[0]
+        self._done = not ground.past.decided[0]  # [0]: the newest decided version
         """True until a member of an earlier coordinator comes: nothing to recover."""
 
     @property
     def active(self) -> bool:
-        """Whether decisions that need all members must wait."""
+        """True if decisions that need all members must wait."""
         return not self._done
 
     # ------------------------------------------------------------ who is expected
@@ -112,7 +112,8 @@ class Recovery:
 
     @property
     def _all_back(self) -> bool:
-        """Whether all are known to have said what they know, and can be admitted."""
+        """True if all expected members have reported, and can be admitted."""
+        # an observer is on no known host
         known = all(state.resumed and (state.host or state.observes) for state in self._roster)
         return self._told and not self._awaited and known
 
@@ -122,16 +123,18 @@ class Recovery:
         """Take the Hello of a member of an earlier coordinator."""
         commits, hello = self._commits, state.hello
         self._awaited.discard(state.member)
-        self._roster.epoch = max(self._roster.epoch, hello.epoch + 1)
+        self._roster.epoch = max(self._roster.epoch, hello.epoch + 1)  # no member has seen a later epoch
         versions = [hello.latest, hello.loaded, hello.assigned, *(held.version for held in hello.held)]
         commits.publishes.numbered = max(commits.publishes.numbered, *versions)
         if state.is_source:
             commits.publishes.came_back(state.member, hello.publishes)
+        # no log: what this member knows is all there is
         if self._started is None and not commits.latest and commits.main is None:
             self._done = False
             self._started = now
         commits.learn(hello.latest, hello.latest_digest)
         digest = state.held.get(commits.latest, "")
+        # its bytes are others than the ones that were committed
         if digest and commits.decided and digest != commits.decided:
             state.forget(commits.latest)
             self._ground.send(state.member, wire.Discard(commits.latest))
@@ -141,10 +144,11 @@ class Recovery:
     def defers(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> bool:
-        """Return whether to handle the message at the end of the window.
+        """Return True if to handle the message at the end of the window.
 
         That holds for a publish without a number, and for messages that follow it.
         """
+        # a target's publish is refused, now as well as later
         at_once = isinstance(message, wire.PublishBegin) and (message.resumed or not state.is_source)
         known = self._commits.publishes.get(state.member, message.publish)
         if self._done or at_once or (known is not None and state.member in known.begun):
@@ -170,16 +174,17 @@ class Recovery:
             self._pairing.expect_nobody()
         deferred, self._deferred = self._deferred, []
         for state, message, at in deferred:
-            if self._roster.get(state.member) is not state:
+            if self._roster.get(state.member) is not state:  # lost meanwhile, or another incarnation
                 continue
             if isinstance(message, wire.PublishBegin):
-                left_s = max(0.0, message.deadline_s - (now - at))
+                left_s = max(0.0, message.deadline_s - (now - at))  # it has waited here for a part of its time
                 message = msgspec.structs.replace(message, deadline_s=left_s)
             self._commits.publishing(state, message, now)
-        self._end_known_publishes(now)
+        self._end_known_publishes(now)  # first: what those carried is settled below
         commits = self._commits
         carried = {publish.version for publish in commits.publishes.open()}
         held = {version for state in self._roster for version in state.held}
+        # a version that an open publish carries ends with that
         for version in sorted({version for version in held if version > commits.latest} - carried):
             self._settle(version)
 
@@ -193,6 +198,7 @@ class Recovery:
             ranks = self._roster.replica(publish.group, publish.replica)
             told = [s for s in ranks if s.from_before and s.hello.publishes >= publish.asked.publish and s.resumed]
             silent = [s.member for s in told if s.member not in publish.begun]
+            # one that was committed has that verdict
             failed = publish.version in self._aborted or (silent and publish.version > commits.latest)
             if failed:
                 names = ", ".join(member.name for member in silent)
@@ -204,6 +210,7 @@ class Recovery:
         """Commit or discard a held version that no publish carries."""
         targets = [s for s in self._roster if s.is_target and s.carries]
         digests = {state.held.get(version, "") for state in targets}
+        # one that is here would have announced it
         sources = any(state.is_source and state.from_before for state in self._roster)
         forward = version not in self._aborted and not sources and len(digests) == 1 and digests != {""}
         if forward:
@@ -226,6 +233,7 @@ class Recovery:
             if self._answer is not None:
                 self._read(self._described, self._answer, now)
             return
+        # min: the same history asks the same member
         holder = min((state.member for state in self._roster.holders.of(version)), default=None)
         self._described, self._answer = holder, None
         if holder is not None:
@@ -236,6 +244,7 @@ class Recovery:
         commits = self._commits
         if state.member != self._described:
             return
+        # a newer version was committed meanwhile
         if message.version != commits.latest or commits.committed is not None:
             self._described = None
             return
@@ -258,7 +267,7 @@ class Recovery:
             self._described = self._answer = None
             return
         encoded = commits.manifests.get(holder, wanted, now)
-        if encoded is None:
+        if encoded is None:  # it was asked of the holder; this is called again
             return
         try:
             joined = commits.manifests.joined(wanted, [encoded], whole=True)

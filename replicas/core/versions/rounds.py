@@ -65,13 +65,13 @@ class Round:
     failure: str = ""
     """Why, in that rank's words."""
     refused: bool = False
-    """Whether nothing of it was loaded."""
+    """True if that rank refused the version, and loaded nothing of it."""
     done: int = 0
     """The version that a rank had loaded when it left in good order."""
 
     @property
     def partial(self) -> bool:
-        """Whether a rank failed to load, and the ranks still differ since."""
+        """True if a rank failed to load, and the ranks still differ since."""
         return self.state == "partial"
 
     def move(self, event: RoundEvent) -> None:
@@ -94,12 +94,12 @@ class Newest(NamedTuple):
     meta: Mapping[str, object] | None = None
 
     def is_enough(self, ask: ReceiveAsk) -> bool:
-        """Return whether it meets the bound of this ask, ignoring ``after``."""
+        """Return True if the version meets the ask's bound, ignoring ``after``."""
         return is_enough(ask.at_least, ask.key, self.version, self.meta or {})
 
 
 def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object]) -> bool:
-    """Return whether the version's number is at least ``at_least``.
+    """Return True if the version's number is at least ``at_least``.
 
     With ``key``, the number by that name in its ``meta`` counts instead.
     """
@@ -114,7 +114,7 @@ class ReplicaView(NamedTuple):
     expected: int
 
     def begun(self, round_: Round) -> bool:
-        """Return whether some rank may now look at the round's version or serves it."""
+        """Return True if some rank may now look at the round's version or serves it."""
         loaded = (round_.done, *(state.loaded for state in self.ranks))
         return bool(round_.taken) or round_.version in loaded
 
@@ -152,7 +152,7 @@ class Rounds:
             self._due_newest = newest
             self._due |= {key for key, round_ in self._rounds.items() if round_.asks}
         due, self._due = sorted(self._due), set()
-        return due
+        return due  # sorted: the same history gives the same messages
 
     def loaded_by_all(self) -> int:
         """Return the oldest version that any target rank serves; 0: none."""
@@ -163,23 +163,23 @@ class Rounds:
         if state.is_target and state.carries:
             self._loaded[state.loaded] += change
             if not self._loaded[state.loaded]:
-                del self._loaded[state.loaded]
+                del self._loaded[state.loaded]  # loaded_by_all() takes the least key
 
     def asks(self, member: Member) -> bool:
-        """Return whether the member waits for a grant."""
+        """Return True if the member waits for a grant."""
         return member in self._known(member.group, member.replica).asks
 
     def has_open(self, member: Member) -> bool:
-        """Return whether the member was granted an update and has not reported it."""
+        """Return True if the member was granted an update and has not reported it."""
         return member in self._known(member.group, member.replica).taken
 
     def loading(self, group: str, replica: int) -> bool:
-        """Return whether a round has begun to load and is not complete."""
+        """Return True if a round has begun to load and is not complete."""
         round_ = self._known(group, replica)
         return round_.state == "loading" or bool(round_.taken)
 
     def wants(self, member: Member, version: int) -> bool:
-        """Return whether ``version`` is new enough for the member's ask."""
+        """Return True if ``version`` is new enough for the member's ask."""
         found = self._known(member.group, member.replica).asks.get(member)
         return found is not None and found.after < version
 
@@ -200,7 +200,7 @@ class Rounds:
     def cancel_ask(self, member: Member, ask: int) -> None:
         """Withdraw a rank's ask, and a grant that has crossed it."""
         round_ = self.of(member.group, member.replica)
-        if (found := round_.asks.get(member)) is not None and found.ask == ask:
+        if (found := round_.asks.get(member)) is not None and found.ask == ask:  # else a newer ask has crossed this
             del round_.asks[member]
         round_.taken.discard(member)
         self._due.add((member.group, member.replica))
@@ -220,11 +220,12 @@ class Rounds:
             if assigned > round_.version:
                 round_.assign(assigned)
                 reminded = list(self._view(state.member.group, state.member.replica).ranks)
+            # a rank without the bytes cannot keep them
             for rank in reminded:
                 if rank.loaded < round_.version and round_.version in rank.held:
                     self._out.append(Send(rank.member, Assigned(round_.version)))
         self._settle(round_, state.member)
-        if state.from_before and state.hello.assigned > state.loaded:
+        if state.from_before and state.hello.assigned > state.loaded:  # it may be loading it at this moment
             round_.grant(state.member)
 
     def loaded(self, state: MemberState, version: int) -> None:
@@ -277,10 +278,10 @@ class Rounds:
         round_.taken.discard(member)
         round_.owed.discard(member)
         if in_order and state.carries:
-            round_.done = max(round_.done, state.loaded)
+            round_.done = max(round_.done, state.loaded)  # else another rank of its life could get a newer version
         if not self._settle(round_, member).ranks:
             round_.move("emptied")
-            del self._rounds[member.group, member.replica]
+            del self._rounds[member.group, member.replica]  # its next life begins anew
 
     def _settle(self, round_: Round, member: Member) -> ReplicaView:
         """Recompute the version that the ranks serve together."""
@@ -288,6 +289,7 @@ class Rounds:
             self._due.add((member.group, member.replica))
         view = self._view(member.group, member.replica)
         versions = {state.loaded for state in view.ranks}
+        # while a rank is missing, it serves none
         loaded = versions.pop() if len(versions) == 1 and len(view.ranks) == view.expected else 0
         if loaded == round_.version > 0:
             if round_.state != "loaded":
@@ -314,19 +316,23 @@ class Rounds:
             round_.move("given_back")
         if round_.state != "loading" and any(state.draining for state in view.ranks):
             return  # ranks may load a version that others have begun with, but nothing new
+        # a version in progress would differ between the ranks
         if round_.state == "loaded" and self._given_again(round_, view, latest):
             return
         asks = round_.asks.values()
         wanted = any(ask.after < latest for ask in asks) and all(newest.is_enough(ask) for ask in asks)
         if wanted and round_.version != latest and not self._in_progress(round_, view):
+            # else some would wait for bytes while others load
             if len(view.ranks) < view.expected or not all(latest in state.held for state in view.ranks):
                 return
             round_.assign(latest)
+            # all keep it, whoever asks first
             self._out.extend(Send(state.member, Assigned(latest)) for state in view.ranks)
         if round_.state in ("idle", "loaded"):
             return
         for state in view.ranks:
             ask = round_.asks.get(state.member)
+            # it declines it, or has it
             if ask is None or ask.after >= round_.version or state.loaded == round_.version:
                 continue
             if round_.version in state.held:
@@ -341,12 +347,12 @@ class Rounds:
         """
         version = round_.version
         asking = [state for state in view.ranks if state.member in round_.asks and state.member in round_.again]
-        if asking and not round_.owed and version == latest:
+        if asking and not round_.owed and version == latest:  # all are owed what the first of them gets
             round_.owed = {state.member for state in view.ranks}
         for state in asking:
             if state.member not in round_.owed:
                 continue
-            if version not in state.held:
+            if version not in state.held:  # its slot was evicted: all must go on to a newer one
                 round_.owed.clear()
                 break
             round_.owed.discard(state.member)
@@ -357,13 +363,14 @@ class Rounds:
 
     @staticmethod
     def _in_progress(round_: Round, view: ReplicaView) -> bool:
-        """Return whether some rank has yet to load the round's version, and can."""
+        """Return True if some rank has yet to load the round's version, and can."""
         waiting = [state for state in view.ranks if state.loaded != round_.version]
         if round_.state in ("idle", "loaded") or not waiting or not view.begun(round_):
             return False
         if round_.taken:
             return True
         asks = [round_.asks.get(state.member) for state in waiting]
+        # a rank for which it is not enough never loads it
         declined = all(ask is not None and ask.after >= round_.version for ask in asks)
         if declined and all(state.member in round_.asks for state in view.ranks):
             return False

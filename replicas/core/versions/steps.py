@@ -15,7 +15,7 @@ from replicas.core.base.effects import StepFell
 def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None:
     """Return the number that ``meta`` has by this name; None: it has none."""
     found = (meta or {}).get(key)
-    return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None
+    return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None  # True is an int
 
 
 class Steps:

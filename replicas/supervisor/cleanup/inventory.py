@@ -1,8 +1,8 @@
 """Inventory of a node's processes, and whether they use GPUs.
 
 The shim takes it (:class:`Stocktaking`) soon after the start, once a minute, and before
-it ends its processes, and reports it to the supervisor: a killed rank cannot be asked
-any more. Standard library only.
+it ends its processes, and reports it to the supervisor: a killed rank can no longer be
+asked. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_PROCESSES = 512
 
 
 def take(pids: Iterable[int]) -> Belongings:
-    """The inventory of these processes; of one that ends meanwhile, as far as seen."""
+    """Return the inventory of these processes; of one that ends, what was seen."""
     gpu = False
     processes: list[tuple[int, int]] = []
     for pid in pids:

@@ -40,7 +40,7 @@ class HoldUps:
 
     @property
     def text(self) -> str:
-        """What holds the replica up now; empty: nothing."""
+        """Return what holds the replica up now, or ""."""
         if self._remains is None:
             return self._waits
         names = ", ".join(_named(*one) for one in self._remains.processes)

@@ -69,7 +69,7 @@ class Sweep:
     dying process, and the environment with it, before it closes the devices and
     notifies the parent.
 
-    :param finders: each returns what is to be killed as far as it sees that now.
+    :param finders: each returns the processes to be killed that it sees now.
     :param groups: control groups all of whose processes are to be killed.
     :param known: pids and start times that the shims last reported.
     """

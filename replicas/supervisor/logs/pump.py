@@ -90,7 +90,7 @@ def is_pump(pid: int) -> bool:
 
 
 def _has_ended(pipe: int) -> bool:
-    """True if the pipe has no writer any more and all was read."""
+    """Return True if the pipe's last writer is gone and all was read."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     return any(events & select.POLLHUP and not events & select.POLLIN for _, events in poll.poll(0))

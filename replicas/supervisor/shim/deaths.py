@@ -42,9 +42,9 @@ _CRASHES = frozenset(
 )
 """Signals of a crash; the others are usual ways to end a process."""
 _MAX_WATCHED = 256
-_GET_INFO = 0xC040FF0B
-_INFO_NBYTES, _EXIT_AT = 64, 60
-_INFO_EXIT = 1 << 3
+_GET_INFO = 0xC040FF0B  # PIDFD_GET_INFO
+_INFO_NBYTES, _EXIT_AT = 64, 60  # of struct pidfd_info, and of its exit_code
+_INFO_EXIT = 1 << 3  # PIDFD_INFO_EXIT
 
 
 class Death(NamedTuple):
@@ -91,6 +91,7 @@ class DeathWatch:
             name = Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
         except OSError:
             return  # it has ended
+        # programs choose it, and it goes into messages
         self._names[pid] = "".join(one if one.isalnum() or one in "._:/-" else "_" for one in name)
         self._watched[pid] = pidfd
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._ended(pid))
@@ -122,7 +123,7 @@ class Ends:
         self.blind = False
 
     def all_over(self, look: Callable[[], Iterable[int]]) -> bool:
-        """Whether ``look`` finds none; else the loop is woken by the end of each.
+        """True if ``look`` finds none; else the end of each process wakes the loop.
 
         One that ends between the look and the watch would wake nobody: a second look
         finds it gone, or what it has started.
@@ -154,7 +155,7 @@ def _killed_by(pid: int, pidfd: int) -> int:
     with contextlib.suppress(OSError):
         fields = stat_fields(pid)
         if fields[0] == "Z":
-            return int(fields[49]) & 0x7F
+            return int(fields[49]) & 0x7F  # exit_code
     info = bytearray(_INFO_NBYTES)
     struct.pack_into("Q", info, 0, _INFO_EXIT)
     try:
@@ -233,7 +234,7 @@ def _explained(
 ) -> tuple[RankExit, ...]:
     """Add last words, and to the first rank the crash that came before its end."""
     found = _with_last_words(ranks, last_lines)
-    if not found or found[0].code < 0:
+    if not found or found[0].code < 0:  # killed by a signal: that is the cause
         return found
     return (found[0]._replace(after=str(first_death({main.pid, *(rank.pid for rank in ranks)}) or "")), *found[1:])
 
@@ -251,6 +252,7 @@ def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tu
         told = bool(rank.error) and _last(rank.error.splitlines()) in lines
         result.append(
             rank._replace(
+                # 1: Python's code after an uncaught exception
                 text=rank.text or fatal or (_exception(lines) if rank.code == 1 else "") or _last(lines),
                 error="" if told or number else rank.error,
                 lines=() if number else lines,

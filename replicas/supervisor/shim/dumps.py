@@ -162,7 +162,7 @@ def _ask(asked: Asked, root: int) -> bool:
     if not still(asked.pid):
         return False
     try:
-        private.write(asked.path, b"")
+        private.write(asked.path, b"")  # what is in it later is the answer
     except OSError as error:
         note(f"process {asked.pid} is not asked for its stacks: {error}")
         return False

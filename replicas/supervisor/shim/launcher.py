@@ -112,6 +112,7 @@ class _Rendezvous(RendezvousHandler):
     def __init__(self, spec: PartSpec, store: TCPStore) -> None:
         self._spec = spec
         self._bootstrap = RendezvousStoreInfo(store.host, store.port)
+        # one node has nobody to meet
         self._store: Store = HashStore() if spec.nnodes == 1 else PrefixStore("replicas/nodes", store)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -201,7 +202,7 @@ def _workers_store(spec: PartSpec, control: socket.socket) -> TCPStore:
         store = local_store(spec.local_addr)
         orders.send(control, {"type": "rendezvous", "host": spec.local_addr, "port": store.port})
         return store
-    control.settimeout(spec.rendezvous_timeout_s)
+    control.settimeout(spec.rendezvous_timeout_s)  # node 0 may never come up
     try:
         message = orders.receive(control)
     except TimeoutError:
@@ -244,7 +245,7 @@ def _failed(error: ChildFailedError) -> ExitReport:
     """Report the failed ranks; those that torchrun SIGTERMed in turn come last."""
     exits = [_rank_exit(rank, failure) for rank, failure in error.failures.items()]
     exits.sort(key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
-    first, *others = exits[:64]
+    first, *others = exits[:64]  # of thousands the first say enough
     return ExitReport("failed", ranks=(first, *(other._replace(error="") for other in others)))
 
 

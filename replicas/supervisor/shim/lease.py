@@ -38,7 +38,7 @@ class ShimLease:
         return min(self._until, self._clock.due)
 
     def over(self, now: float) -> bool:
-        """Whether the shim is to end; said once."""
+        """Return True, once, when the shim is to end."""
         if now < self.wakes:
             return False
         if now < self._until and (not self._last or self._clock.look(now)):

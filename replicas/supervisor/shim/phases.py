@@ -78,7 +78,7 @@ class Phases(StateMachine[Phase, Input, Action]):
         return actions
 
     def killed(self, at: float) -> bool:
-        """Note SIGKILL to all; return whether to name those that do not die of it."""
+        """Note SIGKILL to all; return True if the survivors are to be named."""
         if self._killing_since is None:
             self._killing_since, self._name_at = at, at + REMAINS_INTERVAL_S
         steady = at - self._killing_since < _STEADY_S

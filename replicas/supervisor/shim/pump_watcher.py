@@ -47,7 +47,7 @@ _LAST_LINES = 20
 _LINE_NCHARS = 300
 _STEADY_S = 10.0
 AGAIN = Backoff(0.02, 2.0)
-KILLED = Backoff(0.02, 0.05)
+KILLED = Backoff(0.02, 0.05)  # it worked until then: the next one will, too
 _AT_ONCE = Backoff(0.0, 0.0)
 _SPEAK_INTERVAL_S = 0.01
 
@@ -107,7 +107,7 @@ class PumpWatcher:
             return
         block = b""
         for line in text.rstrip("\n").encode().splitlines(keepends=True):
-            if len(block) + len(line) > select.PIPE_BUF:
+            if len(block) + len(line) > select.PIPE_BUF:  # the kernel keeps up to so many bytes together
                 self._words.append((key, block))
                 block = b""
             block += line[: select.PIPE_BUF - 1]
@@ -119,6 +119,7 @@ class PumpWatcher:
         self._speak_at = None
         while self._words:
             key, block = self._words[0]
+            # opened anew: O_NONBLOCK on the description itself would reach the ranks
             descriptor = os.open(f"/proc/self/fd/{self.streams(key)[1]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 os.write(descriptor, block)
@@ -170,7 +171,7 @@ class PumpWatcher:
         self._life.ready()
         self._pid, self._pidfd, self._control = pid, os.pidfd_open(pid), ours
         self._selector.register(ours, selectors.EVENT_READ, self._on_message)
-        if self._on_drained is not None:
+        if self._on_drained is not None:  # the former pump did not get to answer
             self._ask()
 
     def _become_pump(self, control: socket.socket) -> NoReturn:
@@ -234,6 +235,7 @@ class PumpWatcher:
                 self._hang_up()
             elif message["type"] == "dropped":
                 self._tell_dropped(orders.read(LogLoss, message.get("loss")))
+            # else it answers an earlier question
             elif message["type"] == "drained" and message.get("number") == self._drains:
                 self._drained()
         except orders.Malformed as error:
@@ -304,10 +306,10 @@ class PumpWatcher:
 
 def _leave_the_shim(keep: list[int]) -> None:
     """Drop everything of the parent but these descriptors and stderr."""
-    signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(-1)  # signals of the pump are not the shim's
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+        signal.signal(signum, signal.SIG_IGN)  # it ends with its input
     os.setsid()
     last = 2
     for descriptor in sorted(keep):

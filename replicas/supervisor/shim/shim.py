@@ -13,7 +13,7 @@ of :mod:`replicas.supervisor.shim.phases`:
 * *stopping*: if the ranks are reported stuck, their stacks are saved first. Then
   SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
 * *sweeping*: the state has the exit report; SIGTERM to the remaining processes, then
-  SIGKILL, again and again until this process has no child but the log pump, the control
+  SIGKILL, repeated until this process has no child but the log pump, the control
   group is empty, and no process has the shim's mark: sidecars are children of the
   node's forkserver. Processes that take long to die are named (``remains``). Python's
   resource trackers are killed last, as they unlink the files that the others have left
@@ -136,7 +136,7 @@ class Shim:
         if self._starter.scratch:
             private.remove_tree(Path(self._starter.scratch))
         if self._cgroup is not None:
-            cgroups.leave(self._cgroup, run=self._teller.control is None)
+            cgroups.leave(self._cgroup, run=self._teller.control is None)  # else its agent removes the run's
         self._teller.now(gone=True, remains=None)
         return 0
 
@@ -159,7 +159,7 @@ class Shim:
             with orders.reading("stop"):
                 timeout_s = float(message["timeout_s"])
                 broken = str(message.get("broken", ""))
-            self._broken = self._broken or broken
+            self._broken = self._broken or broken  # the first reason is the cause
             if not broken and not self._teller.state.stopping:
                 self._teller.now(stopping=True)
             self._stop(timeout_s, stacks=bool(message.get("stacks")))
@@ -266,7 +266,7 @@ class Shim:
             code = os.waitstatus_to_exitcode(status)
             if self._main is not None and pid == self._main.pid:
                 self._main.ended(code)
-                self._hear_launcher_out()
+                self._hear_launcher_out()  # before main_ended: it has the exit report
                 self._stacks.finish(time.monotonic())
                 self._take("main_ended")
             elif pid == self._logs.pid:
@@ -366,7 +366,7 @@ class Shim:
             self._teller.now(remains=Remains(since=self._killing_since, processes=processes))
 
     def _empty(self) -> bool:
-        """True if no process of the replica runs any more. In a sweep, none starts."""
+        """True if the replica's last process is gone. In a sweep, none starts."""
         return self._childless_but_for_logs() and self._others.all_over(self._of_others)
 
     def _of_others(self) -> set[int]:
@@ -411,7 +411,7 @@ def _first_order(control: socket.socket, parent_fd: int) -> PartSpec | None:
     awaited = select.poll()
     for source in (control, parent_fd):
         awaited.register(source, select.POLLIN)
-    heard = {descriptor for descriptor, _ in awaited.poll()}
+    heard = {descriptor for descriptor, _ in awaited.poll()}  # an order that came before the end counts
     return orders.receive_spec(control) if control.fileno() in heard else None
 
 

@@ -90,7 +90,7 @@ def guard_orders(spec: PartSpec, *, direct: bool) -> int:
 
 
 def where(guard_orders: int) -> str:
-    """What the variable :data:`GUARD` says of the orders."""
+    """Return the value of the variable :data:`GUARD` for these orders."""
     return f"{os.getpid()} {guard_orders}"
 
 
@@ -99,7 +99,7 @@ def _scratch_folder(spec: PartSpec) -> Path:
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:
         private.make_folder(folder)
-        private.create(folder / "probe", bytes(4096))
+        private.create(folder / "probe", bytes(4096))  # an empty file finds room on a full disk
         private.remove(folder / "probe")
     except OSError:
         import tempfile  # loads slowly, and is rarely needed

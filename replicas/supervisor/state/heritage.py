@@ -30,7 +30,7 @@ class Heritage(NamedTuple):
     :ivar known: the agent of this machine, alive.
     :ivar leases: all that may still run. :ivar unseen: those of them under which
         anything may run.
-    :ivar sure: whether the state is the newest, so that its numbers count.
+    :ivar sure: the state is the newest, so that its numbers count.
     """
 
     agents: tuple[AgentRecord, ...] = ()
@@ -42,11 +42,11 @@ class Heritage(NamedTuple):
 
 
 def heritage(saved: Saved | None, leases: Leases, *, crashed: bool, longest_s: float) -> Heritage:
-    """What is left.
+    """Return what is left of an earlier supervisor.
 
     :param crashed: an earlier supervisor has not ended in order.
-    :param longest_s: of any lease by the config, for those that are not known; 0: there
-        can be none.
+    :param longest_s: of any lease by the config, for unknown ones; 0: the
+        config gives none.
     """
     sure = _is_newest(saved, leases) if saved is not None else not (crashed or leases.records or leases.damaged)
     records: Sequence[Lease] = leases.records

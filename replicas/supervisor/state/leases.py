@@ -10,7 +10,7 @@ one is a :class:`Lease`; what is not understood counts as one of unknown length:
 
 * A lease is on disk, and synced with its folder, *before* it is granted, and leaves the
   file when it is over. So whatever may run is named, with the time that it has left
-  when nobody is heard any more.
+  once its agent falls silent.
 * ``starts`` counts the generations that were started. The state has the number, too,
   and is written first: a state with a smaller one is old. The number is written in
   place, which takes no room on a full disk, and is not synced, as the state is not:

@@ -8,8 +8,8 @@ A process belongs to a run whose supervisor is dead if one of these is true:
 * ``mark``: it was started with the mark of such a record in its environment, which is
   random and new for each shim;
 * ``identity``: it was started with any shim's mark and with the id of this very state
-  folder. That finds processes that no record names any more, such as after the loss of
-  the state file. Folders can be copied with their ids: processes under a shim that
+  folder. That finds processes that no record names, such as after the loss of the
+  state file. Folders can be copied with their ids: processes under a shim that
   still has its supervisor are left to that one.
 
 Records of pids and control groups are valid only on the machine, and in the boot and

@@ -84,7 +84,7 @@ class LockedFolder:
                 raise errors.WorldError(f"the start in {self.path} was given up")
 
     def _free(self, lock: int) -> None:
-        """Kill what holds the lock, if it is a dead owner's; called again and again."""
+        """Kill a dead owner's processes that hold the lock; called repeatedly."""
         raise NotImplementedError
 
     def _taken(self, owner: Owner) -> errors.ReplicasError:
@@ -102,7 +102,7 @@ class LockedFolder:
 
 
 def take_lock(lock: int) -> bool:
-    """Lock it, if no other process has locked it; return whether it is ours."""
+    """Try to take the lock; return True if it is ours."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -164,5 +164,5 @@ class Owner(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """True if the owner lives, as far as can be seen from here."""
+        """True if the owner is seen alive from here."""
         return bool(self.start) and not self.elsewhere and start_time(int(self.pid)) == int(self.start)

@@ -6,7 +6,7 @@
     <state_dir>/id               identity of the folder; stays
     <state_dir>/state.json       what a kill leaves (run_state.py); removed at the end
     <state_dir>/leases           what may run on without a supervisor (leases.py);
-                                 removed when nothing may any more
+                                 removed once nothing may
     <state_dir>/events.jsonl     all events, of earlier runs too; and events.jsonl.1
     <state_dir>/decisions.jsonl  the decision log; removed at the end
     <state_dir>/key.pem          key and certificate of the control port; stays
@@ -166,7 +166,7 @@ class StateDir(LockedFolder):
     def sweep(self, spare: Collection[int] = (), kept: Collection[str] = ()) -> list[LeftoverFound]:
         """Kill what a dead supervisor left alive, but ``spare``. Blocks up to 5 s.
 
-        Only for a start that nothing can stop any more: a failed start kills nothing.
+        Call it when nothing can stop the start: a failed start kills nothing.
 
         :param kept: marks of shims that go on, with all of theirs.
         """

@@ -136,7 +136,7 @@ class PartSpec(NamedTuple):
 
 @functools.cache
 def decoder(kind: Any) -> Callable[[Any], Any]:
-    """What makes a value of this type of one from JSON or MessagePack.
+    """Return a function that makes a value of this type from decoded data.
 
     The type is a plain one, a tuple or dict of such, one of them with a bound
     (``Annotated[str, 64]``: characters; of a number: the largest, from 0 on) or None,
@@ -231,7 +231,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(connection: socket.socket, message: Message) -> bool:
-    """Send without waiting; False: nobody reads. OSError: ``EMSGSIZE``, too long."""
+    """Send without waiting; False: no reader. OSError: ``EMSGSIZE``, too long."""
     data, files = encode(message), list[int]()
     if len(data) > FILE_MAX_NBYTES:
         raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))

@@ -91,7 +91,7 @@ class Event(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether the event has been reached; raises as :meth:`synchronize`."""
+        """Return True if the event has been reached; raises as :meth:`synchronize`."""
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
@@ -122,7 +122,7 @@ class Accelerator(ABC):
     @classmethod
     @abstractmethod
     def present(cls) -> bool:
-        """Whether this machine and torch may have such devices; initialises nothing."""
+        """True if this machine and torch may have such devices; initialises nothing."""
 
     @abstractmethod
     def device(self) -> str:

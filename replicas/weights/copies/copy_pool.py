@@ -29,7 +29,7 @@ from replicas.common.waits import Latch, locked
 
 ALONE_NBYTES = 8 << 20
 """The caller's thread copies less than this alone: a helper costs what it saves."""
-MOST_HELPERS = 7
+MOST_HELPERS = 7  # more threads wait for the memory
 OWNER_LOOKED_AT_S = 1.0
 """How often an idle helper checks that its owner still exists."""
 PATIENCE = 100
@@ -97,7 +97,7 @@ class CopyPool:
         self.grow(helpers)
 
     def grow(self, helpers: int) -> None:
-        """Start up to ``helpers`` more threads, as far as the system allows."""
+        """Start up to ``helpers`` more threads, as many as the system allows."""
         for _ in range(helpers):
             name = f"replicas-crew-{locked(self.lock, self._count, 1)}"
             try:

@@ -134,6 +134,7 @@ def copy_host(
         return
     tensors, ours = [pair[not load] for pair in pairs], [pair[load] for pair in pairs]
     kinds = Kinds([one.shape for one in tensors], [one.dtype for one in tensors], [one.dtype for one in ours])
+    # our side, too, must be one run of plain bytes
     kinds.kept &= np.array(
         [one.is_contiguous() and not (one.is_neg() or one.is_conj()) for one in ours], dtype=np.bool_
     )
@@ -220,7 +221,7 @@ def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool
     except streaming.MemoryMoved:
         return False
     if load:
-        torch.autograd.graph.increment_version([destination])
+        torch.autograd.graph.increment_version([destination])  # as every write of torch's own does
     return True
 
 
@@ -241,7 +242,7 @@ class Prefix:
         self._ahead[start] = end
         while (further := self._ahead.pop(self._end, None)) is not None:
             self._end = further
-        if self._end - self._told >= PROGRESS_NBYTES and self._end < self._nbytes:
+        if self._end - self._told >= PROGRESS_NBYTES and self._end < self._nbytes:  # finish() tells of the last byte
             self._told = self._end
             self._progress(self._end)
 
@@ -278,13 +279,13 @@ class Copier:
     ) -> None:
         nbytes = data.numel()
         if helpers is None:
-            helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))
+            helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))  # a large one has one, to hash
         self.digest: Future[str] = Future()
         self._bytes: memoryview | None = data.numpy().data
         """Dropped after its last use: the cycle of pool and copier would keep it."""
         self._past_caches = streaming.pays(nbytes)
         self._beside = helpers > 1 if beside is None else beside
-        self._threads = max(1, helpers + 1 - self._beside)
+        self._threads = max(1, helpers + 1 - self._beside)  # one of them hashes
         self._unfilled = [min(BLOCK_NBYTES, nbytes - start) for start in range(0, nbytes, BLOCK_NBYTES)]
         self._blocks = [b""] * len(self._unfilled)
         self._ready: list[int] = []
@@ -292,7 +293,7 @@ class Copier:
         self._finished = False
         self._prefix = None if progress is None else Prefix(nbytes, progress)
         self._pool = CopyPool(0, self._chore)
-        begun(self)
+        begun(self)  # first: the caller must be able to close it
         self._pool.grow(helpers)
 
     def __enter__(self) -> Copier:
@@ -358,7 +359,7 @@ class Copier:
         if not self._blocks:
             self._bytes = None
             self.digest.set_result(combined(()))
-        elif not self._pool.helpers:
+        elif not self._pool.helpers:  # nobody else would hash
             while (chore := self._chore()) is not None:
                 chore()
 
@@ -389,7 +390,7 @@ class Copier:
         except Exception as error:  # noqa: BLE001  # raised by the digest; an interrupt goes to the caller
             self.digest.set_exception(error)
             return
-        del data
+        del data  # else this thread keeps the slot's memory
         if locked(self._pool.lock, self._hashed) and self.digest.set_running_or_notify_cancel():
             self.digest.set_result(combined(self._blocks))
 

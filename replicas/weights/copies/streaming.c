@@ -5,12 +5,17 @@
    else. Non-temporal stores write whole lines and read none (Intel 64 and IA-32
    Architectures Optimization Reference Manual, "Non-Temporal Stores"; glibc's memcpy uses
    them for single copies from three quarters of the shared cache on, larger than any
-   tensor). Other processors: memcpy.
+   tensor). What is read is prefetched into all caches: past them (prefetchnta) it took
+   one and a half times as long on an Intel of 2023. Other processors: memcpy.
 
    The caller holds the GIL from the check of all addresses until the last byte is copied:
    no Python code can free or replace the memory in between. Threads of the C library
    share the work; they need no GIL. Python's functions are those of its stable interface,
-   found in the running program. */
+   found in the running program.
+
+   What is copied may be compared meanwhile with a base, the version before: a bit is set
+   for each line of 64 bytes that differs (memory/lines.py). What is compared is what is
+   written, whatever others do to the source. */
 
 #include <pthread.h>
 #include <signal.h>
@@ -22,15 +27,15 @@ extern void *PyObject_CallNoArgs(void *callable);
 extern int PyObject_IsTrue(void *object);
 extern void Py_DecRef(void *object);
 
+enum { LINE = 64, AHEAD = 1024, WORD = 64 * LINE };
+
 #if defined(__x86_64__)
 #include <immintrin.h>
-
-enum { LINE = 64, AHEAD = 1024 };
 
 #define LOOP(WIDTH, VECTOR, LOAD, STORE)                                                     \
     for (; nbytes >= 4 * LINE; nbytes -= 4 * LINE, to += 4 * LINE, from += 4 * LINE) {       \
         VECTOR held[4 * LINE / WIDTH];                                                       \
-        for (int line = 0; line < 4; line++) _mm_prefetch(from + AHEAD + line * LINE, _MM_HINT_NTA); \
+        for (int line = 0; line < 4; line++) _mm_prefetch(from + AHEAD + line * LINE, _MM_HINT_T0);  \
         for (int i = 0; i < 4 * LINE / WIDTH; i++) held[i] = LOAD((const void *)(from + i * WIDTH)); \
         for (int i = 0; i < 4 * LINE / WIDTH; i++) STORE((void *)(to + i * WIDTH), held[i]); \
     }
@@ -59,17 +64,91 @@ static void copy(char *to, const char *from, size_t nbytes) {
 }
 
 static void finish(void) { _mm_sfence(); }
+
+/* Which of up to 64 lines differ from the base; they are copied past the caches, unless
+   they are there already. AVX2 is no faster. */
+__attribute__((optimize("O3")))
+static uint64_t compare_lines(char *to, const char *from, const char *base, size_t count) {
+    uint64_t bits = 0;
+    for (size_t line = 0; line < count; line++, to += LINE, from += LINE, base += LINE) {
+        __m128i held[LINE / 16], different = _mm_setzero_si128();
+        _mm_prefetch(from + AHEAD, _MM_HINT_T0);
+        _mm_prefetch(base + AHEAD, _MM_HINT_T0);
+        for (int i = 0; i < LINE / 16; i++) {
+            held[i] = _mm_loadu_si128((const void *)(from + i * 16));
+            different |= held[i] ^ _mm_loadu_si128((const void *)(base + i * 16));
+        }
+        if (to != from)
+            for (int i = 0; i < LINE / 16; i++) _mm_stream_si128((void *)(to + i * 16), held[i]);
+        int same = _mm_movemask_epi8(_mm_cmpeq_epi8(different, _mm_setzero_si128())) == 0xffff;
+        bits |= (uint64_t)!same << line;
+    }
+    return bits;
+}
+
+/* A bit for each byte of a line that differs. */
+static uint64_t compare_bytes(const char *one, const char *other) {
+    uint64_t same = 0;
+    for (int i = 0; i < LINE; i += 16)
+        same |= (uint64_t)_mm_movemask_epi8(_mm_cmpeq_epi8(_mm_loadu_si128((const void *)(one + i)),
+                                                           _mm_loadu_si128((const void *)(other + i)))) << i;
+    return ~same;
+}
 #else
 static void copy(char *to, const char *from, size_t nbytes) { memcpy(to, from, nbytes); }
 static void finish(void) {}
+
+static uint64_t compare_lines(char *to, const char *from, const char *base, size_t count) {
+    uint64_t bits = 0;
+    memmove(to, from, count * LINE);
+    for (size_t i = 0; i < count; i++) bits |= (uint64_t)(memcmp(to + i * LINE, base + i * LINE, LINE) != 0) << i;
+    return bits;
+}
+
+static uint64_t compare_bytes(const char *one, const char *other) {
+    uint64_t bits = 0;
+    for (int i = 0; i < LINE; i++) bits |= (uint64_t)(one[i] != other[i]) << i;
+    return bits;
+}
 #endif
+
+/* The base of a run of bytes, of the same length, and a bit for each line that differs. */
+typedef struct {
+    const char *start, *base;
+    uint64_t *lines;
+} Compared;
+
+static void compare(const Compared *with, char *to, const char *from, size_t nbytes, int past_caches) {
+    for (size_t some; nbytes; to += some, from += some, nbytes -= some) {
+        size_t at = (size_t)(to - with->start), line = at % WORD / LINE, head = -at % LINE, whole;
+        const char *base = with->base + at;
+        uint64_t bits = 0;
+        some = WORD - at % WORD < nbytes ? WORD - at % WORD : nbytes;
+        if (head > some) head = some;
+        if (to != from) {
+            if (past_caches) memcpy(to, from, head);
+            else memcpy(to, from, some);
+        }
+        if (head) bits = (uint64_t)(memcmp(to, base, head) != 0) << line++;
+        whole = (some - head) / LINE;
+        if (whole) bits |= compare_lines(to + head, (past_caches ? from : to) + head, base + head, whole) << line;
+        head += whole * LINE, line += whole;
+        if (head < some) {
+            if (to != from && past_caches) memcpy(to + head, from + head, some - head);
+            bits |= (uint64_t)(memcmp(to + head, base + head, some - head) != 0) << line;
+        }
+        if (bits) __atomic_fetch_or(&with->lines[at / WORD], bits, __ATOMIC_RELAXED); /* threads share words */
+    }
+}
 
 typedef struct {
     char *const *to;
     const char *const *from;
     const size_t *nbytes;
     size_t count, first, last; /* bytes of all runs, one behind the other */
-    int past_caches, begun;
+    int past_caches;
+    Compared compared; /* lines is NULL: with nothing */
+    int begun;
     pthread_t thread;
 } Share;
 
@@ -80,7 +159,9 @@ static void *copy_share(void *given) {
         size_t begin = at < share->first ? share->first - at : 0;
         size_t end = share->last - at < share->nbytes[i] ? share->last - at : share->nbytes[i];
         if (begin >= end) continue;
-        if (share->past_caches) copy(share->to[i] + begin, share->from[i] + begin, end - begin);
+        if (share->compared.lines)
+            compare(&share->compared, share->to[i] + begin, share->from[i] + begin, end - begin, share->past_caches);
+        else if (share->past_caches) copy(share->to[i] + begin, share->from[i] + begin, end - begin);
         else memcpy(share->to[i] + begin, share->from[i] + begin, end - begin);
     }
     if (share->past_caches) finish();
@@ -89,39 +170,94 @@ static void *copy_share(void *given) {
 
 enum { MOST_THREADS = 16, STACK = 1 << 18 };
 
-/* Copy nbytes[i] from from[i] to to[i], for each i, if check() is true; no ranges may
-   overlap. Returns 1; 0: it was false; -1: it has raised. */
-int replicas_checked_copy(void *check, char *const *to, const char *const *from, const size_t *nbytes, size_t count,
-                  int threads, int past_caches) {
-    void *answer = PyObject_CallNoArgs(check);
-    int fits = answer ? PyObject_IsTrue(answer) : -1;
-    if (answer) Py_DecRef(answer);
-    if (fits != 1) return fits;
-
+static void share_out(Share all, int threads) {
     Share shares[MOST_THREADS];
     size_t total = 0;
-    for (size_t i = 0; i < count; i++) total += nbytes[i];
+    for (size_t i = 0; i < all.count; i++) total += all.nbytes[i];
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     size_t each = total / (threads > 1 ? threads : 1) & ~(size_t)4095;
     if (!each) threads = 1;
-    sigset_t all, before;
+    sigset_t every, before;
     pthread_attr_t attributes;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's own threads */
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before); /* signals are for the program's own threads */
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK);
     for (int i = 1; i < threads; i++) {
-        size_t last = i + 1 < threads ? (i + 1) * each : total;
-        shares[i] = (Share){to, from, nbytes, count, i * each, last, past_caches, 0, 0};
+        shares[i] = all;
+        shares[i].first = i * each, shares[i].last = i + 1 < threads ? (i + 1) * each : total;
         shares[i].begun = !pthread_create(&shares[i].thread, &attributes, copy_share, &shares[i]);
     }
     pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    shares[0] = (Share){to, from, nbytes, count, 0, threads > 1 ? each : total, past_caches, 1, 0};
-    copy_share(&shares[0]);
+    all.last = threads > 1 ? each : total;
+    copy_share(&all);
     for (int i = 1; i < threads; i++) { /* a limit of threads may refuse one */
         if (shares[i].begun) pthread_join(shares[i].thread, NULL);
         else copy_share(&shares[i]);
     }
+}
+
+/* Copy nbytes[i] from from[i] to to[i], for each i, if check() is true; no ranges may
+   overlap. All that is copied goes to one run of bytes from start on, a multiple of 64,
+   and is compared with the run from base on: lines has a bit for each line of it that
+   differs, from the lowest of the first word on. lines is NULL: nothing is compared.
+   Returns 1; 0: check() was false; -1: it has raised. */
+int replicas_checked_copy(void *check, char *const *to, const char *const *from, const size_t *nbytes, size_t count,
+                          int threads, int past_caches, const char *start, const char *base, uint64_t *lines) {
+    void *answer = PyObject_CallNoArgs(check);
+    int fits = answer ? PyObject_IsTrue(answer) : -1;
+    if (answer) Py_DecRef(answer);
+    if (fits != 1) return fits;
+    share_out((Share){to, from, nbytes, count, .past_caches = past_caches, .compared = {start, base, lines}}, threads);
     return 1;
+}
+
+/* Compare the bytes first to last of a run from start on in the same way. */
+void replicas_compare(char *start, const char *base, uint64_t *lines, size_t first, size_t last, int threads) {
+    char *const run = start + first;
+    const char *const same = run;
+    size_t nbytes = last - first;
+    share_out((Share){&run, &same, &nbytes, 1, .compared = {start, base, lines}}, threads);
+}
+
+/* Find the elements of so many bytes (1, 2, 4, 8) that differ, from byte first to last;
+   both are multiples of it. Only lines with a bit are looked at, unless lines is NULL.
+   Writes their numbers, from first on, and the xor of each; returns how many there are,
+   or, when they are more than most, more than most. */
+size_t replicas_changed(const char *run, const char *base, const uint64_t *lines, size_t first, size_t last,
+                        size_t width, uint32_t *numbers, char *xors, size_t most) {
+    uint64_t every = ~0ull / (((uint64_t)1 << width) - 1); /* the first bit of each element */
+    size_t found = 0;
+    for (size_t word = first / WORD; word * WORD < last; word++) {
+        uint64_t left = lines ? lines[word] : ~0ull;
+        for (uint64_t ahead = (word + 1) * WORD >= last ? 0 : lines ? lines[word + 1] : 0; ahead; ahead &= ahead - 1) {
+            size_t at = (word + 1) * WORD + (size_t)__builtin_ctzll(ahead) * LINE;
+            __builtin_prefetch(run + at), __builtin_prefetch(base + at);
+        }
+        for (; left; left &= left - 1) {
+            size_t at = word * WORD + (size_t)__builtin_ctzll(left) * LINE;
+            uint64_t bits = 0;
+            if (at >= first && at + LINE <= last) bits = compare_bytes(run + at, base + at);
+            else
+                for (size_t i = at < first ? first : at; i < at + LINE && i < last; i++)
+                    bits |= (uint64_t)(run[i] != base[i]) << (i - at);
+            for (size_t step = 1; step < width; step *= 2) bits |= bits >> step;
+            for (bits &= every; bits; bits &= bits - 1, found++) {
+                size_t here = at + (size_t)__builtin_ctzll(bits);
+                if (found == most) return most + 1;
+                numbers[found] = (uint32_t)((here - first) / width);
+                for (size_t i = 0; i < width; i++) xors[found * width + i] = run[here + i] ^ base[here + i];
+            }
+        }
+    }
+    return found;
+}
+
+/* The way back: each of these elements becomes its xor with what is given for it. */
+void replicas_change(char *run, size_t width, const uint32_t *numbers, const char *xors, size_t count) {
+    for (size_t at = 0; at < count; at++) {
+        if (at + AHEAD / LINE < count) __builtin_prefetch(run + numbers[at + AHEAD / LINE] * width, 1);
+        for (size_t i = 0; i < width; i++) run[numbers[at] * width + i] ^= xors[at * width + i];
+    }
 }

@@ -35,13 +35,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from replicas.memory.lines import LIBRARY, Lines
 from replicas.weights.copies.tensors import span_nbytes
 
 Addresses = npt.NDArray[np.uintp]
@@ -61,10 +61,12 @@ class MemoryMoved(Exception):
 
 def _load() -> Any:
     try:
-        function = ctypes.PyDLL(str(Path(__file__).with_name("_streaming.so"))).replicas_checked_copy
-    except (OSError, AttributeError):  # not compiled, or for another kind of machine
+        library = ctypes.PyDLL(str(LIBRARY))
+        function, _ = library.replicas_checked_copy, library.replicas_compare
+    except (OSError, AttributeError):  # not compiled, for another kind of machine, or by an older version
         return None
-    function.argtypes = [ctypes.py_object, *[ctypes.c_void_p] * 3, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+    pointers = [ctypes.c_void_p] * 3
+    function.argtypes = [ctypes.py_object, *pointers, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, *pointers]
     return function
 
 
@@ -82,7 +84,7 @@ def _cache_nbytes() -> int:
 
 
 def pays(nbytes: int) -> bool:
-    """Whether a copy of ``nbytes`` should bypass the CPU caches: it is larger."""
+    """True if a copy of ``nbytes`` should bypass the CPU caches: it is larger."""
     return available and nbytes > _cache_nbytes()
 
 
@@ -95,7 +97,7 @@ def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def still_there(tensors: Sequence[torch.Tensor], addresses: Addresses, needed: Addresses) -> Check:
-    """Whether each tensor has its memory at this address, and all of it.
+    """Return True if each tensor has its memory at this address, and all of it.
 
     :param needed: bytes from the start of its storage to the end of its elements.
     """
@@ -105,16 +107,27 @@ def still_there(tensors: Sequence[torch.Tensor], addresses: Addresses, needed: A
 
 
 def copy_runs(
-    check: Check, to: Addresses, sources: Addresses, sizes: Addresses, *, threads: int = 1, past_caches: bool = False
+    check: Check,
+    to: Addresses,
+    sources: Addresses,
+    sizes: Addresses,
+    *,
+    threads: int = 1,
+    past_caches: bool = False,
+    lines: Lines | None = None,
 ) -> None:
     """Copy runs of bytes that do not overlap, with the GIL held.
 
     It needs :data:`available`.
 
     :param past_caches: the result of :func:`pays` for the whole copy.
+    :param lines: of the run of bytes that holds all destinations: compare what is
+        written with its base.
     :raises MemoryMoved: ``check`` is not true.
     """
-    if not _copy(check, to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), threads, int(past_caches)):
+    with_base = (None, None, None) if lines is None else lines.addresses
+    runs = to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)
+    if not _copy(check, *runs, threads, int(past_caches), *with_base):
         raise MemoryMoved
 
 
@@ -159,6 +172,7 @@ class Private:
         ]
         self._places = np.concatenate(within) + np.repeat(np.array(starts[:-1], dtype=np.uintp), counts)
         self._places += np.uintp(memory.data_ptr())
+        # starts has the end, too
         for number, (tensor, one, start) in enumerate(zip(tensors, runs, starts, strict=False)):
             flat = memory[start : start + one.nbytes * counts[number]].view(tensor.dtype)
             view = flat.as_strided(tensor.shape, one.strides)

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that have no code of their own."""
+# torch has no integers of 16 bytes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COPIED = {
     *_CASTABLE,
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
 }
+# taken from the base class: a subclass may have code of its own behind these names
 _IS_META, _LAYOUT, _IS_NESTED = (vars(torch._C.TensorBase)[name].__get__ for name in ("is_meta", "layout", "is_nested"))
 
 
@@ -53,12 +55,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def is_castable(dtype: torch.dtype) -> bool:
-    """Whether ``dtype=`` casts it: plain floats only; float8's bits carry meaning."""
+    """True if ``dtype=`` casts it: plain floats only; float8's bits carry meaning."""
     return dtype in _CASTABLE
 
 
 def is_copied(dtype: torch.dtype) -> bool:
-    """Whether every torch copies this dtype; others are copied as :func:`bits`."""
+    """True if every torch copies this dtype; others are copied as :func:`bits`."""
     return dtype in _COPIED
 
 
@@ -77,7 +79,7 @@ def written_as_bits(destination: torch.Tensor, source: torch.Tensor) -> tuple[to
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements may share memory, as in an expanded tensor: not writable."""
+    """True if elements may share memory, as in an expanded tensor: not writable."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0
@@ -99,7 +101,7 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_sound(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is certainly usable: quick, for the most usual kind."""
+    """True if a plain tensor is certainly usable: quick, for the most usual kind."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_nested:
         return False
     nbytes = tensor.nbytes
@@ -177,7 +179,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether ``value`` is a DTensor; False before the DTensor module is imported."""
+    """True if ``value`` is a DTensor; False before the DTensor module is imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -209,7 +211,7 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
 
 
 def _is_contiguous_block(tensor: DTensor) -> bool:
-    """Whether a strided local shard (FSDP over tensor parallelism) is one block."""
+    """True if a strided local shard (FSDP over tensor parallelism) is one block."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())

@@ -158,7 +158,7 @@ class Cuda(Accelerator):
 
     def device(self) -> str:
         visible = self.visible()
-        index = _cuda.current_device() if _cuda.is_initialized() else 0
+        index = _cuda.current_device() if _cuda.is_initialized() else 0  # until torch is used, the first one
         found = visible[index] if index < len(visible) else ""
         if found:
             try:
@@ -230,7 +230,7 @@ class Cuda(Accelerator):
     ) -> DeviceMemory:
         index = self._index(uuid)
         device = torch.device("cuda", index)
-        own = self._own.get(handle)
+        own = self._own.get(handle)  # CUDA opens no handle in the process that made it
         if own is not None:
             kept = [own]
 
@@ -303,6 +303,7 @@ class Cuda(Accelerator):
         uuid = uuid or self._default()
         index = self._index(uuid)
         with typed(uuid), _cuda.device(index), uncaptured():
+            # blocking: waits without a busy core
             made = _cuda.Event(enable_timing=timing, blocking=True, interprocess=interprocess)
             handle = bytes(made.ipc_handle()) if interprocess else b""
         event = CudaEvent(made, uuid, index, handle)

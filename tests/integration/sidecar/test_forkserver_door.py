@@ -52,9 +52,7 @@ async def test_a_forkserver_of_another_user_is_told_nothing() -> None:
 
     with stranger(squat) as squatter:
         assert squatter.recv() == "listens"
-        with pytest.raises(
-            SidecarDied, match=rf"is of user {ATTACKER}, and this rank runs as user 0: nothing was sent"
-        ):
+        with pytest.raises(SidecarDied, match=rf"is of user {ATTACKER}"):
             await Forkserver.connect(str(door), timeout_s=30.0)
         assert squatter.poll(30.0)
         assert squatter.recv() == b""

@@ -348,7 +348,7 @@ async def test_a_sidecar_that_does_not_answer_is_killed_at_the_deadline(server: 
         exits: list[str] = []
         sidecar.on_exit = exits.append
         os.kill(sidecar.pid, signal.SIGSTOP)
-        with pytest.raises(SidecarDied, match=r"it did not answer within 0\.2 s and was killed"):
+        with pytest.raises(SidecarDied, match=r"did not answer within 0\.2 s"):
             await alone.run("barrier", [[]], timeout_s=0.2)
         assert await sidecar.wait_dead()
         assert exits == []  # we did it ourselves
@@ -506,7 +506,7 @@ async def test_a_frozen_forkserver_is_killed_so_that_it_can_be_replaced(cancelle
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(connection.fork(), 0.3)
             assert connection.alive
-        with pytest.raises(SidecarDied, match=r"the forkserver did not answer within 0\.5 s and was killed"):
+        with pytest.raises(SidecarDied, match=r"did not answer within 0\.5 s"):
             await connection.fork(timeout_s=0.5)
         assert not connection.alive
         assert await asyncio.to_thread(server.wait, 5) == -signal.SIGKILL
@@ -517,7 +517,7 @@ async def test_a_frozen_forkserver_is_killed_so_that_it_can_be_replaced(cancelle
 
 
 async def test_nobody_listening_is_an_error_in_time() -> None:
-    with pytest.raises(SidecarDied, match=r"nobody listens on 'replicas-test-nobody': the agent of this node is gone"):
+    with pytest.raises(SidecarDied, match=r"'replicas-test-nobody'"):
         await Forkserver.connect("replicas-test-nobody", timeout_s=0.1)
 
 

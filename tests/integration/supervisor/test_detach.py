@@ -74,7 +74,7 @@ def test_when_nobody_follows_nothing_is_left(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_it_is_refused_where_everything_would_end(tmp_path: Path) -> None:
     async with Supervisor(config(tmp_path, a={})) as supervisor:
-        with pytest.raises(errors.UsageError, match=r"without run\.adopt everything of the run ends") as caught:
+        with pytest.raises(errors.UsageError, match=r"run\.adopt") as caught:
             await supervisor.detach()
         assert 'run.adopt = "2m"' in caught.value.hint
         await supervisor.wait_ready(timeout=30)

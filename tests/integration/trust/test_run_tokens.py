@@ -58,7 +58,7 @@ def test_what_each_role_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         for kind in ORDERS.values():
             needed: dict[type, dict[str, Any]] = {Scale: {"group": "a", "replicas": 1}, Restart: {"target": "a"}}
             order = msgspec.convert(needed.get(kind, {}), kind)
-            with pytest.raises(UsageError, match="a member's token gives no right to this: show an operator's token"):
+            with pytest.raises(UsageError, match="operator's token"):
                 member.order(order)
         with pytest.raises(UsageError, match="a member's token gives no right to this"):
             next(member.logs({}))
@@ -212,7 +212,7 @@ def test_an_agent_needs_an_operators_token_of_this_run(tmp_path: Path) -> None:
         run.wait_line("control at https://")
         secret = JoinToken.parse(token_of(run, "operator")).secret
         wrong = {
-            "member": (token_of(run), "a member's token gives no right to this: show an operator's token"),
+            "member": (token_of(run), "operator's token"),
             "key": (f"R1{'0' * 64}.{secret}", "has another key than the token names"),
             "secret": (f"{token_of(run)}x", "wrong token"),
         }

@@ -43,7 +43,7 @@ def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
         "error": _ERRORS,
         "meta": st.dictionaries(_TEXTS, st.none() | st.booleans() | st.integers(0, 9)),
         "data": st.sampled_from([b"", b"nonsense", MANIFEST.encode(), MANIFEST.encode()[:-3]]),
-        "holders": st.dictionaries(_TEXTS, _TEXTS, max_size=3),
+        **dict.fromkeys(("given_up", "wrong", "holders"), st.dictionaries(_TEXTS, _TEXTS, max_size=3)),
         "part_digests": st.dictionaries(_TAME_INTEGERS, _TEXTS, max_size=3),
         "segments": st.lists(_SEGMENTS, max_size=3).map(tuple),
         "links": st.lists(st.tuples(_TEXTS, _TEXTS), max_size=2).map(tuple),

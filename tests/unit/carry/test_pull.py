@@ -17,10 +17,11 @@ import pytest
 
 from replicas.carry import pull, serve
 from replicas.carry.blocks import BLOCK_NBYTES, combined
-from replicas.carry.image import CHUNK_NBYTES
+from replicas.carry.differences import Deltas
+from replicas.carry.image import CHUNK_NBYTES, Image
 from replicas.carry.pull import Failed
-from replicas.carry.serve import ASK, HEAD, OVER
-from tests.support.carrying import NUMBER, OFFSET, SECRET, FalseHost, Threads, a_pull, digests, hosts, run
+from replicas.carry.serve import ASK, HEAD, OVER, RANGE
+from tests.support.carrying import NUMBER, OFFSET, SECRET, FalseHost, Threads, a_pull, digests, hosts, run, slot
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +31,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[Threads]:
     found = Threads(encrypt=request.param == "tls")
     yield found
     found.end()
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    """``data`` with one bit that is wrong."""
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 @pytest.fixture(scope="module")
@@ -141,26 +147,43 @@ def test_a_pull_that_failed_goes_on_when_it_is_run_again(threads: Threads, data:
 
 @pytest.mark.parametrize("known", ["before", "afterwards"])
 def test_a_wrong_block_is_asked_for_elsewhere_and_its_holder_named(threads: Threads, data: bytes, known: str) -> None:
-    forged = bytearray(data)
-    forged[BLOCK_NBYTES + 17] ^= 1
+    digest = combined(digests(data))
     with hosts(threads, "rollout/3/0", "trainer/0/0") as (liar, source):
-        liar.serves(bytes(forged))
+        liar.serves(flipped(data, BLOCK_NBYTES + 17))
         source.serves(data)
         one, memory = a_pull(threads, len(data))
-        if known == "before":
-            one.expect(digests(data))
-        else:
-            assert run(one, threads, liar.holder) == combined(digests(bytes(forged)))
-            one.expect(digests(data))
-            assert one.image.here(BLOCK_NBYTES, BLOCK_NBYTES + 1, 0.0) == 0
-            assert one.why == {"rollout/3/0": "block 1 is not what was published"}
-        assert run(one, threads, *([liar.holder] if known == "before" else []), source.holder) == combined(
-            digests(data)
-        )
+        if known == "afterwards":
+            assert run(one, threads, liar.holder) != digest
+        assert run(one, threads, liar.holder, source.holder, digest=digest) == digest
         assert memory[OFFSET:] == data
         assert one.again == 1
-        if known == "before":
-            assert one.why == {"rollout/3/0": "block 1 is not what was published"}
+        assert one.why == one.wrong == {"rollout/3/0": "block 1 is not what was published"}
+        assert one.received["trainer/0/0"] == BLOCK_NBYTES
+
+
+def test_the_only_holder_is_asked_again_once(threads: Threads, data: bytes) -> None:
+    """The bytes may have changed on their way."""
+    data = data[: BLOCK_NBYTES + 99]
+    digest = combined(digests(data))
+    with hosts(threads, "trainer/0/0") as (host,):
+        image = host.serves(data)
+        one, memory = a_pull(threads, len(data))
+        assert run(one, threads, host.holder) == digest
+        memory[OFFSET + 5] ^= 1
+        one._digests[0] = digests(memory[OFFSET:])[0]
+        assert run(one, threads, host.holder, digest=digest) == digest
+        assert memory[OFFSET:] == data
+        one._digests[1] = b"?" * 16
+        with pytest.raises(Failed, match="block 0 is not what was published"):
+            run(one, threads, host.holder, digest=digest)
+        assert image.nbytes == len(data)
+
+
+def test_bytes_that_no_holder_can_judge_fail_the_pull(threads: Threads, data: bytes) -> None:
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(flipped(data, 5))
+        with pytest.raises(Failed, match="the bytes are not what was published"):
+            run(a_pull(threads, len(data))[0], threads, host.holder, digest=combined(digests(data)))
 
 
 def test_nobody_reads_the_slot_once_it_is_withdrawn(threads: Threads, data: bytes) -> None:
@@ -168,7 +191,7 @@ def test_nobody_reads_the_slot_once_it_is_withdrawn(threads: Threads, data: byte
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data)
         with closing(host.dial()) as sock:
-            sock.sendall(ASK.pack(0, len(data)))
+            sock.sendall(ASK.pack(RANGE, 0, len(data)))
             assert sock.recv(4) == HEAD.pack(min(len(data), serve.PIECE_NBYTES))
             began = time.monotonic()
             host.server.withdraw(NUMBER, "over")
@@ -241,9 +264,9 @@ def test_a_pull_that_is_stopped_ends_at_once(threads: Threads, data: bytes) -> N
         assert found == [": the version is not needed any more"]
 
 
-@pytest.mark.parametrize("asked", [(0, 0), (5, 4), (0, 1 << 40)])
+@pytest.mark.parametrize("asked", [(RANGE, 0, 0), (RANGE, 5, 4), (RANGE, 0, 1 << 40), (b"?", 0, 1)])
 def test_a_range_that_the_version_has_not_ends_the_connection(
-    threads: Threads, data: bytes, asked: tuple[int, int]
+    threads: Threads, data: bytes, asked: tuple[bytes, int, int]
 ) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data)
@@ -270,3 +293,87 @@ def test_a_holder_that_talks_nonsense_is_given_up(threads: Threads, data: bytes,
         one, _ = a_pull(threads, len(data))
         with pytest.raises(Failed, match=why):
             run(one, threads, false.holder)
+
+
+@pytest.fixture(scope="module")
+def base(data: bytes) -> bytes:
+    """The version before: two elements a block were others, and the last block."""
+    old = bytearray(data)
+    for at in range(0, 3 * BLOCK_NBYTES, BLOCK_NBYTES):
+        old[at + 4000] ^= 1
+        old[at + BLOCK_NBYTES - 2] ^= 7
+    return bytes(old[: 3 * BLOCK_NBYTES]) + random.Random(2).randbytes(len(data) - 3 * BLOCK_NBYTES)
+
+
+def test_what_has_changed_is_sent_and_served_on(threads: Threads, data: bytes, base: bytes) -> None:
+    with hosts(threads, "trainer/0/0", "rollout/0/0") as (source, between):
+        source.serves(data, base=base)
+        first, _ = a_pull(threads, len(data), base=base)
+        between.server.offer(NUMBER, first.image, SECRET, first.deltas, encrypt=threads.encrypt)
+        assert run(first, threads, source.holder) == combined(digests(data))
+        last, memory = a_pull(threads, len(data), base=base)
+        assert run(last, threads, between.holder) == combined(digests(data))
+        assert memory[OFFSET:] == data
+        for one in (first, last):
+            assert 12345 < one.received_nbytes < 12345 + 500, "the last block, and three deltas"
+            assert one.landed_nbytes == len(data)
+            assert one.again == 0
+
+
+@pytest.mark.parametrize(("here", "there"), [(True, False), (False, True)])
+def test_without_a_common_base_the_bytes_come(
+    threads: Threads, data: bytes, base: bytes, here: bool, there: bool
+) -> None:
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(data, base=base if there else None)
+        one, memory = a_pull(threads, len(data), base=base if here else None)
+        assert run(one, threads, host.holder) == combined(digests(data))
+        assert memory[OFFSET:] == data
+        assert one.received_nbytes == len(data)
+
+
+def test_deltas_to_another_base_are_found_and_the_bytes_asked_for(threads: Threads, data: bytes, base: bytes) -> None:
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(data, base=base)
+        one, memory = a_pull(threads, len(data), base=flipped(base, 5))
+        digest = combined(digests(data))
+        assert run(one, threads, host.holder, digest=digest) == digest
+        assert memory[OFFSET:] == data
+        assert one.again == 1
+        assert one.wrong == {"trainer/0/0": "block 0 is not what was published"}
+
+
+@pytest.mark.parametrize("forged", [b"?", b"\x01\x02" + bytes(60)])
+def test_a_forged_delta_is_refused_and_the_bytes_asked_for(
+    threads: Threads, data: bytes, base: bytes, forged: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Deltas.of
+    monkeypatch.setattr(Deltas, "of", lambda self, number: forged if number == 1 else real(self, number))
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(data, base=base)
+        one, memory = a_pull(threads, len(data), base=base)
+        assert run(one, threads, host.holder) == combined(digests(data))
+        assert memory[OFFSET:] == data
+        assert one.again == 1
+        assert one.wrong["trainer/0/0"].startswith("block 1: ")
+        assert BLOCK_NBYTES < one.received_nbytes < BLOCK_NBYTES + 13000
+
+
+def test_a_base_is_let_go_in_the_middle_of_pulls(threads: Threads, data: bytes, base: bytes) -> None:
+    with hosts(threads, "trainer/0/0") as (host,):
+        fd, memory = slot(data)
+        image = Image(fd, OFFSET, len(data), data=memoryview(memory)[OFFSET:])
+        deltas = Deltas(len(data), memoryview(base), memoryview(memory)[OFFSET:])
+        host.server.offer(NUMBER, image, SECRET, deltas, encrypt=threads.encrypt)
+        image.fill(0, BLOCK_NBYTES)
+        one, came = a_pull(threads, len(data), base=base)
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(run(one, threads, host.holder)))
+        thread.start()
+        assert one.image.here(0, BLOCK_NBYTES, 30.0) == BLOCK_NBYTES
+        deltas.without_base()
+        image.fill(0, len(data))
+        thread.join(30)
+        assert found == [combined(digests(data))]
+        assert came[OFFSET:] == data
+        assert one.received_nbytes > 2 * BLOCK_NBYTES

@@ -22,7 +22,7 @@ from replicas.carry import greeting, pull, serve, tls
 from replicas.carry.blocks import BLOCK_NBYTES, combined
 from replicas.carry.greeting import Stranger
 from replicas.carry.pull import Failed, Holder
-from replicas.carry.serve import ASK
+from replicas.carry.serve import ASK, RANGE
 from replicas.trust.certificate import certificate_hash, context_of
 from tests.support.carrying import (
     NUMBER,
@@ -141,7 +141,7 @@ def test_a_greeting_that_was_heard_is_of_no_use_again(data: bytes) -> None:
                 answer = greeting.read_exactly(sock, ANSWER_NBYTES)
                 sock.sendall(second if second is not None else answer[greeting.NONCE_NBYTES :])
                 with contextlib.suppress(ConnectionError):
-                    sock.sendall(ASK.pack(0, 1))
+                    sock.sendall(ASK.pack(RANGE, 0, 1))
                 assert all_of(sock) == b""
         heard.close()
     threads.end()
@@ -250,7 +250,7 @@ def test_who_names_a_transfer_of_ours_is_the_last_to_go(monkeypatch: pytest.Monk
             hello_answer[: greeting.NONCE_NBYTES],
             b"",
         )
-        slow.sendall(proof + ASK.pack(0, 1))
+        slow.sendall(proof + ASK.pack(RANGE, 0, 1))
         assert greeting.read_exactly(slow, 5)[4:] == data[:1]
     threads.end()
 
@@ -350,8 +350,8 @@ def test_in_plain_a_man_in_the_middle_changes_nothing_that_is_kept(data: bytes) 
         changing = Recorder(host.holder, lambda one: bytes((*one[:-1], one[-1] ^ 1)) if len(one) > 5000 else one)
         threads.start(changing.relay)
         one, memory = a_pull(threads, len(data))
-        one.expect(digests(data))
-        assert run(one, threads, changing.holder, other.holder) == combined(digests(data))
+        digest = combined(digests(data))
+        assert run(one, threads, changing.holder, other.holder, digest=digest) == digest
         assert memory[OFFSET:] == data
         assert one.again
         changing.close()

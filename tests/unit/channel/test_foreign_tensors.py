@@ -223,7 +223,7 @@ def test_a_lazily_conjugated_target_is_written() -> None:
 def test_in_a_mode_without_real_tensors_nothing_is_published_or_loaded(allowed: bool) -> None:
     model = {"a": torch.zeros(3)}
     with FakeTensorMode(allow_non_fake_inputs=allowed):
-        with pytest.raises(UsageError, match="publish: torch makes a FakeTensor of everything"):
+        with pytest.raises(UsageError, match="FakeTensor"):
             check_modes("publish")
         with pytest.raises(UsageError, match="load_into: torch makes a FakeTensor"):
             load_into(model, {"a": torch.ones(3)})
@@ -235,7 +235,7 @@ def test_in_a_mode_without_real_tensors_nothing_is_published_or_loaded(allowed: 
 def test_targets_that_overlap_in_part_are_refused() -> None:
     memory = torch.zeros(6)
     given = {"a": torch.ones(4), "b": torch.full((4,), 2.0)}
-    with pytest.raises(ManifestMismatch, match="the model's 'b' shares a part of its memory with 'a'"):
+    with pytest.raises(ManifestMismatch, match="'b' shares a part of its memory with 'a'"):
         load_into({"a": memory[:4], "b": memory[2:]}, given)
     assert memory.eq(0).all()
 

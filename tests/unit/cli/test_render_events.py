@@ -97,6 +97,11 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (effects.StoreChanged("policy", False), "policy", "store down"),
     (effects.CaughtUp("policy", 3, (MEMBER,), 10), "policy", "caught up with version 3: rollout/1/0"),
     (
+        effects.WrongBytes("policy", 3, MEMBER, "rollout/0/0", "block 2 is not what was published"),
+        MEMBER.name,
+        "was served wrong bytes of version 3 by rollout/0/0: block 2 is not what was published",
+    ),
+    (
         effects.LoadFailed("policy", "rollout", 0, 7, "no weights for b", kept=True),
         "rollout/0",
         "refused version 7 of policy: no weights for b",

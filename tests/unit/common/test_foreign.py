@@ -22,7 +22,6 @@ from rich.table import Table
 from rich.text import Text
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-import replicas
 from replicas import errors
 from replicas.cli import base as cli_base
 from replicas.cli.base import Screen, complain
@@ -242,15 +241,3 @@ def test_no_line_is_forged(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json_of_a_command_has_no_controls() -> None:
     assert not controls(cli_base.json_text({"reason": OWNED}))
-
-
-def test_nobody_else_makes_a_rich_console() -> None:
-    root = Path(replicas.__file__).parent
-    found = [
-        str(path.relative_to(root))
-        for path in root.rglob("*.py")
-        if re.search(r"\brich\.get_console|from rich import .*print|(?<![.\w])Console\(", path.read_text())
-        and path.name not in ("base.py", "console.py", "operator.py")
-        and "from replicas.supervisor.console import Console" not in path.read_text()  # ours, whose lines are clean
-    ]
-    assert found == []

@@ -24,7 +24,7 @@ def test_a_program_that_has_python_in_it_is_no_interpreter(
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "base"))
-    with pytest.raises(UsageError, match=r"no Python interpreter for helper processes: sys\.executable is"):
+    with pytest.raises(UsageError, match=r"sys\.executable"):
         interpreter()
     for folder in (tmp_path / "base", tmp_path):  # that of a virtual environment is preferred
         (folder / "bin").mkdir(parents=True)

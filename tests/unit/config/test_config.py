@@ -353,16 +353,6 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
             "channels.policy.encrypt: slots on GPUs pass process groups, which are not encrypted; "
             'set staging = "host", or remove it',
         ),
-        (
-            {
-                "sources": [{"group": "trainer", "ranks": "all"}],
-                "targets": ["rollout"],
-                "encrypt": True,
-                "transport": "tcp",
-            },
-            'channels.policy.encrypt: the parts of sources with ranks = "all" pass process groups, which are not '
-            'encrypted; set ranks = "leader", or remove it',
-        ),
     ],
 )
 def test_a_bad_channel(folder: Path, keys: dict[str, Any], problem: str) -> None:

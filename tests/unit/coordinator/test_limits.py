@@ -128,6 +128,10 @@ def test_what_a_hello_may_say(change: dict[str, object], problem: str | None) ->
             "TransferFailed with too many holders, or too long a text of one",
         ),
         (
+            wire.TransferDone(1, "d", {}, 1.0, 1.0, wrong={"trainer/0/0": "x" * 5000}),
+            "TransferDone with too many holders, or too long a text of one",
+        ),
+        (
             wire.TransferFailed(1, wire.WireError("SyncError", ""), {"trainer/0/0": "x" * 5000}),
             "TransferFailed with too many holders, or too long a text of one",
         ),
@@ -282,7 +286,8 @@ def test_no_text_of_a_message_is_without_a_bound() -> None:
     """Of maps of texts, the user's ``meta`` and tensors there are other bounds."""
     for kind in (*get_args(wire.FromMember), wire.HeldVersion, wire.WireError):
         texts = {field.name for field in msgspec.structs.fields(kind) if "str" in str(field.type)}
-        others = {"info", "nccl_env", "meta", "part_digests", "kind", "reduce_op", "error", "received", "holders"}
+        others = {"info", "nccl_env", "meta", "part_digests", "kind", "reduce_op", "error"}
+        others |= {"received", "given_up", "wrong", "holders"}
         assert texts - others == set(limits._TEXTS[kind]) - others, kind
 
 

@@ -329,7 +329,7 @@ class Pulls(Channel):
     """Hosts pull versions from each other."""
 
     @initialize()
-    def begin(self) -> None:  # type: ignore[override]  # nothing is drawn
+    def begin(self) -> None:
         self._begin(transport="tcp")
 
 

@@ -46,7 +46,7 @@ def test_an_empty_environment_says_nothing() -> None:
 
 @pytest.mark.parametrize("value", ["two", "-1", "1.5"])
 def test_numbers_must_be_numbers(value: str) -> None:
-    with pytest.raises(errors.UsageError, match=f"REPLICA_ID must be a whole number, not '{value}'"):
+    with pytest.raises(errors.UsageError, match=f"REPLICA_ID .*'{value}'"):
         environ.read({"REPLICA_ID": value})
 
 
@@ -54,7 +54,7 @@ def test_token(tmp_path: Path) -> None:
     path = tmp_path / "token"
     with pytest.raises(errors.UsageError, match="no token: REPLICAS_TOKEN_FILE is not set"):
         environ.read_token(environ.Environment())
-    with pytest.raises(errors.UsageError, match=f"cannot read the token in {path}: .*No such file"):
+    with pytest.raises(errors.UsageError, match=f"{path}: .*No such file"):
         environ.read_token(environ.Environment(token_file=path))
     path.write_text("\n")
     with pytest.raises(errors.UsageError, match="is empty"):

@@ -39,9 +39,10 @@ WAYS = {
     "telemetry": {*BOTTOM, "core"},
     "trust": {"linux"},
     "memory": BOTTOM,
+    "carry": {*BOTTOM, "trust", "memory"},
     "weights": {*BOTTOM, "core", "memory"},
     "sidecar": {*BOTTOM, "core", "weights"},
-    "channel": {*BOTTOM, "trust", "core", "memory", "weights", "sidecar"},
+    "channel": {*BOTTOM, "trust", "core", "memory", "carry", "weights", "sidecar"},
     "coordinator": {*BOTTOM, "trust", "config", "core", "memory", "telemetry"},
     "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator"},
     "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "coordinator", "control"},
@@ -78,7 +79,7 @@ WIDE = {
     "channel/versions/update.py: Update": _FACE,
     "coordinator/coordinator.py: Coordinator": _FACE,
     "core/moving/transfer.py: Transfer": "one transfer in attempts; pulls between hosts will replace it",
-    "sidecar/rank_side/sidecar_handle.py: Sidecar": _FACE,
+    "linux/helper_process.py: HelperProcess": _FACE,
     "supervisor/fleet/fleet.py: Fleet": "all groups, which share nodes and budgets",
     "supervisor/fleet/replica.py: Replica": "one replica over all its generations",
     "supervisor/shim/pump_watcher.py: PumpWatcher": _FACE,
@@ -107,6 +108,7 @@ _OWN = "a thread of ours waits for work"
 WAITS_WITHOUT_LIMIT = {
     "channel/channel.py: pending.wait_ended()": _PENDING,
     "channel/session/loop.py: task.result()": _DONE,
+    "channel/session/loop.py: starting.result()": _DONE,
     "channel/operations/scratch.py: event.wait()": _GPU,
     "channel/versions/filling.py: job.pending.wait()": _DONE,
     "channel/versions/filling.py: room.wait_for_session()": _PENDING,
@@ -372,6 +374,13 @@ def test_only_some_import_torch_and_prometheus_and_nobody_pickle() -> None:
         if "prometheus_client" in heads:
             assert name in ("telemetry/metrics.py", "integrations/vllm_gate.py"), name
         assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & heads, name
+
+
+def test_one_console_of_rich_shows_everything() -> None:
+    """That of the command line, in whose lines others' texts are clean."""
+    makers = {"rich.console.Console", "rich.get_console", "rich.print"}
+    found = {str(path.relative_to(ROOT)) for path in modules() if makers & imports(path)}
+    assert found == {"cli/base.py"}
 
 
 def test_nobody_signals_by_pid() -> None:

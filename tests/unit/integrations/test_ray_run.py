@@ -240,8 +240,8 @@ def test_a_cluster_that_cannot_be_used_is_no_bug(ray: Ray, ray_run: Any) -> None
         raise ConnectionError
 
     ray.init = mismatch
-    with pytest.raises(errors.UsageError, match=r"cannot be used: Version mismatch: .* Ray: 2\.9 .* Ray: 2\.10"):
+    with pytest.raises(errors.UsageError, match=r"Ray: 2\.9 .* Ray: 2\.10"):
         ray_run.run(config())
     ray.init = none
-    with pytest.raises(errors.UsageError, match=r"no Ray cluster: ConnectionError \(start one with `ray start --head`"):
+    with pytest.raises(errors.UsageError, match=r"ray start --head"):
         ray_run.run(config())

@@ -148,7 +148,7 @@ def test_a_later_run_of_this_process_begins_at_the_same_place(tmp_path: Path, mo
 
 def test_a_limit_without_its_controller_is_refused(tmp_path: Path) -> None:
     run = RunCgroups.make("grpo", group(tmp_path / "own", controllers="cpu pids", handed_on="pids"), limited=False)
-    with pytest.raises(OSError, match="the controller memory of cgroup v2 cannot be used"):
+    with pytest.raises(OSError, match="controller memory"):
         run.add("a.0.1", memory_nbytes=1000)
     assert run.add("a.0.1").is_dir()
     assert run.limits == frozenset()
@@ -161,7 +161,7 @@ def test_limits_that_cannot_be_set_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("replicas.supervisor.agent.containment.find_own", nowhere)
     contained = Containment("r", limited=True)
     assert contained.refused == "this kernel has no cgroup v2"
-    with pytest.raises(OSError, match="need control groups: this kernel has no cgroup v2"):
+    with pytest.raises(OSError, match="no cgroup v2"):
         contained.start(PartSpec(*SPEC), lambda: None, memory_nbytes=1 << 20)
 
 

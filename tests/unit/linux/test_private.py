@@ -79,7 +79,7 @@ def test_what_is_made_is_closed_to_others_whatever_the_folder_shows(
 def test_a_folder_of_another_user_is_refused(place: Path, call: Callable[[Path], object]) -> None:
     os.chown(place, ATTACKER, ATTACKER)
     before = descriptors()
-    with pytest.raises(NotPrivate, match=f"it belongs to user {ATTACKER}, and this is user 0") as caught:
+    with pytest.raises(NotPrivate, match=f"user {ATTACKER}") as caught:
         call(place / "file")
     assert caught.value.filename == str(place)
     assert (place / "file").read_bytes() == b"old"
@@ -90,7 +90,7 @@ def test_a_folder_of_another_user_is_refused(place: Path, call: Callable[[Path],
 @pytest.mark.parametrize("call", ALL)
 def test_a_folder_to_which_others_write_is_refused(place: Path, call: Callable[[Path], object], bits: int) -> None:
     place.chmod(bits)
-    with pytest.raises(NotPrivate, match=rf"others can write to it \(its mode is {bits:04o}\)") as caught:
+    with pytest.raises(NotPrivate, match=rf"mode is {bits:04o}") as caught:
         call(place / "file")
     assert caught.value.hint.startswith(f"chmod go-w {place}")
     assert (place / "file").read_bytes() == b"old"
@@ -122,7 +122,7 @@ def test_a_new_file_takes_the_place_of_a_link(place: Path, tmp_path: Path, call:
 @pytest.mark.parametrize("call", [append, write, private.read])
 def test_a_file_of_another_user_is_refused(place: Path, call: Callable[[Path], object]) -> None:
     os.chown(place / "file", ATTACKER, ATTACKER)
-    with pytest.raises(NotPrivate, match=f"it is no file of this user, but of user {ATTACKER}"):
+    with pytest.raises(NotPrivate, match=f"user {ATTACKER}"):
         call(place / "file")
     assert (place / "file").read_bytes() == b"old"
 

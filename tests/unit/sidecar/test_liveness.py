@@ -251,7 +251,7 @@ def test_each_frame_has_its_own_descriptors(pair: tuple[socket.socket, frames.Fr
 def test_a_frame_without_its_descriptor_is_an_error(pair: tuple[socket.socket, frames.FrameReader]) -> None:
     ours, reader = pair
     ours.send(frame(wire.MapBuffer(1), 1))
-    with pytest.raises(ConnectionError, match="a frame came with 0 descriptors in place of 1"):
+    with pytest.raises(ConnectionError, match="0 descriptors in place of 1"):
         reader.receive()
 
 
@@ -316,5 +316,5 @@ class Probed:
 
 def test_a_probe_looks_at_every_value() -> None:
     building._probe(Probed(), 0.0)  # type: ignore[arg-type]  # a fake
-    with pytest.raises(RuntimeError, match="the probe of the group found 2 of 8192 values wrong"):
+    with pytest.raises(RuntimeError, match="2 of 8192 values"):
         building._probe(Probed(wrong=2), 0.0)  # type: ignore[arg-type]  # a fake

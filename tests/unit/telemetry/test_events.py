@@ -31,6 +31,7 @@ from replicas.core.base.effects import (
     StepFell,
     StoreChanged,
     SyncEnded,
+    WrongBytes,
 )
 from replicas.core.lives.lifecycle import Lifecycle
 from replicas.core.lives.lifecycle import ReplicaEvent as Step
@@ -90,6 +91,7 @@ EVERYTHING: list[Event] = [
     SyncEnded("p", SyncRecord(version=0, outcome="busy", seconds=1.0, nbytes=0)),
     StepFell("p", 3, 0, 812),
     CaughtUp("p", 3, (RANK,), 10),
+    WrongBytes("p", 3, RANK, "b/0/0", "block 1"),
     Retried("p", "lost"),
     LoadFailed("p", "g", 0, 3, "boom", kept=True),
     SidecarReplaced("p", "lost", 2),

@@ -53,6 +53,7 @@ CONTRACT = {
     "sync_total",
     "sync_phase_seconds",
     "sync_bytes_total",
+    "wrong_bytes_total",
     "sync_retries_total",
     "failed_loads_total",
     "sidecar_replacements_total",

@@ -50,7 +50,7 @@ def test_a_client_goes_on_with_the_key_that_its_token_names(port: PortKey) -> No
 
 def test_a_client_does_not_go_on_with_another_key(port: PortKey) -> None:
     pair = Pair(port.context, client_of(port, "f" * 64))
-    with pytest.raises(WrongKey, match=r"10.0.0.5:1 has another key than the token names \(.*not ffff"):
+    with pytest.raises(WrongKey, match=r"10.0.0.5:1 .*not ffff"):
         pair.shake_hands()
 
 
@@ -75,5 +75,5 @@ def test_the_key_of_a_folder_stays(tmp_path: Path) -> None:
     path.write_text("nonsense")
     with pytest.raises(errors.UsageError, match=r"key.pem cannot be used.*\(remove "):
         PortKey.of_folder(tmp_path / "state")
-    with pytest.raises(errors.UsageError, match=r"control.certificate .*key.pem, with its key in it, cannot be used"):
+    with pytest.raises(errors.UsageError, match=r"control.certificate .*key.pem"):
         PortKey.configured(path)

@@ -180,7 +180,7 @@ def test_tokens_of_files(tmp_path: Path) -> None:
     assert tokens.secret("member") == "first"
     assert not tokens.both_valid("member")
     files.check(KEY)
-    with pytest.raises(errors.UsageError, match="given names another key than that of the control port"):
+    with pytest.raises(errors.UsageError, match="another key"):
         files.check("f" * 64)
     with pytest.raises(errors.UsageError, match=r"which is in use \(replace the file first"):
         files.rotate(tokens, "member")
@@ -192,7 +192,7 @@ def test_tokens_of_files(tmp_path: Path) -> None:
     again = TokenFiles(tmp_path).open("second", {"member": given})
     assert again.saved().member == ("third", "second")
     given.write_text("")
-    with pytest.raises(errors.UsageError, match=r"control.token_file .*given: the token must be a text of 1 to"):
+    with pytest.raises(errors.UsageError, match=r"control.token_file"):
         TokenFiles(tmp_path).open(None, {"member": given})
 
 

@@ -26,7 +26,7 @@ PEERS = {"peers": ["peer"]}
 
 
 async def everyone(peers: list[Channel], call: Callable[[int, Channel], Pending[Receipt]]) -> list[Receipt]:
-    return await asyncio.gather(*(call(index, peer)._wait_async() for index, peer in enumerate(peers)))
+    return await asyncio.gather(*(call(index, peer) for index, peer in enumerate(peers)))
 
 
 async def three(world: ChannelWorld) -> list[Channel]:
@@ -160,7 +160,7 @@ async def test_a_peer_that_leaves_in_the_middle() -> None:
         a = torch.ones(2)
         pendings = [peer.all_reduce(a) for peer in peers[:2]]
         await asyncio.to_thread(peers[2].close)
-        results = await asyncio.gather(*(pending._wait_async() for pending in pendings))
+        results = await asyncio.gather(*pendings)
         assert len(results[0].members) == 2
         await everyone(peers[:2], lambda i, p: p.barrier())
 

@@ -24,8 +24,7 @@ PEERS = {"peers": ["peer"]}
 
 async def outcomes(pendings: Sequence[Pending[Receipt]]) -> list[Any]:
     """Receipts or errors."""
-    waits = (pending._wait_async() for pending in pendings)
-    return await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 60)
+    return await asyncio.wait_for(asyncio.gather(*pendings, return_exceptions=True), 60)
 
 
 async def peers(world: ChannelWorld, count: int) -> list[Channel]:

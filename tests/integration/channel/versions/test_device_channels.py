@@ -152,7 +152,7 @@ async def test_the_parts_of_a_version_on_two_gpus() -> None:
         for value in (1.0, 2.0):
             shards = [replicas.Shard(torch.full((rows,), value), (rank * rows,), (2 * rows,)) for rank in (0, 1)]
             calls = [asyncio.to_thread(one.publish, {"w": shard}) for one, shard in zip(trainers, shards, strict=True)]
-            receipts = await asyncio.gather(*(pending._wait_async() for pending in await asyncio.gather(*calls)))
+            receipts = await asyncio.gather(*await asyncio.gather(*calls))
             assert [receipt.version for receipt in receipts] == [int(value)] * 2
             assert [await load(rollout) for rollout in rollouts] == [(int(value), value)] * 2
 
@@ -239,7 +239,7 @@ PEERS = {**DEVICE, "peers": [{"group": "peer", "ranks": "each"}]}
 
 
 async def everyone(peers: list[Channel], call: Callable[[int, Channel], Pending[Receipt]]) -> list[Receipt]:
-    return await asyncio.gather(*(call(index, peer)._wait_async() for index, peer in enumerate(peers)))
+    return await asyncio.gather(*(call(index, peer) for index, peer in enumerate(peers)))
 
 
 @asynccontextmanager
@@ -271,7 +271,7 @@ async def test_equal_ranks_of_two_replicas_reduce_on_their_gpus(monkeypatch: pyt
 
         got = [torch.zeros(5) for _ in range(4)]
         pendings = [peers[0].send(torch.full((5,), 7.0), "peer/1"), peers[2].recv(got[2], src="peer/0")]
-        await asyncio.gather(*(pending._wait_async() for pending in pendings))
+        await asyncio.gather(*pendings)
         assert got[2].eq(7).all()
 
 
@@ -284,8 +284,8 @@ async def test_a_sidecar_that_dies_in_the_midst_of_a_reduction_on_gpus() -> None
         assert lane.sidecar is not None
         os.kill(lane.sidecar.pid, 19)
         pendings = [peer.all_reduce(torch.ones(1000), step=1) for peer in peers]
-        await asyncio.gather(*(pending._wait_async() for pending in (pendings[1], pendings[3])))
-        receipts = await asyncio.gather(*(pending._wait_async() for pending in (pendings[0], pendings[2])))
+        await asyncio.gather(pendings[1], pendings[3])
+        receipts = await asyncio.gather(pendings[0], pendings[2])
         assert [len(receipt.members) for receipt in receipts] == [2, 2], "nobody is lost with a sidecar"
         after = [torch.full((1000,), float(index)) for index in range(4)]
         await everyone(peers, lambda i, p: p.all_reduce(after[i], step=2))

@@ -18,11 +18,15 @@ from replicas.messages import ReceiptData
 from replicas.messages.identity import Member
 
 
+def _waiters(pending: Promise[int]) -> int:
+    return len(pending._ended._wakers)
+
+
 def _resolve_when_waited(pending: Promise[int], end: Callable[[], object]) -> threading.Thread:
     """End ``pending`` on another thread, but only when somebody waits for it."""
 
     def run() -> None:
-        while not pending._ended._wakers:
+        while not _waiters(pending):
             threading.Event().wait(0.001)
         end()
 
@@ -42,7 +46,7 @@ def test_first_outcome_wins() -> None:
 
 def test_wait_times_out_and_changes_nothing() -> None:
     pending: Promise[int] = Promise("publish on policy")
-    with pytest.raises(TimeoutError, match=r"publish on policy has not ended within 0.01 s; it goes on"):
+    with pytest.raises(TimeoutError, match=r"publish on policy has not ended within 0.01 s"):
         pending.wait(0.01)
     assert not pending.done()
     assert pending.resolve(3)
@@ -104,7 +108,7 @@ def test_a_cancelled_await_takes_only_itself_back() -> None:
     pending: Promise[int] = Promise("test")
     asyncio.run(in_asyncio(pending))
     trio.run(in_trio, pending)
-    assert not pending._ended._wakers
+    assert not _waiters(pending)
     assert pending.resolve(1)
 
 
@@ -127,11 +131,11 @@ def test_many_waiters_of_all_kinds() -> None:
     pending: Promise[int] = Promise("test")
     got: list[int] = []
 
-    async def in_asyncio() -> None:
-        got.extend(await asyncio.gather(*(pending._wait_async() for _ in range(3))))
-
     async def one() -> None:
         got.append(await pending)
+
+    async def in_asyncio() -> None:
+        await asyncio.gather(one(), one(), one())
 
     async def in_trio() -> None:
         async with trio.open_nursery() as nursery:
@@ -145,7 +149,7 @@ def test_many_waiters_of_all_kinds() -> None:
     ]
     for thread in threads:
         thread.start()
-    while len(pending._ended._wakers) < 7:
+    while _waiters(pending) < 7:
         threading.Event().wait(0.001)
     pending.resolve(9)
     for thread in threads:
@@ -229,7 +233,7 @@ def test_a_wait_that_is_interrupted_changes_nothing() -> None:
     pending: Promise[int] = Promise("test")
 
     def interrupt() -> None:
-        while not pending._ended._wakers:
+        while not _waiters(pending):
             threading.Event().wait(0.001)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -301,7 +305,7 @@ def test_who_waits_wakes_when_another_thread_was_interrupted_as_it_ended_it() ->
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
-    while not pending._ended._wakers or not end._wakers:
+    while not _waiters(pending) or not end._wakers:
         threading.Event().wait(0.001)
     end.is_set = True  # the first step of set(), on the session thread
     pending._ending = Lock(interrupt)  # type: ignore[assignment]  # a fake

@@ -41,9 +41,9 @@ def digests(source: ScriptedWorld, monkeypatch: pytest.MonkeyPatch) -> list[Futu
     fill = filling.fill
 
     def late(*given: Any) -> Any:
-        manifest, packing = fill(*given)
+        manifest, _ = fill(*given)
         made.append(Future())
-        return manifest, Packing(made[-1], packing.copy_s)
+        return manifest, Packing(made[-1])
 
     monkeypatch.setattr(filling, "fill", late)
     return made

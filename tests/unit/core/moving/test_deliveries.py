@@ -8,10 +8,13 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.core.base.effects import CaughtUp, MemberQuarantined, SyncEnded
+from replicas.config.structs import ChannelRole
+from replicas.core.base.effects import CaughtUp, MemberQuarantined, SyncEnded, WrongBytes
 from replicas.core.members.hosts import LOCATE_S
+from replicas.core.members.roster import GroupShape
 from replicas.core.moving.transfer import PULL_TRIES
 from tests.support.channel_world import SimMember, World, channel_config
+from tests.unit.core.versions.test_channel_images import PARTS
 
 TCP = channel_config(transport="tcp", deadline_s=60.0)
 
@@ -57,7 +60,7 @@ def test_one_member_of_a_host_pulls_and_the_others_map() -> None:
 def test_the_hosts_form_a_chain() -> None:
     world, trainer, targets = world_of("b", "c", "d", "e")
     publish(world, trainer)
-    names = [[holder.name for holder in offers(one, "pull")[0].holders] for one in targets]
+    names = [[holder.name for holder in offers(one, "pull")[0].pulls[0].holders] for one in targets]
     assert names == [
         ["trainer/0/0"],
         ["rollout/0/0", "trainer/0/0"],
@@ -92,7 +95,7 @@ def test_an_encrypted_version_is_pulled_from_who_has_told_its_certificate() -> N
     trainer.outbox.append(wire.CarrierUp(trainer.port, "0f" * 32))
     world.run()
     (offer,) = offers(target, "pull")
-    assert [holder.certificate_hash for holder in offer.holders] == ["0f" * 32]
+    assert [holder.certificate_hash for holder in offer.pulls[0].holders] == ["0f" * 32]
     assert target.commits == [1]
 
 
@@ -171,6 +174,27 @@ def test_bytes_that_are_wrong_are_not_kept() -> None:
     assert "digests differ" in end.receipt.reasons["rollout/1/0"]
 
 
+def test_what_came_wrong_before_its_digest_was_known_is_mended() -> None:
+    world, trainer, (_, bad) = world_of("b", "c")
+    bad.bad_bytes = True
+    number = trainer.publish()
+    trainer.stream(number)
+    world.run()
+    assert [offer.digest for offer in offers(bad, "pull")] == [""]
+    trainer.fill(number)
+    world.run()
+    assert members(trainer.verdicts[number]) == ["rollout/0/0", "rollout/1/0"]
+    first, again = offers(bad, "pull")
+    assert (first.transfer, again.digest) == (again.transfer, "digest-1")
+    wrong = [event for event in world.events if isinstance(event, WrongBytes)]
+    assert [(event.member.name, event.holder) for event in wrong] == [("rollout/1/0", "rollout/0/0")]
+    end = trainer.verdicts[number].receipt
+    assert end is not None
+    assert end.wire_nbytes == 2 * 16
+    (record,) = [event.record for event in world.events if isinstance(event, SyncEnded)]
+    assert record.pulled == {"rollout/0/0": {"trainer/0/0": 16}, "rollout/1/0": {"rollout/0/0": 16}}
+
+
 def test_the_lost_puller_delays_nobody() -> None:
     world, trainer, (first, _) = world_of("b", "c")
     first.stuck = True
@@ -202,3 +226,78 @@ def test_versions_follow_each_other(size: int) -> None:
         assert {one.commits[-1] for one in targets} == {version}
     ended = [event for event in world.events if isinstance(event, SyncEnded)]
     assert [event.record.outcome for event in ended] == ["committed"] * 4
+
+
+def parts_world(*machines: str) -> tuple[World, list[SimMember], list[SimMember]]:
+    """Two trainer ranks on machines ``a`` and ``b``, each with a part."""
+    config = channel_config(sources=(ChannelRole("trainer", "all"),), transport="tcp", deadline_s=60.0)
+    world = World(config, {"trainer": GroupShape(world_size=2)})
+    trainers = [
+        world.join(f"trainer/0/{rank}", world_size=2, machine=machine, address=f"10.0.0.{rank + 1}")
+        for rank, machine in enumerate("ab")
+    ]
+    targets = [
+        world.join(f"rollout/{index}/0", machine=machine, address=f"10.0.0.{ord(machine) - ord('a') + 1}")
+        for index, machine in enumerate(machines)
+    ]
+    world.run()
+    return world, trainers, targets
+
+
+def publish_parts(world: World, trainers: list[SimMember]) -> wire.PublishEnd | None:
+    numbers = [trainer.publish() for trainer in trainers]
+    for trainer, number, part in zip(trainers, numbers, PARTS, strict=True):
+        trainer.pack(number, manifest=part)
+    world.run()
+    return trainers[0].verdicts.get(numbers[0])
+
+
+def test_each_owner_serves_its_part_and_parts_of_ones_own_host_are_copied() -> None:
+    world, trainers, (here, far, last) = parts_world("a", "c", "d")
+    assert members(publish_parts(world, trainers)) == ["rollout/0/0", "rollout/1/0", "rollout/2/0"]
+    assert [offers(one, "serve")[0].part for one in trainers] == [0, 1]
+    pulls = [
+        {pull.part: [one.name for one in pull.holders] for pull in offers(one, "pull")[0].pulls}
+        for one in (here, far, last)
+    ]
+    assert pulls == [
+        {1: ["trainer/0/1"]},
+        {0: ["trainer/0/0"], 1: ["rollout/0/0", "trainer/0/1"]},
+        {0: ["rollout/1/0", "trainer/0/0"], 1: ["rollout/1/0", "rollout/0/0", "trainer/0/1"]},
+    ]
+    assert [place.part for place in offers(here, "pull")[0].places] == [0]
+    assert offers(far, "pull")[0].places == ()
+
+
+def test_owners_need_not_reach_each_other() -> None:
+    world, trainers, (far,) = parts_world("c")
+    world.cuts.add(frozenset(trainer.address for trainer in trainers))
+    assert members(publish_parts(world, trainers)) == ["rollout/0/0"]
+    assert far.held == {1}
+
+
+def test_an_owner_that_is_lost_ends_the_publish() -> None:
+    world, trainers, (far,) = parts_world("c")
+    world.cuts.add(frozenset((trainers[1].address, far.address)))
+    numbers = [trainer.publish() for trainer in trainers]
+    for trainer, number, part in zip(trainers, numbers, PARTS, strict=True):
+        trainer.pack(number, manifest=part)
+    while not offers(far, "pull"):
+        assert any(world.up(sim) or world.down(sim) for sim in (*trainers, far))
+    world.lose(trainers[1])
+    world.run()
+    error = trainers[0].verdicts[numbers[0]].error
+    assert error is not None
+    assert (error.kind, error.members) == ("PeersLost", ("trainer/0/1",))
+
+
+def test_deltas_are_to_the_version_that_both_ends_hold() -> None:
+    world, trainer, targets = world_of("b", "c")
+    for _ in range(2):
+        publish(world, trainer)
+    late = world.join("rollout/2/0", machine="d", address="10.0.0.4")
+    world.advance(2.0)
+    publish(world, trainer)
+    assert [offer.base for offer in offers(trainer, "serve")] == [0, 1, 2]
+    assert all([offer.base for offer in offers(one, "pull")] == [0, 1, 2] for one in targets)
+    assert [(offer.version, offer.base) for offer in offers(late, "pull")] == [(2, 0), (3, 2)]

@@ -51,6 +51,9 @@ def test_tensors_lie_by_falling_item_size_without_holes() -> None:
     assert all(
         offset % spec.nbytes == 0 for offset, spec in zip(manifest.offsets, specs, strict=True) if not spec.shape
     )
+    assert manifest.regions == PartManifest(specs).regions == ((0, 32, 8), (32, 42, 2), (42, 45, 1))
+    assert Manifest(()).regions == ()
+    assert part(specs, (0, (1,), (2,)), (2, (0,), (3,))).regions == ((0, 6, 2), (6, 8, 1))
 
 
 def test_the_header_is_padded_to_a_page_and_says_where_everything_lies() -> None:

@@ -105,7 +105,7 @@ def test_a_rank_that_is_further_behind_than_verdicts_are_kept_is_told_at_once() 
         sources.publishes.end(sources.begin(sources.rank(0, 0), number), committed=False)
     late = sources.rank(0, 1)
     assert sources.join(late) == 1
-    with pytest.raises(errors.Gone, match=r"publish 1 of trainer/0 is long over: trainer/0/1 joined too late for it"):
+    with pytest.raises(errors.Gone, match=r"publish 1 of trainer/0"):
         sources.begin(late, 1)
     assert sources.begin(late, KEPT_VERDICTS).over
 
@@ -126,7 +126,7 @@ def test_a_replica_has_so_many_publishes_without_a_verdict() -> None:
     sources = Sources(1)
     for number in range(1, OPEN_MAX + 1):
         sources.begin(sources.rank(0, 0), number)
-    with pytest.raises(errors.Busy, match=r"256 publishes of trainer/0 have no verdict yet"):
+    with pytest.raises(errors.Busy, match=r"256 publishes of trainer/0"):
         sources.begin(sources.rank(0, 0), OPEN_MAX + 1)
     assert sources.begin(sources.rank(0, 1), OPEN_MAX).version == OPEN_MAX
 

@@ -204,9 +204,7 @@ def test_what_others_start_cannot_be_restarted_from_here() -> None:
             yard.joins("a/0", "x")
             await asyncio.sleep(1)
             for target, rolling in (("a", False), ("a/0", False), ("a", True)):
-                with pytest.raises(
-                    errors.UsageError, match=r"group a is started by others \(restart its programs where"
-                ):
+                with pytest.raises(errors.UsageError, match=r"group a is started by others"):
                     await made.restart(target, rolling=rolling)
             with pytest.raises(errors.UsageError, match="replica a/0 is started by others"):
                 made.groups["a"].replicas[0].restart()

@@ -334,7 +334,7 @@ async def test_a_shim_that_does_not_answer_is_killed_and_its_replica_replaced(tm
         await settle()
         assert replica.life.restarts == {"lost": 1}
         assert replica.last_exit == ""
-        assert replica.life.reason == "the shim of node 1 did not answer for 30 s"
+        assert "node 1" in replica.life.reason
 
 
 @pytest.mark.anyio

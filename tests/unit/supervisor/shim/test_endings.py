@@ -10,18 +10,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from replicas.common.patience import Silence
 from replicas.control.access import without_output
-from replicas.linux import cgroups
 from replicas.linux.processes import Child
 from replicas.supervisor.agent.shim_process import ShimProcess
 from replicas.supervisor.fleet.causes import FailureReports, exited, verdict
-from replicas.supervisor.shim import shim as shim_module
 from replicas.supervisor.shim.deaths import Ends, exit_report
 from replicas.supervisor.shim.shim import Shim
 from replicas.supervisor.wire import orders
@@ -188,26 +184,16 @@ def test_a_launcher_whose_socket_a_daemon_holds_is_heard_out() -> None:
     shim._selector.close()
 
 
-def test_a_sidecar_in_the_control_group_of_a_replica_wakes_its_shim_when_it_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It is a child of the node's forkserver, so no SIGCHLD tells."""
-    shim = Shim.__new__(Shim)
-    shim.spec, shim._cgroup = spec("exec"), tmp_path
-    shim._selector = selectors.DefaultSelector()
-    shim._others = Ends(shim._selector)
-    monkeypatch.setattr(shim, "_logs", SimpleNamespace(pid=0), raising=False)
-    monkeypatch.setattr(shim, "_childless_but_for_logs", lambda: True)
-    monkeypatch.setattr(shim_module, "marked", lambda _: [])
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sidecar:
-        monkeypatch.setattr(cgroups, "members", lambda _: [sidecar.pid])
-        assert not shim._empty()
-        sidecar.communicate(b"\n")
-        monkeypatch.setattr(cgroups, "members", lambda _: [])
-        ((key, _),) = shim._selector.select(10)
-        key.data()
-    assert shim._empty()
-    shim._selector.close()
+def test_the_end_of_a_process_that_is_no_child_wakes_the_loop() -> None:
+    """A sidecar is a child of the node's forkserver, so no SIGCHLD tells."""
+    with selectors.DefaultSelector() as selector:
+        ends = Ends(selector)
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sidecar:
+            assert not ends.all_over(lambda: [sidecar.pid])
+            sidecar.communicate(b"\n")
+            ((key, _),) = selector.select(10)
+            key.data()
+        assert ends.all_over(list)
 
 
 def test_a_process_that_ends_while_it_is_looked_at_is_over() -> None:

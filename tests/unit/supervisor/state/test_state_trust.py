@@ -53,9 +53,7 @@ def test_a_folder_that_somebody_else_has_made_is_refused(tmp_path: Path, preciou
     (planted / "lock").symlink_to(precious)
     os.chown(planted, ATTACKER, ATTACKER)
     planted.chmod(mode)
-    with pytest.raises(
-        errors.UsageError, match=rf"{planted}: it belongs to user {ATTACKER}, and this is user 0"
-    ) as caught:
+    with pytest.raises(errors.UsageError, match=rf"{planted}: it belongs to user {ATTACKER}") as caught:
         StateDir(planted, "r").acquire()
     assert caught.value.hint == "have it removed, or set run.state_dir in the config"
     assert precious.read_bytes() == THESIS

@@ -261,7 +261,7 @@ def test_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
         arena.acquire(2, MANIFEST)
     reader = arena.borrow(slot.place, 1)
     arena.close()
-    with pytest.raises(NoCapacity, match=f"{nbytes} bytes of ours are freed when other processes close them"):
+    with pytest.raises(NoCapacity, match=f"{nbytes} bytes"):
         Buffer.allocate(1, "test", device=GPU)
     reader.close()
 

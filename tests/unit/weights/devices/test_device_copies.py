@@ -273,7 +273,7 @@ def test_an_exception_of_a_walk_that_has_no_text_arrives_as_it_is(gpu: FakeAccel
     with pytest.raises(Silent):
         publish.pack(Feed(walk()))
     (copies,) = publish.begun
-    with pytest.raises(SyncError, match=r"given up: Silent: .*no text: its __str__ raises ZeroDivisionError"):
+    with pytest.raises(SyncError, match=r"Silent: .*ZeroDivisionError"):
         outcome(copies.copied)
 
 

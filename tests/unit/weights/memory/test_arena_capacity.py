@@ -36,7 +36,7 @@ def join_workers() -> None:
 
 def test_too_much_memory_is_a_clear_error_beforehand() -> None:
     available, _ = available_nbytes()
-    with pytest.raises(NoCapacity, match=r"the buffer 'weights' needs \d+ bytes, but .* leaves \d+"):
+    with pytest.raises(NoCapacity, match=r"'weights' needs \d+ bytes"):
         Buffer.allocate(available * 2, "weights")
 
 
@@ -44,7 +44,7 @@ def test_the_limit_of_the_size_of_files_is_named(monkeypatch: pytest.MonkeyPatch
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(NoCapacity, match=r"File too large \(this memory counts as a file: .*ulimit -f unlimited"):
+        with pytest.raises(NoCapacity, match=r"ulimit -f unlimited"):
             Buffer.allocate(2 << 20, "weights")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -151,7 +151,7 @@ def test_an_owner_that_has_ended_is_gone(child: Callable[..., Child]) -> None:
     owner = child(Owner())
     place = place_of(owner)
     owner.kill(reap=False)
-    with pytest.raises(Gone, match=r"version 7 in the memory of process \d+ is gone"):
+    with pytest.raises(Gone, match=r"version 7"):
         Buffer.open(place, 7)
     owner.kill()
     with pytest.raises(Gone, match="is gone"):

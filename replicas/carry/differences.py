@@ -1,0 +1,97 @@
+"""Deltas of an image's blocks against a base, made when they are first asked for.
+
+Who packed a version has the version before in another slot: the delta of a block is
+encoded when the first puller asks for it, and kept for the others. Who has pulled a
+version by deltas serves those on. A block without a delta is sent as bytes.
+
+*Which is cheaper* (:class:`Choice`) depends on the link: over 100 Gbit/s a version is
+there before its delta is computed. So a carrier remembers how fast versions came from a
+host in both ways, takes bytes where they were much faster, and now and then tries the
+other way again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from replicas.carry import delta
+from replicas.carry.blocks import BLOCK_NBYTES
+
+AGAIN = 16
+"""After so many pulls the slower way is tried again."""
+MARGIN = 2.0
+"""Bytes are taken instead of deltas where they were this much faster: deltas leave the
+link to others."""
+SHORT_S = 0.2
+"""What took less proves nothing, and is fast enough."""
+
+
+class Deltas:
+    """The deltas of one image. Thread-safe.
+
+    :param base: the base's bytes, as many as the image has; None: it has none here.
+    :param data: the image's bytes.
+    :param regions: where elements of which size are (:func:`delta.encode_block`).
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        base: memoryview | None = None,
+        data: memoryview | None = None,
+        regions: Sequence[delta.Region] = (),
+    ) -> None:
+        self._nbytes, self._base, self._data, self._regions = nbytes, base, data, regions
+        self._known: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def of(self, number: int) -> bytes | None:
+        """The delta of a block that is here; None: it is to be sent as bytes."""
+        with self._lock:  # one at a time: the publisher's host has other work
+            if (known := self._known.get(number)) is None and self._base is not None and self._data is not None:
+                start = number * BLOCK_NBYTES
+                end = min(start + BLOCK_NBYTES, self._nbytes)
+                old, new = self._base[start:end], self._data[start:end]
+                self._known[number] = known = delta.encode_block(old, new, self._regions, start=start)
+            return None if known is None or delta.is_whole(known) else known
+
+    def keep(self, number: int, found: bytes) -> None:
+        """Keep a delta that was received, for the next hosts."""
+        with self._lock:
+            self._known[number] = found
+
+    def drop(self, number: int) -> None:
+        """A block came wrong by its delta."""
+        with self._lock:
+            self._known.pop(number, None)
+
+    def without_base(self) -> None:
+        """Make no more deltas; when this returns, nobody reads the base."""
+        with self._lock:
+            for view in (self._base, self._data):
+                if view is not None:
+                    view.release()
+            self._base = self._data = None
+
+
+class Choice:
+    """Whether versions from a host come faster by deltas or as bytes."""
+
+    def __init__(self) -> None:
+        self._rates: dict[tuple[str, bool], float] = {}
+        self._pulls: dict[str, int] = {}
+
+    def by_delta(self, host: str) -> bool:
+        """Which way to take for the next version from this host."""
+        self._pulls[host] = count = self._pulls.get(host, 0) + 1
+        deltas, whole = self._rates.get((host, True)), self._rates.get((host, False))
+        if deltas is None or whole is None:
+            return True
+        slower = deltas * MARGIN < whole
+        return slower == (count % AGAIN == 0)
+
+    def took(self, host: str, *, by_delta: bool, nbytes: int, seconds: float) -> None:
+        """A version of ``nbytes`` has come."""
+        if seconds >= SHORT_S:
+            self._rates[host, by_delta] = nbytes / seconds

@@ -1,0 +1,105 @@
+"""Which lines of 64 bytes of two runs of memory differ, and which elements in them.
+
+A version differs from the one before in few elements. A bit for each line says where to
+look for them: an eighth of a byte for 64. The bits are set while the version is copied
+into its slot, which costs one more stream of reads (:mod:`replicas.weights.copies`), or
+by a pass over both runs. The C code is that of the copies, loaded without torch, and
+called without the GIL; where it was not compiled, numpy is slower, and as right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LINE_NBYTES = 64
+WORD_NBYTES = 64 * LINE_NBYTES
+"""Bytes whose lines have their bits in one word."""
+LIBRARY = Path(__file__).parents[1] / "weights" / "copies" / "_streaming.so"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _load() -> Any:
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        compare, changed, change = library.replicas_compare, library.replicas_changed, library.replicas_change
+    except (OSError, AttributeError):  # not compiled, for another kind of machine, or by an older version
+        return None
+    compare.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_size_t] * 2, ctypes.c_int]
+    compare.restype = None
+    changed.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_size_t] * 3, *[ctypes.c_void_p] * 2, ctypes.c_size_t]
+    changed.restype = ctypes.c_size_t
+    change.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_void_p] * 2, ctypes.c_size_t]
+    change.restype = None
+    return library
+
+
+_library = _load()
+
+
+class Lines:
+    """The lines of a run of bytes that differ from a base of the same length.
+
+    :param run: starts at a multiple of 64, and stays where it is; so does ``base``.
+    :ivar words: bit ``i % 64`` of word ``i // 64``, from the lowest on, is that of line
+        ``i``. Set: it may differ; clear: it was not compared yet, or is the same.
+    """
+
+    def __init__(self, run: Bytes, base: Bytes) -> None:
+        if run.nbytes != base.nbytes or (run.nbytes and run.ctypes.data % LINE_NBYTES):
+            raise ValueError(f"{base.nbytes} bytes are no base of {run.nbytes} bytes at {run.ctypes.data:#x}")
+        self._run, self._base, self._lock = run, base, threading.Lock()
+        self.words = np.zeros(-(-run.nbytes // WORD_NBYTES), np.uint64)
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the run, its base, and the words: what the C code takes."""
+        return self._run.ctypes.data, self._base.ctypes.data, self.words.ctypes.data
+
+    def compare(self, first: int, last: int, threads: int = 1) -> None:
+        """Set the bits of the bytes ``first`` to ``last``. Thread-safe."""
+        if not 0 <= first <= last <= self._run.nbytes:
+            raise ValueError(f"bytes {first} to {last} of {self._run.nbytes}")
+        if _library is not None:
+            _library.replicas_compare(*self.addresses, first, last, threads)
+            return
+        numbers = np.unique((np.flatnonzero(self._run[first:last] != self._base[first:last]) + first) // LINE_NBYTES)
+        with self._lock:
+            np.bitwise_or.at(self.words, numbers // 64, np.uint64(1) << (numbers % 64).astype(np.uint64))
+
+
+def changed(
+    run: Bytes, base: Bytes, words: npt.NDArray[np.uint64] | None, first: int, last: int, width: int, most: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any]] | None:
+    """Numbers of the elements that differ among the bytes ``first`` to ``last``, and
+    the xor of each; None: they are more than ``most``.
+
+    :param words: bits of the lines that may differ, from the start of the run on, of
+        which the C code looks at no others; None: all may.
+    :param width: bytes of an element: 1, 2, 4 or 8; ``first`` and ``last`` are
+        multiples of it.
+    """
+    kind = f"<u{width}"
+    if _library is None:
+        one, other = run[first:last].view(kind), base[first:last].view(kind)
+        where = np.flatnonzero(one != other)
+        return (where.astype(np.uint32), one[where] ^ other[where]) if len(where) <= most else None
+    most = min(most, (last - first) // width)
+    numbers, xors = np.empty(most, np.uint32), np.empty(most, kind)
+    data = run.ctypes.data, base.ctypes.data, None if words is None else words.ctypes.data
+    count = _library.replicas_changed(*data, first, last, width, numbers.ctypes.data, xors.ctypes.data, most)
+    return (numbers[:count], xors[:count]) if count <= most else None
+
+
+def change(run: Bytes, numbers: npt.NDArray[np.uint32], xors: npt.NDArray[Any]) -> None:
+    """The way back: xor elements of ``run``, all of which exist, with these."""
+    if _library is None:
+        run.view(xors.dtype)[numbers] ^= xors
+    else:
+        _library.replicas_change(run.ctypes.data, xors.itemsize, numbers.ctypes.data, xors.ctypes.data, len(numbers))

@@ -1,0 +1,71 @@
+"""Deltas as they are asked for, and which way versions come.
+
+Covers: carry/differences.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from replicas.carry.blocks import BLOCK_NBYTES
+from replicas.carry.delta import apply_block
+from replicas.carry.differences import AGAIN, Choice, Deltas
+
+NBYTES = BLOCK_NBYTES + 1000
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[bytes, bytes]:
+    """A version, and the one before: the second block has changed a little."""
+    old = random.Random(1).randbytes(NBYTES)
+    new = bytearray(old)
+    new[BLOCK_NBYTES + 500] ^= 3
+    return old, bytes(new)
+
+
+def test_a_delta_is_made_when_it_is_asked_for(pair: tuple[bytes, bytes]) -> None:
+    old, new = pair
+    deltas = Deltas(NBYTES, memoryview(old), memoryview(new))
+    found = deltas.of(1)
+    assert found is not None
+    out = bytearray(1000)
+    apply_block(memoryview(old)[BLOCK_NBYTES:], found, memoryview(out))
+    assert bytes(out) == new[BLOCK_NBYTES:]
+    assert deltas.of(1) is found
+    assert len(deltas.of(0) or b"") < 10, "nothing has changed there"
+
+
+def test_without_a_base_there_are_those_that_are_known(pair: tuple[bytes, bytes]) -> None:
+    old, new = pair
+    deltas = Deltas(NBYTES, memoryview(old), memoryview(new))
+    known = deltas.of(1)
+    deltas.without_base()
+    deltas.without_base()
+    assert [deltas.of(0), deltas.of(1)] == [None, known]
+    other = Deltas(NBYTES)
+    assert other.of(1) is None
+    other.keep(1, known or b"")
+    assert other.of(1) == known
+    other.drop(1)
+    assert other.of(1) is None
+
+
+def test_what_has_changed_throughout_is_sent_as_bytes() -> None:
+    old, new = (random.Random(seed).randbytes(4096) for seed in (1, 2))
+    assert Deltas(4096, memoryview(old), memoryview(new)).of(0) is None
+
+
+def test_the_faster_way_is_taken_and_the_other_one_tried_now_and_then() -> None:
+    choice = Choice()
+    assert choice.by_delta("b"), "nothing is known"
+    choice.took("b", by_delta=False, nbytes=100, seconds=1.0)
+    assert choice.by_delta("b")
+    choice.took("b", by_delta=True, nbytes=100, seconds=10.0)
+    assert [choice.by_delta("b") for _ in range(3, 2 * AGAIN)].count(True) == 1
+    assert choice.by_delta("c"), "another host"
+    choice.took("b", by_delta=True, nbytes=1, seconds=0.1)
+    assert [choice.by_delta("b") for _ in range(2 * AGAIN, 3 * AGAIN - 1)].count(True) == 1, "too short to tell"
+    choice.took("b", by_delta=True, nbytes=100, seconds=1.9)
+    assert [choice.by_delta("b") for _ in range(2 * AGAIN, 3 * AGAIN)].count(False) == 1
