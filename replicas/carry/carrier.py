@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from replicas.carry import wire
+from replicas.carry import endpoint, wire
 from replicas.carry.differences import Choice, Deltas
 from replicas.carry.image import Image
 from replicas.carry.pull import Failed, Holder, Pull
@@ -29,9 +29,10 @@ from replicas.carry.serve import Server
 from replicas.common.logs import end_process
 from replicas.linux import frames
 from replicas.linux.processes import name_process
+from replicas.trust.certificate import certificate_hash, context_of
 
 _END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
-_BACKLOG = 256
+_BACKLOG = 1024
 
 
 class Slot:
@@ -40,32 +41,32 @@ class Slot:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.nbytes = os.fstat(fd).st_size
-        self._memory: mmap.mmap | None = None
-        self._read: mmap.mmap | None = None
+        self._mapped: dict[int, mmap.mmap] = {}
 
     @property
     def memory(self) -> mmap.mmap:
-        """Mapped for writing, when it is first pulled into; else it is only read."""
-        if self._memory is None:
-            self._memory = mmap.mmap(self.fd, 0)
-        return self._memory
+        """Mapped for writing, when it is first pulled into."""
+        return self._map(mmap.ACCESS_WRITE)
+
+    def _map(self, access: int) -> mmap.mmap:
+        if access not in self._mapped:
+            self._mapped[access] = mmap.mmap(self.fd, 0, access=access)
+        return self._mapped[access]
 
     def view(self, place: wire.Place) -> memoryview:
-        """The bytes of a version that is here, read-only."""
-        if self._read is None:
-            self._read = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
-        return memoryview(self._read)[place.offset : place.offset + place.nbytes]
+        """The bytes of a version, read-only: its slot may be closed to writers."""
+        return memoryview(self._map(mmap.ACCESS_READ))[place.offset : place.offset + place.nbytes]
 
-    def image(self, place: wire.Place, *, full: bool = False) -> Image:
+    def image(self, place: wire.Place, *, full: bool = False, mapped: bool = False) -> Image:
+        """``mapped``: it is sent from its mapping."""
         if place.offset + place.nbytes > self.nbytes:
             raise ValueError(f"the slot has {self.nbytes} bytes, not {place.offset + place.nbytes}")
-        return Image(self.fd, place.offset, place.nbytes, full=full)
+        return Image(self.fd, place.offset, place.nbytes, full=full, data=self.view(place) if mapped else None)
 
     def close(self) -> None:
-        for mapped in (self._memory, self._read):
-            if mapped is not None:
-                with contextlib.suppress(BufferError):  # a transfer's view goes with its last reference
-                    mapped.close()
+        for mapped in self._mapped.values():
+            with contextlib.suppress(BufferError):  # a transfer's view goes with its last reference
+                mapped.close()
         os.close(self.fd)
 
 
@@ -90,6 +91,8 @@ class Carrier:
             case wire.ForgetSlot(key=key):
                 if (slot := self._slots.pop(key, None)) is not None:
                     slot.close()
+            case wire.Certify(pem=pem):
+                self.server.certify(context_of(pem), certificate_hash(pem))
             case wire.Serve():
                 self._serve(request)
             case wire.Filled(transfer=transfer, nbytes=nbytes):
@@ -112,13 +115,14 @@ class Carrier:
     def _serve(self, request: wire.Serve) -> None:
         transfer, place, filled, base = request.transfer, request.place, request.filled, request.base
         slot = self._slots[place.key]
-        self._images[transfer] = image = slot.image(place, full=filled == place.nbytes)
+        image = slot.image(place, full=filled == place.nbytes, mapped=request.encrypt)
+        self._images[transfer] = image
         image.fill(0, filled)
         deltas = None
         if base is not None:
             old, new = self._slots[base.key].view(base), slot.view(place)
             self._deltas[transfer] = deltas = Deltas(image.nbytes, old, new, request.regions)
-        self.server.offer(transfer, image, request.secret, deltas)
+        self.server.offer(transfer, image, request.secret, deltas, encrypt=request.encrypt)
 
     def _drop_base(self, number: int, transfer: int) -> None:
         if (deltas := self._deltas.pop(transfer, None)) is not None:
@@ -130,21 +134,22 @@ class Carrier:
         if pull is None:
             try:
                 slot = self._slots[request.place.key]
-                image = slot.image(request.place)
+                image = slot.image(request.place, mapped=request.encrypt)
             except (KeyError, ValueError) as error:
                 self.reply(wire.Refused(request.id, str(error)))
                 return
             base = None
             if request.base is not None and request.holders and self._choice.by_delta(request.holders[0].host):
                 base = self._slots[request.base.key].view(request.base)
-            pull = Pull(image, slot.memory, transfer, request.secret, request.source, base)
+            encrypt = request.encrypt
+            pull = Pull(image, slot.memory, transfer, request.secret, request.source, base, encrypt=encrypt)
             self._pulls[transfer], self._images[transfer] = pull, image
-            self.server.offer(transfer, image, request.secret, pull.deltas)
+            self.server.offer(transfer, image, request.secret, pull.deltas, encrypt=encrypt)
         _start(lambda: self._run(pull, request))
 
     def _run(self, pull: Pull, request: wire.StartPull) -> None:
         began = time.monotonic()
-        holders = [Holder(one.name, one.host, one.port) for one in request.holders]
+        holders = [Holder(one.name, one.host, one.port, one.certificate_hash) for one in request.holders]
         try:
             digest = pull.run(holders, began + request.timeout_s, _start, request.digest)
         except Failed as error:
@@ -189,7 +194,6 @@ def _start(function: Callable[[], None]) -> None:
 def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
     """Serve the rank at the other end of ``channel`` until it ends."""
     carrier, reader = Carrier(channel, listener), frames.FrameReader(channel)
-    carrier.reply(wire.Listening(0, listener.getsockname()[1]))
     poller = select.poll()
     poller.register(channel, select.POLLIN | _END)
     poller.register(pidfd, select.POLLIN)
@@ -217,18 +221,19 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
-    name_process("replicas-carry")
+    name_process(endpoint.NAME)
     channel = socket.socket(fileno=options.fd)
-    listener = socket.create_server((options.host, options.port), family=_family(options.host), backlog=_BACKLOG)
+    try:
+        listener, warning = endpoint.listen(options.host, options.port, _BACKLOG)
+    except OSError as error:
+        frames.write_frame(channel, wire.Listening(0, 0, error.strerror or str(error)))
+        end_process(1)
     listener.setblocking(False)
+    frames.write_frame(channel, wire.Listening(0, listener.getsockname()[1], warning))
     try:
         serve(channel, listener, os.pidfd_open(os.getppid()))
     finally:
         end_process(0)  # at once: threads may be at work for peers
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 if __name__ == "__main__":

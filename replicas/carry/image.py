@@ -23,10 +23,14 @@ class Image:
     """``nbytes`` bytes at ``offset`` of the file ``fd``, which the image owns.
 
     :param full: all of it is here.
+    :param data: the bytes themselves, from which it is served over TLS.
     """
 
-    def __init__(self, fd: int, offset: int, nbytes: int, *, full: bool = False) -> None:
+    def __init__(
+        self, fd: int, offset: int, nbytes: int, *, full: bool = False, data: memoryview | None = None
+    ) -> None:
         self.fd, self.offset, self.nbytes = fd, offset, nbytes
+        self.data = data
         self._here = bytearray(b"\x01" if full else b"\x00") * -(-nbytes // CHUNK_NBYTES)
         self._prefix = nbytes if full else 0
         """So many bytes are here from the start; the flags may know of more."""

@@ -15,6 +15,7 @@ from replicas.common.logs import Log
 from replicas.linux.helper_process import HelperDied, HelperProcess
 from replicas.linux.helpers import apart, python_module
 from replicas.messages import HolderAddress
+from replicas.trust.certificate import certificate_hash
 
 logger = Log("replicas.channel")
 
@@ -58,6 +59,7 @@ class Carrier(HelperProcess):
     """A carrier process: a method for each request.
 
     :ivar port: where it listens.
+    :ivar certificate_hash: of the certificate that it shows; empty: it has none.
     """
 
     kind = "carrier"
@@ -67,32 +69,43 @@ class Carrier(HelperProcess):
         super().__init__(pid, pidfd, sock)
         self.on_exit = self._exited
         self.port = 0
+        self.certificate_hash = ""
         self._mapped: set[int] = set()
         self.receivers: dict[int, Callable[[int], object]] = {}
         """Told, for each transfer that is pulled, the bytes so far, now and then."""
         self.ends: list[Callable[[], object]] = []
         """Called on the loop when it has ended."""
-        self._listens: asyncio.Future[int] = self._loop.create_future()
+        self._listens: asyncio.Future[wire.Listening] = self._loop.create_future()
 
     @classmethod
     async def start(cls, host: str, port: int = 0) -> Carrier:
         """Start one that listens at ``host``.
 
-        :raises CarrierDied: it did not listen within ``START_TIMEOUT_S``; its own words
-            are on stderr.
+        :param port: the first one that it tries; 0: any.
+        :raises CarrierDied: it cannot listen, or did not within ``START_TIMEOUT_S``;
+            its own words are on stderr.
         """
         ours, process = _spawn(host, port)
         carrier = cls(process.pid, os.pidfd_open(process.pid), ours)
         carrier.process = process
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                carrier.port = await carrier._listens
-        except TimeoutError:
-            carrier.kill(f"it did not listen within {START_TIMEOUT_S:g} s and was killed")
-            raise CarrierDied(carrier._end_text()) from None
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    listening = await carrier._listens
+            except TimeoutError:
+                text = f"it did not listen within {START_TIMEOUT_S:g} s and was killed"
+                listening = wire.Listening(0, 0, text)
+            if not listening.port:
+                carrier.kill(listening.text)
+                if await carrier.wait_dead():
+                    process.wait()
+                raise CarrierDied(f"carrier {carrier.pid}: {listening.text}")
         except BaseException:
             carrier.kill()
             raise
+        if listening.text:
+            logger.warning("carrier %d: %s", carrier.pid, listening.text)
+        carrier.port = listening.port
         return carrier
 
     process: subprocess.Popen[bytes]
@@ -101,6 +114,12 @@ class Carrier(HelperProcess):
         logger.warning("%s", reason)
         for end in self.ends:
             end()
+
+    def certify(self, pem: bytes) -> None:
+        """Give it a key and its certificate, once, before what is encrypted."""
+        self.certificate_hash = certificate_hash(pem)
+        if self.usable:
+            self._send(wire.Certify(pem))
 
     def serve(
         self,
@@ -111,6 +130,8 @@ class Carrier(HelperProcess):
         filled: int,
         base: Lent | None = None,
         regions: Sequence[tuple[int, int, int]] = (),
+        *,
+        encrypt: bool = False,
     ) -> None:
         """Serve a version. ``place``: offset and bytes. Never waits.
 
@@ -120,7 +141,7 @@ class Carrier(HelperProcess):
         if self.usable:
             self._map(memory)
             where = wire.Place(memory.key, *place)
-            self._send(wire.Serve(transfer, secret, where, filled, self._lent(base), tuple(regions)))
+            self._send(wire.Serve(transfer, secret, where, filled, self._lent(base), tuple(regions), encrypt))
 
     def filled(self, transfer: int, nbytes: int) -> None:
         """So many bytes of it are packed. Never waits."""
@@ -138,6 +159,8 @@ class Carrier(HelperProcess):
         source: str = "",
         digest: str = "",
         base: Lent | None = None,
+        *,
+        encrypt: bool = False,
     ) -> wire.Pulled:
         """Pull a version; again, with the same memory: go on with these holders.
 
@@ -146,9 +169,9 @@ class Carrier(HelperProcess):
         :raises PullFailed: no holder is left, or the time was up.
         :raises CarrierDied: it died.
         """
-        number, where = next(self._numbers), wire.Place(memory.key, *place)
+        number, where, given = next(self._numbers), wire.Place(memory.key, *place), tuple(holders)
         old = None if base is None else wire.Place(base[0].key, *base[1])
-        request = wire.StartPull(number, transfer, secret, where, tuple(holders), timeout_s, source, digest, old)
+        request = wire.StartPull(number, transfer, secret, where, given, timeout_s, source, digest, old, encrypt)
 
         def map_both() -> None:
             self._map(memory)
@@ -210,7 +233,7 @@ class Carrier(HelperProcess):
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
         if isinstance(reply, wire.Listening) and not self._listens.done():
-            self._listens.set_result(reply.port)
+            self._listens.set_result(reply)
             return True
         if isinstance(reply, wire.Pong):
             for transfer, nbytes in reply.received.items():

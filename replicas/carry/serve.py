@@ -17,10 +17,19 @@ of all blocks; each is answered in order, in pieces, each behind a head of 4 byt
 is packed, or pulled itself) are waited for; a sign of life goes out meanwhile, so that
 a frozen server is told from one that waits.
 
-What has not proven itself within :data:`PROOF_S` is closed, and at most
-:data:`UNPROVEN` connections may be at that. A puller that reads nothing is cut by
-TCP_USER_TIMEOUT, or when its transfer is withdrawn: then all its connections are shut
-down, and :meth:`Server.withdraw` returns when none of their threads uses the slot.
+*Encrypted.* A connection that begins with a TLS handshake is sent the slot's mapping,
+record by record, also without the GIL. A transfer is served either in TLS or in plain
+(:meth:`Server.offer`): to who asks for it in the other way it is unknown.
+
+*Strangers.* What has not proven itself within :data:`PROOF_S`, the handshake included,
+is closed. At most :data:`UNPROVEN` connections are at that: a further one takes the
+place of the oldest of the address that has most, and of those that have named a
+transfer of ours last. So a flood costs memory and threads for so many, and a puller,
+which needs milliseconds, gets through.
+
+A puller that reads nothing is cut by TCP_USER_TIMEOUT, or when its transfer is
+withdrawn: then all its connections are shut down, and :meth:`Server.withdraw` returns
+when none of their threads uses the slot.
 """
 
 from __future__ import annotations
@@ -28,22 +37,27 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import struct
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import xxhash
 
-from replicas.carry import greeting
+from replicas.carry import greeting, tls
 from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.carry.differences import Deltas
 from replicas.carry.image import Image, Withdrawn
 
-PROOF_S = 1.0
-"""In which a connection must have proven the secret of its transfer."""
-UNPROVEN = 64
-"""Connections that may be at that; a further one is closed."""
+PROOF_S = 2.0
+"""In which a connection must have proven the secret of its transfer, TLS included."""
+UNPROVEN = 128
+"""Connections that may be at that."""
+ROOM_S = 0.01
+"""How long a newcomer waits for threads of connections that were turned away to end."""
 SIGN_S = 0.5
 """Between two signs of life while nothing is here yet."""
 SILENT_MS = 10_000
@@ -66,8 +80,23 @@ class _Offered:
     image: Image
     secret: bytes
     deltas: Deltas
+    encrypt: bool
     connections: set[socket.socket] = field(default_factory=set)
     sent_nbytes: int = 0
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A connection that has proven nothing yet.
+
+    ``named``: but has named a transfer of ours. ``told``: something has changed.
+    """
+
+    sock: socket.socket
+    source: str
+    named: bool = False
+    turned_away: bool = False
+    told: threading.Event = field(default_factory=threading.Event)
 
 
 class Server:
@@ -80,14 +109,30 @@ class Server:
         self._listener = listener
         self._started = started
         self._offered: dict[int, _Offered] = {}
-        self._unproven: set[socket.socket] = set()
+        self._guests: dict[_Guest, None] = {}
+        """Those that may still prove themselves, the oldest first."""
+        self._at_door = 0
+        """Threads of these, and of those turned away that have not ended yet."""
+        self._tls: ssl.SSLContext | None = None
+        self._binding = b""
         self._lock = threading.Condition()
 
-    def offer(self, transfer: int, image: Image, secret: bytes, deltas: Deltas | None = None) -> None:
-        """Serve ``image`` to whoever knows ``secret``; ``deltas``: of its blocks."""
+    def certify(self, context: ssl.SSLContext, certificate_hash: str) -> None:
+        """From now on, speak TLS with whoever begins so."""
         with self._lock:
-            self._offered[transfer] = _Offered(image, secret, deltas or Deltas(image.nbytes))
-            self._lock.notify_all()
+            self._tls, self._binding = context, bytes.fromhex(certificate_hash)
+
+    def offer(
+        self, transfer: int, image: Image, secret: bytes, deltas: Deltas | None = None, *, encrypt: bool = False
+    ) -> None:
+        """Serve ``image`` to whoever knows ``secret``, in TLS or in plain, not both.
+
+        :param deltas: of its blocks.
+        """
+        with self._lock:
+            self._offered[transfer] = _Offered(image, secret, deltas or Deltas(image.nbytes), encrypt)
+            for guest in self._guests:
+                guest.told.set()
 
     def withdraw(self, transfer: int, why: str) -> int:
         """Serve it no more; return the bytes sent. Nobody reads the slot afterwards.
@@ -100,58 +145,105 @@ class Server:
                 return 0
             found.image.withdraw(why)
             for sock in found.connections:
-                with contextlib.suppress(OSError):  # it has ended by itself
-                    sock.shutdown(socket.SHUT_RDWR)
+                tls.hang_up(sock)
             self._lock.wait_for(lambda: not found.connections)
             return found.sent_nbytes
 
     def accept(self) -> None:
         """Take one connection of the listener, which has one; it gets a thread."""
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._at_door < 2 * UNPROVEN, ROOM_S):
+                return  # it waits in the kernel
         try:
-            sock, _ = self._listener.accept()
+            sock, address = self._listener.accept()
         except OSError:  # it has gone, or this process has no descriptor left: the listener stays
             return
+        guest = _Guest(sock, address[0])
         with self._lock:
-            refused = len(self._unproven) >= UNPROVEN
-            if not refused:
-                self._unproven.add(sock)
-        if refused:
+            if len(self._guests) >= UNPROVEN:
+                self._turn_one_away()
+            self._guests[guest] = None
+            self._at_door += 1
+        try:
+            self._started(lambda: self._serve(guest))
+        except RuntimeError:  # this process may have no more threads
+            self._leave_door(guest)
             sock.close()
-        else:
-            self._started(lambda: self._serve(sock))
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _leave_door(self, guest: _Guest) -> None:
+        with self._lock:
+            self._guests.pop(guest, None)
+            self._at_door -= 1
+            self._lock.notify_all()
+
+    def _turn_one_away(self) -> None:
+        """The oldest of the source that has most."""
+        guests = [guest for guest in self._guests if not guest.named] or [*self._guests]
+        ((source, _),) = Counter(guest.source for guest in guests).most_common(1)
+        guest = next(guest for guest in guests if guest.source == source)
+        del self._guests[guest]
+        guest.turned_away = True
+        guest.told.set()
+        tls.hang_up(guest.sock)
+
+    def _serve(self, guest: _Guest) -> None:
         found: _Offered | None = None
         try:
-            with sock:
-                found = self._proven(sock)
-                if found is not None:
-                    self._answer(sock, found)
+            try:
+                found = self._proven(guest)
+            finally:
+                self._leave_door(guest)
+            if found is not None:
+                self._answer(guest.sock, found)
         except (OSError, Withdrawn):  # the puller asks elsewhere, or nobody needs it any more
             pass
         finally:
+            guest.sock.close()
             with self._lock:
-                self._unproven.discard(sock)
                 if found is not None:
-                    found.connections.discard(sock)
+                    found.connections.discard(guest.sock)
                 self._lock.notify_all()
 
-    def _proven(self, sock: socket.socket) -> _Offered | None:
-        sock.settimeout(PROOF_S)
-        transfer = greeting.answer(sock, self._secret_of)
+    def _proven(self, guest: _Guest) -> _Offered | None:
+        deadline = time.monotonic() + PROOF_S
+        guest.sock.settimeout(PROOF_S)
+        sealed = guest.sock.recv(1, socket.MSG_PEEK) == tls.HANDSHAKE
+        if sealed:
+            self._begin_tls(guest, deadline)
+        transfer = greeting.answer(
+            guest.sock,
+            lambda number: self._secret_of(number, guest, deadline, sealed=sealed),
+            self._binding if sealed else b"",
+            deadline,
+        )
         with self._lock:
-            self._unproven.discard(sock)
             found = self._offered.get(transfer)
-            if found is not None:  # else it was withdrawn meanwhile
-                found.connections.add(sock)
+            if found is None or found.encrypt != sealed:  # it was withdrawn meanwhile
+                return None
+            found.connections.add(guest.sock)
             return found
 
-    def _secret_of(self, transfer: int) -> bytes | None:
-        """Its secret; a puller may have been told a moment before this process was."""
+    def _begin_tls(self, guest: _Guest, deadline: float) -> None:
         with self._lock:
-            self._lock.wait_for(lambda: transfer in self._offered, PROOF_S)
-            found = self._offered.get(transfer)
-            return None if found is None else found.secret
+            if self._tls is None or guest.turned_away:
+                raise greeting.Stranger("is not spoken with")
+            guest.sock = sock = tls.wrap(guest.sock, self._tls, server_side=True)
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.do_handshake()
+
+    def _secret_of(self, transfer: int, guest: _Guest, deadline: float, *, sealed: bool) -> bytes | None:
+        """Its secret; a puller may have been told a moment before this process was."""
+        while True:
+            guest.told.clear()
+            with self._lock:
+                found = self._offered.get(transfer)
+                if found is not None:
+                    guest.named = True
+                    return found.secret if found.encrypt == sealed else None
+                if guest.turned_away:
+                    return None
+            if not guest.told.wait(deadline - time.monotonic() - PROOF_S / 4):  # in time to answer
+                return None
 
     def _answer(self, sock: socket.socket, offered: _Offered) -> None:
         sock.settimeout(None)  # the puller may take its time; a dead one is noticed by the kernel
@@ -171,8 +263,7 @@ class Server:
                 else:
                     raise ConnectionError("it asks for bytes that the version has not")
             except Withdrawn:
-                with contextlib.suppress(OSError):  # it may be shut down already
-                    sock.send(HEAD.pack(OVER), socket.MSG_DONTWAIT)
+                _say_over(sock)
                 raise
 
     def _send_range(self, sock: socket.socket, offered: _Offered, start: int, end: int) -> None:
@@ -209,6 +300,12 @@ class Server:
 
     @staticmethod
     def _send(sock: socket.socket, image: Image, start: int, nbytes: int) -> None:
+        if isinstance(sock, ssl.SSLSocket):
+            if image.data is None:
+                raise ConnectionError("the slot is not mapped")
+            sock.sendall(HEAD.pack(nbytes))
+            sock.sendall(image.data[start : start + nbytes])
+            return
         sock.sendall(HEAD.pack(nbytes), socket.MSG_MORE)
         at, behind = image.offset + start, image.offset + start + nbytes
         while at < behind:
@@ -216,3 +313,10 @@ class Server:
             if not sent:
                 raise ConnectionError("the slot is shorter than its image")
             at += sent
+
+
+def _say_over(sock: socket.socket) -> None:
+    """If that can be said at once: it may be shut down already."""
+    with contextlib.suppress(OSError):
+        sock.settimeout(0.0)
+        sock.send(HEAD.pack(OVER))

@@ -30,6 +30,12 @@ class ForgetSlot(msgspec.Struct, frozen=True, tag=True):
     key: int
 
 
+class Certify(msgspec.Struct, frozen=True, tag=True):
+    """Speak TLS with this key and certificate, in PEM, which are kept nowhere else."""
+
+    pem: bytes
+
+
 class Place(msgspec.Struct, frozen=True):
     """``nbytes`` bytes of a version, at ``offset`` of the slot ``key``."""
 
@@ -42,7 +48,8 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     """Serve a version. ``filled``: so many bytes are here, from its start.
 
     ``base``: a version that pullers may have, to make deltas of. ``regions``: first
-    byte, the one behind the last, and bytes of an element.
+    byte, the one behind the last, and bytes of an element. ``encrypt``: in TLS alone; a
+    :class:`Certify` came before.
     """
 
     transfer: int
@@ -51,6 +58,7 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     filled: int
     base: Place | None = None
     regions: tuple[tuple[int, int, int], ...] = ()
+    encrypt: bool = False
 
 
 class Filled(msgspec.Struct, frozen=True, tag=True):
@@ -65,7 +73,8 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
 
     Again, with the same place: go on, with these holders. ``source``: address to
     connect from; empty: any. ``digest``: of the version; empty: not known yet.
-    ``base``: a version that holders may have, to take deltas to.
+    ``base``: a version that holders may have, to take deltas to. ``encrypt``: pull and
+    serve in TLS alone.
     """
 
     id: int
@@ -77,6 +86,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     source: str = ""
     digest: str = ""
     base: Place | None = None
+    encrypt: bool = False
 
 
 class DropBase(msgspec.Struct, frozen=True, tag=True):
@@ -98,14 +108,18 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-Request = MapSlot | ForgetSlot | Serve | Filled | StartPull | DropBase | Withdraw | Ping
+Request = MapSlot | ForgetSlot | Certify | Serve | Filled | StartPull | DropBase | Withdraw | Ping
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """The first message: pullers connect to this port."""
+    """The first message: pullers connect to this port.
+
+    ``text``: what to warn of; with ``port`` 0: why it does not listen.
+    """
 
     id: int
     port: int
+    text: str = ""
 
 
 class Pulled(msgspec.Struct, frozen=True, tag=True):

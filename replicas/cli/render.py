@@ -184,7 +184,7 @@ def _channel_row(channel: ChannelConfig) -> tuple[str, ...]:
         channel.name,
         f"peers {_parties(channel.peers)}" if channel.peers else members,
         channel.backend,
-        channel.transport,
+        f"{channel.transport}, encrypted" if channel.encrypt else channel.transport,
         duration_text(channel.deadline_s),
         channel.on_lost,
         str(channel.slots),

@@ -17,7 +17,8 @@ from replicas.cli.slurm_script import script
 from replicas.common.foreign import one_line
 from replicas.config import tables as config_tables
 from replicas.config.file import load
-from replicas.config.structs import Config, SlurmConfig
+from replicas.config.job import SlurmConfig
+from replicas.config.structs import Config
 from replicas.config.values import Place
 from replicas.control.exit_codes import FAILED
 from replicas.errors import UsageError, WorldError

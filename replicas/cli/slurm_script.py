@@ -18,7 +18,8 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 
-from replicas.config.structs import Config, SlurmConfig
+from replicas.config.job import SlurmConfig
+from replicas.config.structs import Config
 from replicas.control.exit_codes import PREEMPTED
 from replicas.errors import UsageError
 

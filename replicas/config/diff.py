@@ -28,6 +28,7 @@ _FIXED = (
     "control",
     "cluster.local",
     "cluster.lease_s",
+    "cluster.carry_port",
     "channels",
 )
 """All settings of the run but ``run.stop_when``, ``logs``, ``cluster.labels`` and

@@ -19,6 +19,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from replicas.common.foreign import visible
+from replicas.config import channel_checks
 from replicas.config import tables as config_tables
 from replicas.config import text as config_text
 from replicas.config.structs import (
@@ -36,7 +37,6 @@ from replicas.config.values import NAMED_MAX, Place, nearest, no_text, show
 from replicas.errors import BadConfig, UsageError
 from replicas.messages.bounds import RANKS_MAX, encodable, shown
 
-_FEWEST_SLOTS = 2
 _LONGEST_SOCKET_PATH = 107
 _LONGEST_STRING = (128 << 10) - 1
 _TOO_LONG = "is longer than the 128 KiB that Linux allows; put it into a file"
@@ -131,7 +131,7 @@ def channels_from(
         tables = {name: _as_table(one) if isinstance(one, ChannelConfig) else one for name, one in channels.items()}
     found = config_tables.each(place, tables, ChannelConfig, _BUILDS)
     for channel in found.values() if found is not UNSET else ():
-        _check_slots(place.at(channel.name), channel, replicas)
+        channel_checks.slots(place.at(channel.name), channel, replicas)
     if place.problems:
         raise BadConfig(in_order_of(tables, place.problems), source="channels")
     read: dict[str, ChannelConfig] = found
@@ -306,7 +306,9 @@ def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
     if ranks is not None and not fields["peers"]:
         place.at("ranks").problem('is for channels with peers; write sources = [{ group = "...", ranks = "all" }]')
     channel = ChannelConfig(**fields, name=place.path[-1])
-    _check_roles(place, channel)
+    channel_checks.roles(place, channel)
+    if channel.encrypt:
+        channel_checks.encryption(place.at("encrypt"), channel)
     return channel
 
 
@@ -330,24 +332,6 @@ def _parties(place: Place, value: object, default: Any, allowed: tuple[str, ...]
             place.problem(f'ranks of group "{party.group}": expected {listed}, got "{party.ranks}"')
         parties.append(party)
     return tuple(parties)
-
-
-def _check_roles(place: Place, channel: ChannelConfig) -> None:
-    if channel.peers and (channel.sources or channel.targets):
-        others = {party.group for party in (*channel.sources, *channel.targets)}
-        both = next((party.group for party in channel.peers if party.group in others), None)
-        if both is not None:
-            place.at("peers").problem(
-                f'group "{both}" cannot be a peer and a source or target; give it another channel'
-            )
-        else:
-            place.at("peers").problem("a channel has either peers or sources and targets; make two channels of it")
-    elif not (
-        channel.peers or channel.sources or any(path[: len(place.path)] == place.path for path, _ in place.problems)
-    ):
-        place.problem("needs sources (and targets), or peers")
-    if len({party.ranks for party in channel.peers}) > 1:
-        place.at("peers").problem("all peers of a channel must have the same ranks")
 
 
 _BUILDS: config_tables.Builds = {
@@ -395,13 +379,18 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
         here = place.at("channels", channel.name)
         for role in ("sources", "targets", "peers"):
             _check_names(here.at(role), list(dict.fromkeys(party.group for party in getattr(channel, role))), known)
-        _check_slots(here, channel, {group.name: group.replicas for group in groups if not group.external})
+        channel_checks.slots(here, channel, {group.name: group.replicas for group in groups if not group.external})
         if channel.staging == "device":
-            _check_device_staging(here.at("staging"), channel, config)
-    if config.store.port and config.store.port == config.control.port:
-        place.at("store", "port").problem(
-            f"{config.store.port} is the port of control.listen too; use 0 or another one"
-        )
+            channel_checks.device_staging(here.at("staging"), channel, config)
+    fixed = {config.control.port: "control.listen"} if config.control.port else {}
+    for table, key, port in (
+        ("store", "port", config.store.port),
+        ("cluster", "carry_port", config.cluster.carry_port),
+    ):
+        if port in fixed:
+            place.at(table, key).problem(f"{port} is the port of {fixed[port]} too; use 0 or another one")
+        elif port:
+            fixed[port] = table
 
 
 def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
@@ -434,27 +423,3 @@ def _check_cycles(place: Place, config: Config) -> None:
 
     for group in config.groups:
         visit(group, ())
-
-
-def _check_slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:
-    """Check ``min_targets`` and ``slots``. ``replicas``: by name of known groups."""
-    targets = [replicas.get(party.group) for party in channel.targets]
-    count = sum(number for number in targets if number is not None)
-    if channel.min_targets > count and None not in targets:
-        place.at("min_targets").problem(f"{channel.min_targets} is more than the {count} replicas of the target groups")
-    if channel.sources and channel.slots < _FEWEST_SLOTS:
-        place.at("slots").problem(
-            f"{channel.slots} is too few: the newest version stays in one while the next comes into another; "
-            f"use at least {_FEWEST_SLOTS}"
-        )
-
-
-def _check_device_staging(place: Place, channel: ChannelConfig, config: Config) -> None:
-    """Note groups without GPUs: ``gpus = 0``, or none while other groups have some."""
-    shared_out = any(group.resources.gpus for group in config.groups.values())
-    for party in (*channel.sources, *channel.targets, *channel.peers):
-        group = config.groups.get(party.group)
-        if group is not None and (group.resources.gpus == 0 or (group.resources.gpus is None and shared_out)):
-            place.problem(
-                f'slots on GPUs, but group "{group.name}" sees none; set its resources.gpus, or staging = "host"'
-            )

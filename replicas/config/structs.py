@@ -18,6 +18,7 @@ import msgspec
 from msgspec import UNSET
 
 from replicas.config import values as forms
+from replicas.config.job import SlurmConfig
 from replicas.config.tables import AsKey
 from replicas.config.values import Form, Place, form, names, show
 from replicas.messages.bounds import LEASE_MIN_S, REPLICAS_MAX
@@ -74,6 +75,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A node of which nothing is heard for this time is lost: its agent ends the
     replicas there, and then they start elsewhere. Raise it if your network can be
     interrupted for longer.
+    """
+    carry_port: Annotated[int, forms.port] = 0
+    """Machines pull weights from each other (transport = "tcp") at this port, or at one
+    of the 63 behind it where several processes of a machine serve them; 0: any free
+    one. Set it when a firewall opens fixed ports, best below 32768.
     """
 
 
@@ -144,31 +150,6 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.operator_token_file is not None:
             found["operator"] = self.operator_token_file
         return found
-
-
-class SlurmConfig(msgspec.Struct, frozen=True, kw_only=True):
-    partition: Annotated[_Name | None, AsKey(default="Slurm's own")] = None
-    """The partition of the job."""
-    nodes: _Count = 1
-    """Number of nodes of the job."""
-    gpus_per_node: Annotated[_Natural | None, AsKey(default="none are asked for")] = None
-    """Number of GPUs of the job on each of its nodes."""
-    cpus_per_node: Annotated[_Count | None, AsKey(default="whole nodes, for this job alone")] = None
-    """Number of CPUs of the job on each of its nodes. Set it when nodes are shared with
-    other jobs.
-    """
-    time_s: Annotated[float | None, forms.duration(60.0), AsKey(default="the partition's")] = None
-    """Longest time of the job until it is queued again. Set it when the partition
-    allows more than the queue favours.
-    """
-    grace_s: Annotated[
-        float | None, forms.duration(1.0), AsKey(default="30 s more than the longest drain of a group takes")
-    ] = None
-    """Time before its end at which the job is told, and drains. Raise it when a
-    checkpoint that is saved then takes longer.
-    """
-    options: Annotated[tuple[str, ...], forms.options] = ()
-    """Further options of sbatch, such as "--account=grpo" or "--constraint=a100"."""
 
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -415,6 +396,10 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_targets: _Natural = 0
     """Number of target replicas that a version waits for, and that must hold it to
     commit. Set 1 when a version must outlive its source.
+    """
+    encrypt: Annotated[bool, forms.flag] = False
+    """Weights go encrypted from host to host, by TLS 1.3 with transport = "tcp"; within
+    a host nobody else sees them. Set it when others can listen on the network.
     """
     staging: Literal["host", "device"] = "host"
     """The slots are in host memory, or on each rank's own GPU. Set "device" when there

@@ -69,6 +69,8 @@ class Coordinator:
         kernel choose.
     :param store_bind: the only address on which the master TCPStore listens; :param
         store_port: as ``port``.
+    :param carry_port: members of other hosts pull versions at this port or one of the
+        63 behind it; 0: the kernel of each host chooses.
     :param token: the token that members must show; default: a new random one.
     :param tls: ``"auto"``: the control port speaks TLS unless ``host`` is on loopback.
         ``"off"``: for a network that protects it by itself; :attr:`token` then says so.
@@ -96,6 +98,7 @@ class Coordinator:
         port: int = 0,
         store_bind: str = "127.0.0.1",
         store_port: int = 0,
+        carry_port: int = 0,
         token: str | Tokens | None = None,
         tls: Literal["auto", "on", "off"] = "auto",
         certificate: Path | None = None,
@@ -135,7 +138,13 @@ class Coordinator:
             self._decisions.close()
             raise
         self.engine: Engine = Engine(
-            configs, self._shapes, run=run, decisions=self._decisions, store=self._store, epochs=newest
+            configs,
+            self._shapes,
+            run=run,
+            decisions=self._decisions,
+            store=self._store,
+            epochs=newest,
+            carry_port=_port("carry_port", carry_port),
         )
         self._tally = Tally()
         self.engine.subscribe(lambda event: self._tally.count(event, time.time()))

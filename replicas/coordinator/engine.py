@@ -75,6 +75,7 @@ class Engine:
         decisions: DecisionLog,
         store: StoreWatcher,
         epochs: Mapping[str, int] | None = None,
+        carry_port: int = 0,
     ) -> None:
         self.decisions = decisions
         self._store = store
@@ -91,6 +92,7 @@ class Engine:
                 secret=secrets.token_bytes(SECRET_NBYTES),
                 past=decisions.past(name, (epochs or {}).get(name, 0)),
                 here=here,
+                carry_port=carry_port,
             )
             for name, config in channels.items()
         }

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+import re
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
 import msgspec
@@ -60,6 +61,8 @@ _HELD = 256
 _GPUS = 64
 _DIMENSIONS = 64  # more than any model has
 _PID_MAX = 2**31
+_PORT_MAX = 2**16 - 1
+_SHA256 = re.compile("[0-9a-f]{64}")
 One = TypeVar("One", bound=Hashable)
 
 
@@ -199,6 +202,13 @@ def message_problem(message: wire.FromMember) -> str | None:
     if problem is None and isinstance(message, wire.PublishBegin):
         most = bounds.VERSION_MAX * (1 + message.resumed)  # the library counts on from what was chosen
         return None if (message.version or 0) <= most else f"PublishBegin with version = {message.version}"
+    if problem is None and isinstance(message, wire.CarrierUp):
+        if message.port > _PORT_MAX:
+            return f"CarrierUp with port = {message.port}"
+        if message.certificate_hash and _SHA256.fullmatch(message.certificate_hash) is None:
+            return "CarrierUp with a certificate_hash that is no SHA-256"
+    if problem is None and isinstance(message, wire.TransferDone | wire.TransferFailed):
+        return _holders_problem(message)
     if problem is None and isinstance(message, wire.OperationPost):
         for segment in message.segments:
             if any(not 0 <= size < bounds.INTEGER_MAX for size in segment.shape):
@@ -206,6 +216,22 @@ def message_problem(message: wire.FromMember) -> str | None:
             if len(segment.shape) > _DIMENSIONS or len(segment.dtype) > bounds.NAME_LENGTH:
                 return f"a tensor of {len(segment.shape)} dimensions, and a dtype of {len(segment.dtype)} characters"
     return problem
+
+
+def _holders_problem(message: wire.TransferDone | wire.TransferFailed) -> str | None:
+    """What it says of the holders that it pulled from, by name."""
+    maps: tuple[Mapping[str, object], ...]
+    if isinstance(message, wire.TransferDone):
+        maps = message.received, message.given_up, message.wrong
+    else:
+        maps = (message.holders,)
+    texts = [text for found in maps for pair in found.items() for text in pair if isinstance(text, str)]
+    numbers = [number for found in maps for number in found.values() if isinstance(number, int)]
+    if any(len(found) > _HOLDERS for found in maps) or any(len(text) > bounds.INFO_LENGTH for text in texts):
+        return f"{type(message).__name__} with too many holders, or too long a text of one"
+    if any(not 0 <= number < bounds.INTEGER_MAX for number in numbers):
+        return f"{type(message).__name__} with an absurd number of bytes"
+    return None
 
 
 def _number_problem(value: msgspec.Struct) -> str | None:
@@ -246,6 +272,8 @@ def _text_problem(value: msgspec.Struct) -> str | None:
     return None
 
 
+_HOLDERS = 64
+"""That a member says something of; it is told of fewer."""
 _MANY = 4096
 """Of texts of one kind in a message."""
 _SIGNED = {"deadline_s", "step", "after", "found"}

@@ -77,15 +77,18 @@ class ChannelState:
         secret: bytes = b"",
         past: Past | None = None,
         here: tuple[Place, wire.Beacon] | None = None,
+        carry_port: int = 0,
     ) -> None:
         """:param secret: the coordinator's own.
         :param here: location of this process, if it can hold the memory of members.
+        :param carry_port: the first port at which a carrier may listen; 0: any.
         """
         past = past or Past()
         self.config = config
         self.term = term
         self.out: list[Effect] = []
         self.roster = Roster(config, groups, epoch=past.epoch)
+        self.roster.carry_port = carry_port
         self.hosts = Hosts(self.roster, self.out, here)
         self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
         self.lanes = Lanes(self.roster, self.out, run=run, term=term, store=store, secret=secret)
@@ -350,7 +353,7 @@ class ChannelState:
             case wire.TransferMoved():
                 self.commits.transferring(member, message, now)
             case wire.CarrierUp():
-                state.carrier_port = message.port
+                state.carrier_port, state.certificate_hash = message.port, message.certificate_hash
                 self.commits.carrier_up(now)
             case wire.LaneFormed():
                 self.lanes.formed(member, message.lane, now)

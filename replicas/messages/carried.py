@@ -136,11 +136,16 @@ class SlotPlace(msgspec.Struct, frozen=True):
 
 
 class HolderAddress(msgspec.Struct, frozen=True):
-    """Where the carrier of a member serves a version. ``name``: of the member."""
+    """Where the carrier of a member serves a version. ``name``: of the member.
+
+    ``certificate_hash``: SHA-256 of the certificate that it shows, in hexadecimal;
+    empty: it speaks no TLS.
+    """
 
     name: str
     host: str
     port: int
+    certificate_hash: str = ""
 
 
 class PartPull(msgspec.Struct, frozen=True):
@@ -204,6 +209,10 @@ class ChannelSettings(msgspec.Struct, frozen=True):
     staging: Literal["host", "device"] = "host"
     pulls: bool = False
     """Versions come to this host through a carrier, not over lanes."""
+    encrypt: bool = False
+    """Carriers speak TLS with each other, and no version passes a process group."""
+    carry_port: int = 0
+    """The first port at which a carrier may listen; 0: any."""
 
 
 class ReceiptData(msgspec.Struct, frozen=True):

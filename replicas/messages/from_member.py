@@ -277,9 +277,13 @@ class TransferFailed(_FromMember, frozen=True):
 
 
 class CarrierUp(_FromMember, frozen=True):
-    """This member's carrier listens at its address. ``port`` 0: it has none now."""
+    """This member's carrier listens at its address. ``port`` 0: it has none now.
+
+    ``certificate_hash``: SHA-256 of the certificate that it shows, in hexadecimal.
+    """
 
     port: int
+    certificate_hash: str = ""
 
 
 class Dropped(_FromMember, frozen=True):

@@ -24,10 +24,8 @@ the process cleans up.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 import time
 from datetime import timedelta
 from typing import Any
@@ -40,6 +38,7 @@ import torch.distributed as dist
 from replicas.common.backoff import Backoff
 from replicas.core.members.preflight import MULTI_RANK_VERSION
 from replicas.errors import StoreTampered
+from replicas.linux.interfaces import interface_of
 from replicas.linux.processes import boot_id
 from replicas.sidecar.groups import CollectiveGroup, GlooGroup, NcclGroup
 from replicas.sidecar.meeting import meet
@@ -71,7 +70,6 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 """Set in every sidecar with NCCL, whatever the rank's own environment says."""
-_SIOCGIFADDR = 0x8915
 _never_destroyed: list[Any] = []
 
 
@@ -177,21 +175,9 @@ def _set_nccl_environment(spec: GroupSpec) -> None:
         for name in [name for name in os.environ if name.startswith("NCCL_")]:
             del os.environ[name]
         os.environ.update(spec.nccl_env)
-    interface = _interface_of(spec.address)
-    if interface is not None:
+    interface = interface_of(spec.address)
+    if interface:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-
-
-def _interface_of(address: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
 
 
 def _allow_shared_device(store: Any, spec: GroupSpec, uuid: str) -> None:

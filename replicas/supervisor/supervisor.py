@@ -148,6 +148,7 @@ class Supervisor:
             port=config.control.port or self._nodes.port_before,
             store_bind=config.store.bind,
             store_port=config.store.port,
+            carry_port=config.cluster.carry_port,
             state_dir=config.run.state_dir,
             epochs=self._reporting.events.tally.epochs,
             routes=[

@@ -56,9 +56,10 @@ class FakeRun:
                 assert update.meta["step"] == 1
 
     All members live in this process, on CPU memory, and behave as in a run: only
-    deaths of processes, process groups and sidecars do not exist. So ``transport`` and
-    ``staging`` of a channel have no effect: bytes go through mapped memory. Nothing
-    listens, and nothing is left at the end: leaving the block closes all channels.
+    deaths of processes, process groups and sidecars do not exist. So ``transport``,
+    ``encrypt`` and ``staging`` of a channel have no effect: bytes go through mapped
+    memory. Nothing listens, and nothing is left at the end: leaving the block closes
+    all channels.
 
     A program that calls :func:`replicas.join` by itself joins this run if the variables
     of :meth:`environ` are set.
@@ -82,7 +83,9 @@ class FakeRun:
         self._groups = groups
         self._coordinator = self._new_coordinator()
         known = {name: one.config for name, one in self._coordinator.engine.channels.items()}
-        self._channels = {name: replace(one, transport="auto", staging="host") for name, one in known.items()}
+        self._channels = {
+            name: replace(one, transport="auto", encrypt=False, staging="host") for name, one in known.items()
+        }
         self._coordinator = self._new_coordinator()
         with_peers = [name for name, one in self._coordinator.engine.channels.items() if one.config.peers]
         if with_peers:

@@ -1,4 +1,4 @@
-"""The key and certificate of a control port, and the TLS that it speaks.
+"""The key and certificate of a control port or a carrier, and the TLS that it speaks.
 
 A configured certificate is used as it is. Otherwise the port signs one for itself,
 which proves nothing but that the port has the key: clients know the key by its hash in
@@ -26,7 +26,7 @@ KEY_FILE = "key.pem"
 """The port's own key and certificate, in a run's state folder."""
 _NO_END = datetime.datetime(9999, 12, 31, 23, 59, 59)
 _BEGIN = datetime.datetime(2020, 1, 1)
-_NAME = "replicas control port"
+_NAME = "replicas"
 
 
 def key_hash(certificate: bytes) -> str:
@@ -116,8 +116,22 @@ class PortKey:
     @classmethod
     def of_pem(cls, pem: bytes) -> PortKey:
         """From a key and its certificate in memory."""
-        with _as_file(pem) as path:
-            return cls(_context(path), key_hash(ssl.PEM_cert_to_DER_cert(_first(pem.decode("ascii")))))
+        return cls(context_of(pem), key_hash(_der(pem)))
+
+
+def context_of(pem: bytes) -> ssl.SSLContext:
+    """The server's side of TLS with a key and its certificate in memory."""
+    with _as_file(pem) as path:
+        return _context(path)
+
+
+def certificate_hash(pem: bytes) -> str:
+    """SHA-256 of the certificate (in DER), in hexadecimal, without ``cryptography``."""
+    return hashlib.sha256(_der(pem)).hexdigest()
+
+
+def _der(pem: bytes) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(_first(pem.decode("ascii")))
 
 
 def _context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:

@@ -55,7 +55,8 @@ class Carriers(Part):
 
         :raises replicas.carry.rank_side.CarrierDied: none could be started.
         """
-        carrier = await self._hub.loop.carrier(self._hub.address)
+        hub = self._hub
+        carrier = await hub.loop.carrier(hub.address, hub.settings.carry_port, encrypt=hub.settings.encrypt)
         if carrier is not self._told:
             self._tell(carrier)
         return carrier
@@ -64,7 +65,7 @@ class Carriers(Part):
         if carrier is not self._told:
             carrier.ends.append(partial(self._hub.call, self._ended, carrier))
         self._told = carrier
-        self._hub.send(CarrierUp(carrier.port))
+        self._hub.send(CarrierUp(carrier.port, carrier.certificate_hash))
 
     def _ended(self, carrier: Carrier) -> None:
         """Nobody is to be told of it any more; who needs one starts another."""

@@ -60,6 +60,7 @@ from replicas.linux.sockets import SocketAddress
 from replicas.messages.bounds import text_of
 from replicas.sidecar.rank_side.forkserver_client import Forkserver, OtherRelease, Unbound
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar
+from replicas.trust.certificate import make_pem
 
 T = TypeVar("T")
 logger = Log("replicas.channel")
@@ -78,7 +79,7 @@ class SessionLoop:
         """Descriptors that a forked child must not keep open."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forkservers: dict[str, asyncio.Task[Forkserver]] = {}
-        self._carriers: dict[str, asyncio.Task[Carrier]] = {}
+        self._carriers: dict[tuple[str, int], asyncio.Task[Carrier]] = {}
         self.inherited: set[Forkserver | Sidecar | Carrier] = set()
         """Connections whose descriptors a forked child must not keep open either."""
         self.closers: dict[object, Callable[[], None]] = {}
@@ -209,18 +210,26 @@ class SessionLoop:
         self.inherited.add(forkserver)
         return forkserver
 
-    async def carrier(self, address: str) -> Carrier:
-        """The carrier that listens at ``address``, made anew if dead."""
-        task = self._carriers.get(address)
+    async def carrier(self, address: str, port: int, *, encrypt: bool) -> Carrier:
+        """The carrier that listens at ``address``, made anew if dead.
+
+        :param port: the first one to try; 0: any. :param encrypt: it has a certificate.
+        """
+        task = self._carriers.get((address, port))
         if task is not None and task.done() and (task.cancelled() or task.exception() or not task.result().usable):
             task = None
         if task is None:
-            task = self.loop.create_task(self._make_carrier(address), name=f"carrier at {address}")
-            self._carriers[address] = task
-        return await asyncio.shield(task)
+            task = self.loop.create_task(self._make_carrier(address, port), name=f"carrier at {address}")
+            self._carriers[address, port] = task
+        carrier = await asyncio.shield(task)
+        if encrypt and not carrier.certificate_hash:
+            pem = await asyncio.to_thread(make_pem)
+            if not carrier.certificate_hash:  # for another channel, meanwhile
+                carrier.certify(pem)
+        return carrier
 
-    async def _make_carrier(self, address: str) -> Carrier:
-        carrier = await Carrier.start(address)
+    async def _make_carrier(self, address: str, port: int) -> Carrier:
+        carrier = await Carrier.start(address, port)
         self.inherited.add(carrier)
         carrier.ends.append(lambda: self.inherited.discard(carrier))
         return carrier

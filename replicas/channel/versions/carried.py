@@ -20,6 +20,7 @@ class Carried:
     :param memory: ends with the part's ``nbytes`` bytes.
     :param base: ends with as many bytes of a version that the other end may have, too.
     :param scratch: the memory is closed at the end; else it is a slot's.
+    :param encrypt: served and pulled in TLS alone.
     :ivar on_received: called with the bytes received so far, now and then.
     """
 
@@ -33,10 +34,11 @@ class Carried:
         *,
         base: Buffer | None = None,
         scratch: bool = False,
+        encrypt: bool = False,
     ) -> None:
         self.part, self.memory, self.scratch = part, memory, scratch
         self._base = None if base is None else (base, (base.nbytes - nbytes, nbytes))
-        self._carrier, self._secret = carrier, secret
+        self._carrier, self._secret, self._encrypt = carrier, secret, encrypt
         digest = hashlib.blake2b(b"%d" % part, key=secret, digest_size=8, person=b"transfer").digest()
         self._number = int.from_bytes(digest, "little")
         self._place = (memory.nbytes - nbytes, nbytes)
@@ -47,8 +49,16 @@ class Carried:
 
         :param regions: where elements of which size are in it.
         """
-        place, carrier = self._place, self._carrier
-        carrier.serve(self._number, self._secret, self.memory, place, filled, self._base, regions)
+        self._carrier.serve(
+            self._number,
+            self._secret,
+            self.memory,
+            self._place,
+            filled,
+            self._base,
+            regions,
+            encrypt=self._encrypt,
+        )
 
     async def drop_base(self) -> bool:
         """Have the carrier let go of the base; False: it neither did nor died."""
@@ -70,7 +80,16 @@ class Carried:
         self._carrier.receivers[self._number] = self.on_received
         try:
             return await self._carrier.pull(
-                self._number, self._secret, self.memory, self._place, holders, timeout_s, source, digest, self._base
+                self._number,
+                self._secret,
+                self.memory,
+                self._place,
+                holders,
+                timeout_s,
+                source,
+                digest,
+                self._base,
+                encrypt=self._encrypt,
             )
         finally:
             self._carrier.receivers.pop(self._number, None)

@@ -276,7 +276,8 @@ class Transfers(Part):
         nbytes = slot.data.numel()
         filled = nbytes if slot.state == "held" else self._filled.get(slot.version, 0)
         base = self._pin_base(transfer, nbytes)
-        carried = Carried(carrier, offer.secret, offer.part, slot.buffer, nbytes, base=base)
+        encrypt = self._hub.settings.encrypt
+        carried = Carried(carrier, offer.secret, offer.part, slot.buffer, nbytes, base=base, encrypt=encrypt)
         transfer.carried.append(carried)
         carried.serve(filled, slot.manifest.regions if slot.manifest is not None and base is not None else ())
 
@@ -361,7 +362,16 @@ class Transfers(Part):
                 nbytes = manifest.part_nbytes(one.part)
                 memory = await self._scratch(offer.version, nbytes)
             base = None if scratch else self._pin_base(transfer, nbytes)
-            carried = Carried(carrier, offer.secret, one.part, memory, nbytes, base=base, scratch=scratch)
+            carried = Carried(
+                carrier,
+                offer.secret,
+                one.part,
+                memory,
+                nbytes,
+                base=base,
+                scratch=scratch,
+                encrypt=self._hub.settings.encrypt,
+            )
             transfer.carried.append(carried)
 
     async def _scratch(self, version: int, nbytes: int) -> Buffer:
@@ -419,6 +429,9 @@ class Transfers(Part):
     # ------------------------------------------------------------ over a lane
 
     async def _prepare(self, transfer: _Transfer) -> None:
+        if self._hub.settings.encrypt:
+            text = f"version {transfer.offer.version} was to pass a process group, and the channel is encrypted"
+            raise self._hub.error(errors.InternalError, text)
         transfer.manifest = await self._manifests.get(transfer.offer.manifest_hash)
         if transfer.sends:
             self._pin(transfer)

@@ -129,6 +129,7 @@ class MemberState:
     :ivar places: of the slots that it has filled for a publish, by version.
     :ivar lent: versions in its own memory that others of its host may have mapped.
     :ivar carrier_port: where its carrier listens; 0: it has none yet.
+    :ivar certificate_hash: of the certificate that its carrier shows, if it has one.
     """
 
     member: Member
@@ -148,6 +149,7 @@ class MemberState:
     places: dict[int, SlotPlace] = field(default_factory=dict)
     lent: set[int] = field(default_factory=set)
     carrier_port: int = 0
+    certificate_hash: str = ""
     carries: bool = True
     held: Held = field(default_factory=Held)
     parts: set[int] = field(default_factory=set)

@@ -96,6 +96,8 @@ class Roster:
         """An epoch with its live members, and the targets of them that carry bytes."""
         self._heartbeats = Heartbeats()
         self.history = History()
+        self.carry_port = 0
+        """The first port at which a carrier may listen; 0: any."""
 
     def __iter__(self) -> Iterator[MemberState]:
         return iter(self._members.values())
@@ -386,7 +388,7 @@ class Roster:
         """Return the settings for a Welcome, with the current heartbeat interval."""
         interval_s = self.heartbeat_interval_s
         self._heartbeats.told_one(interval_s)
-        return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s)
+        return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s, carry_port=self.carry_port)
 
     def tell_interval(self, now: float) -> float:
         """Return the heartbeat interval, which all members are told now."""

@@ -125,8 +125,12 @@ class Deliveries:
         return version if state is not None and version and state.held.get(version) == digest else 0
 
     def _listening(self, holders: Iterable[Member]) -> tuple[HolderAddress, ...]:
-        states = self._attempt.ground.roster.states(holders)
-        return tuple(HolderAddress(s.member.name, s.address, s.carrier_port) for s in states if s.carrier_port)
+        ground = self._attempt.ground
+        return tuple(
+            HolderAddress(state.member.name, state.address, state.carrier_port, state.certificate_hash)
+            for state in ground.roster.states(holders)
+            if state.carrier_port and (state.certificate_hash or not ground.config.encrypt)
+        )
 
     def began(self, member: Member, now: float) -> None:
         one = self._all.get(member)

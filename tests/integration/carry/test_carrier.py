@@ -22,6 +22,7 @@ from replicas.carry.blocks import BLOCK_NBYTES, combined
 from replicas.carry.rank_side import Carrier, CarrierDied, PullFailed
 from replicas.linux.processes import start_time
 from replicas.messages import HolderAddress
+from replicas.trust.certificate import make_pem
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
@@ -51,8 +52,12 @@ class Memory:
 
 
 @asynccontextmanager
-async def carriers(count: int) -> AsyncIterator[list[Carrier]]:
-    found = await asyncio.gather(*(Carrier.start(HERE) for _ in range(count)))
+async def carriers(
+    count: int, host: str = HERE, port: int = 0, *, encrypt: bool = False
+) -> AsyncIterator[list[Carrier]]:
+    found = await asyncio.gather(*(Carrier.start(host, port) for _ in range(count)))
+    for one in found if encrypt else ():
+        one.certify(make_pem())
     try:
         yield found
     finally:
@@ -62,8 +67,8 @@ async def carriers(count: int) -> AsyncIterator[list[Carrier]]:
             one.process.wait()
 
 
-def address(carrier: Carrier, name: str) -> HolderAddress:
-    return HolderAddress(name, HERE, carrier.port)
+def address(carrier: Carrier, name: str, host: str = HERE) -> HolderAddress:
+    return HolderAddress(name, host, carrier.port, carrier.certificate_hash)
 
 
 def digest_of(data: bytes) -> str:
@@ -79,12 +84,15 @@ def data() -> bytes:
     return random.Random(1).randbytes(2 * BLOCK_NBYTES + 4321)
 
 
-async def test_a_version_goes_down_a_chain_while_it_is_packed(data: bytes) -> None:
-    async with carriers(3) as (source, middle, last):
+@pytest.mark.parametrize("encrypt", [False, True])
+async def test_a_version_goes_down_a_chain_while_it_is_packed(data: bytes, encrypt: bool) -> None:
+    async with carriers(3, encrypt=encrypt) as (source, middle, last):
         packed, *slots = Memory(data), Memory(len(data)), Memory(len(data))
-        source.serve(1, SECRET, packed, packed.place, 0)
+        source.serve(1, SECRET, packed, packed.place, 0, encrypt=encrypt)
         pulls = [
-            asyncio.ensure_future(taker.pull(1, SECRET, slot, slot.place, [address(giver, name)], 30.0))
+            asyncio.ensure_future(
+                taker.pull(1, SECRET, slot, slot.place, [address(giver, name)], 30.0, encrypt=encrypt)
+            )
             for taker, slot, giver, name in ((middle, slots[0], source, "t/0/0"), (last, slots[1], middle, "r/0/0"))
         ]
         for filled in (1 << 20, BLOCK_NBYTES + 5, len(data)):
@@ -118,7 +126,7 @@ async def test_a_pull_goes_on_with_holders_that_come_later(data: bytes) -> None:
     async with carriers(2) as (source, taker):
         packed, slot = Memory(data), Memory(len(data))
         nobody = HolderAddress("r/9/0", HERE, 9)
-        with pytest.raises(PullFailed, match="r/9/0: Connection refused"):
+        with pytest.raises(PullFailed, match=r"r/9/0: 127.0.0.1:9 cannot be reached: connection refused"):
             await taker.pull(1, SECRET, slot, slot.place, [nobody], 30.0)
         source.serve(1, SECRET, packed, packed.place, len(data))
         found = await taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0, "", digest_of(data))
@@ -142,11 +150,14 @@ async def test_forged_bytes_are_found_and_asked_for_elsewhere(data: bytes) -> No
         assert slot.mapped[OFFSET:] == data
 
 
-async def test_nobody_uses_a_slot_once_its_transfer_has_ended(data: bytes) -> None:
-    async with carriers(2) as (source, taker):
+@pytest.mark.parametrize("encrypt", [False, True])
+async def test_nobody_uses_a_slot_once_its_transfer_has_ended(data: bytes, encrypt: bool) -> None:
+    async with carriers(2, encrypt=encrypt) as (source, taker):
         packed, slot = Memory(data), Memory(len(data))
-        source.serve(1, SECRET, packed, packed.place, BLOCK_NBYTES)
-        pulling = asyncio.ensure_future(taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0))
+        source.serve(1, SECRET, packed, packed.place, BLOCK_NBYTES, encrypt=encrypt)
+        pulling = asyncio.ensure_future(
+            taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0, encrypt=encrypt)
+        )
         await wait_until(lambda: slot.mapped[OFFSET] == data[0], "the first bytes")
         assert await taker.withdraw(1, "a newer version is there") == 0
         with pytest.raises(PullFailed, match="a newer version is there"):

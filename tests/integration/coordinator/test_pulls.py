@@ -17,6 +17,8 @@ from tests.support.machine.networks import why_no_hosts
 
 pytestmark = pytest.mark.anyio
 TCP = {"transport": "tcp"}
+FIRST = 21_700
+"""A port for carriers; each host has its own."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,9 +63,26 @@ async def test_a_leader_that_dies_leaves_its_host_to_another() -> None:
         assert 1.0 <= links.received()[1] < ONCE
 
 
-async def test_every_source_rank_serves_its_own_part() -> None:
+async def test_an_encrypted_channel_through_fixed_ports() -> None:
+    async with host_world(3, {**TCP, "encrypt": True}, carry_port=FIRST, rollout=GroupShape(3)) as world:
+        trainer, targets = await world.trainer_and_rollouts(1, 1, 2)
+        await sync([trainer], targets, 10)
+        links = Links(world.hosts)
+        await sync([trainer], targets, 20)
+        assert 1.0 <= links.sent()[0] < ONCE
+        assert all(1.0 <= ratio < ONCE for ratio in links.received()[1:])
+        (channel,) = world.coordinator.engine.channels.values()
+        listening = [state for state in channel.roster if state.carrier_port]
+        assert {state.address for state in listening} == {host.address for host in world.hosts}
+        assert {state.carrier_port - FIRST for state in listening} <= set(range(3))
+        assert len({state.certificate_hash for state in listening}) == len(listening)
+        assert world.sidecars() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+async def test_every_source_rank_serves_its_own_part(encrypt: bool) -> None:
     """Two trainer ranks on two hosts, a target beside each, and one elsewhere."""
-    config = {**TCP, "sources": [{"group": "trainer", "ranks": "all"}]}
+    config = {**TCP, "encrypt": encrypt, "sources": [{"group": "trainer", "ranks": "all"}]}
     async with host_world(3, config, trainer=GroupShape(1, 2), rollout=GroupShape(3)) as world:
         joins = [
             *(world.join(rank, "trainer", 0, rank, 2) for rank in range(2)),

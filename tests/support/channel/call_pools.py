@@ -318,6 +318,7 @@ POOLS: dict[str, dict[str, Pool]] = {
         "port": [65536],
         "store_bind": ["::1"],
         "store_port": [-1],
+        "carry_port": [65536, 7100],
         "token": ["geh€im"],
         "tls": ["on", "off", "tls"],
         "certificate": ["no such file", "a\0b"],

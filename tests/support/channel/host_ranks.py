@@ -117,13 +117,17 @@ class HostWorld:
 
 
 @asynccontextmanager
-async def host_world(size: int, config: dict[str, Any] | None = None, **groups: GroupShape) -> AsyncIterator[HostWorld]:
+async def host_world(
+    size: int, config: dict[str, Any] | None = None, *, carry_port: int = 0, **groups: GroupShape
+) -> AsyncIterator[HostWorld]:
     """So many hosts. ``config``: changes to a trainer and rollouts; ``groups``: their
     shapes."""
     settings = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "40s", **(config or {})}
     with hosts(size) as network:
         address = network.address
-        coordinator = Coordinator({"policy": settings}, groups=groups, host=address, store_bind=address)
+        coordinator = Coordinator(
+            {"policy": settings}, groups=groups, host=address, store_bind=address, carry_port=carry_port
+        )
         async with coordinator, AsyncExitStack() as stack:
             yield HostWorld(network, coordinator, stack)
 

@@ -14,7 +14,7 @@ from tests.support.channel_world import MANIFEST
 __all__ = ["any_hello", "any_message"]
 
 _TEXTS = st.sampled_from(
-    ["", "trainer/0", "rollout/0/0", "peer/1/0", "1.1", "2.1", "3.2", MANIFEST.hash, "digest-1", "cpu"]
+    ["", "0f" * 32, "trainer/0", "rollout/0/0", "peer/1/0", "1.1", "2.1", "3.2", MANIFEST.hash, "digest-1", "cpu"]
 )
 _ERRORS = st.builds(wire.WireError, kind=st.sampled_from(["SyncError", "Fenced", "no such"]), message=_TEXTS)
 _SEGMENTS = st.builds(wire.Segment, dtype=_TEXTS, shape=st.tuples(st.integers(0, 4)))
@@ -43,6 +43,7 @@ def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
         "error": _ERRORS,
         "meta": st.dictionaries(_TEXTS, st.none() | st.booleans() | st.integers(0, 9)),
         "data": st.sampled_from([b"", b"nonsense", MANIFEST.encode(), MANIFEST.encode()[:-3]]),
+        **dict.fromkeys(("given_up", "wrong", "holders"), st.dictionaries(_TEXTS, _TEXTS, max_size=3)),
         "part_digests": st.dictionaries(_TAME_INTEGERS, _TEXTS, max_size=3),
         "segments": st.lists(_SEGMENTS, max_size=3).map(tuple),
         "links": st.lists(st.tuples(_TEXTS, _TEXTS), max_size=2).map(tuple),
@@ -67,6 +68,8 @@ def _strategy(kind: type[msgspec.Struct], wild: bool) -> st.SearchStrategy[Any]:
             fields[field.name] = st.booleans()
         elif str in types and len(types) == 1:
             fields[field.name] = _TEXTS
+        elif field.name == "received" and len(types) > 1:
+            fields[field.name] = st.dictionaries(_TEXTS, _WILD_INTEGERS if wild else _TAME_INTEGERS, max_size=3)
         elif type(None) in types:
             fields[field.name] = st.none() | _field(field.name, wild)
         else:

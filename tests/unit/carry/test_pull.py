@@ -1,4 +1,4 @@
-"""Pulls from servers in this process, over TCP on loopback.
+"""Pulls from servers in this process, over TCP on loopback, in plain and in TLS.
 
 Covers: carry/greeting.py, carry/serve.py, carry/pull.py.
 """
@@ -6,124 +6,36 @@ Covers: carry/greeting.py, carry/serve.py, carry/pull.py.
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import random
-import secrets
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
-import xxhash
 
-from replicas.carry import greeting, pull, serve
+from replicas.carry import pull, serve
 from replicas.carry.blocks import BLOCK_NBYTES, combined
 from replicas.carry.differences import Deltas
 from replicas.carry.image import CHUNK_NBYTES, Image
-from replicas.carry.pull import Failed, Holder, Pull
-from replicas.carry.serve import ASK, HEAD, OVER, RANGE, Server
+from replicas.carry.pull import Failed
+from replicas.carry.serve import ASK, HEAD, OVER, RANGE
+from tests.support.carrying import NUMBER, OFFSET, SECRET, FalseHost, Threads, a_pull, digests, hosts, run, slot
 
-SECRET = b"s" * greeting.SECRET_NBYTES
-NUMBER = 7
-OFFSET = 4096
-Start = Callable[[Callable[[], None]], object]
+pytestmark = pytest.mark.slow
 
 
-class Threads:
-    """Starts threads, and knows whether all have ended."""
-
-    def __init__(self) -> None:
-        self.all: list[threading.Thread] = []
-
-    def start(self, function: Callable[[], None]) -> None:
-        thread = threading.Thread(target=function, daemon=True)
-        thread.start()
-        self.all.append(thread)
-
-    def end(self) -> None:
-        for thread in self.all:
-            thread.join(30)
-        assert not [thread for thread in self.all if thread.is_alive()]
-
-
-@pytest.fixture
-def threads() -> Iterator[Threads]:
-    found = Threads()
+@pytest.fixture(params=["plain", "tls"])
+def threads(request: pytest.FixtureRequest) -> Iterator[Threads]:
+    found = Threads(encrypt=request.param == "tls")
     yield found
     found.end()
-
-
-def slot(data: bytes | int) -> tuple[int, mmap.mmap]:
-    """A memfd with a header of :data:`OFFSET` bytes, and its mapping."""
-    fd = os.memfd_create("test-slot")
-    nbytes = data if isinstance(data, int) else len(data)
-    os.ftruncate(fd, OFFSET + nbytes)
-    memory = mmap.mmap(fd, OFFSET + nbytes)
-    if isinstance(data, bytes):
-        memory[OFFSET:] = data
-    return fd, memory
-
-
-class Host:
-    """A server that accepts on a thread of its own."""
-
-    def __init__(self, threads: Threads, name: str = "rollout/0/0") -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.server = Server(self.listener, threads.start)
-        self.holder = Holder(name, *self.listener.getsockname())
-        self._end, self._ended = os.pipe()
-        threads.start(self._accept)
-
-    def _accept(self) -> None:
-        with self.listener:
-            while self.listener.fileno() in select.select([self.listener.fileno(), self._end], [], [])[0]:
-                self.server.accept()
-
-    def close(self) -> None:
-        os.write(self._ended, b"x")
-        self.server.withdraw(NUMBER, "the host has gone")
-
-    def serves(self, data: bytes, *, filled: int | None = None, base: bytes | None = None) -> Image:
-        fd, memory = slot(data)
-        image = Image(fd, OFFSET, len(data), full=filled is None)
-        if filled:
-            image.fill(0, filled)
-        deltas = None if base is None else Deltas(len(data), memoryview(base), memoryview(memory)[OFFSET:])
-        self.server.offer(NUMBER, image, SECRET, deltas)
-        return image
-
-
-@contextmanager
-def hosts(threads: Threads, *names: str) -> Iterator[list[Host]]:
-    found = [Host(threads, name) for name in names]
-    try:
-        yield found
-    finally:
-        for host in found:
-            host.close()
-
-
-def a_pull(nbytes: int, secret: bytes = SECRET, base: bytes | None = None) -> tuple[Pull, mmap.mmap]:
-    fd, memory = slot(nbytes)
-    old = None if base is None else memoryview(base)
-    return Pull(Image(fd, OFFSET, nbytes), memory, NUMBER, secret, base=old), memory
-
-
-def run(one: Pull, threads: Threads, *holders: Holder, timeout_s: float = 30.0, digest: str = "") -> str:
-    return one.run(holders, time.monotonic() + timeout_s, threads.start, digest)
 
 
 def flipped(data: bytes, at: int) -> bytes:
     """``data`` with one bit that is wrong."""
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-def digests(data: bytes) -> list[bytes]:
-    return [xxhash.xxh3_128_digest(data[at : at + BLOCK_NBYTES]) for at in range(0, len(data), BLOCK_NBYTES)]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +46,7 @@ def data() -> bytes:
 def test_all_bytes_come_and_the_digest_with_them(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data)
-        one, memory = a_pull(len(data))
+        one, memory = a_pull(threads, len(data))
         assert run(one, threads, host.holder) == combined(digests(data))
         assert memory[OFFSET:] == data
         assert one.received == {"trainer/0/0": len(data)}
@@ -145,16 +57,15 @@ def test_all_bytes_come_and_the_digest_with_them(threads: Threads, data: bytes) 
 def test_images_of_any_size(threads: Threads, data: bytes, nbytes: int) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data[:nbytes])
-        one, memory = a_pull(nbytes)
+        one, memory = a_pull(threads, nbytes)
         assert run(one, threads, host.holder) == combined(digests(data[:nbytes]))
         assert memory[OFFSET:] == data[:nbytes]
 
 
-@pytest.mark.slow
 def test_bytes_are_sent_while_they_are_packed(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         image = host.serves(data, filled=10)
-        one, memory = a_pull(len(data))
+        one, memory = a_pull(threads, len(data))
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(run(one, threads, host.holder)))
         thread.start()
@@ -171,9 +82,9 @@ def test_bytes_are_sent_while_they_are_packed(threads: Threads, data: bytes) -> 
 def test_a_host_serves_what_it_is_still_receiving(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0", "rollout/0/0") as (source, between):
         image = source.serves(data, filled=0)
-        first, _ = a_pull(len(data))
-        between.server.offer(NUMBER, first.image, SECRET)
-        last, memory = a_pull(len(data))
+        first, _ = a_pull(threads, len(data))
+        between.server.offer(NUMBER, first.image, SECRET, encrypt=threads.encrypt)
+        last, memory = a_pull(threads, len(data))
         found: list[str] = []
         ways = ((first, source.holder), (last, between.holder))
         pulls = [
@@ -195,7 +106,7 @@ def test_another_holder_goes_on_where_one_has_stopped(threads: Threads, data: by
     with hosts(threads, "trainer/0/0", "rollout/0/0") as (source, other):
         image = source.serves(data, filled=BLOCK_NBYTES)
         other.serves(data)
-        one, memory = a_pull(len(data))
+        one, memory = a_pull(threads, len(data))
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(run(one, threads, source.holder, other.holder)))
         thread.start()
@@ -213,7 +124,7 @@ def test_another_holder_goes_on_where_one_has_stopped(threads: Threads, data: by
 def test_a_pull_that_failed_goes_on_when_it_is_run_again(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0", "rollout/0/0") as (source, other):
         source.serves(data, filled=2 * BLOCK_NBYTES)
-        one, memory = a_pull(len(data))
+        one, memory = a_pull(threads, len(data))
         found: list[object] = []
 
         def attempt() -> None:
@@ -234,14 +145,13 @@ def test_a_pull_that_failed_goes_on_when_it_is_run_again(threads: Threads, data:
         assert one.received["rollout/0/0"] <= len(data) - 2 * BLOCK_NBYTES + BLOCK_NBYTES
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("known", ["before", "afterwards"])
 def test_a_wrong_block_is_asked_for_elsewhere_and_its_holder_named(threads: Threads, data: bytes, known: str) -> None:
     digest = combined(digests(data))
     with hosts(threads, "rollout/3/0", "trainer/0/0") as (liar, source):
         liar.serves(flipped(data, BLOCK_NBYTES + 17))
         source.serves(data)
-        one, memory = a_pull(len(data))
+        one, memory = a_pull(threads, len(data))
         if known == "afterwards":
             assert run(one, threads, liar.holder) != digest
         assert run(one, threads, liar.holder, source.holder, digest=digest) == digest
@@ -257,7 +167,7 @@ def test_the_only_holder_is_asked_again_once(threads: Threads, data: bytes) -> N
     digest = combined(digests(data))
     with hosts(threads, "trainer/0/0") as (host,):
         image = host.serves(data)
-        one, memory = a_pull(len(data))
+        one, memory = a_pull(threads, len(data))
         assert run(one, threads, host.holder) == digest
         memory[OFFSET + 5] ^= 1
         one._digests[0] = digests(memory[OFFSET:])[0]
@@ -273,15 +183,14 @@ def test_bytes_that_no_holder_can_judge_fail_the_pull(threads: Threads, data: by
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(flipped(data, 5))
         with pytest.raises(Failed, match="the bytes are not what was published"):
-            run(a_pull(len(data))[0], threads, host.holder, digest=combined(digests(data)))
+            run(a_pull(threads, len(data))[0], threads, host.holder, digest=combined(digests(data)))
 
 
 def test_nobody_reads_the_slot_once_it_is_withdrawn(threads: Threads, data: bytes) -> None:
     """Not even for a puller that reads nothing."""
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data)
-        with closing(socket.create_connection(host.listener.getsockname())) as sock:
-            greeting.greet(sock, NUMBER, SECRET)
+        with closing(host.dial()) as sock:
             sock.sendall(ASK.pack(RANGE, 0, len(data)))
             assert sock.recv(4) == HEAD.pack(min(len(data), serve.PIECE_NBYTES))
             began = time.monotonic()
@@ -289,32 +198,27 @@ def test_nobody_reads_the_slot_once_it_is_withdrawn(threads: Threads, data: byte
             assert time.monotonic() - began < 5.0
 
 
-@pytest.mark.slow
 def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     """It accepts, proves itself, and then says nothing."""
     monkeypatch.setattr(pull, "SILENT_S", 0.3)
-    with hosts(threads, "rollout/0/0") as (other,), closing(socket.create_server(("127.0.0.1", 0))) as listener:
+    frozen = FalseHost(threads)
+    with hosts(threads, "rollout/0/0") as (other,), closing(frozen.listener):
         kept: list[socket.socket] = []
 
         def freeze() -> None:
             for _ in range(2):
-                sock, _ = listener.accept()
-                kept.append(sock)
-                greeting.answer(sock, lambda transfer: SECRET)
+                kept.append(frozen.accept())
 
         threads.start(freeze)
         other.serves(data)
-        one, memory = a_pull(len(data))
-        assert run(one, threads, Holder("trainer/0/0", *listener.getsockname()), other.holder) == combined(
-            digests(data)
-        )
-        assert one.why == {"trainer/0/0": "it was silent for 0.3 s"}
+        one, memory = a_pull(threads, len(data))
+        assert run(one, threads, frozen.holder, other.holder) == combined(digests(data))
+        assert one.why == {"trainer/0/0": f"{frozen.holder.address} was silent for 0.3 s"}
         assert memory[OFFSET:] == data
         for sock in kept:
             sock.close()
 
 
-@pytest.mark.slow
 def test_a_holder_that_waits_for_bytes_is_not_given_up(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
@@ -322,7 +226,7 @@ def test_a_holder_that_waits_for_bytes_is_not_given_up(
     monkeypatch.setattr(serve, "SIGN_S", 0.05)
     with hosts(threads, "trainer/0/0") as (host,):
         image = host.serves(data, filled=0)
-        one, memory = a_pull(len(data))
+        one, memory = a_pull(threads, len(data))
         thread = threading.Thread(target=lambda: run(one, threads, host.holder))
         thread.start()
         thread.join(1.0)
@@ -333,11 +237,10 @@ def test_a_holder_that_waits_for_bytes_is_not_given_up(
         assert not one.why
 
 
-@pytest.mark.slow
 def test_the_time_is_up(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data, filled=0)
-        one, _ = a_pull(len(data))
+        one, _ = a_pull(threads, len(data))
         with pytest.raises(Failed, match="the time was up"):
             run(one, threads, host.holder, timeout_s=0.2)
 
@@ -345,7 +248,7 @@ def test_the_time_is_up(threads: Threads, data: bytes) -> None:
 def test_a_pull_that_is_stopped_ends_at_once(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data, filled=0)
-        one, _ = a_pull(len(data))
+        one, _ = a_pull(threads, len(data))
         found: list[str] = []
 
         def attempt() -> None:
@@ -361,46 +264,13 @@ def test_a_pull_that_is_stopped_ends_at_once(threads: Threads, data: bytes) -> N
         assert found == [": the version is not needed any more"]
 
 
-@pytest.mark.slow
-def test_neither_end_speaks_with_a_stranger(threads: Threads, data: bytes) -> None:
-    with hosts(threads, "trainer/0/0") as (host,):
-        host.serves(data)
-        one, memory = a_pull(len(data), secret=secrets.token_bytes(greeting.SECRET_NBYTES))
-        with pytest.raises(Failed, match="trainer/0/0: whoever listens there does not know the secret"):
-            run(one, threads, host.holder)
-        assert memory[OFFSET:] == bytes(len(data))
-        with closing(socket.create_connection(host.listener.getsockname())) as sock:
-            sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".ljust(64))
-            sock.settimeout(10)
-            assert len(b"".join(iter(lambda: sock.recv(100), b""))) == 48  # a nonce and a proof of nothing
-        host.server.withdraw(NUMBER, "over")
-        with pytest.raises(Failed, match="does not know the secret"):
-            run(a_pull(len(data))[0], threads, host.holder)
-
-
-@pytest.mark.slow
-def test_what_does_not_prove_itself_is_closed(threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(serve, "PROOF_S", 0.2)
-    monkeypatch.setattr(serve, "UNPROVEN", 3)
-    with hosts(threads, "trainer/0/0") as (host,):
-        host.serves(data)
-        address = host.listener.getsockname()
-        silent = [socket.create_connection(address) for _ in range(6)]
-        for sock in silent:
-            sock.settimeout(10)
-            assert sock.recv(1) == b""
-            sock.close()
-        assert run(a_pull(len(data))[0], threads, host.holder) == combined(digests(data))
-
-
 @pytest.mark.parametrize("asked", [(RANGE, 0, 0), (RANGE, 5, 4), (RANGE, 0, 1 << 40), (b"?", 0, 1)])
 def test_a_range_that_the_version_has_not_ends_the_connection(
     threads: Threads, data: bytes, asked: tuple[bytes, int, int]
 ) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data)
-        with closing(socket.create_connection(host.listener.getsockname())) as sock:
-            greeting.greet(sock, NUMBER, SECRET)
+        with closing(host.dial()) as sock:
             sock.sendall(ASK.pack(*asked))
             sock.settimeout(10)
             assert sock.recv(1) == b""
@@ -411,21 +281,18 @@ def test_a_range_that_the_version_has_not_ends_the_connection(
     [([HEAD.pack(OVER)], "does not serve the version any more"), ([HEAD.pack(1 << 30)], "sends more than was asked")],
 )
 def test_a_holder_that_talks_nonsense_is_given_up(threads: Threads, data: bytes, heads: list[bytes], why: str) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+    false = FalseHost(threads)
+    with closing(false.listener):
 
         def answer() -> None:
-            listener.settimeout(1.0)
             for _ in range(2):  # or one, if it is given up before the other one dials
-                with contextlib.suppress(OSError):
-                    sock, _ = listener.accept()
-                    with sock:
-                        greeting.answer(sock, lambda transfer: SECRET)
-                        sock.sendall(b"".join(heads))
+                with contextlib.suppress(OSError), false.accept() as sock:
+                    sock.sendall(b"".join(heads))
 
         threads.start(answer)
-        one, _ = a_pull(len(data))
+        one, _ = a_pull(threads, len(data))
         with pytest.raises(Failed, match=why):
-            run(one, threads, Holder("trainer/0/0", *listener.getsockname()))
+            run(one, threads, false.holder)
 
 
 @pytest.fixture(scope="module")
@@ -438,14 +305,13 @@ def base(data: bytes) -> bytes:
     return bytes(old[: 3 * BLOCK_NBYTES]) + random.Random(2).randbytes(len(data) - 3 * BLOCK_NBYTES)
 
 
-@pytest.mark.slow
 def test_what_has_changed_is_sent_and_served_on(threads: Threads, data: bytes, base: bytes) -> None:
     with hosts(threads, "trainer/0/0", "rollout/0/0") as (source, between):
         source.serves(data, base=base)
-        first, _ = a_pull(len(data), base=base)
-        between.server.offer(NUMBER, first.image, SECRET, first.deltas)
+        first, _ = a_pull(threads, len(data), base=base)
+        between.server.offer(NUMBER, first.image, SECRET, first.deltas, encrypt=threads.encrypt)
         assert run(first, threads, source.holder) == combined(digests(data))
-        last, memory = a_pull(len(data), base=base)
+        last, memory = a_pull(threads, len(data), base=base)
         assert run(last, threads, between.holder) == combined(digests(data))
         assert memory[OFFSET:] == data
         for one in (first, last):
@@ -454,24 +320,22 @@ def test_what_has_changed_is_sent_and_served_on(threads: Threads, data: bytes, b
             assert one.again == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("here", "there"), [(True, False), (False, True)])
 def test_without_a_common_base_the_bytes_come(
     threads: Threads, data: bytes, base: bytes, here: bool, there: bool
 ) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data, base=base if there else None)
-        one, memory = a_pull(len(data), base=base if here else None)
+        one, memory = a_pull(threads, len(data), base=base if here else None)
         assert run(one, threads, host.holder) == combined(digests(data))
         assert memory[OFFSET:] == data
         assert one.received_nbytes == len(data)
 
 
-@pytest.mark.slow
 def test_deltas_to_another_base_are_found_and_the_bytes_asked_for(threads: Threads, data: bytes, base: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data, base=base)
-        one, memory = a_pull(len(data), base=flipped(base, 5))
+        one, memory = a_pull(threads, len(data), base=flipped(base, 5))
         digest = combined(digests(data))
         assert run(one, threads, host.holder, digest=digest) == digest
         assert memory[OFFSET:] == data
@@ -479,7 +343,6 @@ def test_deltas_to_another_base_are_found_and_the_bytes_asked_for(threads: Threa
         assert one.wrong == {"trainer/0/0": "block 0 is not what was published"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("forged", [b"?", b"\x01\x02" + bytes(60)])
 def test_a_forged_delta_is_refused_and_the_bytes_asked_for(
     threads: Threads, data: bytes, base: bytes, forged: bytes, monkeypatch: pytest.MonkeyPatch
@@ -488,7 +351,7 @@ def test_a_forged_delta_is_refused_and_the_bytes_asked_for(
     monkeypatch.setattr(Deltas, "of", lambda self, number: forged if number == 1 else real(self, number))
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data, base=base)
-        one, memory = a_pull(len(data), base=base)
+        one, memory = a_pull(threads, len(data), base=base)
         assert run(one, threads, host.holder) == combined(digests(data))
         assert memory[OFFSET:] == data
         assert one.again == 1
@@ -496,14 +359,14 @@ def test_a_forged_delta_is_refused_and_the_bytes_asked_for(
         assert BLOCK_NBYTES < one.received_nbytes < BLOCK_NBYTES + 13000
 
 
-@pytest.mark.slow
 def test_a_base_is_let_go_in_the_middle_of_pulls(threads: Threads, data: bytes, base: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         fd, memory = slot(data)
-        image, deltas = Image(fd, OFFSET, len(data)), Deltas(len(data), memoryview(base), memoryview(memory)[OFFSET:])
-        host.server.offer(NUMBER, image, SECRET, deltas)
+        image = Image(fd, OFFSET, len(data), data=memoryview(memory)[OFFSET:])
+        deltas = Deltas(len(data), memoryview(base), memoryview(memory)[OFFSET:])
+        host.server.offer(NUMBER, image, SECRET, deltas, encrypt=threads.encrypt)
         image.fill(0, BLOCK_NBYTES)
-        one, came = a_pull(len(data), base=base)
+        one, came = a_pull(threads, len(data), base=base)
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(run(one, threads, host.holder)))
         thread.start()

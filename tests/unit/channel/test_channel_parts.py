@@ -362,3 +362,13 @@ async def test_update_reports_what_its_block_did() -> None:
     assert run(by_hand=True, error=ValueError()) == [("loaded", 3), ("let go", 3)]
     world.hub.arena.free(slot)
     world.hub.arena.close()
+
+
+async def test_no_encrypted_version_passes_a_process_group(target: ScriptedWorld) -> None:
+    """Whatever a coordinator offers."""
+    target.hub.settings = msgspec.structs.replace(target.hub.settings, encrypt=True, pulls=True)
+    await target.lane("a")
+    target.offer(1, 1)
+    failed = await target.session.next(wire.TransferFailed)
+    assert "was to pass a process group, and the channel is encrypted" in failed.error.message
+    assert not target.hub.arena.find_pinned(1)

@@ -1,7 +1,8 @@
 """The strict TOML config: its defaults, its exact complaints, and that it finds all of
 them at once.
 
-Covers: config/file.py, config/structs.py, config/tables.py.
+Covers: config/file.py, config/channel_checks.py, config/structs.py, config/job.py,
+config/tables.py.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ def folder(tmp_path: Path) -> Path:
     for program in ("train.py", "rollout.py"):
         (tmp_path / program).touch()
     return tmp_path
+
+
+POLICY: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"]}
 
 
 def a_config(**changes: Any) -> dict[str, Any]:
@@ -329,10 +333,37 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
             {"sources": ["trainer"], "targets": ["rollout"], "min_targets": 2},
             "channels.policy.min_targets: 2 is more than the 1 replicas of the target groups",
         ),
+        ({**POLICY, "encrypt": 1}, "channels.policy.encrypt: expected true or false, got 1"),
+        (
+            {**POLICY, "encrypt": True, "transport": "group"},
+            'channels.policy.encrypt: transport = "group" passes process groups, which torch does not encrypt; '
+            'set transport = "tcp", or remove it',
+        ),
+        (
+            {**POLICY, "encrypt": True},
+            'channels.policy.encrypt: transport = "auto" passes process groups, which torch does not encrypt; '
+            'set transport = "tcp", or remove it',
+        ),
+        (
+            {"peers": ["trainer", "rollout"], "encrypt": True},
+            "channels.policy.encrypt: collectives of peers pass process groups, which torch does not encrypt; remove it",
+        ),
+        (
+            {**POLICY, "encrypt": True, "transport": "tcp", "staging": "device"},
+            "channels.policy.encrypt: slots on GPUs pass process groups, which are not encrypted; "
+            'set staging = "host", or remove it',
+        ),
     ],
 )
 def test_a_bad_channel(folder: Path, keys: dict[str, Any], problem: str) -> None:
     assert channel_problems(folder, **keys) == (problem,)
+
+
+def test_a_channel_may_be_encrypted_through_fixed_ports(folder: Path) -> None:
+    channels = {"policy": {**POLICY, "transport": "tcp", "encrypt": True}}
+    config = parse(a_config(channels=channels, cluster={"carry_port": 7100}), base=folder)
+    assert config.channels["policy"].encrypt
+    assert config.cluster.carry_port == 7100
 
 
 @pytest.mark.parametrize("share", [{}, {"resources": {"gpus": 0}}])
@@ -379,6 +410,18 @@ def test_slots_on_gpus_that_a_group_does_not_see(folder: Path, share: dict[str, 
         (
             {"store": {"port": 9477}},
             "store.port: 9477 is the port of control.listen too; use 0 or another one",
+        ),
+        (
+            {"cluster": {"carry_port": 9477}},
+            "cluster.carry_port: 9477 is the port of control.listen too; use 0 or another one",
+        ),
+        (
+            {"store": {"port": 7100}, "cluster": {"carry_port": 7100}},
+            "cluster.carry_port: 7100 is the port of store too; use 0 or another one",
+        ),
+        (
+            {"cluster": {"carry_port": 65_536}},
+            "cluster.carry_port: expected a port from 0 to 65535, got 65536",
         ),
         (
             {

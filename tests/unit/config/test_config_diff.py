@@ -89,6 +89,7 @@ def test_what_cannot_change_is_named() -> None:
         run={"name": "y", "state_dir": "/tmp/y", "events_max_size": "1MiB"},
         store={"port": 1},
         control={"listen": "127.0.0.1:0"},
+        cluster={"carry_port": 7100},
         channels={"p": {"peers": ["a"]}},
     )
     end = ": end the run and start it again"
@@ -98,6 +99,7 @@ def test_what_cannot_change_is_named() -> None:
         f"run.events_max_size cannot change while the run lives (67108864 -> 1048576){end}",
         f"store cannot change while the run lives{end}",
         f"control cannot change while the run lives{end}",
+        f"cluster.carry_port cannot change while the run lives (0 -> 7100){end}",
         f"channels cannot change while the run lives{end}",
     )
 

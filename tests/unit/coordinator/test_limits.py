@@ -116,6 +116,30 @@ def test_what_a_hello_may_say(change: dict[str, object], problem: str | None) ->
         (wire.OperationPost(1, "all_reduce", (), 1.0, step=-1), None),
         (wire.OperationPost(1, "all_reduce", (wire.Segment("float32", (-2,)),), 1.0), "a tensor of shape (-2,)"),
         (wire.Heartbeat(), None),
+        (wire.CarrierUp(65_535, "0f" * 32), None),
+        (wire.CarrierUp(0), None),
+        (wire.TransferDone(1, "d", {}, 1.0, 1.0, None, {"trainer/0/0": 5}), None),
+        (
+            wire.TransferDone(1, "d", {}, 1.0, 1.0, None, {"trainer/0/0": -5}),
+            "TransferDone with an absurd number of bytes",
+        ),
+        (
+            wire.TransferFailed(1, wire.WireError("SyncError", ""), {str(one): "" for one in range(65)}),
+            "TransferFailed with too many holders, or too long a text of one",
+        ),
+        (
+            wire.TransferDone(1, "d", {}, 1.0, 1.0, wrong={"trainer/0/0": "x" * 5000}),
+            "TransferDone with too many holders, or too long a text of one",
+        ),
+        (
+            wire.TransferFailed(1, wire.WireError("SyncError", ""), {"trainer/0/0": "x" * 5000}),
+            "TransferFailed with too many holders, or too long a text of one",
+        ),
+        (wire.CarrierUp(65_536), "CarrierUp with port = 65536"),
+        (wire.CarrierUp(-1), "CarrierUp with port = -1"),
+        (wire.CarrierUp(1, "0F" * 32), "CarrierUp with a certificate_hash that is no SHA-256"),
+        (wire.CarrierUp(1, "0f" * 31), "CarrierUp with a certificate_hash that is no SHA-256"),
+        (wire.CarrierUp(1, "0f" * 99), "CarrierUp with certificate_hash of 198 bytes: at most 128 are taken"),
         (wire.Packed(1, "h", 5, "cpu", 0.0, 0.0, "x" * 200), "Packed with digest of 200 bytes: at most 128 are taken"),
         (
             wire.Described(1, "d", "h" * 200, {}, "cpu"),
@@ -263,6 +287,7 @@ def test_no_text_of_a_message_is_without_a_bound() -> None:
     for kind in (*get_args(wire.FromMember), wire.HeldVersion, wire.WireError):
         texts = {field.name for field in msgspec.structs.fields(kind) if "str" in str(field.type)}
         others = {"info", "nccl_env", "meta", "part_digests", "kind", "reduce_op", "error"}
+        others |= {"received", "given_up", "wrong", "holders"}
         assert texts - others == set(limits._TEXTS[kind]) - others, kind
 
 

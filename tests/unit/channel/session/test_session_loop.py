@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from replicas import errors
+from replicas.carry import wire as carry_wire
+from replicas.carry.rank_side import CarrierDied, PullFailed
 from replicas.channel.session import loop as module
 from replicas.channel.session.hub import as_wire_error
 from replicas.channel.session.loop import SessionLoop, session_loop
@@ -106,6 +108,16 @@ def test_a_session_thread_that_cannot_be_started_is_a_lack_of_capacity(monkeypat
         session_loop()
     wire = as_wire_error(RuntimeError("can't start new thread"), channel="policy", phase="pack")
     assert wire.kind == "NoCapacity"
+
+
+def test_a_failed_pull_is_no_bug() -> None:
+    reply = carry_wire.PullFailed(1, {"trainer/0/0": "10.0.0.1:7100 cannot be reached"}, {})
+    wire = as_wire_error(PullFailed(reply), channel="policy", phase="transfer")
+    assert (wire.kind, wire.message) == (
+        "SyncError",
+        "it could not be pulled: trainer/0/0: 10.0.0.1:7100 cannot be reached",
+    )
+    assert as_wire_error(CarrierDied("it died"), channel="policy", phase="transfer").kind == "SyncError"
 
 
 def test_whoever_waits_when_the_thread_ends_is_woken(loop: SessionLoop, monkeypatch: pytest.MonkeyPatch) -> None:

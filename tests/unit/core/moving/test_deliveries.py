@@ -88,6 +88,27 @@ def test_a_delivery_waits_until_a_holder_listens() -> None:
     assert target.commits == [1]
 
 
+def test_an_encrypted_version_is_pulled_from_who_has_told_its_certificate() -> None:
+    world, trainer, (target,) = world_of("b", config=channel_config(transport="tcp", deadline_s=60.0, encrypt=True))
+    assert publish(world, trainer) is None
+    assert not offers(target, "pull")
+    trainer.outbox.append(wire.CarrierUp(trainer.port, "0f" * 32))
+    world.run()
+    (offer,) = offers(target, "pull")
+    assert [holder.certificate_hash for holder in offer.pulls[0].holders] == ["0f" * 32]
+    assert target.commits == [1]
+
+
+def test_members_are_told_whether_to_encrypt_and_at_which_port() -> None:
+    world, trainer, (target,) = world_of("b", config=channel_config(transport="tcp", encrypt=True))
+    world.state.roster.carry_port = 7100
+    for sim in (trainer, target):
+        state = world.state.roster.get(sim.member)
+        assert state is not None
+        told = world.state.welcome(state, 0).settings
+        assert (told.pulls, told.encrypt, told.carry_port) == (True, True, 7100)
+
+
 def test_a_host_that_pulls_slowly_is_left_to_catch_up() -> None:
     world, trainer, (fast, slow) = world_of("b", "c")
     world.rates[frozenset((trainer.address, slow.address))] = 0.5  # 32 s for a version

@@ -1,0 +1,68 @@
+"""What the keys of a channel must be together; each function notes the problems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from replicas.config.structs import ChannelConfig, Config
+from replicas.config.values import Place
+
+_FEWEST_SLOTS = 2
+_ENCRYPTING = ("tcp",)
+"""Transports by which bytes go encrypted to other hosts where that is asked for."""
+
+
+def roles(place: Place, channel: ChannelConfig) -> None:
+    if channel.peers and (channel.sources or channel.targets):
+        others = {party.group for party in (*channel.sources, *channel.targets)}
+        both = next((party.group for party in channel.peers if party.group in others), None)
+        if both is not None:
+            place.at("peers").problem(
+                f'group "{both}" cannot be a peer and a source or target; give it another channel'
+            )
+        else:
+            place.at("peers").problem("a channel has either peers or sources and targets; make two channels of it")
+    elif not (
+        channel.peers or channel.sources or any(path[: len(place.path)] == place.path for path, _ in place.problems)
+    ):
+        place.problem("needs sources (and targets), or peers")
+    if len({party.ranks for party in channel.peers}) > 1:
+        place.at("peers").problem("all peers of a channel must have the same ranks")
+
+
+def encryption(place: Place, channel: ChannelConfig) -> None:
+    """Refuse what would let weights of the channel pass a process group."""
+    if channel.peers:
+        place.problem("collectives of peers pass process groups, which torch does not encrypt; remove it")
+    elif channel.transport not in _ENCRYPTING:
+        ways = " or ".join(f'"{one}"' for one in _ENCRYPTING)
+        place.problem(
+            f'transport = "{channel.transport}" passes process groups, which torch does not encrypt; '
+            f"set transport = {ways}, or remove it"
+        )
+    elif channel.staging != "host":
+        place.problem('slots on GPUs pass process groups, which are not encrypted; set staging = "host", or remove it')
+
+
+def slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:
+    """Check ``min_targets`` and ``slots``. ``replicas``: by name of known groups."""
+    targets = [replicas.get(party.group) for party in channel.targets]
+    count = sum(number for number in targets if number is not None)
+    if channel.min_targets > count and None not in targets:
+        place.at("min_targets").problem(f"{channel.min_targets} is more than the {count} replicas of the target groups")
+    if channel.sources and channel.slots < _FEWEST_SLOTS:
+        place.at("slots").problem(
+            f"{channel.slots} is too few: the newest version stays in one while the next comes into another; "
+            f"use at least {_FEWEST_SLOTS}"
+        )
+
+
+def device_staging(place: Place, channel: ChannelConfig, config: Config) -> None:
+    """Note groups without GPUs: ``gpus = 0``, or none while other groups have some."""
+    shared_out = any(group.resources.gpus for group in config.groups.values())
+    for party in (*channel.sources, *channel.targets, *channel.peers):
+        group = config.groups.get(party.group)
+        if group is not None and (group.resources.gpus == 0 or (group.resources.gpus is None and shared_out)):
+            place.problem(
+                f'slots on GPUs, but group "{group.name}" sees none; set its resources.gpus, or staging = "host"'
+            )
