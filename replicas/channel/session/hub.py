@@ -32,15 +32,17 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.carry.rank_side import PullFailed
 from replicas.channel.session.holdings import Holdings, Loans
 from replicas.channel.session.loop import SessionLoop
 from replicas.channel.session.pending import Failures, Promise
 from replicas.channel.session.session import Session
 from replicas.common.logs import Log
+from replicas.linux.helper_process import HelperDied
 from replicas.memory.beacon import find
 from replicas.messages.bounds import text_of
 from replicas.messages.identity import Member
-from replicas.sidecar.rank_side.sidecar_handle import SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.sidecar_handle import SidecarFailed
 from replicas.weights.memory.arena import Arena
 
 logger = Log("replicas.channel")
@@ -419,8 +421,8 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
         return wire.WireError.of(error.as_error(channel=channel, phase=phase, version=version))
     text = text_of(error) or type(error).__name__
     kind: type[errors.ReplicasError]
-    if isinstance(error, SidecarDied):
-        kind = errors.SyncError
+    if isinstance(error, HelperDied | PullFailed):
+        kind = errors.SyncError  # of a process or a link; another try may work
     elif isinstance(error, TimeoutError):
         kind, text = errors.DeadlineExceeded, f"{phase} did not end in time"
     elif isinstance(error, OSError):

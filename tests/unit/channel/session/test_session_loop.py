@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from replicas import errors
+from replicas.carry import wire as carry
+from replicas.carry.rank_side import CarrierDied, PullFailed
 from replicas.channel.session import loop as module
 from replicas.channel.session.hub import as_wire_error
 from replicas.channel.session.loop import SessionLoop, session_loop
@@ -106,6 +108,14 @@ def test_a_session_thread_that_cannot_be_started_is_a_lack_of_capacity(monkeypat
         session_loop()
     wire = as_wire_error(RuntimeError("can't start new thread"), channel="policy", phase="pack")
     assert wire.kind == "NoCapacity"
+
+
+def test_a_pull_that_fails_is_no_bug_and_may_be_tried_again() -> None:
+    """The coordinator leaves out at once whoever reports an InternalError."""
+    reply = PullFailed(carry.PullFailed(7, {"trainer/0/0": "Connection refused"}, {}))
+    wire = as_wire_error(reply, channel="policy", phase="transfer", version=3)
+    assert (wire.kind, wire.message) == ("SyncError", "trainer/0/0: Connection refused")
+    assert as_wire_error(CarrierDied("carrier 5: it died"), channel="policy", phase="transfer").kind == "SyncError"
 
 
 def test_whoever_waits_when_the_thread_ends_is_woken(loop: SessionLoop, monkeypatch: pytest.MonkeyPatch) -> None:
