@@ -275,9 +275,8 @@ class Pull:
         with self._changed:
             self._digests[number], self._by[number] = digest, holder.name
             if self._expected and digest != self._expected[number]:
-                self._asking.give_back(number)
                 self._bad(number)
-                raise _Over
+                raise _Over  # which gives it back
             self._asking.landed(number)
             self._changed.notify_all()
 
