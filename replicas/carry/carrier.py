@@ -122,10 +122,11 @@ class Carrier:
         try:
             digest = pull.run(holders, began + request.timeout_s, _start)
         except Failed as error:
-            self.reply(wire.PullFailed(request.id, error.why, dict(pull.received)))
+            self.reply(wire.PullFailed(request.id, error.why, dict(pull.received), tuple(pull.cut)))
             return
         seconds = time.monotonic() - began
-        self.reply(wire.Pulled(request.id, digest, seconds, dict(pull.received), pull.again, dict(pull.why)))
+        received, why, cut = dict(pull.received), dict(pull.why), tuple(pull.cut)
+        self.reply(wire.Pulled(request.id, digest, seconds, received, pull.again, why, cut))
 
     def _withdraw(self, request: wire.Withdraw) -> None:
         pull = self._pulls.pop(request.transfer, None)

@@ -17,6 +17,9 @@ to :data:`MOST`: a link with a long round trip takes many, one inside a machine 
 one that fails, or is silent for :data:`SILENT_S` (a server sends a sign of life while
 it waits), is given up for this pull, and what had been asked of it is asked of the next
 one. What has landed stays: a pull that failed goes on from there when it is run again.
+A further connection that cannot be made is no failure of its holder: those that there
+are go on. Nor is it one of a holder that this process has no descriptor, port or memory
+left.
 
 *Verified by block.* The publisher's digests of the blocks come over the session,
 perhaps after the bytes. A block that differs is emptied and asked for again, and the
@@ -27,13 +30,14 @@ is told.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import socket
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -43,9 +47,12 @@ from replicas.carry.blocks import Asking, combined
 from replicas.carry.image import CHUNK_NBYTES, Image
 from replicas.carry.serve import ASK, HEAD, OVER
 
-CONNECT_S = 3.0
-"""In which a holder must have accepted: a lost first packet is sent again after 1 s."""
-SILENT_S = 2.5
+CONNECT_S, LAST_CONNECT_S = 1.5, 3.0
+"""In which a holder must have accepted: a lost first packet is sent again after 1 s.
+
+The second one is for the last holder that is left, as is that of :data:`LAST_SILENT_S`.
+"""
+SILENT_S, LAST_SILENT_S = 1.5, 4.0
 """Without a byte or a sign of life for so long a holder is frozen, or cut off."""
 ASKED = 2
 """Blocks that one connection has asked for at most."""
@@ -56,6 +63,9 @@ PAYS = 1.15
 LOOK_S = 0.2
 """Between two looks at the rate."""
 _SECONDS = struct.Struct("ll")
+_LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+"""Errors of this process, or its machine, when it dials."""
+_CUT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ class Holder:
 
 
 class Failed(Exception):
-    """No holder is left. ``why``: for each one, by its name."""
+    """No holder is left. ``why``: for each one, by its name; "": of this process."""
 
     def __init__(self, why: dict[str, str]) -> None:
         super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "nobody serves it")
@@ -77,6 +87,10 @@ class Failed(Exception):
 
 class _Over(Exception):
     """The connection is not needed any more."""
+
+
+class _Capped(Exception):
+    """It could not be made, which is no failure of its holder."""
 
 
 class Pull:
@@ -97,11 +111,17 @@ class Pull:
         self._holders: deque[Holder] = deque()
         self._sockets: set[socket.socket] = set()
         self._running = 0
+        self._most = MOST
+        self._dialled: Counter[Holder] = Counter()
+        """Connections to each holder, those included that are still being made."""
+        self._lack = ""
         self.active = False
         self._changed = threading.Condition()
         self._stopped = ""
         self.why: dict[str, str] = {}
         """Why holders were given up, by name."""
+        self.cut: set[str] = set()
+        """Those of them to whom nothing gets through, as it seems."""
         self.received: dict[str, int] = {}
         """Bytes by holder, those that were wrong and asked for again included."""
         self.again = 0
@@ -116,12 +136,16 @@ class Pull:
         :raises Failed: no holder is left, or the deadline has passed.
         """
         with self._changed:
-            self._holders, self.why, self.active = deque(holders), {}, True
+            self._holders, self.why, self.cut, self.active = deque(holders), {}, set(), True
+            self._most, self._lack = MOST, ""
             try:
-                self._wait(deadline, start)
+                while not self._asking.done and not self._stopped:  # a late digest may show a wrong block
+                    try:
+                        self._wait(deadline, start)
+                    finally:
+                        self._hang_up()
+                        self._changed.wait_for(lambda: not self._running)
             finally:
-                self._hang_up()
-                self._changed.wait_for(lambda: not self._running)
                 self.active = False
                 self._changed.notify_all()
             if self._stopped:
@@ -132,13 +156,18 @@ class Pull:
         """Keep as many connections as pay, until all is here."""
         wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self.received_nbytes
         while not self._asking.done and not self._stopped:
-            if not self._holders and not self._running:
-                raise Failed(dict(self.why))
+            if not self._running and (self._lack or not self._holders):
+                raise Failed({"": self._lack, **self.why} if self._lack else dict(self.why))
             if (left := deadline - time.monotonic()) <= 0:
                 raise Failed({**self.why, "deadline": "the time was up"})
-            while self._holders and self._running < wanted and not self._asking.idle:
+            while self._holders and self._running < min(wanted, self._most) and not self._asking.idle:
                 self._running += 1
-                start(self._connection)
+                try:
+                    start(self._connection)
+                except RuntimeError as error:  # no thread is left
+                    self._running -= 1
+                    self._lacks(str(error), self._running)
+                    break
             self._changed.wait(min(left, LOOK_S))
             if (elapsed_s := time.monotonic() - at) >= LOOK_S:
                 rate, at, nbytes = (self.received_nbytes - nbytes) / elapsed_s, time.monotonic(), self.received_nbytes
@@ -181,40 +210,91 @@ class Pull:
                 holder = self._holders[0] if self._holders else None
             if holder is not None:
                 self._receive_from(holder)
-        except _Over:
+        except (_Over, _Capped):
             pass
         except OSError as error:
-            self._give_up(holder, _words(error))
+            self._give_up(holder, error)
         finally:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _give_up(self, holder: Holder | None, why: str) -> None:
+    def _give_up(self, holder: Holder | None, error: OSError) -> None:
         with self._changed:
             if holder is not None and holder in self._holders and not self._stopped and not self._asking.done:
                 self._holders.remove(holder)
-                self.why[holder.name] = why
+                self._most = MOST
+                self.why[holder.name] = _words(error)
+                if isinstance(error, TimeoutError) or error.errno in _CUT:
+                    self.cut.add(holder.name)
 
-    def _receive_from(self, holder: Holder) -> None:
-        sock = socket.create_connection(
-            (holder.host, holder.port), CONNECT_S, (self._source, 0) if self._source else None
-        )
-        asked: deque[int] = deque()
-        with sock:
+    def _lacks(self, why: str, others: int) -> None:
+        """No further connection can be made here: do with the others, if there are any."""
+        self._most = max(1, others)
+        self._lack = "" if others else why
+
+    def _not_made(self, holder: Holder, error: OSError) -> None:
+        """A connection could not be made; :class:`_Capped`: its holder may be good."""
+        with self._changed:
+            others = self._running - 1
+            if error.errno in _LACKS:
+                self._lacks(_words(error), others)
+            elif self._dialled[holder] > 1:
+                self._most = max(1, others)
+            else:
+                raise error
+            raise _Capped
+
+    def _is_last(self, holder: Holder) -> bool:
+        with self._changed:
+            return len(self._holders) == 1 and holder in self._holders
+
+    def _greeted(self, holder: Holder) -> socket.socket:
+        """Return a connection to it, known to :meth:`_hang_up` from before it dials."""
+        family, kind, number, _, address = socket.getaddrinfo(holder.host, holder.port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, number)
+        try:
             with self._changed:
                 if self._stopped or self._asking.done:
                     raise _Over
                 self._sockets.add(sock)
+            sock.settimeout(LAST_CONNECT_S if self._is_last(holder) else CONNECT_S)
+            if self._source:
+                sock.bind((self._source, 0))
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting.greet(sock, self._transfer, self._secret)
+            sock.settimeout(None)
+        except BaseException:
+            with self._changed:
+                self._sockets.discard(sock)
+            sock.close()
+            raise
+        return sock
+
+    @contextlib.contextmanager
+    def _made(self, holder: Holder) -> Iterator[socket.socket]:
+        """A connection, counted."""
+        with self._changed:
+            self._dialled[holder] += 1
+        try:
             try:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                greeting.greet(sock, self._transfer, self._secret)
-                sock.settimeout(None)
-                seconds = int(SILENT_S)
-                sock.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(seconds, int((SILENT_S - seconds) * 1e6))
-                )
+                sock = self._greeted(holder)
+            except OSError as error:
+                self._not_made(holder, error)
+                raise
+            with sock:
+                yield sock
+        finally:
+            with self._changed:
+                self._dialled[holder] -= 1
+
+    def _receive_from(self, holder: Holder) -> None:
+        asked: deque[int] = deque()
+        with self._made(holder) as sock:
+            try:
                 while True:
+                    self._bear_silence(sock, LAST_SILENT_S if self._is_last(holder) else SILENT_S)
                     self._ask(sock, holder, asked)
                     self._block(sock, holder, asked[0])
                     asked.popleft()
@@ -223,6 +303,13 @@ class Pull:
                     self._sockets.discard(sock)
                     for number in asked:
                         self._asking.give_back(number)
+
+    @staticmethod
+    def _bear_silence(sock: socket.socket, silent_s: float) -> None:
+        seconds = int(silent_s)
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(seconds, int((silent_s - seconds) * 1e6))
+        )
 
     def _ask(self, sock: socket.socket, holder: Holder, asked: deque[int]) -> None:
         """Ask for the next blocks; when there are none, wait, or be over."""
@@ -294,7 +381,7 @@ def _receive(sock: socket.socket, into: memoryview) -> int:
     try:
         nbytes = sock.recv_into(into, 0, socket.MSG_WAITALL)
     except BlockingIOError:
-        raise TimeoutError(f"it was silent for {SILENT_S:g} s") from None
+        raise TimeoutError("it was silent for too long") from None
     if not nbytes:
         raise ConnectionError("it closed the connection")
     return nbytes

@@ -43,11 +43,18 @@ class CarrierDied(HelperDied):
 
 
 class PullFailed(RuntimeError):
-    """No holder is left. ``why``: for each one, by its name."""
+    """No holder is left. ``why``: for each one, by its name; ``cut``: those to whom
+    nothing gets through, as it seems."""
 
     def __init__(self, reply: wire.PullFailed) -> None:
         super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "nobody serves it")
         self.why, self.received = reply.why, reply.received
+        self.cut = cut_off(reply)
+
+
+def cut_off(reply: wire.Pulled | wire.PullFailed) -> dict[str, str]:
+    """The holders to whom nothing gets through, as it seems, and why."""
+    return {name: reply.why[name] for name in reply.cut if name in reply.why}
 
 
 class Carrier(HelperProcess):

@@ -102,7 +102,8 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 class Pulled(msgspec.Struct, frozen=True, tag=True):
     """``received``: bytes by holder. ``again``: blocks that were asked for again.
 
-    ``why``: reasons, by name, why holders were given up on the way.
+    ``why``: reasons, by name, why holders were given up on the way. ``cut``: those of
+    them to whom nothing gets through, as it seems.
     """
 
     id: int
@@ -111,14 +112,19 @@ class Pulled(msgspec.Struct, frozen=True, tag=True):
     received: dict[str, int]
     again: int
     why: dict[str, str]
+    cut: tuple[str, ...] = ()
 
 
 class PullFailed(msgspec.Struct, frozen=True, tag=True):
-    """``why``: for each holder, by its name. What has landed stays, to go on from."""
+    """``why``: for each holder, by its name; ``cut``: as in :class:`Pulled`.
+
+    What has landed stays, to go on from.
+    """
 
     id: int
     why: dict[str, str]
     received: dict[str, int]
+    cut: tuple[str, ...] = ()
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag=True):

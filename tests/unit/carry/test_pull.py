@@ -6,6 +6,7 @@ Covers: carry/greeting.py, carry/serve.py, carry/pull.py.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import random
@@ -265,6 +266,7 @@ def test_nobody_reads_the_slot_once_it_is_withdrawn(threads: Threads, data: byte
 def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     """It accepts, proves itself, and then says nothing."""
     monkeypatch.setattr(pull, "SILENT_S", 0.3)
+    monkeypatch.setattr(pull, "LAST_SILENT_S", 30.0)
     with hosts(threads, "rollout/0/0") as (other,), closing(socket.create_server(("127.0.0.1", 0))) as listener:
         kept: list[socket.socket] = []
 
@@ -280,7 +282,8 @@ def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.Monke
         assert run(one, threads, Holder("trainer/0/0", *listener.getsockname()), other.holder) == combined(
             digests(data)
         )
-        assert one.why == {"trainer/0/0": "it was silent for 0.3 s"}
+        assert one.why == {"trainer/0/0": "it was silent for too long"}
+        assert one.cut == {"trainer/0/0"}
         assert memory[OFFSET:] == data
         for sock in kept:
             sock.close()
@@ -289,7 +292,7 @@ def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.Monke
 def test_a_holder_that_waits_for_bytes_is_not_given_up(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
-    monkeypatch.setattr(pull, "SILENT_S", 0.3)
+    monkeypatch.setattr(pull, "LAST_SILENT_S", 0.3)
     monkeypatch.setattr(serve, "SIGN_S", 0.05)
     with hosts(threads, "trainer/0/0") as (host,):
         image = host.serves(data, filled=0)
@@ -394,3 +397,128 @@ def test_a_holder_that_talks_nonsense_is_given_up(threads: Threads, data: bytes,
         one, _ = a_pull(len(data))
         with pytest.raises(Failed, match=why):
             run(one, threads, Holder("trainer/0/0", *listener.getsockname()))
+
+
+def listening(**options: int) -> socket.socket:
+    """Somebody who accepts nothing by itself."""
+    return socket.create_server(("127.0.0.1", 0), **options)  # type: ignore[arg-type]  # backlog
+
+
+@contextmanager
+def unreachable() -> Iterator[Holder]:
+    """A holder that never accepts: the queue of those that wait for it is full."""
+    with closing(listening(backlog=0)) as listener, contextlib.ExitStack() as stack:
+        for _ in range(4):
+            sock = stack.enter_context(closing(socket.socket()))
+            sock.setblocking(False)
+            sock.connect_ex(listener.getsockname())
+        yield Holder("rollout/9/0", *listener.getsockname())
+
+
+def test_who_still_dials_is_not_waited_for(threads: Threads, data: bytes) -> None:
+    """Neither by a pull that is stopped nor by one whose bytes are all here: the slot is wanted."""
+    with unreachable() as nobody:
+        one, _ = a_pull(len(data))
+        failed: list[Failed] = []
+
+        def attempt() -> None:
+            try:
+                run(one, threads, nobody)
+            except Failed as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        assert one.image.here(0, 1, 0.2) == 0
+        began = time.monotonic()
+        one.stop("a newer version is there")
+        thread.join(30)
+        assert time.monotonic() - began < 1.0
+        assert [str(error) for error in failed] == [": a newer version is there"]
+
+
+def test_a_holder_that_takes_no_further_connection_is_not_given_up(threads: Threads, data: bytes) -> None:
+    """Nor asked for more of them: the one that it has taken gets all."""
+    with hosts(threads, "trainer/0/0") as (host,), closing(listening()) as door:
+        host.serves(data)
+
+        def open_once() -> None:
+            """Pass the first connection on, and close all others."""
+            first, _ = door.accept()
+            with first, socket.create_connection(host.listener.getsockname()) as behind:
+                ways = [(first, behind), (behind, first)]
+                passing = [threading.Thread(target=pass_on, args=way) for way in ways]
+                for one in passing:
+                    one.start()
+                door.settimeout(0.1)
+                while any(one.is_alive() for one in passing):
+                    with contextlib.suppress(OSError):  # nobody dials, or the test is over
+                        door.accept()[0].close()
+                for one in passing:
+                    one.join()
+
+        threads.start(open_once)
+        one, memory = a_pull(len(data))
+        assert run(one, threads, Holder("trainer/0/0", *door.getsockname())) == combined(digests(data))
+        assert memory[OFFSET:] == data
+        assert one.why == {}
+
+
+def pass_on(one: socket.socket, other: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while part := one.recv(1 << 20):
+            other.sendall(part)
+    with contextlib.suppress(OSError):
+        other.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_lack_of_descriptors_here_is_no_failure_of_a_holder(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes, left: int
+) -> None:
+    """With one connection the pull does; without any it says what is missing."""
+    made = [socket.socket] * left
+
+    class Lacking:
+        """The module, as a pull sees it."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(socket, name)
+
+        @staticmethod
+        def socket(*arguments: int) -> socket.socket:
+            if not made:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return made.pop()(*arguments)
+
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(data)
+        one, memory = a_pull(len(data))
+        monkeypatch.setattr(pull, "socket", Lacking())
+        if left:
+            assert run(one, threads, host.holder) == combined(digests(data))
+            assert (one.why, memory[OFFSET:]) == ({}, data)
+        else:
+            with pytest.raises(Failed) as failed:
+                run(one, threads, host.holder)
+            assert (failed.value.why, one.cut) == ({"": "Too many open files"}, set())
+
+
+def test_a_lack_of_threads_is_no_failure_of_a_holder(threads: Threads, data: bytes) -> None:
+    with hosts(threads, "trainer/0/0") as (host,):
+        host.serves(data)
+        one, memory = a_pull(len(data))
+        left = [1]
+
+        def start(function: Callable[[], None]) -> None:
+            if not left:
+                raise RuntimeError("can't start new thread")
+            left.pop()
+            threads.start(function)
+
+        assert one.run([host.holder], time.monotonic() + 30.0, start) == combined(digests(data))
+        assert (one.why, memory[OFFSET:]) == ({}, data)
+        other, _ = a_pull(len(data))
+        with pytest.raises(Failed) as failed:
+            other.run([host.holder], time.monotonic() + 30.0, start)
+        assert failed.value.why == {"": "can't start new thread"}
