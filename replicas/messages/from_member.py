@@ -246,7 +246,8 @@ class TransferDone(_FromMember, frozen=True):
     ``image_digest``: of the whole image's data (senders of an image and every receiver;
     else empty). ``part_digests``: by number of the part, of each one sent or received
     over the lane (mode ``"parts"``). ``place``: of the version in this member's memory
-    now. ``received``: bytes by holder, of a version that was pulled.
+    now. ``received``: bytes by holder, of a version that was pulled. ``holders``: as in
+    :class:`TransferFailed`.
     """
 
     transfer: int
@@ -256,6 +257,7 @@ class TransferDone(_FromMember, frozen=True):
     verify_s: float
     place: SlotPlace | None = None
     received: dict[str, int] = {}
+    holders: dict[str, str] = {}
 
 
 class TransferMoved(_FromMember, frozen=True):
@@ -266,7 +268,7 @@ class TransferMoved(_FromMember, frozen=True):
 
 
 class TransferFailed(_FromMember, frozen=True):
-    """``holders``: those that could not be pulled from, and why, by name."""
+    """``holders``: those to whom nothing gets through from here, and why, by name."""
 
     transfer: int
     error: WireError

@@ -397,30 +397,32 @@ class SimMember:
             return False
         before = len(self.outbox)
         for number, (since, offer) in list(self.pulling.items()):
-            why: dict[str, str] = {}
+            cut: dict[str, str] = {}
             for holder in offer.holders:
                 giver = self.world.at_port(holder.port)
                 if giver is not None and giver not in frozen and giver.is_told_of(number):
                     break  # its carrier waits a moment for that
                 if giver is None or number not in giver.serving:
-                    why[holder.name] = "Connection refused"
-                elif self.world.cuts_between((giver.address, self.address)) or giver in frozen:
-                    why[holder.name] = "timed out"
+                    continue  # its host refuses the connection
+                if self.world.cuts_between((giver.address, self.address)) or giver in frozen:
+                    cut[holder.name] = "timed out"
                 else:
-                    self._pull_from(giver, number, offer, since)
+                    self._pull_from(giver, number, offer, since, cut)
                     break
             else:
                 del self.pulling[number]
                 self.serving.pop(number, None)
                 error = wire.WireError("SyncError", "no holder is left", phase="transfer")
-                self.outbox.append(wire.TransferFailed(number, error, why))
+                self.outbox.append(wire.TransferFailed(number, error, cut))
         return len(self.outbox) > before
 
     def is_told_of(self, transfer: int) -> bool:
         """Whether it is about to be told to serve, or to pull."""
         return any(isinstance(message, wire.TransferOffer) and message.transfer == transfer for message in self.inbox)
 
-    def _pull_from(self, giver: SimMember, number: int, offer: wire.TransferOffer, since: float) -> None:
+    def _pull_from(
+        self, giver: SimMember, number: int, offer: wire.TransferOffer, since: float, cut: dict[str, str]
+    ) -> None:
         """At the rate of the link; who is still pulling gives what it has."""
         version = offer.version
         rate = self.world.rates.get(frozenset((giver.address, self.address)))
@@ -429,8 +431,8 @@ class SimMember:
             self.held.add(version)
             self.received.append(version)
             digest = "broken" if self.bad_digest else f"digest-{version}"
-            reply = wire.TransferDone(number, digest, {}, 0.1, 0.0, self.place(version), {giver.member.name: NBYTES})
-            self.outbox.append(reply)
+            gave = {giver.member.name: NBYTES}
+            self.outbox.append(wire.TransferDone(number, digest, {}, 0.1, 0.0, self.place(version), gave, cut))
 
     def tell_pace(self) -> None:
         """What its sidecars say about once a second, if they are at work; over slow

@@ -30,7 +30,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.carry.rank_side import PullFailed
+from replicas.carry.rank_side import PullFailed, cut_off
 from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
@@ -225,7 +225,7 @@ class Transfers(Part):
             if self._forget(transfer):
                 logger.info("%s: transfer %d of version %d: %s", hub.name, offer.transfer, offer.version, error)
                 told = as_wire_error(error, channel=hub.name, phase=phase, version=offer.version)
-                holders = error.why if isinstance(error, PullFailed) else {}
+                holders = error.cut if isinstance(error, PullFailed) else {}
                 hub.send(wire.TransferFailed(offer.transfer, told, holders))
             if transfer.carried is not None and not await transfer.carried.gone():
                 logger.warning("%s: %r is retired: its carrier did not die", hub.name, transfer.slot)
@@ -283,7 +283,9 @@ class Transfers(Part):
         hub.send(wire.TransferReady(offer.transfer))
         transfer.carried.on_received = lambda nbytes: hub.send(wire.TransferMoved(offer.transfer, nbytes))
         found = await transfer.carried.pull(offer.holders, offer.deadline_s, hub.address)
-        return wire.TransferDone(offer.transfer, found.digest, {}, found.seconds, 0.0, received=found.received)
+        return wire.TransferDone(
+            offer.transfer, found.digest, {}, found.seconds, 0.0, received=found.received, holders=cut_off(found)
+        )
 
     def _pulled(self, transfer: _Transfer, slot: Slot, done: wire.TransferDone) -> None:
         """It is held like any other version, and served until the transfer is over."""

@@ -41,6 +41,7 @@ class Delivery:
     """The version on its way to one host.
 
     :ivar received: bytes so far. :ivar moved_at: when that grew.
+    :ivar since: from when on they have moved without a pause, after ``before`` bytes.
     """
 
     member: Member
@@ -48,10 +49,16 @@ class Delivery:
     state: DeliveryState = "due"
     received: int = 0
     moved_at: float = 0.0
+    since: float = 0.0
+    before: int = 0
     reply: TransferDone | None = None
 
     def step(self, event: DeliveryEvent) -> None:
         self.state = DELIVERY.next(self.state, event)
+
+    def rate(self, now: float) -> float:
+        """Return its bytes a second since it last stood still, as for another holder."""
+        return (self.received - self.before) / max(0.05, now - self.since)
 
 
 class Deliveries:
@@ -62,6 +69,8 @@ class Deliveries:
         self._all = {member: Delivery(member, holders) for member, holders in attempt.plan.pulls.items()}
         self._served = attempt.plan.servers
         self._closed = False
+        self._silent: set[Member] = set()
+        """Holders that said that they cannot serve it."""
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -105,12 +114,16 @@ class Deliveries:
         one = self._all.get(member)
         if one is not None and one.state == "offered":
             one.step("began")
-            one.moved_at = now
+            one.moved_at = one.since = now
 
     def moved(self, member: Member, received: int, now: float) -> None:
         one = self._all.get(member)
-        if one is not None and received > one.received:
+        if one is None:
+            return
+        if received > one.received:
             one.received, one.moved_at = received, now
+        else:
+            one.since, one.before = now, received
 
     def came(self, member: Member, reply: TransferDone, now: float) -> None:
         one = self._all[member]
@@ -122,6 +135,21 @@ class Deliveries:
         one = self._all[member]
         if one.state not in ("held", "failed"):
             one.step("gave_up")
+
+    def hopeless(self) -> list[Delivery]:
+        """Return deliveries due from holders none of which will ever listen."""
+        roster, version = self._attempt.ground.roster, self._attempt.payload.version
+        alive = {s.member for one in self.of("due") for s in roster.states(one.holders) if version in s.held}
+        alive |= {one.member for one in self.of("offered", "taking", "came", "held")}
+        hoping = self.of("due")
+        while found := [one for one in hoping if alive.intersection(one.holders) - self._silent]:
+            alive |= {one.member for one in found}
+            hoping = [one for one in hoping if one not in found]
+        return hoping
+
+    def cannot_serve(self, member: Member) -> None:
+        """A holder will not listen in this attempt."""
+        self._silent.add(member)
 
     def gets_on(self, now: float) -> bool:
         """Return whether a byte has moved lately."""

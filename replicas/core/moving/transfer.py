@@ -352,6 +352,7 @@ class Transfer:
         self.transfer_s = max(self.transfer_s, reply.transfer_s)
         self.attempt.mapping.discard(member)
         self.deliveries.came(member, reply, now)
+        self._doubt_links(member, reply.holders, now)
         self._settle_deliveries(now)
         self._end_attempt_if_done(now)
 
@@ -369,6 +370,8 @@ class Transfer:
             one.step("right")
             self.sent_to.add(one.member)
             self._ground.links.took(roster.address(one.member), payload.nbytes, reply.transfer_s)
+            gave = [holder for holder in one.holders if holder.name in reply.received and holder.name not in reply.holders]
+            self._ground.links.proved((roster.address(holder), roster.address(one.member)) for holder in gave)
             self._keep_received({one.member: reply})
             waiting = [state for state in roster.states(self.needers) if state.member not in self.attempt.concerned]
             for state in waiting:
@@ -403,7 +406,7 @@ class Transfer:
         patience = max(PATIENCE_S, PATIENCE * (others_at - self.attempt.began_at))
         why: dict[Member, str] = {}
         for one in late:
-            rate = one.received / max(0.05, now - self.attempt.began_at)
+            rate = one.rate(now)
             left_s = (self.payload.nbytes - one.received) / rate if rate else 0.0
             if now + left_s > others_at + patience:
                 why[one.member] = f"it is slow: {rate:,.0f} bytes/s, and others have had it for {now - others_at:.1f} s"
@@ -509,8 +512,13 @@ class Transfer:
         """
         if transfer != self.attempt.number or self.over or member not in self.attempt.concerned:
             return
-        if member in self.plan.servers:
-            self._forget_held(member)  # those that would pull from it fail, and find another one
+        if member in self.plan.servers:  # those that pull from it fail, and find another one
+            self.refused[member] = error
+            self.deliveries.cannot_serve(member)
+            if isinstance(error, errors.Gone):
+                self._forget_held(member)
+            self._fail_hopeless()
+            self._end_attempt_if_done(now)
         elif member in self.attempt.mapping:
             self._doubt_links(member, holders or {}, now)
             failed = self._delivery_failed if member in self.deliveries else self._map_failed
@@ -666,6 +674,12 @@ class Transfer:
         self.attempt.mapping.discard(member)
         if member in self.deliveries:
             self.deliveries.gave_up(member)
+        self._fail_hopeless()
+
+    def _fail_hopeless(self) -> None:
+        """Nobody waits for a holder that is gone, or cannot serve."""
+        for one in self.deliveries.hopeless():
+            self._delivery_failed(one.member, errors.PeersLost("nobody that has it serves it", phase="transfer"))
 
     def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
         """Go on without these; they stay members and are caught up later."""
