@@ -181,3 +181,51 @@ def test_versions_follow_each_other(size: int) -> None:
         assert {one.commits[-1] for one in targets} == {version}
     ended = [event for event in world.events if isinstance(event, SyncEnded)]
     assert [event.record.outcome for event in ended] == ["committed"] * 4
+
+
+def test_a_link_that_is_cut_is_not_tried_again_by_the_next_version() -> None:
+    """Also when the version came over another one."""
+    world, trainer, (first, second) = world_of("b", "c")
+    world.cuts |= {frozenset((first.address, second.address))}
+    assert members(publish(world, trainer)) == ["rollout/0/0", "rollout/1/0"]
+    assert [holder.name for holder in offers(second, "pull")[-1].holders] == ["rollout/0/0", "trainer/0/0"]
+    assert members(publish(world, trainer)) == ["rollout/0/0", "rollout/1/0"]
+    assert [holder.name for holder in offers(second, "pull")[-1].holders] == ["trainer/0/0"]
+
+
+def test_a_holder_whose_carrier_has_died_has_no_bad_link() -> None:
+    world, trainer, (first, _) = world_of("b", "c")
+    first.stuck = True
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    trainer.serving.clear()
+    first.stuck = False
+    world.run()
+    assert not world.state.links
+    assert trainer.verdicts[number].receipt is not None
+    assert trainer.verdicts[number].receipt.lost == ()
+
+
+@pytest.mark.parametrize("how", ["lost", "cannot"])
+def test_nobody_waits_for_a_holder_that_will_never_serve(how: str) -> None:
+    world, trainer, (target,) = world_of("b")
+    state = world.state.roster.get(trainer.member)
+    assert state is not None
+    state.carrier_port = 0
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    assert not offers(target, "pull")
+    if how == "lost":
+        world.lose(trainer)
+        world.run()
+        assert not any(main for main in (world.state.commits.main,))
+        return
+    (offer,) = offers(trainer, "serve")
+    error = wire.WireError("SyncError", "carrier 5: it did not listen within 30 s and was killed")
+    trainer.outbox.append(wire.TransferFailed(offer.transfer, error))
+    world.run()
+    end = trainer.verdicts[number]
+    assert end.error is not None
+    assert "it did not listen" in end.error.message
