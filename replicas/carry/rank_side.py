@@ -67,6 +67,7 @@ class Carrier(HelperProcess):
     died = CarrierDied
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
+        self._serving: set[int] = set()
         super().__init__(pid, pidfd, sock)
         self.on_exit = self._exited
         self.port = 0
@@ -100,8 +101,20 @@ class Carrier(HelperProcess):
 
     process: subprocess.Popen[bytes]
 
+    @property
+    def at_work(self) -> bool:
+        """Others wait for what it serves: one that is frozen is replaced soon."""
+        return bool(self._pending or self._serving)
+
+    def kill(self, reason: str = "killed") -> None:
+        super().kill(reason)
+        self.on_exit = self._over
+
     def _exited(self, reason: str) -> None:
         logger.warning("%s", reason)
+        self._over(reason)
+
+    def _over(self, reason: str) -> None:
         for end in self.ends:
             end()
 
@@ -109,6 +122,8 @@ class Carrier(HelperProcess):
         """Serve a version. ``place``: offset and bytes. Never waits."""
         if self.usable:
             self._map(memory)
+            self._serving.add(transfer)
+            self._look_soon()
             self._send(wire.Serve(transfer, secret, wire.Place(memory.key, *place), filled))
 
     def filled(self, transfer: int, nbytes: int) -> None:
@@ -137,6 +152,7 @@ class Carrier(HelperProcess):
         :raises CarrierDied: it died.
         """
         where = wire.Place(memory.key, *place)
+        self._serving.add(transfer)  # what has come, until it is withdrawn
         request = wire.StartPull(next(self._numbers), transfer, secret, where, tuple(holders), timeout_s, source)
         return await self._ask(request, timeout_s, wire.Pulled, lambda: self._map(memory))
 
@@ -146,6 +162,7 @@ class Carrier(HelperProcess):
         :raises CarrierDied: it died; then nobody does either.
         """
         request = wire.Withdraw(next(self._numbers), transfer, why)
+        self._serving.discard(transfer)
         return (await self._ask(request, WITHDRAW_TIMEOUT_S, wire.Withdrawn, lambda: None)).sent_nbytes
 
     def buffer_closed(self, key: int) -> None:
@@ -195,7 +212,8 @@ def _spawn(host: str, port: int) -> tuple[socket.socket, subprocess.Popen[bytes]
     ours, theirs = socket.socketpair()
     try:
         with theirs:
-            options = ("--fd", str(theirs.fileno()), "--host", host, "--port", str(port))
+            ends = ("--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
+            options = (*ends, "--host", host, "--port", str(port))
             command = python_module("replicas.carry.carrier", *options)
             return ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], **apart(os.environ))
     except BaseException:

@@ -25,6 +25,7 @@ down, and :meth:`Server.withdraw` returns when none of their threads uses the sl
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -94,12 +95,15 @@ class Server:
             self._lock.wait_for(lambda: not found.connections)
             return found.sent_nbytes
 
-    def accept(self) -> None:
-        """Take one connection of the listener, which has one; it gets a thread."""
+    def accept(self) -> bool:
+        """Take one connection of the listener, which has one; it gets a thread.
+
+        False: this process has no descriptor or memory left, and the connection waits.
+        """
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it has gone, or this process has no descriptor left: the listener stays
-            return
+        except OSError as error:  # the others: it has gone
+            return error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
         with self._lock:
             refused = len(self._unproven) >= UNPROVEN
             if not refused:
@@ -107,7 +111,16 @@ class Server:
         if refused:
             sock.close()
         else:
+            self._begin(sock)
+        return True
+
+    def _begin(self, sock: socket.socket) -> None:
+        try:
             self._started(lambda: self._serve(sock))
+        except RuntimeError:  # no thread is left: whoever dials does with fewer connections
+            with self._lock:
+                self._unproven.discard(sock)
+            sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         found: _Offered | None = None
