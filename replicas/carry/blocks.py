@@ -43,6 +43,11 @@ class Asking:
         return not self._left
 
     @property
+    def left_nbytes(self) -> int:
+        """Bytes of the blocks that are not here."""
+        return sum(end - start for start, end in map(self.range_of, self._left))
+
+    @property
     def idle(self) -> bool:
         """Whether no block waits to be asked for; some may be on their way."""
         return not self._waiting

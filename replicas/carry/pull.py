@@ -21,6 +21,10 @@ A further connection that cannot be made is no failure of its holder: those that
 are go on. Nor is it one of a holder that this process has no descriptor, port or memory
 left.
 
+*A slow holder* would hold up all that are behind it in a chain: one that gives little
+(:data:`SLOW_NBYTES_S`) for :data:`TRY_S`, as its own holder or the way to it gives no
+more, makes room for the next one; when all were measured, the best goes on.
+
 *Verified by block.* The publisher's digests of the blocks come over the session,
 perhaps after the bytes. A block that differs is emptied and asked for again, and the
 holder that served it is given up, by name. Without them only the digest of all blocks
@@ -31,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import mmap
 import socket
 import struct
@@ -54,6 +59,14 @@ The second one is for the last holder that is left, as is that of :data:`LAST_SI
 """
 SILENT_S, LAST_SILENT_S = 1.5, 4.0
 """Without a byte or a sign of life for so long a holder is frozen, or cut off."""
+WAKES_S = 0.25
+"""Between two looks at a silent connection, and at what of a chunk has come."""
+TRY_S = 1.0
+"""For so long a holder is measured,"""
+SLOW_NBYTES_S = 20e6
+"""and makes room for another one if it gives less a second,"""
+LEFT_S = 3.0
+"""and more than so much time would be left."""
 ASKED = 2
 """Blocks that one connection has asked for at most."""
 FIRST, MOST = 2, 64
@@ -93,6 +106,15 @@ class _Capped(Exception):
     """It could not be made, which is no failure of its holder."""
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """Of a holder: from when on, and after how many bytes of it."""
+
+    holder: Holder
+    began: float
+    nbytes: int
+
+
 class Pull:
     """One version on its way into a slot.
 
@@ -109,7 +131,13 @@ class Pull:
         self._by: list[str] = [""] * self._asking.count
         self._expected: Sequence[bytes] = ()
         self._holders: deque[Holder] = deque()
-        self._sockets: set[socket.socket] = set()
+        self._sockets: dict[socket.socket, Holder] = {}
+        self._put_off: set[socket.socket] = set()
+        self._measured: dict[Holder, float] = {}
+        """Bytes a second of holders that have made room for others."""
+        self._talking: set[Holder] = set()
+        self._halves: dict[int, int] = {}
+        """Bytes of blocks that are on their way, by number."""
         self._running = 0
         self._most = MOST
         self._dialled: Counter[Holder] = Counter()
@@ -138,6 +166,7 @@ class Pull:
         with self._changed:
             self._holders, self.why, self.cut, self.active = deque(holders), {}, set(), True
             self._most, self._lack = MOST, ""
+            self._measured = {}
             try:
                 while not self._asking.done and not self._stopped:  # a late digest may show a wrong block
                     try:
@@ -155,6 +184,7 @@ class Pull:
     def _wait(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
         """Keep as many connections as pay, until all is here."""
         wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self.received_nbytes
+        trial = self._trial()
         while not self._asking.done and not self._stopped:
             if not self._running and (self._lack or not self._holders):
                 raise Failed({"": self._lack, **self.why} if self._lack else dict(self.why))
@@ -169,10 +199,40 @@ class Pull:
                     self._lacks(str(error), self._running)
                     break
             self._changed.wait(min(left, LOOK_S))
+            if trial is None or trial.holder not in self._holders or trial.holder in self._measured:
+                trial = self._trial()
+            elif time.monotonic() - trial.began >= TRY_S:
+                self._judge(trial)
             if (elapsed_s := time.monotonic() - at) >= LOOK_S:
                 rate, at, nbytes = (self.received_nbytes - nbytes) / elapsed_s, time.monotonic(), self.received_nbytes
                 if rate > best * PAYS and wanted < MOST and not self._asking.idle:
                     wanted, best = (2 * wanted if best else wanted), rate
+
+    def _trial(self) -> _Trial | None:
+        """Begin to measure the holder that gives, if others are left."""
+        if len(self._holders) < 2:
+            return None
+        holder = self._holders[0]
+        if holder not in self._talking or holder in self._measured:
+            return None
+        return _Trial(holder, time.monotonic(), self.received.get(holder.name, 0))
+
+    def _judge(self, trial: _Trial) -> None:
+        """Put a slow holder behind the others; of measured ones, the best is first."""
+        holder = trial.holder
+        rate = (self.received.get(holder.name, 0) - trial.nbytes) / (time.monotonic() - trial.began)
+        if rate >= SLOW_NBYTES_S or self._asking.left_nbytes - sum(self._halves.values()) <= rate * LEFT_S:
+            return
+        self._measured[holder] = rate
+        rates = self._measured
+        self._holders = deque(sorted(self._holders, key=lambda one: -rates.get(one, math.inf)))
+        if self._holders[0] == holder:
+            return
+        for sock, of in self._sockets.items():
+            if of == holder:
+                self._put_off.add(sock)
+                with contextlib.suppress(OSError):  # it ends by itself
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def expect(self, digests: Sequence[bytes]) -> None:
         """Take the publisher's digests: blocks that differ are asked for again."""
@@ -229,7 +289,7 @@ class Pull:
                     self.cut.add(holder.name)
 
     def _lacks(self, why: str, others: int) -> None:
-        """No further connection can be made here: do with the others, if there are any."""
+        """No further connection can be made here: do with the others, if any."""
         self._most = max(1, others)
         self._lack = "" if others else why
 
@@ -257,7 +317,7 @@ class Pull:
             with self._changed:
                 if self._stopped or self._asking.done:
                     raise _Over
-                self._sockets.add(sock)
+                self._sockets[sock] = holder
             sock.settimeout(LAST_CONNECT_S if self._is_last(holder) else CONNECT_S)
             if self._source:
                 sock.bind((self._source, 0))
@@ -265,12 +325,21 @@ class Pull:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greeting.greet(sock, self._transfer, self._secret)
             sock.settimeout(None)
-        except BaseException:
             with self._changed:
-                self._sockets.discard(sock)
+                self._talking.add(holder)
+        except BaseException:
+            self._forget(sock)
             sock.close()
             raise
         return sock
+
+    def _forget(self, sock: socket.socket) -> None:
+        """:raises _Over: its holder has made room for another one."""
+        with self._changed:
+            self._sockets.pop(sock, None)
+            if sock in self._put_off:
+                self._put_off.discard(sock)
+                raise _Over
 
     @contextlib.contextmanager
     def _made(self, holder: Holder) -> Iterator[socket.socket]:
@@ -292,24 +361,19 @@ class Pull:
     def _receive_from(self, holder: Holder) -> None:
         asked: deque[int] = deque()
         with self._made(holder) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(0, int(WAKES_S * 1e6)))
             try:
                 while True:
-                    self._bear_silence(sock, LAST_SILENT_S if self._is_last(holder) else SILENT_S)
                     self._ask(sock, holder, asked)
                     self._block(sock, holder, asked[0])
                     asked.popleft()
             finally:
                 with self._changed:
-                    self._sockets.discard(sock)
                     for number in asked:
+                        self._halves.pop(number, None)
                         self._asking.give_back(number)
-
-    @staticmethod
-    def _bear_silence(sock: socket.socket, silent_s: float) -> None:
-        seconds = int(silent_s)
-        sock.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(seconds, int((silent_s - seconds) * 1e6))
-        )
+                    self._changed.notify_all()
+                self._forget(sock)
 
     def _ask(self, sock: socket.socket, holder: Holder, asked: deque[int]) -> None:
         """Ask for the next blocks; when there are none, wait, or be over."""
@@ -332,11 +396,12 @@ class Pull:
         at, end = self._asking.range_of(number)
         digest, piece = xxhash.xxh3_128(), 0
         while at < end:
+            self._halves[number] = at - self._asking.range_of(number)[0]
             if not piece:
-                piece = self._head(sock, end - at)
+                piece = self._head(sock, holder, end - at)
                 continue
             here = min(at - at % CHUNK_NBYTES + CHUNK_NBYTES, end)
-            nbytes = _receive(sock, self._data[at : min(here, at + piece)])
+            nbytes = self._receive(sock, holder, self._data[at : min(here, at + piece)])
             digest.update(self._data[at : at + nbytes])
             at, piece = at + nbytes, piece - nbytes
             with self._changed:
@@ -345,18 +410,31 @@ class Pull:
                 self.image.fill(max(at - 1, 0) // CHUNK_NBYTES * CHUNK_NBYTES, at)
         self._landed(number, digest.digest(), holder)
 
-    @staticmethod
-    def _head(sock: socket.socket, most: int) -> int:
+    def _head(self, sock: socket.socket, holder: Holder, most: int) -> int:
         head = bytearray(HEAD.size)
         got = 0
         while got < HEAD.size:
-            got += _receive(sock, memoryview(head)[got:])
+            got += self._receive(sock, holder, memoryview(head)[got:])
         (piece,) = HEAD.unpack(head)
         if piece == OVER:
             raise ConnectionError("it does not serve the version any more")
         if piece > most:
             raise ConnectionError("it sends more than was asked for")
         return int(piece)
+
+    def _receive(self, sock: socket.socket, holder: Holder, into: memoryview) -> int:
+        """All of it, or what has come within :data:`WAKES_S`."""
+        began = time.monotonic()
+        while True:
+            try:
+                nbytes = sock.recv_into(into, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                if time.monotonic() - began < (LAST_SILENT_S if self._is_last(holder) else SILENT_S):
+                    continue
+                raise TimeoutError("it was silent for too long") from None
+            if not nbytes:
+                raise ConnectionError("it closed the connection")
+            return nbytes
 
     def _landed(self, number: int, digest: bytes, holder: Holder) -> None:
         with self._changed:
@@ -365,6 +443,7 @@ class Pull:
                 self._bad(number)
                 raise _Over  # which gives it back
             self._asking.landed(number)
+            self._halves.pop(number, None)
             self._changed.notify_all()
 
     def _bad(self, number: int) -> None:
@@ -375,16 +454,6 @@ class Pull:
         self.again += 1
         self.why[name] = f"block {number} is not what was published"
         self._holders = deque(one for one in self._holders if one.name != name)
-
-
-def _receive(sock: socket.socket, into: memoryview) -> int:
-    try:
-        nbytes = sock.recv_into(into, 0, socket.MSG_WAITALL)
-    except BlockingIOError:
-        raise TimeoutError("it was silent for too long") from None
-    if not nbytes:
-        raise ConnectionError("it closed the connection")
-    return nbytes
 
 
 def _words(error: OSError) -> str:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 
 import pytest
 import xxhash
@@ -307,6 +308,63 @@ def test_a_holder_that_waits_for_bytes_is_not_given_up(
         assert not one.why
 
 
+def dripping(threads: Threads, data: bytes, rate: float) -> Holder:
+    """A holder that gives so many bytes a second; each connection, until it ends."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def give(sock: socket.socket) -> None:
+        with sock, contextlib.suppress(OSError):
+            greeting.answer(sock, lambda transfer: SECRET)
+            at, end = ASK.unpack(greeting.read_exactly(sock, ASK.size))
+            sock.sendall(HEAD.pack(end - at))
+            while at < end:
+                part = data[at : min(end, at + int(rate * 0.02))]
+                sock.sendall(part)
+                at += len(part)
+                time.sleep(0.02)
+
+    def accept() -> None:
+        with listener:
+            listener.settimeout(2.0)
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    sock = listener.accept()[0]
+                    threads.start(partial(give, sock))
+
+    threads.start(accept)
+    return Holder(f"rollout/{rate:g}/0", *listener.getsockname())
+
+
+@pytest.mark.slow
+def test_a_holder_that_has_nothing_makes_room_for_one_that_has(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """The first host of a chain is behind a slow link: those after it need not be."""
+    monkeypatch.setattr(pull, "TRY_S", 0.2)
+    with hosts(threads, "rollout/0/0", "trainer/0/0") as (between, source):
+        between.serves(data, filled=CHUNK_NBYTES)
+        source.serves(data)
+        one, memory = a_pull(len(data))
+        began = time.monotonic()
+        assert run(one, threads, between.holder, source.holder) == combined(digests(data))
+        assert time.monotonic() - began < 5.0
+        assert memory[OFFSET:] == data
+        assert (one.why, one.cut) == ({}, set())
+
+
+@pytest.mark.slow
+def test_of_slow_holders_the_best_goes_on(threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(pull, "TRY_S", 0.2)
+    monkeypatch.setattr(pull, "LEFT_S", 0.3)
+    small = data[: 3 * CHUNK_NBYTES]
+    holders = [dripping(threads, small, rate) for rate in (1e5, 3e6, 5e5)]
+    one, memory = a_pull(len(small))
+    assert run(one, threads, *holders) == combined(digests(small))
+    assert memory[OFFSET:] == small
+    assert max(one.received, key=lambda name: one.received[name]) == "rollout/3e+06/0"
+    assert one.why == {}
+
+
 def test_the_time_is_up(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data, filled=0)
@@ -416,7 +474,7 @@ def unreachable() -> Iterator[Holder]:
 
 
 def test_who_still_dials_is_not_waited_for(threads: Threads, data: bytes) -> None:
-    """Neither by a pull that is stopped nor by one whose bytes are all here: the slot is wanted."""
+    """By a pull that is stopped: its slot is wanted."""
     with unreachable() as nobody:
         one, _ = a_pull(len(data))
         failed: list[Failed] = []
