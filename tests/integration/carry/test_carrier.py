@@ -230,9 +230,7 @@ async def test_a_holder_out_of_descriptors_rests_and_goes_on(data: bytes) -> Non
         source.serve(1, SECRET, packed, packed.place, len(data))
         await source.withdraw(9, "it has read all that was said to it")
         async with out_of_descriptors(source):
-            pulling = asyncio.ensure_future(
-                taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0)
-            )
+            pulling = asyncio.ensure_future(taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0))
             before = processor_s(source.pid)
             await asyncio.sleep(1.0)  # the time in which it is measured
             assert processor_s(source.pid) - before < 0.3
