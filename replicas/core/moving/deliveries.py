@@ -41,7 +41,7 @@ class Delivery:
     """The version on its way to one host.
 
     :ivar received: bytes so far. :ivar moved_at: when that grew.
-    :ivar since: from when on they have moved without a pause, after ``before`` bytes.
+    :ivar since: when it was told of before that, of ``before`` bytes.
     """
 
     member: Member
@@ -50,6 +50,7 @@ class Delivery:
     received: int = 0
     moved_at: float = 0.0
     since: float = 0.0
+    told_at: float = 0.0
     before: int = 0
     reply: TransferDone | None = None
 
@@ -57,7 +58,7 @@ class Delivery:
         self.state = DELIVERY.next(self.state, event)
 
     def rate(self, now: float) -> float:
-        """Return its bytes a second since it last stood still, as for another holder."""
+        """Return its bytes a second lately: it may have found a better holder."""
         return (self.received - self.before) / max(0.05, now - self.since)
 
 
@@ -114,16 +115,16 @@ class Deliveries:
         one = self._all.get(member)
         if one is not None and one.state == "offered":
             one.step("began")
-            one.moved_at = one.since = now
+            one.moved_at = one.since = one.told_at = now
 
     def moved(self, member: Member, received: int, now: float) -> None:
         one = self._all.get(member)
         if one is None:
             return
+        one.since, one.before = one.told_at, one.received
+        one.told_at = now
         if received > one.received:
             one.received, one.moved_at = received, now
-        else:
-            one.since, one.before = now, received
 
     def came(self, member: Member, reply: TransferDone, now: float) -> None:
         one = self._all[member]

@@ -61,6 +61,11 @@ LONGEST_S = 3600.0
 """A catch-up may take this long, as long as bytes move."""
 MAP_TRIES = 2
 """Failed attempts to map after which a member is sent the bytes instead."""
+MEASURED_S = 1.5
+"""How long a delivery has gone on before its rate says how long it will take.
+
+A puller with a slow holder has found a better one by then (:mod:`replicas.carry.pull`).
+"""
 PULL_TRIES = 3
 """Failed deliveries after which a host is left to catch-up."""
 
@@ -111,6 +116,8 @@ class Transfer:
         """Members that no holder reaches."""
         self.moved_to: dict[str, int] = {}
         """Bytes that reached each replica through process groups, and were right."""
+        self._others_at: float | None = None
+        self._patience_s = 0.0
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._received: set[Member] = set()
@@ -398,22 +405,28 @@ class Transfer:
 
     def _leave_late(self, now: float) -> None:
         """Go on without hosts for which the others would have to wait too long."""
+        began_at, host = self.attempt.began_at, self._ground.roster.host
         here = self.deliveries.of("came", "held")
         late = self.deliveries.of("due", "offered", "taking")
-        if not here or not late or not self.drops:
+        if here and self._others_at is None:
+            self._others_at = min(one.moved_at for one in here)
+            self._patience_s = max(PATIENCE_S, PATIENCE * (self._others_at - began_at))
+        if self._others_at is None or not late or not self.drops:
             return
-        others_at = min(one.moved_at for one in here)
-        patience = max(PATIENCE_S, PATIENCE * (others_at - self.attempt.began_at))
+        others_at, until = self._others_at, max(self._others_at, began_at) + self._patience_s
         why: dict[Member, str] = {}
         for one in late:
-            rate = one.rate(now)
+            rate = one.rate(now) if now - began_at > MEASURED_S else 0.0
             left_s = (self.payload.nbytes - one.received) / rate if rate else 0.0
-            if now + left_s > others_at + patience:
+            if now + left_s > until:
                 why[one.member] = f"it is slow: {rate:,.0f} bytes/s, and others have had it for {now - others_at:.1f} s"
+        hosts = set(map(host, why))
+        why |= {m: "its host is slow" for m in self.needers if m not in why and host(m) in hosts}
         if self.pacing.leave(why, now):
             self.attempt.withdraw(why)
             for member in why:
-                self.deliveries.gave_up(member)
+                if member in self.deliveries:
+                    self.deliveries.gave_up(member)
             self._end_attempt_if_done(now)
 
     # ------------------------------------------------------------ the end of an attempt

@@ -101,6 +101,20 @@ def test_a_host_that_pulls_slowly_is_left_to_catch_up() -> None:
     assert any(isinstance(event, CaughtUp) for event in world.events)
 
 
+def test_all_of_a_slow_host_are_left_to_catch_up_at_once() -> None:
+    """Not one after the other, each of which would be waited for."""
+    world, trainer, (fast, *slow) = world_of("b", "c", "c", "c")
+    for one in (trainer, fast):
+        world.rates[frozenset((one.address, slow[0].address))] = 0.5
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    world.advance(6.0)
+    assert members(trainer.verdicts[number]) == ["rollout/0/0"]
+    world.advance(180.0)
+    assert all(one.commits == [1] for one in slow)
+
+
 def test_a_puller_that_cannot_is_tried_again_and_then_left_behind() -> None:
     world, trainer, (good, cut) = world_of("b", "c")
     world.cuts |= {frozenset((one.address, cut.address)) for one in (trainer, good)}
