@@ -187,9 +187,7 @@ async def test_versions_of_any_size() -> None:
     async with host_world(3, TCP, rollout=GroupShape(2)) as world:
         trainer, targets = await world.trainer_and_rollouts(1, 2)
         for seed, nbytes in enumerate((0, 1, BLOCK_NBYTES - 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 0, 7), 1):
-            publishing = await send(trainer, seed, nbytes)
-            await got(targets, seed, nbytes)
-            assert (await publishing)["lost"] == [], nbytes
+            await got_all(trainer, targets, seed, nbytes)
 
 
 async def test_channels_of_a_process_share_its_carrier() -> None:
@@ -241,9 +239,9 @@ async def test_a_target_without_memory_is_left_out_and_caught_up() -> None:
 
 
 async def got_all(trainer: HostRank, targets: list[HostRank], seed: int, nbytes: int) -> None:
-    publishing = await send(trainer, seed, nbytes)
+    receipt = await (await send(trainer, seed, nbytes))
+    assert receipt["lost"] == [], (nbytes, receipt)
     await got(targets, seed, nbytes)
-    assert (await publishing)["lost"] == []
 
 
 @pytest.mark.slow

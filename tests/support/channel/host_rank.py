@@ -36,7 +36,7 @@ class _Rank:
 
     def publish_bytes(self, seed: int, nbytes: int, channel: str = "policy") -> dict[str, Any]:
         """One tensor of so many bytes, which follow from ``seed``."""
-        receipt = self._channels[channel].publish({"w": _bytes(seed, nbytes)}).wait(TIMEOUT_S)
+        receipt = self._channels[channel].publish({"w": _bytes(seed, nbytes)}, new_manifest=True).wait(TIMEOUT_S)
         return {"version": receipt.version, "lost": receipt.lost, "reasons": receipt.reasons}
 
     def receive_bytes(self, channel: str = "policy") -> dict[str, Any]:
@@ -61,7 +61,7 @@ class _Rank:
             first = sum(len(other) for other in whole.tensor_split(parts)[:part])
             weights[f"w{number}"] = replicas.Shard(rows, (first, 0), tuple(whole.shape)) if parts > 1 else whole
         receipt = self._channels["policy"].publish(weights).wait(TIMEOUT_S)
-        return {"version": receipt.version, "lost": receipt.lost, "nbytes": receipt.nbytes, "phases": receipt.phases}
+        return {"version": receipt.version, "lost": receipt.lost, "reasons": receipt.reasons, "nbytes": receipt.nbytes, "phases": receipt.phases}
 
     def receive(self) -> dict[str, Any]:
         """The newest version, once it is there; ``seed``: that of its tensors, all of
