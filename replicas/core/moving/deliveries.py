@@ -41,7 +41,8 @@ class Delivery:
     """The version on its way to one host.
 
     :ivar received: bytes so far. :ivar moved_at: when that grew.
-    :ivar since: when it was told of before that, of ``before`` bytes.
+    :ivar told_at: when it last said so. :ivar rates: bytes a second before the last two
+        times.
     """
 
     member: Member
@@ -49,17 +50,19 @@ class Delivery:
     state: DeliveryState = "due"
     received: int = 0
     moved_at: float = 0.0
-    since: float = 0.0
     told_at: float = 0.0
-    before: int = 0
+    rates: tuple[float, float] = (0.0, 0.0)
     reply: TransferDone | None = None
 
     def step(self, event: DeliveryEvent) -> None:
         self.state = DELIVERY.next(self.state, event)
 
-    def rate(self, now: float) -> float:
-        """Return its bytes a second lately: it may have found a better holder."""
-        return (self.received - self.before) / max(0.05, now - self.since)
+    def rate(self) -> float:
+        """Return its bytes a second lately; 0: unknown, as it has begun, or stood still.
+
+        It may be on its way to a better holder.
+        """
+        return max(self.rates) if all(self.rates) else 0.0
 
 
 class Deliveries:
@@ -115,13 +118,13 @@ class Deliveries:
         one = self._all.get(member)
         if one is not None and one.state == "offered":
             one.step("began")
-            one.moved_at = one.since = one.told_at = now
+            one.moved_at = one.told_at = now
 
     def moved(self, member: Member, received: int, now: float) -> None:
         one = self._all.get(member)
         if one is None:
             return
-        one.since, one.before = one.told_at, one.received
+        one.rates = one.rates[1], max(0, received - one.received) / max(0.05, now - one.told_at)
         one.told_at = now
         if received > one.received:
             one.received, one.moved_at = received, now

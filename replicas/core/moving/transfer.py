@@ -416,7 +416,7 @@ class Transfer:
         others_at, until = self._others_at, max(self._others_at, began_at) + self._patience_s
         why: dict[Member, str] = {}
         for one in late:
-            rate = one.rate(now) if now - began_at > MEASURED_S else 0.0
+            rate = one.rate() if now - began_at > MEASURED_S else 0.0
             left_s = (self.payload.nbytes - one.received) / rate if rate else 0.0
             if now + left_s > until:
                 why[one.member] = f"it is slow: {rate:,.0f} bytes/s, and others have had it for {now - others_at:.1f} s"

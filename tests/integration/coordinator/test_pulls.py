@@ -262,12 +262,12 @@ async def test_carriers_end_with_their_ranks_however_these_end() -> None:
 async def test_a_block_that_a_host_of_the_chain_falsifies_comes_from_elsewhere() -> None:
     """One byte of the last block, in the memory of the host in the middle, before it
     is sent on: only that block is asked for again, of the trainer."""
-    nbytes = 3 * BLOCK_NBYTES
+    nbytes = 6 * BLOCK_NBYTES
     async with host_world(3, TCP, rollout=GroupShape(2)) as world:
         trainer, (middle, last) = await world.trainer_and_rollouts(1, 2)
         await got_all(trainer, [middle, last], 1, nbytes)
         with ExitStack() as stack:
-            stack.enter_context(world.hosts[1].limited(SLOW))
+            stack.enter_context(world.hosts[1].limited("240mbit"))
             links = Links(world.hosts)
             publishing = await send(trainer, 2, nbytes)
             await came(world.hosts[1], links, world, nbytes / NBYTES)
