@@ -58,7 +58,7 @@ class Delivery:
         self.state = DELIVERY.next(self.state, event)
 
     def rate(self) -> float:
-        """Return its bytes a second lately; 0: unknown, as it has begun, or stood still.
+        """Return its bytes a second lately; 0: unknown, as it began, or stood still.
 
         It may be on its way to a better holder.
         """

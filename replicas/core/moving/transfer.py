@@ -61,10 +61,11 @@ LONGEST_S = 3600.0
 """A catch-up may take this long, as long as bytes move."""
 MAP_TRIES = 2
 """Failed attempts to map after which a member is sent the bytes instead."""
-MEASURED_S = 1.5
-"""How long a delivery has gone on before its rate says how long it will take.
+MEASURED_S = 1.2
+"""After which the rate of a delivery says how long it will take.
 
-A puller with a slow holder has found a better one by then (:mod:`replicas.carry.pull`).
+From its begin, as a puller with a slow holder has found a better one by then
+(:mod:`replicas.carry.pull`), and since others are done, who no longer share its links.
 """
 PULL_TRIES = 3
 """Failed deliveries after which a host is left to catch-up."""
@@ -377,7 +378,7 @@ class Transfer:
             one.step("right")
             self.sent_to.add(one.member)
             self._ground.links.took(roster.address(one.member), payload.nbytes, reply.transfer_s)
-            gave = [holder for holder in one.holders if holder.name in reply.received and holder.name not in reply.holders]
+            gave = [holder for holder in one.holders if holder.name in reply.received.keys() - reply.holders.keys()]
             self._ground.links.proved((roster.address(holder), roster.address(one.member)) for holder in gave)
             self._keep_received({one.member: reply})
             waiting = [state for state in roster.states(self.needers) if state.member not in self.attempt.concerned]
@@ -416,7 +417,7 @@ class Transfer:
         others_at, until = self._others_at, max(self._others_at, began_at) + self._patience_s
         why: dict[Member, str] = {}
         for one in late:
-            rate = one.rate() if now - began_at > MEASURED_S else 0.0
+            rate = one.rate() if now - max(began_at, others_at) > MEASURED_S else 0.0
             left_s = (self.payload.nbytes - one.received) / rate if rate else 0.0
             if now + left_s > until:
                 why[one.member] = f"it is slow: {rate:,.0f} bytes/s, and others have had it for {now - others_at:.1f} s"

@@ -120,7 +120,7 @@ async def test_a_carrier_that_is_killed_at_any_byte_costs_nobody_the_version() -
     """Of the trainer, of the host in the middle of the chain, of the last: 9 faults,
     each of which costs some seconds."""
     async with host_world(3, TCP, rollout=GroupShape(2)) as world:
-        trainer, targets = await world.trainer_and_rollouts(1, 2)
+        trainer, targets = await world.chain()
         await sync([trainer], targets, 10)
         with ExitStack() as stack:
             slowed(stack, world.hosts)
@@ -142,7 +142,7 @@ async def test_a_carrier_that_is_killed_at_any_byte_costs_nobody_the_version() -
 @pytest.mark.parametrize("which", ["trainer", "middle", "last"])
 async def test_a_carrier_that_is_frozen_is_replaced(which: str) -> None:
     async with host_world(3, TCP, rollout=GroupShape(2)) as world:
-        trainer, targets = await world.trainer_and_rollouts(1, 2)
+        trainer, targets = await world.chain()
         await sync([trainer], targets, 10)
         victim = {"trainer": trainer, "middle": targets[0], "last": targets[1]}[which]
         with ExitStack() as stack:
@@ -163,7 +163,7 @@ async def test_a_carrier_that_is_frozen_is_replaced(which: str) -> None:
 async def test_a_link_that_is_cut_in_the_chain_is_gone_round_and_known() -> None:
     """In one direction, or in both."""
     async with host_world(3, TCP, rollout=GroupShape(2)) as world:
-        trainer, targets = await world.trainer_and_rollouts(1, 2)
+        trainer, targets = await world.chain()
         await sync([trainer], targets, 10)
         one, other = world.hosts[1:]
         for seed, ways in ((20, [(one, other)]), (30, [(one, other), (other, one)])):
@@ -185,7 +185,7 @@ async def test_a_link_that_is_cut_in_the_chain_is_gone_round_and_known() -> None
 
 async def test_versions_of_any_size() -> None:
     async with host_world(3, TCP, rollout=GroupShape(2)) as world:
-        trainer, targets = await world.trainer_and_rollouts(1, 2)
+        trainer, targets = await world.chain()
         for seed, nbytes in enumerate((0, 1, BLOCK_NBYTES - 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 0, 7), 1):
             await got_all(trainer, targets, seed, nbytes)
 
@@ -209,7 +209,7 @@ async def test_channels_of_a_process_share_its_carrier() -> None:
 @pytest.mark.slow
 async def test_a_coordinator_that_is_started_again_in_the_middle_of_pulls(tmp_path: Path) -> None:
     async with host_world(3, TCP, state_dir=tmp_path, rollout=GroupShape(2)) as world:
-        trainer, targets = await world.trainer_and_rollouts(1, 2)
+        trainer, targets = await world.chain()
         await sync([trainer], targets, 10)
         with ExitStack() as stack:
             slowed(stack, world.hosts)
@@ -226,7 +226,7 @@ async def test_a_coordinator_that_is_started_again_in_the_middle_of_pulls(tmp_pa
 @pytest.mark.slow
 async def test_a_target_without_memory_is_left_out_and_caught_up() -> None:
     async with host_world(3, TCP, rollout=GroupShape(2)) as world:
-        trainer, (full, other) = await world.trainer_and_rollouts(1, 2)
+        trainer, (full, other) = await world.chain()
         await got_all(trainer, [full, other], 1, 1 << 20)
         limit_memory(full.pid, 8 << 20)
         began = time.monotonic()
@@ -247,7 +247,7 @@ async def got_all(trainer: HostRank, targets: list[HostRank], seed: int, nbytes:
 @pytest.mark.slow
 async def test_carriers_end_with_their_ranks_however_these_end() -> None:
     async with host_world(3, TCP, rollout=GroupShape(2)) as world:
-        trainer, targets = await world.trainer_and_rollouts(1, 2)
+        trainer, targets = await world.chain()
         await sync([trainer], targets, 10)
         os.kill(targets[0].carrier(), signal.SIGSTOP)
         for one in (trainer, *targets):
@@ -264,7 +264,7 @@ async def test_a_block_that_a_host_of_the_chain_falsifies_comes_from_elsewhere()
     is sent on: only that block is asked for again, of the trainer."""
     nbytes = 6 * BLOCK_NBYTES
     async with host_world(3, TCP, rollout=GroupShape(2)) as world:
-        trainer, (middle, last) = await world.trainer_and_rollouts(1, 2)
+        trainer, (middle, last) = await world.chain()
         await got_all(trainer, [middle, last], 1, nbytes)
         with ExitStack() as stack:
             stack.enter_context(world.hosts[1].limited("240mbit"))

@@ -61,7 +61,13 @@ class _Rank:
             first = sum(len(other) for other in whole.tensor_split(parts)[:part])
             weights[f"w{number}"] = replicas.Shard(rows, (first, 0), tuple(whole.shape)) if parts > 1 else whole
         receipt = self._channels["policy"].publish(weights).wait(TIMEOUT_S)
-        return {"version": receipt.version, "lost": receipt.lost, "reasons": receipt.reasons, "nbytes": receipt.nbytes, "phases": receipt.phases}
+        return {
+            "version": receipt.version,
+            "lost": receipt.lost,
+            "reasons": receipt.reasons,
+            "nbytes": receipt.nbytes,
+            "phases": receipt.phases,
+        }
 
     def receive(self) -> dict[str, Any]:
         """The newest version, once it is there; ``seed``: that of its tensors, all of

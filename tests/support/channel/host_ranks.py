@@ -109,14 +109,34 @@ class HostWorld:
         self, host: int, group: str, replica: int = 0, rank: int = 0, world_size: int = 1, *channels: str
     ) -> HostRank:
         """Start a rank there and let it join."""
-        one = await HostRank.start(f"{group}/{replica}/{rank}", self.hosts[host])
+        one = await self._started(host, f"{group}/{replica}/{rank}")
+        await self._join(one, group, replica, rank, world_size, *channels)
+        return one
+
+    async def _started(self, host: int, name: str) -> HostRank:
+        one = await HostRank.start(name, self.hosts[host])
         self._stack.push_async_callback(one.end)
+        return one
+
+    async def chain(self) -> tuple[HostRank, list[HostRank]]:
+        """A trainer on the first host, a rollout on each other, in the order in which
+        versions go down their chain."""
+        names = ["trainer/0/0", *(f"rollout/{index}/0" for index in range(len(self.hosts) - 1))]
+        trainer, *rollouts = await asyncio.gather(*(self._started(host, name) for host, name in enumerate(names)))
+        await self._join(trainer, "trainer")
+        for index, one in enumerate(rollouts):
+            await self._join(one, "rollout", index)
+        await self.live(len(names))
+        return trainer, rollouts
+
+    async def _join(
+        self, one: HostRank, group: str, replica: int = 0, rank: int = 0, world_size: int = 1, *channels: str
+    ) -> None:
         where = {"endpoint": self.coordinator.endpoint, "token": self.coordinator.token}
         for channel in channels or ("policy",):
             await one.ask(
                 "join", channel=channel, group=group, replica=replica, rank=rank, world_size=world_size, **where
             )
-        return one
 
     async def trainer_and_rollouts(self, *places: int) -> tuple[HostRank, list[HostRank]]:
         """A trainer on the first host, and a rollout on each of the hosts ``places``;

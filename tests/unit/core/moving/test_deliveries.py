@@ -217,8 +217,7 @@ def test_a_holder_whose_carrier_has_died_has_no_bad_link() -> None:
     first.stuck = False
     world.run()
     assert not world.state.links
-    assert trainer.verdicts[number].receipt is not None
-    assert trainer.verdicts[number].receipt.lost == ()
+    assert members(trainer.verdicts[number]) == ["rollout/0/0", "rollout/1/0"]
 
 
 @pytest.mark.parametrize("how", ["lost", "cannot"])
