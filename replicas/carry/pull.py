@@ -149,7 +149,7 @@ class Pull:
         self.why: dict[str, str] = {}
         """Why holders were given up, by name."""
         self.cut: set[str] = set()
-        """Those of them to whom nothing gets through, as it seems."""
+        """Those of them to whom nothing, or little, gets through, as it seems."""
         self.received: dict[str, int] = {}
         """Bytes by holder, those that were wrong and asked for again included."""
         self.again = 0
@@ -226,8 +226,13 @@ class Pull:
         self._measured[holder] = rate
         rates = self._measured
         self._holders = deque(sorted(self._holders, key=lambda one: -rates.get(one, math.inf)))
-        if self._holders[0] == holder:
+        best = self._holders[0]
+        self.why.pop(best.name, None)
+        self.cut.discard(best.name)
+        if best == holder:
             return
+        self.why[holder.name] = f"it gave {rate:,.0f} bytes/s"
+        self.cut.add(holder.name)
         for sock, of in self._sockets.items():
             if of == holder:
                 self._put_off.add(sock)

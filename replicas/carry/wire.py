@@ -103,7 +103,7 @@ class Pulled(msgspec.Struct, frozen=True, tag=True):
     """``received``: bytes by holder. ``again``: blocks that were asked for again.
 
     ``why``: reasons, by name, why holders were given up on the way. ``cut``: those of
-    them to whom nothing gets through, as it seems.
+    them to whom nothing, or little, gets through, as it seems.
     """
 
     id: int

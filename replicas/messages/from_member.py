@@ -268,7 +268,7 @@ class TransferMoved(_FromMember, frozen=True):
 
 
 class TransferFailed(_FromMember, frozen=True):
-    """``holders``: those to whom nothing gets through from here, and why, by name."""
+    """``holders``: those from whom nothing, or little, gets here, and why, by name."""
 
     transfer: int
     error: WireError

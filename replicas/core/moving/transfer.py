@@ -51,7 +51,7 @@ from replicas.core.moving.attempt import Attempt, Payload
 from replicas.core.moving.deliveries import Deliveries
 from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
-from replicas.core.moving.pacing import PATIENCE, PATIENCE_S, Pacing
+from replicas.core.moving.pacing import FAR, PATIENCE, PATIENCE_S, Pacing
 from replicas.core.moving.paths import TransferPlan, Works, plan
 from replicas.messages import Backend, TransferDone, TransferGo
 from replicas.messages.bounds import REASON_LENGTH, text_of
@@ -419,7 +419,7 @@ class Transfer:
         for one in late:
             rate = one.rate() if now - max(began_at, others_at) > MEASURED_S else 0.0
             left_s = (self.payload.nbytes - one.received) / rate if rate else 0.0
-            if now + left_s > until:
+            if now > until or now + left_s > until + FAR * self._patience_s:
                 why[one.member] = f"it is slow: {rate:,.0f} bytes/s, and others have had it for {now - others_at:.1f} s"
         hosts = set(map(host, why))
         why |= {m: "its host is slow" for m in self.needers if m not in why and host(m) in hosts}

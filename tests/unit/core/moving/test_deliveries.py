@@ -242,3 +242,19 @@ def test_nobody_waits_for_a_holder_that_will_never_serve(how: str) -> None:
     end = trainer.verdicts[number]
     assert end.error is not None
     assert "it did not listen" in end.error.message
+
+
+def test_the_rate_of_a_delivery_that_has_stood_still_is_unknown() -> None:
+    """It may have left a holder that gave nothing, and says little for a moment."""
+    world, trainer, (target,) = world_of("b")
+    target.stuck = True
+    publish(world, trainer)
+    main = world.state.commits.main
+    assert main is not None
+    (one,) = main.deliveries.of("taking", "offered")
+    rates = []
+    for received in (100, 200, 220, 220, 230, 330, 430):
+        world.now += 1.0
+        main.deliveries.moved(one.member, received, world.now)
+        rates.append(round(one.rate()))
+    assert rates == [0, 100, 100, 0, 0, 100, 100]
