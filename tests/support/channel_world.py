@@ -130,6 +130,8 @@ class SimMember:
     refused: int = 0
     refuse: wire.WireError | None = None
     bad_digest: bool = False
+    forges: bool = False
+    """What others pull from it is wrong."""
     breaks: bool = False
     epoch: int = 0
     assigned: int = 0
@@ -430,7 +432,7 @@ class SimMember:
             del self.pulling[number]
             self.held.add(version)
             self.received.append(version)
-            digest = "broken" if self.bad_digest else f"digest-{version}"
+            digest = "broken" if self.bad_digest or giver.forges else f"digest-{version}"
             gave = {giver.member.name: NBYTES}
             self.outbox.append(wire.TransferDone(number, digest, {}, 0.1, 0.0, self.place(version), gave, cut))
 

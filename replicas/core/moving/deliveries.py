@@ -165,7 +165,7 @@ class Deliveries:
             return
         self._closed = True
         ground, cancel = self._attempt.ground, TransferCancel(self._attempt.number)
-        taken = [one.member for one in self._all.values() if one.state not in ("due", "failed")]
+        taken = [one.member for one in self._all.values() if one.reply or one.state not in ("due", "failed")]
         told: Iterable[Member] = (*self._served, *taken)
         ground.out.extend(Send(member, cancel) for member in told if member in ground.roster)
 

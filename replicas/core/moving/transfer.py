@@ -117,6 +117,8 @@ class Transfer:
         """Members that no holder reaches."""
         self.moved_to: dict[str, int] = {}
         """Bytes that reached each replica through process groups, and were right."""
+        self._doubtful: set[Member] = set()
+        """Holders of which wrong bytes have come."""
         self._others_at: float | None = None
         self._patience_s = 0.0
         self._answered: set[Member] = set()
@@ -233,12 +235,15 @@ class Transfer:
         targets_first = self.kind == "catch_up"
         holders.sort(
             key=lambda s: (
+                s.member in self._doubtful,
                 s.member == self._avoid,
                 roster.suspect(s, now),
                 s.is_source if targets_first else not s.is_source,
                 s.member,
             )
         )
+        if not {s.member for s in holders} <= self._doubtful:
+            holders = [s for s in holders if s.member not in self._doubtful]
         holders += [s for s in kept if version in s.held]
         states = list(map(self._ground.keeping.lender, self.payload.part_owners))
         owners = [s for s in states if s is not None and version in s.parts and s.member not in self.refused]
@@ -372,7 +377,9 @@ class Transfer:
             assert reply is not None
             payload.digest = payload.digest or reply.image_digest
             if reply.image_digest != payload.digest:
-                text = f"digests differ at {one.member}"
+                gave = {holder for holder in one.holders if holder.name in reply.received}
+                self._doubtful |= gave
+                text = f"digests differ at {one.member}, which pulled from {', '.join(map(str, sorted(gave)))}"
                 self._delivery_failed(one.member, errors.SyncError(text, phase="verify", members=[one.member.name]))
                 continue
             one.step("right")

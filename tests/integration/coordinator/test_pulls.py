@@ -259,32 +259,29 @@ async def test_carriers_end_with_their_ranks_however_these_end() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="block digests of the publisher do not reach the carrier yet")
-async def test_a_block_that_a_host_of_the_chain_falsifies_comes_from_elsewhere() -> None:
-    """One byte of the last block, in the memory of the host in the middle, before it
-    is sent on: only that block is asked for again, of the trainer."""
-    nbytes = 6 * BLOCK_NBYTES
+async def test_a_block_that_a_host_falsifies_comes_from_elsewhere() -> None:
+    """One byte of the last block, in the memory of the target that a latecomer pulls
+    from first: only that block is asked for again, of the trainer."""
+    nbytes = 3 * BLOCK_NBYTES
     async with host_world(3, TCP, rollout=GroupShape(2)) as world:
-        trainer, (middle, last) = await world.chain()
-        await got_all(trainer, [middle, last], 1, nbytes)
-        with ExitStack() as stack:
-            stack.enter_context(world.hosts[1].limited("240mbit"))
-            links = Links(world.hosts)
-            publishing = await send(trainer, 2, nbytes)
-            await came(world.hosts[1], links, world, nbytes / NBYTES)
-            assert links.sent()[1] < 0.6 * nbytes / NBYTES
-            falsify(middle.pid, nbytes)
-            await got([last], 2, nbytes)
-            assert (await publishing)["lost"] == []
-            received = links.received()[2] * NBYTES
-            assert received < nbytes + 1.3 * BLOCK_NBYTES, "more than one block came again"
+        trainer, (liar,) = await world.trainer_and_rollouts(1)
+        await got_all(trainer, [liar], 1, nbytes)
+        falsify(liar.pid, nbytes)
+        links = Links(world.hosts)
+        last = await world.join(2, "rollout", 1)
+        await got([last], 1, nbytes)
+        assert links.received()[2] * NBYTES < nbytes + 1.3 * BLOCK_NBYTES, "more than one block came again"
+        assert links.sent()[0] * NBYTES < 1.3 * BLOCK_NBYTES
 
 
 def falsify(pid: int, nbytes: int) -> None:
-    """Change a byte near the end of each slot of a process."""
-    found = 0
+    """Change a byte of the last block in each slot of a process, whatever is behind."""
+    found: set[int] = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        if "memfd:replicas" in str(link.readlink()) and (size := link.stat().st_size) >= nbytes:
-            with link.open("r+b") as file, mmap.mmap(file.fileno(), size) as memory:
-                memory[-5] ^= 0xFF
-            found += 1
+        if "memfd:replicas" not in str(link.readlink()) or (known := link.stat()).st_size < nbytes:
+            continue
+        if known.st_ino not in found:  # a slot may be open twice
+            with link.open("r+b") as file, mmap.mmap(file.fileno(), known.st_size) as memory:
+                memory[known.st_size - BLOCK_NBYTES // 2] ^= 0xFF
+            found.add(known.st_ino)
     assert found, "no slot is known"

@@ -258,3 +258,18 @@ def test_the_rate_of_a_delivery_that_has_stood_still_is_unknown() -> None:
         main.deliveries.moved(one.member, received, world.now)
         rates.append(round(one.rate()))
     assert rates == [0, 100, 100, 0, 0, 100, 100]
+
+
+def test_a_holder_with_wrong_bytes_is_asked_once() -> None:
+    """Also by who is caught up, from targets before trainers."""
+    world, trainer, (liar,) = world_of("b")
+    publish(world, trainer)
+    liar.forges = True
+    late = world.join("rollout/1/0", machine="c", address="10.0.0.3")
+    world.run()
+    world.advance(5.0)
+    assert 1 in late.held
+    assert not late.serving, "it would keep the slot with the wrong bytes for ever"
+    assert [holder.name for holder in offers(late, "pull")[0].holders] == ["rollout/0/0", "trainer/0/0"]
+    assert [holder.name for holder in offers(late, "pull")[1].holders] == ["trainer/0/0"]
+    assert len(offers(late, "pull")) == 2
