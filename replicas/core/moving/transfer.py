@@ -379,14 +379,15 @@ class Transfer:
             if reply.image_digest != payload.digest:
                 gave = {holder for holder in one.holders if holder.name in reply.received}
                 self._doubtful |= gave
-                text = f"digests differ at {one.member}, which pulled from {', '.join(map(str, sorted(gave)))}"
+                givers = ", ".join(map(str, sorted(gave)))
+                text = f"digests differ at {one.member}, which pulled from {givers}"
                 self._delivery_failed(one.member, errors.SyncError(text, phase="verify", members=[one.member.name]))
                 continue
             one.step("right")
             self.sent_to.add(one.member)
             self._ground.links.took(roster.address(one.member), payload.nbytes, reply.transfer_s)
-            gave = [holder for holder in one.holders if holder.name in reply.received.keys() - reply.holders.keys()]
-            self._ground.links.proved((roster.address(holder), roster.address(one.member)) for holder in gave)
+            good = [holder for holder in one.holders if holder.name in reply.received.keys() - reply.holders.keys()]
+            self._ground.links.proved((roster.address(holder), roster.address(one.member)) for holder in good)
             self._keep_received({one.member: reply})
             waiting = [state for state in roster.states(self.needers) if state.member not in self.attempt.concerned]
             for state in waiting:
