@@ -26,8 +26,9 @@ import time
 from collections.abc import Callable
 
 from replicas.carry import wire
+from replicas.carry.holders import Holder
 from replicas.carry.image import Image
-from replicas.carry.pull import Failed, Holder, Pull
+from replicas.carry.pull import Failed, Pull
 from replicas.carry.serve import Server
 from replicas.common.logs import end_process
 from replicas.linux import frames

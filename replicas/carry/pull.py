@@ -19,11 +19,7 @@ it waits), is given up for this pull, and what had been asked of it is asked of 
 one. What has landed stays: a pull that failed goes on from there when it is run again.
 A further connection that cannot be made is no failure of its holder: those that there
 are go on. Nor is it one of a holder that this process has no descriptor, port or memory
-left.
-
-*A slow holder* would hold up all that are behind it in a chain: one that gives little
-(:data:`SLOW_NBYTES_S`) for :data:`TRY_S`, as its own holder or the way to it gives no
-more, makes room for the next one; when all were measured, the best goes on.
+left. A slow one makes room for another (:mod:`replicas.carry.holders`).
 
 *Verified by block.* The publisher's digests of the blocks come over the session,
 perhaps after the bytes. A block that differs is emptied and asked for again, and the
@@ -35,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import mmap
 import socket
 import struct
@@ -43,12 +38,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import xxhash
 
 from replicas.carry import greeting
 from replicas.carry.blocks import Asking, combined
+from replicas.carry.holders import Holder, Holders, words
 from replicas.carry.image import CHUNK_NBYTES, Image
 from replicas.carry.serve import ASK, HEAD, OVER
 
@@ -61,12 +56,6 @@ SILENT_S, LAST_SILENT_S = 1.5, 4.0
 """Without a byte or a sign of life for so long a holder is frozen, or cut off."""
 WAKES_S = 0.25
 """Between two looks at a silent connection, and at what of a chunk has come."""
-TRY_S = 1.0
-"""For so long a holder is measured,"""
-SLOW_NBYTES_S = 20e6
-"""and makes room for another one if it gives less a second,"""
-LEFT_S = 3.0
-"""and more than so much time would be left."""
 ASKED = 2
 """Blocks that one connection has asked for at most."""
 FIRST, MOST = 2, 64
@@ -78,16 +67,6 @@ LOOK_S = 0.2
 _SECONDS = struct.Struct("ll")
 _LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """Errors of this process, or its machine, when it dials."""
-_CUT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Where the version can be pulled from. ``name``: of the member, for messages."""
-
-    name: str
-    host: str
-    port: int
 
 
 class Failed(Exception):
@@ -106,15 +85,6 @@ class _Capped(Exception):
     """It could not be made, which is no failure of its holder."""
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """Of a holder: from when on, and after how many bytes of it."""
-
-    holder: Holder
-    began: float
-    nbytes: int
-
-
 class Pull:
     """One version on its way into a slot.
 
@@ -130,12 +100,9 @@ class Pull:
         self._digests: list[bytes] = [b""] * self._asking.count
         self._by: list[str] = [""] * self._asking.count
         self._expected: Sequence[bytes] = ()
-        self._holders: deque[Holder] = deque()
+        self._holders = Holders()
         self._sockets: dict[socket.socket, Holder] = {}
         self._put_off: set[socket.socket] = set()
-        self._measured: dict[Holder, float] = {}
-        """Bytes a second of holders that have made room for others."""
-        self._talking: set[Holder] = set()
         self._halves: dict[int, int] = {}
         """Bytes of blocks that are on their way, by number."""
         self._running = 0
@@ -146,10 +113,6 @@ class Pull:
         self.active = False
         self._changed = threading.Condition()
         self._stopped = ""
-        self.why: dict[str, str] = {}
-        """Why holders were given up, by name."""
-        self.cut: set[str] = set()
-        """Those of them to whom nothing, or little, gets through, as it seems."""
         self.received: dict[str, int] = {}
         """Bytes by holder, those that were wrong and asked for again included."""
         self.again = 0
@@ -164,9 +127,8 @@ class Pull:
         :raises Failed: no holder is left, or the deadline has passed.
         """
         with self._changed:
-            self._holders, self.why, self.cut, self.active = deque(holders), {}, set(), True
+            self._holders, self.active = Holders(holders), True
             self._most, self._lack = MOST, ""
-            self._measured = {}
             try:
                 while not self._asking.done and not self._stopped:  # a late digest may show a wrong block
                     try:
@@ -184,7 +146,6 @@ class Pull:
     def _wait(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
         """Keep as many connections as pay, until all is here."""
         wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self.received_nbytes
-        trial = self._trial()
         while not self._asking.done and not self._stopped:
             if not self._running and (self._lack or not self._holders):
                 raise Failed({"": self._lack, **self.why} if self._lack else dict(self.why))
@@ -199,40 +160,16 @@ class Pull:
                     self._lacks(str(error), self._running)
                     break
             self._changed.wait(min(left, LOOK_S))
-            if trial is None or trial.holder not in self._holders or trial.holder in self._measured:
-                trial = self._trial()
-            elif time.monotonic() - trial.began >= TRY_S:
-                self._judge(trial)
+            self._look()
             if (elapsed_s := time.monotonic() - at) >= LOOK_S:
                 rate, at, nbytes = (self.received_nbytes - nbytes) / elapsed_s, time.monotonic(), self.received_nbytes
                 if rate > best * PAYS and wanted < MOST and not self._asking.idle:
                     wanted, best = (2 * wanted if best else wanted), rate
 
-    def _trial(self) -> _Trial | None:
-        """Begin to measure the holder that gives, if others are left."""
-        if len(self._holders) < 2:
-            return None
-        holder = self._holders[0]
-        if holder not in self._talking or holder in self._measured:
-            return None
-        return _Trial(holder, time.monotonic(), self.received.get(holder.name, 0))
-
-    def _judge(self, trial: _Trial) -> None:
-        """Put a slow holder behind the others; of measured ones, the best is first."""
-        holder = trial.holder
-        rate = (self.received.get(holder.name, 0) - trial.nbytes) / (time.monotonic() - trial.began)
-        if rate >= SLOW_NBYTES_S or self._asking.left_nbytes - sum(self._halves.values()) <= rate * LEFT_S:
-            return
-        self._measured[holder] = rate
-        rates = self._measured
-        self._holders = deque(sorted(self._holders, key=lambda one: -rates.get(one, math.inf)))
-        best = self._holders[0]
-        self.why.pop(best.name, None)
-        self.cut.discard(best.name)
-        if best == holder:
-            return
-        self.why[holder.name] = f"it gave {rate:,.0f} bytes/s"
-        self.cut.add(holder.name)
+    def _look(self) -> None:
+        """End the connections to a slow holder, if there are others."""
+        left_nbytes = self._asking.left_nbytes - sum(self._halves.values())
+        holder = self._holders.put_off(self.received, left_nbytes)
         for sock, of in self._sockets.items():
             if of == holder:
                 self._put_off.add(sock)
@@ -258,6 +195,16 @@ class Pull:
             self._changed.wait_for(lambda: not self.active)
 
     @property
+    def why(self) -> dict[str, str]:
+        """Why holders were given up or put off, by name."""
+        return self._holders.why
+
+    @property
+    def cut(self) -> set[str]:
+        """Those of them to whom nothing, or little, gets through, as it seems."""
+        return self._holders.cut
+
+    @property
     def received_nbytes(self) -> int:
         return sum(list(self.received.values()))
 
@@ -272,7 +219,7 @@ class Pull:
         holder: Holder | None = None
         try:
             with self._changed:
-                holder = self._holders[0] if self._holders else None
+                holder = self._holders.first
             if holder is not None:
                 self._receive_from(holder)
         except (_Over, _Capped):
@@ -287,11 +234,8 @@ class Pull:
     def _give_up(self, holder: Holder | None, error: OSError) -> None:
         with self._changed:
             if holder is not None and holder in self._holders and not self._stopped and not self._asking.done:
-                self._holders.remove(holder)
+                self._holders.give_up(holder, error)
                 self._most = MOST
-                self.why[holder.name] = _words(error)
-                if isinstance(error, TimeoutError) or error.errno in _CUT:
-                    self.cut.add(holder.name)
 
     def _lacks(self, why: str, others: int) -> None:
         """No further connection can be made here: do with the others, if any."""
@@ -303,7 +247,7 @@ class Pull:
         with self._changed:
             others = self._running - 1
             if error.errno in _LACKS:
-                self._lacks(_words(error), others)
+                self._lacks(words(error), others)
             elif self._dialled[holder] > 1:
                 self._most = max(1, others)
             else:
@@ -312,7 +256,7 @@ class Pull:
 
     def _is_last(self, holder: Holder) -> bool:
         with self._changed:
-            return len(self._holders) == 1 and holder in self._holders
+            return self._holders.is_last(holder)
 
     def _greeted(self, holder: Holder) -> socket.socket:
         """Return a connection to it, known to :meth:`_hang_up` from before it dials."""
@@ -331,10 +275,10 @@ class Pull:
             greeting.greet(sock, self._transfer, self._secret)
             sock.settimeout(None)
             with self._changed:
-                self._talking.add(holder)
+                self._holders.talks(holder)
         except BaseException:
-            self._forget(sock)
             sock.close()
+            self._forget(sock)
             raise
         return sock
 
@@ -384,7 +328,7 @@ class Pull:
         """Ask for the next blocks; when there are none, wait, or be over."""
         with self._changed:
             while True:
-                if self._stopped or self._asking.done or holder not in self._holders:
+                if self._stopped or self._asking.done or holder not in self._holders or sock in self._put_off:
                     raise _Over
                 new: list[int] = []
                 while len(asked) + len(new) < ASKED and (number := self._asking.take()) is not None:
@@ -457,9 +401,4 @@ class Pull:
         self.image.empty(*self._asking.range_of(number))
         self._digests[number] = b""
         self.again += 1
-        self.why[name] = f"block {number} is not what was published"
-        self._holders = deque(one for one in self._holders if one.name != name)
-
-
-def _words(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
+        self._holders.forged(name, f"block {number} is not what was published")

@@ -1,6 +1,6 @@
 """Pulls from servers in this process, over TCP on loopback.
 
-Covers: carry/greeting.py, carry/serve.py, carry/pull.py.
+Covers: carry/greeting.py, carry/holders.py, carry/serve.py, carry/pull.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import pytest
 import xxhash
 
 from replicas.carry import greeting, pull, serve
+from replicas.carry import holders as holders_module
 from replicas.carry.blocks import BLOCK_NBYTES, combined
+from replicas.carry.holders import Holder
 from replicas.carry.image import CHUNK_NBYTES, Image
-from replicas.carry.pull import Failed, Holder, Pull
+from replicas.carry.pull import Failed, Pull
 from replicas.carry.serve import ASK, HEAD, OVER, Server
 
 SECRET = b"s" * greeting.SECRET_NBYTES
@@ -340,7 +342,7 @@ def test_a_holder_that_has_nothing_makes_room_for_one_that_has(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     """The first host of a chain is behind a slow link: those after it need not be."""
-    monkeypatch.setattr(pull, "TRY_S", 0.2)
+    monkeypatch.setattr(holders_module, "TRY_S", 0.2)
     with hosts(threads, "rollout/0/0", "trainer/0/0") as (between, source):
         between.serves(data, filled=CHUNK_NBYTES)
         source.serves(data)
@@ -354,8 +356,8 @@ def test_a_holder_that_has_nothing_makes_room_for_one_that_has(
 
 @pytest.mark.slow
 def test_of_slow_holders_the_best_goes_on(threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(pull, "TRY_S", 0.2)
-    monkeypatch.setattr(pull, "LEFT_S", 0.3)
+    monkeypatch.setattr(holders_module, "TRY_S", 0.2)
+    monkeypatch.setattr(holders_module, "LEFT_S", 0.3)
     small = data[: 3 * CHUNK_NBYTES]
     holders = [dripping(threads, small, rate) for rate in (1e5, 3e6, 5e5)]
     one, memory = a_pull(len(small))
