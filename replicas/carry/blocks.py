@@ -35,11 +35,17 @@ class Asking:
         known = frozenset(here)
         self._waiting = [number for number in range(self.count) if number not in known]
         self._left = set(self._waiting)
+        self._asked: set[int] = set()
 
     @property
     def done(self) -> bool:
         """Whether all blocks are here."""
         return not self._left
+
+    @property
+    def left_nbytes(self) -> int:
+        """Bytes of the blocks that are not here."""
+        return sum(end - start for start, end in map(self.range_of, self._left))
 
     @property
     def idle(self) -> bool:
@@ -48,16 +54,22 @@ class Asking:
 
     def take(self) -> int | None:
         """The next block to ask for; None: there is none now."""
-        return heappop(self._waiting) if self._waiting else None
+        if not self._waiting:
+            return None
+        number = heappop(self._waiting)
+        self._asked.add(number)
+        return number
 
     def give_back(self, number: int) -> None:
-        """The block did not come, or was wrong: ask again."""
-        if number in self._left:
+        """The block did not come, or was wrong: ask again, once."""
+        if number in self._left and number in self._asked:
+            self._asked.discard(number)
             heappush(self._waiting, number)
 
     def landed(self, number: int) -> None:
         """The block is here, and right as far as that is known."""
         self._left.discard(number)
+        self._asked.discard(number)
 
     def wrong(self, number: int) -> None:
         """A block that had landed is wrong: ask for it again."""

@@ -1,11 +1,15 @@
 """The carrier: the process beside a rank that serves its slots, and pulls into them.
 
-    python -m replicas.carry.carrier --fd N --host ADDRESS [--port PORT]
+    python -m replicas.carry.carrier --fd N --parent PID --host ADDRESS [--port PORT]
 
 The main thread never waits for a peer, the disk or a lock that a peer holds: it reads
 requests, accepts connections and answers pings. Each connection and each pull has a
 thread of its own. The process has no torch, and is ended by the end of its channel, or
-of its rank (a forked child of the rank may keep the channel open).
+of its rank (a forked child of the rank may keep the channel open); one that is stopped
+(SIGSTOP) then, by the kernel.
+
+Out of descriptors it serves and pulls over the connections that it has, and looks again
+every :data:`REST_S` whether it can take more.
 """
 
 from __future__ import annotations
@@ -23,16 +27,19 @@ from collections.abc import Callable
 
 from replicas.carry import endpoint, wire
 from replicas.carry.differences import Choice, Deltas
+from replicas.carry.holders import Holder
 from replicas.carry.image import Image
-from replicas.carry.pull import Failed, Holder, Pull
+from replicas.carry.pull import Failed, Pull
 from replicas.carry.serve import Server
 from replicas.common.logs import end_process
 from replicas.linux import frames
-from replicas.linux.processes import name_process
+from replicas.linux.processes import die_with_parent, name_process
 from replicas.trust.certificate import certificate_hash, context_of
 
 _END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 _BACKLOG = 1024
+REST_S = 0.1
+"""Before connections are accepted again after that has failed."""
 
 
 class Slot:
@@ -134,15 +141,15 @@ class Carrier:
         if pull is None:
             try:
                 slot = self._slots[request.place.key]
-                image = slot.image(request.place, mapped=request.encrypt)
-            except (KeyError, ValueError) as error:
+                image, memory = slot.image(request.place, mapped=request.encrypt), slot.memory
+            except (KeyError, ValueError, OSError) as error:
                 self.reply(wire.Refused(request.id, str(error)))
                 return
             base = None
             if request.base is not None and request.holders and self._choice.by_delta(request.holders[0].host):
                 base = self._slots[request.base.key].view(request.base)
             encrypt = request.encrypt
-            pull = Pull(image, slot.memory, transfer, request.secret, request.source, base, encrypt=encrypt)
+            pull = Pull(image, memory, transfer, request.secret, request.source, base, encrypt=encrypt)
             self._pulls[transfer], self._images[transfer] = pull, image
             self.server.offer(transfer, image, request.secret, pull.deltas, encrypt=encrypt)
         _start(lambda: self._run(pull, request))
@@ -153,14 +160,14 @@ class Carrier:
         try:
             digest = pull.run(holders, began + request.timeout_s, _start, request.digest)
         except Failed as error:
-            self.reply(wire.PullFailed(request.id, error.why, dict(pull.received)))
+            self.reply(wire.PullFailed(request.id, error.why, dict(pull.received), tuple(pull.cut)))
             return
         seconds = time.monotonic() - began
         if not pull.why and holders and pull.landed_nbytes == pull.image.nbytes:
             by_delta = pull.received_nbytes < pull.image.nbytes
             self._choice.took(holders[0].host, by_delta=by_delta, nbytes=pull.image.nbytes, seconds=seconds)
         received, why, wrong = dict(pull.received), dict(pull.why), dict(pull.wrong)
-        self.reply(wire.Pulled(request.id, digest, seconds, received, pull.again, why, wrong))
+        self.reply(wire.Pulled(request.id, digest, seconds, received, pull.again, why, wrong, tuple(pull.cut)))
 
     def _withdraw(self, request: wire.Withdraw) -> None:
         pull = self._pulls.pop(request.transfer, None)
@@ -185,10 +192,14 @@ def _start(function: Callable[[], None]) -> None:
         try:
             function()
         except BaseException as error:  # noqa: BLE001  # a carrier with a dead thread would be waited for in vain
-            print(f"carrier {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            _tell(error)
             end_process(1)
 
     threading.Thread(target=run, daemon=True).start()
+
+
+def _tell(error: BaseException) -> None:
+    print(f"carrier {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
@@ -198,12 +209,19 @@ def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
     poller.register(channel, select.POLLIN | _END)
     poller.register(pidfd, select.POLLIN)
     poller.register(listener, select.POLLIN)
+    rests = False
     while True:
-        for fd, event in poller.poll():
+        found = poller.poll(int(REST_S * 1000) if rests else None)
+        if rests:
+            poller.register(listener, select.POLLIN)
+            rests = False
+        for fd, event in found:
             if fd == pidfd or (fd == channel.fileno() and event & _END):
                 return
             if fd == listener.fileno():
-                carrier.server.accept()
+                if not carrier.server.accept():
+                    poller.unregister(listener)
+                    rests = True
                 continue
             came = reader.receive()
             if came is None:
@@ -218,10 +236,12 @@ def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
     name_process(endpoint.NAME)
+    die_with_parent(options.parent)
     channel = socket.socket(fileno=options.fd)
     try:
         listener, warning = endpoint.listen(options.host, options.port, _BACKLOG)
@@ -231,9 +251,11 @@ def main() -> None:
     listener.setblocking(False)
     frames.write_frame(channel, wire.Listening(0, listener.getsockname()[1], warning))
     try:
-        serve(channel, listener, os.pidfd_open(os.getppid()))
-    finally:
-        end_process(0)  # at once: threads may be at work for peers
+        serve(channel, listener, os.pidfd_open(options.parent))
+    except BaseException as error:  # noqa: BLE001  # its rank starts another one; what ended this one is told
+        _tell(error)
+        end_process(1)
+    end_process(0)  # at once: threads may be at work for peers
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ the rate has grown by :data:`PAYS` since the number last doubled, it doubles aga
 to :data:`MOST`: a link with a long round trip takes many, one inside a machine none.
 
 *Holders* come in order of preference. All connections are to the first one that works;
-one that fails, or is silent for :data:`SILENT_S` (a server sends a sign of life while
-it waits), is given up for this pull, and what had been asked of it is asked of the next
-one. A connection that is cut before it has proven itself says less, as a server closes
-those under a flood: where others work there are no more of them, else it is tried
-:data:`TRIES` times. What has landed stays: a pull that failed goes on from there when
-it is run again.
-
-*Encrypted*, each connection is TLS with the very certificate that the holder's rank has
-told (:mod:`replicas.carry.tls`); a holder without one is none, and nothing falls back.
+one that fails, or is silent (a server sends a sign of life while it waits), is given up
+for this pull, and what had been asked of it is asked of the next one. What has landed
+stays: a pull that failed goes on from there when it is run again. A further connection
+that cannot be made is no failure of its holder: those that there are go on. Nor is it
+one of a holder that this process has no descriptor, port or memory left. One that is
+cut before it has proven itself, as under a flood, is tried :data:`TRIES` times. A slow
+holder makes room for another (:mod:`replicas.carry.holders`).
 
 *As deltas.* Where both ends have a base (:mod:`replicas.carry.delta`), a block is asked
 for as its delta, and comes as that or as its bytes. A block that came out wrong is
@@ -37,36 +35,26 @@ them is named.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import socket
-import ssl
-import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import xxhash
 
-from replicas.carry import endpoint, greeting, tls
 from replicas.carry.blocks import Asking, combined
 from replicas.carry.delta import DELTA_NBYTES_MAX, DeltaError, apply_block
+from replicas.carry.dialler import CutAtDoor, Dialler, Lacking, Line, NotMade, Over, is_cut, words
 from replicas.carry.differences import Deltas
+from replicas.carry.holders import Holder, Holders
 from replicas.carry.image import CHUNK_NBYTES, Image
-from replicas.carry.serve import ASK, CHANGES, DELTA_FOLLOWS, DIGESTS, HEAD, OVER, RANGE
+from replicas.carry.serve import ASK, CHANGES, DELTA_FOLLOWS, DIGESTS, RANGE
 
-CONNECT_S = 3.0
-"""In which a holder must have accepted: a lost first packet is sent again after 1 s."""
-GREET_S = 3.0
-"""In which it must then have proven itself; it may hear of the transfer a bit later."""
 TRIES = 6
 """To be let in by a holder to which no connection works."""
 AGAIN_S = 0.1
 """Before another one, each time twice as long."""
-SILENT_S = 2.5
-"""Without a byte or a sign of life for so long a holder is frozen, or cut off."""
 ASKED = 2
 """Blocks that one connection has asked for at most."""
 FIRST, MOST = 2, 64
@@ -75,49 +63,16 @@ PAYS = 1.15
 """By which the rate must have grown for the connections to be doubled again."""
 LOOK_S = 0.2
 """Between two looks at the rate."""
-_SECONDS, _LENGTH = struct.Struct("ll"), struct.Struct("<I")
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Where the version can be pulled from.
-
-    ``name``: of the member, for messages. ``certificate_hash``: of what it shows in
-    TLS.
-    """
-
-    name: str
-    host: str
-    port: int
-    certificate_hash: str = ""
-
-    @property
-    def address(self) -> str:
-        return endpoint.shown(self.host, self.port)
+Start = Callable[[Callable[[], None]], object]
+"""Starts a thread that runs the given function."""
 
 
 class Failed(Exception):
-    """No holder is left. ``why``: for each one, by its name."""
+    """No holder is left. ``why``: for each one, by its name; "": of this process."""
 
     def __init__(self, why: dict[str, str]) -> None:
         super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "nobody serves it")
         self.why = why
-
-
-class _Over(Exception):
-    """The connection is not needed any more."""
-
-
-class _CutAtDoor(Exception):
-    """The connection was closed before it had proven itself. ``why``: in words."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why = why
-
-
-class _Unreached(_CutAtDoor):
-    """There is no connection at all, and no other one works."""
 
 
 class Pull:
@@ -127,6 +82,8 @@ class Pull:
     :param source: address to connect from; empty: any.
     :param base: the bytes of a version that holders have, too: blocks come as deltas.
     :param encrypt: in TLS, and never without.
+
+    It has many fields on purpose: its connections share what they have received.
     """
 
     def __init__(
@@ -142,27 +99,22 @@ class Pull:
     ) -> None:
         self.image, self.deltas = image, Deltas(image.nbytes)
         self._base = base
-        self._tls = tls.client_context() if encrypt else None
         self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
-        self._transfer, self._secret, self._source = transfer, secret, source
+        self._dialler = Dialler(transfer, secret, source, encrypt=encrypt)
         self._asking = Asking(image.nbytes)
         self._digests: list[bytes] = [b""] * self._asking.count
         self._by: list[str] = [""] * self._asking.count
-        self._holders: deque[Holder] = deque()
-        self._sockets: set[socket.socket] = set()
-        self._proven: Counter[str] = Counter()
-        """Connections that work, by holder."""
-        self._cut: Counter[str] = Counter()
-        """Connections in a row that were cut at a holder's door."""
+        self._holders = Holders()
+        self._halves: dict[int, int] = {}
+        """Bytes of blocks that are on their way, by number."""
         self._running = 0
-        self._wanted = FIRST
         self._most = MOST
+        self._cut: Counter[Holder] = Counter()
+        """Connections in a row that were cut at a holder's door."""
+        self._lack = ""
         self.active = False
         self._changed = threading.Condition()
         self._stopped = ""
-        self._hung_up = False
-        self.why: dict[str, str] = {}
-        """Why holders were given up, by name."""
         self.received: dict[str, int] = {}
         """Bytes of the network by holder, those that were wrong included."""
         self.landed_nbytes = 0
@@ -174,13 +126,7 @@ class Pull:
 
     # ------------------------------------------------------------ what the carrier does
 
-    def run(
-        self,
-        holders: Sequence[Holder],
-        deadline: float,
-        start: Callable[[Callable[[], None]], object],
-        digest: str = "",
-    ) -> str:
+    def run(self, holders: Sequence[Holder], deadline: float, start: Start, digest: str = "") -> str:
         """Pull all that is missing; return the digest. On a thread of its own.
 
         :param deadline: of the monotonic clock. :param start: starts a thread.
@@ -188,7 +134,7 @@ class Pull:
         :raises Failed: no holder is left, or the deadline has passed.
         """
         with self._changed:
-            self._holders, self.why, self.active = deque(holders), {}, True
+            self._holders, self.active = Holders(holders), True
         try:
             self._receive_all(deadline, start)
             while digest and combined(self._digests) != digest:
@@ -200,45 +146,49 @@ class Pull:
                 self.active = False
                 self._changed.notify_all()
 
-    def _receive_all(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
+    def _receive_all(self, deadline: float, start: Start) -> None:
         with self._changed:
+            self._most, self._lack = MOST, ""
+            self._cut.clear()
+            self._dialler.begin()
             try:
                 self._wait(deadline, start)
             finally:
-                self._hung_up = True  # also those that connect just now
-                self._hang_up()
+                self._dialler.hang_up()
                 self._changed.wait_for(lambda: not self._running)
-                self._hung_up = False
             if self._stopped:
                 raise Failed({"": self._stopped})
 
-    def _wait(self, deadline: float, start: Callable[[Callable[[], None]], object]) -> None:
+    def _wait(self, deadline: float, start: Start) -> None:
         """Keep as many connections as pay, until all is here."""
-        best, at, nbytes = 0.0, time.monotonic(), self.received_nbytes
-        self._wanted, self._most = FIRST, MOST
-        self._cut.clear()
+        wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self.received_nbytes
         while not self._asking.done and not self._stopped:
-            if not self._holders and not self._running:
-                raise Failed(dict(self.why))
+            if not self._running and (self._lack or not self._holders):
+                raise Failed({"": self._lack, **self.why} if self._lack else dict(self.why))
             if (left := deadline - time.monotonic()) <= 0:
                 raise Failed({**self.why, "deadline": "the time was up"})
-            while self._holders and self._running < self._wanted and not self._asking.idle:
-                self._connect_one(start)
+            while self._holders and self._running < min(wanted, self._most) and not self._asking.idle:
+                if not self._begin(start):
+                    break
             self._changed.wait(min(left, LOOK_S))
+            slow = self._holders.put_off(self.received, self._asking.left_nbytes - sum(self._halves.values()))
+            if slow is not None:
+                self._dialler.hang_up(slow)
             if (elapsed_s := time.monotonic() - at) >= LOOK_S:
                 rate, at, nbytes = (self.received_nbytes - nbytes) / elapsed_s, time.monotonic(), self.received_nbytes
-                if rate > best * PAYS and self._wanted < self._most and not self._asking.idle:
-                    self._wanted, best = (min(2 * self._wanted, self._most) if best else self._wanted), rate
+                if rate > best * PAYS and wanted < MOST and not self._asking.idle:
+                    wanted, best = (2 * wanted if best else wanted), rate
 
-    def _connect_one(self, start: Callable[[Callable[[], None]], object]) -> None:
+    def _begin(self, start: Start) -> bool:
+        """Begin one more connection; False: this process has no thread left."""
         self._running += 1
         try:
             start(self._connection)
-        except RuntimeError as error:  # this process may have no more threads
+        except RuntimeError as error:
             self._running -= 1
-            if not self._running:
-                raise Failed({**self.why, "threads": str(error)}) from error
-            self._wanted = self._most = self._running
+            self._lacks(str(error), self._running)
+            return False
+        return True
 
     def _find_wrong(self, holders: Sequence[Holder], digest: str, deadline: float) -> None:
         """Mark the blocks that are not what was published, to be asked for again.
@@ -246,16 +196,20 @@ class Pull:
         :raises Failed: no holder knows the digests of the blocks, or one that was asked
             again has served wrong bytes again.
         """
+        with self._changed:
+            if self._stopped:
+                raise Failed({"": self._stopped})
+            self._dialler.begin()
         for holder in holders:
             try:
                 blocks = self._digests_of(holder, deadline)
-            except _Over:
+            except Over:
                 raise Failed({"": self._stopped}) from None
-            except _CutAtDoor as error:
+            except NotMade as error:
                 self.why.setdefault(holder.name, error.why)
                 continue
             except OSError as error:
-                self.why.setdefault(holder.name, f"{holder.address} {_words(error)}")
+                self.why.setdefault(holder.name, f"{holder.address} {words(error)}")
                 continue
             if combined(blocks) == digest:
                 break
@@ -268,19 +222,21 @@ class Pull:
                 raise Failed({**self.why, **self.wrong})
             for number in wrong:
                 self._bad(number)
-            self._holders = deque(sorted(holders, key=lambda one: one.name in self.wrong))
+            why, cut = self.why, self.cut
+            self._holders = Holders(sorted(holders, key=lambda one: one.name in self.wrong))
+            self._holders.why, self._holders.cut = why, cut
 
     def _digests_of(self, holder: Holder, deadline: float) -> list[bytes]:
         """What this holder says are the digests of all blocks."""
-        with self._dialled(holder) as sock:
-            sock.sendall(ASK.pack(DIGESTS, 0, 0))
+        with self._dialler.dialled(holder) as line:
+            line.send(ASK.pack(DIGESTS, 0, 0))
             left = 16 * self._asking.count
             answer = bytearray(left)
             while left:
                 if time.monotonic() > deadline:
                     raise TimeoutError("the time was up")
-                if piece := self._head(sock, left):
-                    _receive_all(sock, memoryview(answer)[-left:][:piece])
+                if piece := _piece(line, left):
+                    line.receive_all(memoryview(answer)[-left:][:piece])
                     left -= piece
         return [bytes(answer[at : at + 16]) for at in range(0, len(answer), 16)]
 
@@ -288,7 +244,7 @@ class Pull:
         """End :meth:`run`, and wait for that: then nobody writes the slot."""
         with self._changed:
             self._stopped = why
-            self._hang_up()
+            self._dialler.hang_up()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self.active)
 
@@ -299,12 +255,18 @@ class Pull:
             self._base = None
 
     @property
+    def why(self) -> dict[str, str]:
+        """Why holders were given up or put off, by name."""
+        return self._holders.why
+
+    @property
+    def cut(self) -> set[str]:
+        """Those of them to whom nothing, or little, gets through, as it seems."""
+        return self._holders.cut
+
+    @property
     def received_nbytes(self) -> int:
         return sum(list(self.received.values()))
-
-    def _hang_up(self) -> None:
-        for sock in self._sockets:  # also those that are not connected yet
-            tls.hang_up(sock)
 
     # ------------------------------------------------------------ one connection
 
@@ -312,138 +274,79 @@ class Pull:
         holder: Holder | None = None
         try:
             with self._changed:
-                holder = self._holders[0] if self._holders else None
+                holder = self._holders.first
             if holder is not None:
                 self._receive_from(holder)
-        except _Over:
+        except Over:
             pass
-        except _Unreached as error:
+        except NotMade as error:
             if holder is not None:
-                self._give_up(holder, error.why)
-        except _CutAtDoor as error:
-            if holder is not None:
-                self._cut_at_door(holder, error.why)
+                self._not_made(holder, error)
         except OSError as error:
             if holder is not None:
-                self._give_up(holder, f"{holder.address} {_words(error)}")
+                self._give_up(holder, f"{holder.address} {words(error)}", cut=is_cut(error))
         finally:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _cut_at_door(self, holder: Holder, why: str) -> None:
-        """Try again; or do with the connections that work, or give the holder up."""
+    def _not_made(self, holder: Holder, error: NotMade) -> None:
+        """Do with the connections that there are, try again, or give the holder up."""
         with self._changed:
-            self._cut[holder.name] += 1
-            tries = self._cut[holder.name]
-            if tries < TRIES:
-                self._changed.wait_for(lambda: self._stopped or self._asking.done, AGAIN_S * 2 ** (tries - 1))
-            elif works := self._proven[holder.name]:
-                self._wanted = self._most = works
+            others = self._running - 1
+            if isinstance(error, Lacking):
+                self._lacks(error.why, others)
+            elif isinstance(error, CutAtDoor):
+                self._cut[holder] += 1
+                tries, works = self._cut[holder], self._dialler.proven[holder]
+                if tries < TRIES:
+                    self._changed.wait_for(lambda: self._stopped or self._asking.done, AGAIN_S * 2 ** (tries - 1))
+                elif works:
+                    self._most = works
+                else:
+                    self._give_up(holder, error.why, cut=error.cut)
+            elif self._dialler.made[holder]:
+                self._most = max(1, others)
             else:
-                self._give_up(holder, why)
+                self._give_up(holder, error.why, cut=error.cut)
 
-    def _give_up(self, holder: Holder, why: str) -> None:
+    def _lacks(self, why: str, others: int) -> None:
+        """No further connection can be made here: do with the others, if any."""
+        self._most = max(1, others)
+        self._lack = "" if others else why
+
+    def _give_up(self, holder: Holder, why: str, *, cut: bool) -> None:
         with self._changed:
             if holder in self._holders and not self._stopped and not self._asking.done:
-                self._holders.remove(holder)
-                self.why[holder.name] = why
+                self._holders.give_up(holder, why, cut=cut)
+                self._most = MOST
 
     def _receive_from(self, holder: Holder) -> None:
-        asked: deque[int] = deque()
-        with self._dialled(holder) as sock:
+        with self._changed:
+            last = self._holders.is_last(holder)
+        with self._dialler.dialled(holder, last=last) as line:
+            asked: deque[int] = deque()
+            with self._changed:
+                self._cut[holder] = 0
+                self._holders.talks(holder)
             try:
                 while True:
-                    self._ask(sock, holder, asked)
-                    self._block(sock, holder, asked[0])
+                    self._ask(line, asked)
+                    self._block(line, asked[0])
                     asked.popleft()
             finally:
                 with self._changed:
                     for number in asked:
+                        self._halves.pop(number, None)
                         self._asking.give_back(number)
+                    self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def _dialled(self, holder: Holder) -> Iterator[socket.socket]:
-        """A connection to a holder, both ends proven; silence ends it."""
-        sock = self._connect(holder)
-        proven = False
-        try:
-            self._greet(sock, holder)
-            with self._changed:
-                self._proven[holder.name] += 1
-                self._cut[holder.name] = 0
-                proven = True
-            _fail_when_silent(sock)
-            yield sock
-        finally:
-            self._lose(sock)
-            with self._changed:
-                self._proven[holder.name] -= proven
-
-    def _connect(self, holder: Holder) -> socket.socket:
-        """A connection that ends when the pull does; nothing is sent yet."""
-        if self._tls is not None and not holder.certificate_hash:
-            raise tls.NotTheHolder("has told no certificate, and the channel is encrypted")
-        sock: socket.socket | None = None
-        try:
-            sock, there = endpoint.prepare(holder.host, holder.port, self._source)
-            self._keep(sock)
-            sock.settimeout(CONNECT_S)
-            sock.connect(there)
-        except BaseException as error:
-            if sock is not None:
-                self._lose(sock)
-            if not isinstance(error, OSError):
-                raise
-            why = endpoint.unreached(error, holder.host, holder.port, self._source)
-            raise (_CutAtDoor if self._proven[holder.name] else _Unreached)(why) from error
-        if self._tls is None:
-            return sock
-        with self._changed:  # it changes hands
-            self._sockets.discard(sock)
-            try:
-                sealed = tls.wrap(sock, self._tls)
-            except OSError as error:
-                raise _CutAtDoor(f"{holder.address} {_words(error)}") from error
-            self._keep(sealed)
-        return sealed
-
-    def _keep(self, sock: socket.socket) -> None:
-        """Note a connection that is to end with the pull."""
-        with self._changed:
-            self._sockets.add(sock)
-            if self._stopped or self._hung_up:
-                self._lose(sock)
-                raise _Over
-
-    def _lose(self, sock: socket.socket) -> None:
-        with self._changed:
-            self._sockets.discard(sock)
-        sock.close()
-
-    def _greet(self, sock: socket.socket, holder: Holder) -> None:
-        """Know the holder, and prove to it that this is a puller."""
-        deadline, binding = time.monotonic() + GREET_S, b""
-        try:
-            sock.settimeout(GREET_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if isinstance(sock, ssl.SSLSocket):
-                tls.meet(sock, holder.certificate_hash)
-                binding = bytes.fromhex(holder.certificate_hash)
-            greeting.greet(sock, self._transfer, self._secret, binding, deadline)
-        except (greeting.Stranger, tls.NotTheHolder):
-            raise
-        except TimeoutError:
-            raise _CutAtDoor(f"{holder.address} did not answer within {GREET_S:g} s") from None
-        except OSError as error:
-            raise _CutAtDoor(f"{holder.address} {_words(error)}") from error
-
-    def _ask(self, sock: socket.socket, holder: Holder, asked: deque[int]) -> None:
+    def _ask(self, line: Line, asked: deque[int]) -> None:
         """Ask for the next blocks; when there are none, wait, or be over."""
         with self._changed:
             while True:
-                if self._stopped or self._asking.done or holder not in self._holders:
-                    raise _Over
+                if self._stopped or self._asking.done or line.holder not in self._holders:
+                    raise Over
                 new: list[int] = []
                 while len(asked) + len(new) < ASKED and (number := self._asking.take()) is not None:
                     new.append(number)
@@ -452,46 +355,43 @@ class Pull:
                     break
                 self._changed.wait()
         if new:
-            kinds = (CHANGES if self._by_delta(number) else RANGE for number in new)
-            sock.sendall(
-                b"".join(ASK.pack(kind, *self._asking.range_of(n)) for kind, n in zip(kinds, new, strict=True))
-            )
+            kinds = {number: CHANGES if self._by_delta(number) else RANGE for number in new}
+            line.send(b"".join(ASK.pack(kind, *self._asking.range_of(number)) for number, kind in kinds.items()))
 
     def _by_delta(self, number: int) -> bool:
         """Return True if a block is asked for as a delta: not if one was wrong."""
         return self._base is not None and not self._by[number]
 
-    def _block(self, sock: socket.socket, holder: Holder, number: int) -> None:
-        """Receive one block, digest it as it comes, and compare."""
-        at, end = self._asking.range_of(number)
-        digest, piece = xxhash.xxh3_128(), 0
+    def _block(self, line: Line, number: int) -> None:
+        """Receive one block, and digest it as it comes."""
+        start, end = self._asking.range_of(number)
+        at, digest, piece = start, xxhash.xxh3_128(), 0
         while at < end:
+            self._halves[number] = at - start
             if not piece:
-                piece = self._head(sock, end - at)
+                piece = _piece(line, end - at)
                 if piece == DELTA_FOLLOWS:
                     piece = 0
-                    if (found := self._delta(sock)) and not self._apply(holder, number, found, digest):
+                    if (found := self._delta(line)) and not self._apply(line.holder, number, found, digest):
                         return
                     at = end if found else at
                 continue
             here = min(at - at % CHUNK_NBYTES + CHUNK_NBYTES, end)
-            nbytes = _receive(sock, self._data[at : min(here, at + piece)])
+            nbytes = line.receive(self._data[at : min(here, at + piece)])
             digest.update(self._data[at : at + nbytes])
             at, piece = at + nbytes, piece - nbytes
-            self._came(holder, nbytes, nbytes)
+            self._came(line.holder, nbytes, nbytes)
             if at == here:
                 self.image.fill(max(at - 1, 0) // CHUNK_NBYTES * CHUNK_NBYTES, at)
-        self._landed(number, digest.digest(), holder)
+        self._landed(number, digest.digest(), line.holder)
 
-    def _delta(self, sock: socket.socket) -> bytes:
+    def _delta(self, line: Line) -> bytes:
         """Receive the delta of a block; empty: its bytes follow."""
-        length = bytearray(_LENGTH.size)
-        _receive_all(sock, memoryview(length))
-        (nbytes,) = _LENGTH.unpack(length)
+        nbytes = line.number()
         if self._base is None or nbytes > DELTA_NBYTES_MAX:
             raise ConnectionError("sends more than was asked for")
         found = bytearray(nbytes)
-        _receive_all(sock, memoryview(found))
+        line.receive_all(memoryview(found))
         return bytes(found)
 
     def _apply(self, holder: Holder, number: int, found: bytes, digest: xxhash.xxh3_128) -> bool:
@@ -519,21 +419,11 @@ class Pull:
             self.received[holder.name] = self.received.get(holder.name, 0) + nbytes
             self.landed_nbytes += landed
 
-    @staticmethod
-    def _head(sock: socket.socket, most: int) -> int:
-        head = bytearray(HEAD.size)
-        _receive_all(sock, memoryview(head))
-        (piece,) = HEAD.unpack(head)
-        if piece == OVER:
-            raise ConnectionError("does not serve the version any more")
-        if piece > most and piece != DELTA_FOLLOWS:
-            raise ConnectionError("sends more than was asked for")
-        return int(piece)
-
     def _landed(self, number: int, digest: bytes, holder: Holder) -> None:
         with self._changed:
             self._digests[number], self._by[number] = digest, holder.name
             self._asking.landed(number)
+            self._halves.pop(number, None)
             self._changed.notify_all()
 
     def _bad(self, number: int) -> None:
@@ -546,39 +436,9 @@ class Pull:
         self.wrong[name] = self.why[name] = f"block {number} is not what was published"
 
 
-def _fail_when_silent(sock: socket.socket) -> None:
-    """Let every receiving call fail when nothing comes for :data:`SILENT_S`."""
-    if isinstance(sock, ssl.SSLSocket):  # it waits by itself, record by record
-        sock.settimeout(SILENT_S)
-        return
-    sock.settimeout(None)
-    seconds = int(SILENT_S)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(seconds, int((SILENT_S - seconds) * 1e6)))
-
-
-def _receive(sock: socket.socket, into: memoryview) -> int:
-    """All of ``into``, or, of a plain connection that is slow, less."""
-    got = 0
-    try:
-        if isinstance(sock, ssl.SSLSocket):
-            while got < len(into) and (nbytes := sock.recv_into(into[got:])):
-                got += nbytes
-        else:
-            got = sock.recv_into(into, 0, socket.MSG_WAITALL)
-    except (BlockingIOError, TimeoutError):
-        raise TimeoutError(f"was silent for {SILENT_S:g} s") from None
-    if not got:
-        raise ConnectionError("closed the connection")
-    return got
-
-
-def _receive_all(sock: socket.socket, into: memoryview) -> None:
-    while into:
-        into = into[_receive(sock, into) :]
-
-
-def _words(error: OSError) -> str:
-    """What the other end has done."""
-    if isinstance(error, ssl.SSLError):
-        return f"broke the connection ({error.reason or error})"
-    return str(error) if error.strerror is None else f"broke the connection ({error.strerror})"
+def _piece(line: Line, most: int) -> int:
+    """How many bytes follow; :data:`DELTA_FOLLOWS`: a delta does."""
+    piece = line.number()
+    if piece > most and piece != DELTA_FOLLOWS:
+        raise ConnectionError("sends more than was asked for")
+    return piece

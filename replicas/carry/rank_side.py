@@ -48,11 +48,18 @@ class CarrierDied(HelperDied):
 
 
 class PullFailed(RuntimeError):
-    """No holder is left. ``why``: for each one, by its name."""
+    """No holder is left. ``why``: for each one, by its name; ``cut``: those to whom
+    nothing gets through, as it seems."""
 
     def __init__(self, reply: wire.PullFailed) -> None:
         super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "nobody serves it")
         self.why, self.received = reply.why, reply.received
+        self.cut = cut_off(reply)
+
+
+def cut_off(reply: wire.Pulled | wire.PullFailed) -> dict[str, str]:
+    """The holders to whom nothing gets through, as it seems, and why."""
+    return {name: reply.why[name] for name in reply.cut if name in reply.why}
 
 
 class Carrier(HelperProcess):
@@ -66,6 +73,7 @@ class Carrier(HelperProcess):
     died = CarrierDied
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
+        self._serving: set[int] = set()
         super().__init__(pid, pidfd, sock)
         self.on_exit = self._exited
         self.port = 0
@@ -110,8 +118,20 @@ class Carrier(HelperProcess):
 
     process: subprocess.Popen[bytes]
 
+    @property
+    def at_work(self) -> bool:
+        """Others wait for what it serves: one that is frozen is replaced soon."""
+        return bool(self._pending or self._serving)
+
+    def kill(self, reason: str = "killed") -> None:
+        super().kill(reason)
+        self.on_exit = self._over
+
     def _exited(self, reason: str) -> None:
         logger.warning("%s", reason)
+        self._over(reason)
+
+    def _over(self, reason: str) -> None:
         for end in self.ends:
             end()
 
@@ -140,6 +160,8 @@ class Carrier(HelperProcess):
         """
         if self.usable:
             self._map(memory)
+            self._serving.add(transfer)
+            self._look_soon()
             where = wire.Place(memory.key, *place)
             self._send(wire.Serve(transfer, secret, where, filled, self._lent(base), tuple(regions), encrypt))
 
@@ -171,6 +193,7 @@ class Carrier(HelperProcess):
         """
         number, where, given = next(self._numbers), wire.Place(memory.key, *place), tuple(holders)
         old = None if base is None else wire.Place(base[0].key, *base[1])
+        self._serving.add(transfer)  # what has come, until it is withdrawn
         request = wire.StartPull(number, transfer, secret, where, given, timeout_s, source, digest, old, encrypt)
 
         def map_both() -> None:
@@ -192,6 +215,7 @@ class Carrier(HelperProcess):
         :raises CarrierDied: it died; then nobody does either.
         """
         request = wire.Withdraw(next(self._numbers), transfer, why)
+        self._serving.discard(transfer)
         return (await self._ask(request, WITHDRAW_TIMEOUT_S, wire.Withdrawn, lambda: None)).sent_nbytes
 
     def buffer_closed(self, key: int) -> None:
@@ -247,7 +271,8 @@ def _spawn(host: str, port: int) -> tuple[socket.socket, subprocess.Popen[bytes]
     ours, theirs = socket.socketpair()
     try:
         with theirs:
-            options = ("--fd", str(theirs.fileno()), "--host", host, "--port", str(port))
+            ends = ("--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
+            options = (*ends, "--host", host, "--port", str(port))
             command = python_module("replicas.carry.carrier", *options)
             return ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], **apart(os.environ))
     except BaseException:

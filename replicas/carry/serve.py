@@ -35,6 +35,7 @@ when none of their threads uses the slot.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -149,15 +150,18 @@ class Server:
             self._lock.wait_for(lambda: not found.connections)
             return found.sent_nbytes
 
-    def accept(self) -> None:
-        """Take one connection of the listener, which has one; it gets a thread."""
+    def accept(self) -> bool:
+        """Take one connection of the listener, which has one; it gets a thread.
+
+        False: this process has no descriptor or memory left, and the connection waits.
+        """
         with self._lock:
             if not self._lock.wait_for(lambda: self._at_door < 2 * UNPROVEN, ROOM_S):
-                return  # it waits in the kernel
+                return True  # it waits in the kernel
         try:
             sock, address = self._listener.accept()
-        except OSError:  # it has gone, or this process has no descriptor left: the listener stays
-            return
+        except OSError as error:  # the others: it has gone
+            return error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
         guest = _Guest(sock, address[0])
         with self._lock:
             if len(self._guests) >= UNPROVEN:
@@ -169,6 +173,7 @@ class Server:
         except RuntimeError:  # this process may have no more threads
             self._leave_door(guest)
             sock.close()
+        return True
 
     def _leave_door(self, guest: _Guest) -> None:
         with self._lock:

@@ -126,7 +126,8 @@ class Pulled(msgspec.Struct, frozen=True, tag=True):
     """``received``: bytes by holder. ``again``: blocks that were asked for again.
 
     ``why``: reasons, by name, why holders were given up on the way; ``wrong``: those
-    that have served wrong bytes.
+    that have served wrong bytes; ``cut``: those to whom nothing, or little, gets
+    through, as it seems.
     """
 
     id: int
@@ -136,14 +137,19 @@ class Pulled(msgspec.Struct, frozen=True, tag=True):
     again: int
     why: dict[str, str]
     wrong: dict[str, str]
+    cut: tuple[str, ...] = ()
 
 
 class PullFailed(msgspec.Struct, frozen=True, tag=True):
-    """``why``: for each holder, by its name. What has landed stays, to go on from."""
+    """``why``: for each holder, by its name; ``cut``: as in :class:`Pulled`.
+
+    What has landed stays, to go on from.
+    """
 
     id: int
     why: dict[str, str]
     received: dict[str, int]
+    cut: tuple[str, ...] = ()
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag=True):

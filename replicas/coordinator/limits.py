@@ -222,7 +222,7 @@ def _holders_problem(message: wire.TransferDone | wire.TransferFailed) -> str | 
     """What it says of the holders that it pulled from, by name."""
     maps: tuple[Mapping[str, object], ...]
     if isinstance(message, wire.TransferDone):
-        maps = message.received, message.given_up, message.wrong
+        maps = message.received, message.holders, message.wrong
     else:
         maps = (message.holders,)
     texts = [text for found in maps for pair in found.items() for text in pair if isinstance(text, str)]

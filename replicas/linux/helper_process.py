@@ -124,6 +124,11 @@ class HelperProcess:
     def usable(self) -> bool:
         return self._life.state in ("starting", "up")
 
+    @property
+    def at_work(self) -> bool:
+        """Whether somebody waits for it; its signs of life are asked for more often."""
+        return bool(self._pending)
+
     def kill(self, reason: str = "killed") -> None:
         """SIGKILL; pending requests raise :class:`SidecarDied`; no ``on_exit`` call."""
         self.on_exit = None
@@ -203,7 +208,7 @@ class HelperProcess:
             self._loop.remove_writer(self._sock)
 
     def _next_look(self) -> asyncio.TimerHandle:
-        self._busy = bool(self._pending)
+        self._busy = self.at_work
         delay = self._pulse.interval_s(self._loop.time(), busy=self._busy)
         return self._loop.call_later(delay, self._look)
 

@@ -246,8 +246,8 @@ class TransferDone(_FromMember, frozen=True):
     ``image_digest``: of the whole image's data (senders of an image and every receiver;
     else empty). ``part_digests``: by number of the part, of each one sent or received
     over the lane (mode ``"parts"``). ``place``: of the version in this member's memory
-    now. ``received``: bytes by holder, of a version that was pulled. ``given_up``: why
-    holders were given up on the way, by name; ``wrong``: those that served wrong bytes.
+    now. ``received``: bytes by holder, of a version that was pulled. ``wrong``: those
+    that served wrong bytes, and which. ``holders``: as in :class:`TransferFailed`.
     """
 
     transfer: int
@@ -257,7 +257,7 @@ class TransferDone(_FromMember, frozen=True):
     verify_s: float
     place: SlotPlace | None = None
     received: dict[str, int] = {}
-    given_up: dict[str, str] = {}
+    holders: dict[str, str] = {}
     wrong: dict[str, str] = {}
 
 
@@ -269,7 +269,7 @@ class TransferMoved(_FromMember, frozen=True):
 
 
 class TransferFailed(_FromMember, frozen=True):
-    """``holders``: those that could not be pulled from, and why, by name."""
+    """``holders``: those from whom nothing, or little, gets here, and why, by name."""
 
     transfer: int
     error: WireError

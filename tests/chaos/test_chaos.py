@@ -4,10 +4,10 @@ Without more it goes on for some 100 seconds, in two worlds. ``CHAOS_SEED`` and
 ``CHAOS_ROUNDS`` choose another history or a longer one (``make chaos ROUNDS=500
 SEED=3``): the same seed deals the same faults, targets, moments and delays.
 ``CHAOS_WORLD``: ``exec``, ``torchrun`` or ``torchrun-all`` in place of the seed's
-choice. ``CHAOS_TRANSPORT``: ``auto`` or ``group``; without it the weights are mapped
-(``auto``) with even seeds, and sent with odd ones. ``CHAOS_AT_ONCE``: up to so many
-faults in a round; ``CHAOS_ONLY="freeze store"``: only such. ``pytest -s`` shows each
-round and a table at the end.
+choice. ``CHAOS_TRANSPORT``: ``auto``, ``tcp`` or ``group``; without it the weights are
+mapped (``auto``) with even seeds, and sent with odd ones. ``CHAOS_AT_ONCE``: up to so
+many faults in a round; ``CHAOS_ONLY="freeze store"``: only such. ``pytest -s`` shows
+each round and a table at the end.
 """
 
 from __future__ import annotations

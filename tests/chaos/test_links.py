@@ -12,6 +12,7 @@ that is busy with other things they are multiplied by the root of how many times
 than on a quiet one what computes takes meanwhile (:mod:`tests.support.machine.load`).
 ``make chaos-links`` runs all cases and shows what each took; ``ONLY="host A"`` those
 with these words in their names; without ``CHAOS_LINKS=all`` a few are run.
+``CHAOS_TRANSPORT=tcp``: hosts pull versions, in place of forming groups.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ no time to speak in the rest of it."""
 GIVES_UP_S = 60.0
 """After which a case no longer waits to see what it takes."""
 
-LARGE = Scene()
-SMALL = Scene(nbytes=2 << 20, deadline_s=20.0)
+TRANSPORT = os.environ.get("CHAOS_TRANSPORT", "auto")
+
+LARGE = Scene(transport=TRANSPORT)
+SMALL = Scene(nbytes=2 << 20, deadline_s=20.0, transport=TRANSPORT)
 PEERS = Scene(
     nbytes=1 << 16, places={"trainer-0": B, "serve-0": C, "serve-1": D}, peers=("trainer-0", "serve-0", "serve-1")
 )
@@ -99,6 +102,14 @@ def shape(shape: Shape, *hosts: int) -> Fault:
     return lambda world: world.switch.shape_all(shape, *hosts)
 
 
+def ways(shape: Shape, *links: tuple[int, int]) -> Fault:
+    def do(world: FarWorld) -> None:
+        for one, other in links:
+            world.switch.shape(one, other, shape)
+
+    return do
+
+
 def kill(*hosts: int) -> Fault:
     return lambda world: world.kill(*world.scene.on(*hosts))
 
@@ -134,6 +145,8 @@ CASES = [
     Case("delay 100 ms", SMALL, shape(Shape(delay_s=0.1)), 15.0),
     Case("D at 200 kB/s", SMALL, shape(Shape(rate_nbytes_s=200_000.0), D), 30.0, bad=(D,)),
     Case("D at 200 kB/s, 300 ms", SMALL, shape(Shape(rate_nbytes_s=200_000.0, delay_s=0.3), D), 30.0, bad=(D,)),
+    Case("C at 200 kB/s", SMALL, shape(Shape(rate_nbytes_s=200_000.0), C), 30.0, bad=(C,)),
+    Case("link C-D at 200 kB/s", SMALL, ways(Shape(rate_nbytes_s=200_000.0), (C, D)), 20.0),
     Case("D at 10 kB/s", SMALL, shape(Shape(rate_nbytes_s=10_000.0), D), 30.0, bad=(D,)),
     Case(
         "joins over 1.5 Mbit/s",

@@ -17,8 +17,9 @@ import xxhash
 from replicas.carry import greeting, tls
 from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.carry.differences import Deltas
+from replicas.carry.holders import Holder
 from replicas.carry.image import Image
-from replicas.carry.pull import Holder, Pull
+from replicas.carry.pull import Pull
 from replicas.carry.serve import Server
 from replicas.trust.certificate import certificate_hash, context_of, make_pem
 

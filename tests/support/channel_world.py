@@ -132,6 +132,8 @@ class SimMember:
     bad_digest: bool = False
     bad_bytes: bool = False
     """Blocks that it pulls come wrong the first time."""
+    forges: bool = False
+    """What others pull from it is wrong."""
     breaks: bool = False
     epoch: int = 0
     assigned: int = 0
@@ -399,20 +401,20 @@ class SimMember:
             return False
         before = len(self.outbox)
         for number, (since, offer) in list(self.pulling.items()):
-            why: dict[str, str] = {}
+            cut: dict[str, str] = {}
             givers: list[SimMember] = []
             for pull in offer.pulls:
-                found = self._giver(number, pull, frozen, why)
+                found = self._giver(number, pull, frozen, cut)
                 if isinstance(found, SimMember):
                     givers.append(found)
                 elif found is None:
                     del self.pulling[number]
                     self.serving.pop(number, None)
                     error = wire.WireError("SyncError", "no holder is left", phase="transfer")
-                    self.outbox.append(wire.TransferFailed(number, error, why))
+                    self.outbox.append(wire.TransferFailed(number, error, cut))
                     break
             if len(givers) == len(offer.pulls):
-                self._pull_from(givers, number, offer, since)
+                self._pull_from(givers, number, offer, since, cut)
         return len(self.outbox) > before
 
     def _giver(
@@ -424,8 +426,8 @@ class SimMember:
             if giver is not None and giver not in frozen and giver.is_told_of(number):
                 return "later"
             if giver is None or number not in giver.serving:
-                why[holder.name] = "Connection refused"
-            elif self.world.cuts_between((giver.address, self.address)) or giver in frozen:
+                continue  # its host refuses the connection
+            if self.world.cuts_between((giver.address, self.address)) or giver in frozen:
                 why[holder.name] = "timed out"
             else:
                 return giver
@@ -435,7 +437,9 @@ class SimMember:
         """Whether it is about to be told to serve, or to pull."""
         return any(isinstance(message, wire.TransferOffer) and message.transfer == transfer for message in self.inbox)
 
-    def _pull_from(self, givers: list[SimMember], number: int, offer: wire.TransferOffer, since: float) -> None:
+    def _pull_from(
+        self, givers: list[SimMember], number: int, offer: wire.TransferOffer, since: float, cut: dict[str, str]
+    ) -> None:
         """At the rate of the links; who is still pulling gives what it has."""
         version = offer.version
         rates = [self.world.rates.get(frozenset((giver.address, self.address))) for giver in givers]
@@ -444,12 +448,12 @@ class SimMember:
             del self.pulling[number]
             self.held.add(version)
             self.received.append(version)
-            broken = self.bad_digest or (self.bad_bytes and not offer.digest)
+            broken = self.bad_digest or (self.bad_bytes and not offer.digest) or any(one.forges for one in givers)
             digest = "broken" if broken else f"digest-{version}"
             nbytes = {giver.member.name: NBYTES // len(givers) for giver in givers}
             wrong = {givers[0].member.name: "block 0"} if self.bad_bytes and offer.digest else {}
             place = self.place(version)
-            self.outbox.append(wire.TransferDone(number, digest, {}, 0.1, 0.0, place, nbytes, wrong=wrong))
+            self.outbox.append(wire.TransferDone(number, digest, {}, 0.1, 0.0, place, nbytes, cut, wrong))
 
     def tell_pace(self) -> None:
         """What its sidecars say about once a second, if they are at work; over slow

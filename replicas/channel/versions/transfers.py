@@ -32,7 +32,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.carry.rank_side import PullFailed
+from replicas.carry.rank_side import PullFailed, cut_off
 from replicas.carry.wire import Pulled
 from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.hub import Hub, Part, as_wire_error
@@ -230,7 +230,7 @@ class Transfers(Part):
             if self._forget(transfer):
                 logger.info("%s: transfer %d of version %d: %s", hub.name, offer.transfer, offer.version, error)
                 told = as_wire_error(error, channel=hub.name, phase=phase, version=offer.version)
-                holders = error.why if isinstance(error, PullFailed) else {}
+                holders = error.cut if isinstance(error, PullFailed) else {}
                 hub.send(wire.TransferFailed(offer.transfer, told, holders))
             if not await self._end_carried(transfer):
                 logger.warning("%s: %r is retired: its carrier did not die", hub.name, transfer.slot)
@@ -345,7 +345,7 @@ class Transfers(Part):
             here - started,
             time.monotonic() - here,
             received=dict(sum((Counter(pulled.received) for pulled in found), Counter())),
-            given_up={name: why for pulled in found for name, why in pulled.why.items() if name not in pulled.wrong},
+            holders={name: why for pulled in found for name, why in cut_off(pulled).items()},
             wrong={name: why for pulled in found for name, why in pulled.wrong.items()},
         )
 

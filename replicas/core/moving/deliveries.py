@@ -44,6 +44,8 @@ class Delivery:
     """The version on its way to one host.
 
     :ivar received: bytes so far. :ivar moved_at: when that grew.
+    :ivar told_at: when it last said so. :ivar rates: bytes a second before the last two
+        times.
     """
 
     member: Member
@@ -51,12 +53,26 @@ class Delivery:
     state: DeliveryState = "due"
     received: int = 0
     moved_at: float = 0.0
+    told_at: float = 0.0
+    rates: tuple[float, float] = (0.0, 0.0)
     reply: TransferDone | None = None
     judged: bool = False
     """The carrier knew the digest of what it pulls."""
 
+    @property
+    def holders(self) -> frozenset[Member]:
+        """Return all from whom any part may come."""
+        return frozenset(holder for holders in self.pulls.values() for holder in holders)
+
     def step(self, event: DeliveryEvent) -> None:
         self.state = DELIVERY.next(self.state, event)
+
+    def rate(self) -> float:
+        """Return its bytes a second lately; 0: unknown, as it began, or stood still.
+
+        It may be on its way to a better holder.
+        """
+        return max(self.rates) if all(self.rates) else 0.0
 
 
 class Deliveries:
@@ -68,6 +84,8 @@ class Deliveries:
         self._served = attempt.plan.servers
         self._base = _newest_base(attempt)
         self._closed = False
+        self._silent: set[Member] = set()
+        """Holders that said that they cannot serve it."""
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -136,11 +154,15 @@ class Deliveries:
         one = self._all.get(member)
         if one is not None and one.state == "offered":
             one.step("began")
-            one.moved_at = now
+            one.moved_at = one.told_at = now
 
     def moved(self, member: Member, received: int, now: float) -> None:
         one = self._all.get(member)
-        if one is not None and received > one.received:
+        if one is None:
+            return
+        one.rates = one.rates[1], max(0, received - one.received) / max(0.05, now - one.told_at)
+        one.told_at = now
+        if received > one.received:
             one.received, one.moved_at = received, now
 
     def came(self, member: Member, reply: TransferDone, now: float) -> None:
@@ -154,6 +176,26 @@ class Deliveries:
         if one.state not in ("held", "failed"):
             one.step("gave_up")
 
+    def hopeless(self) -> list[Delivery]:
+        """Return deliveries due from holders none of which will ever listen."""
+        roster, version = self._attempt.ground.roster, self._attempt.payload.version
+        holders = (state for one in self.of("due") for state in roster.states(one.holders))
+        alive = {state.member for state in holders if version in state.held or version in state.parts}
+        alive |= {one.member for one in self.of("offered", "taking", "came", "held")}
+        hoping = self.of("due")
+
+        def hopes(one: Delivery) -> bool:
+            return all(alive.intersection(holders) - self._silent for holders in one.pulls.values())
+
+        while found := [one for one in hoping if hopes(one)]:
+            alive |= {one.member for one in found}
+            hoping = [one for one in hoping if one not in found]
+        return hoping
+
+    def cannot_serve(self, member: Member) -> None:
+        """A holder will not listen in this attempt."""
+        self._silent.add(member)
+
     def gets_on(self, now: float) -> bool:
         """Return whether a byte has moved lately."""
         return any(now - one.moved_at < STILL_S for one in self.of("offered", "taking"))
@@ -164,7 +206,7 @@ class Deliveries:
             return
         self._closed = True
         ground, cancel = self._attempt.ground, TransferCancel(self._attempt.number)
-        taken = [one.member for one in self._all.values() if one.state not in ("due", "failed")]
+        taken = [one.member for one in self._all.values() if one.reply or one.state not in ("due", "failed")]
         told: Iterable[Member] = (*self._served, *taken)
         ground.out.extend(Send(member, cancel) for member in told if member in ground.roster)
 

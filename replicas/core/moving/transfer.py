@@ -52,7 +52,7 @@ from replicas.core.moving.attempt import Attempt, Payload
 from replicas.core.moving.deliveries import Deliveries, Delivery
 from replicas.core.moving.ground import Ground
 from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
-from replicas.core.moving.pacing import PATIENCE, PATIENCE_S, Pacing
+from replicas.core.moving.pacing import FAR, PATIENCE, PATIENCE_S, Pacing
 from replicas.core.moving.paths import TransferPlan, Works, plan
 from replicas.messages import Backend, TransferDone, TransferGo
 from replicas.messages.bounds import REASON_LENGTH, text_of
@@ -62,6 +62,12 @@ LONGEST_S = 3600.0
 """A catch-up may take this long, as long as bytes move."""
 MAP_TRIES = 2
 """Failed attempts to map after which a member is sent the bytes instead."""
+MEASURED_S = 1.2
+"""After which the rate of a delivery says how long it will take.
+
+From its begin, as a puller with a slow holder has found a better one by then
+(:mod:`replicas.carry.pull`), and since others are done, who no longer share its links.
+"""
 PULL_TRIES = 3
 """Failed deliveries after which a host is left to catch-up."""
 
@@ -114,6 +120,10 @@ class Transfer:
         """Bytes that reached each replica over the network, and were right."""
         self.pulled: dict[str, dict[str, int]] = {}
         """Of them, by the member that pulled and the one that served them."""
+        self._doubtful: set[Member] = set()
+        """Holders of which wrong bytes have come."""
+        self._others_at: float | None = None
+        self._patience_s = 0.0
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._received: set[Member] = set()
@@ -228,12 +238,15 @@ class Transfer:
         targets_first = self.kind == "catch_up"
         holders.sort(
             key=lambda s: (
+                s.member in self._doubtful,
                 s.member == self._avoid,
                 roster.suspect(s, now),
                 s.is_source if targets_first else not s.is_source,
                 s.member,
             )
         )
+        if not {s.member for s in holders} <= self._doubtful:
+            holders = [s for s in holders if s.member not in self._doubtful]
         holders += [s for s in kept if version in s.held]
         states = list(map(self._ground.keeping.lender, self.payload.part_owners))
         owners = [s for s in states if s is not None and version in s.parts and s.member not in self.refused]
@@ -355,7 +368,7 @@ class Transfer:
         self.transfer_s = max(self.transfer_s, reply.transfer_s)
         self.attempt.mapping.discard(member)
         self.deliveries.came(member, reply, now)
-        self._doubt_links(member, reply.given_up, now)
+        self._doubt_links(member, reply.holders, now)
         for holder, why in reply.wrong.items():
             self._ground.emit(WrongBytes(self._ground.config.name, self.payload.version, member, holder, why))
         self._settle_deliveries(now)
@@ -374,6 +387,8 @@ class Transfer:
             one.step("right")
             self.sent_to.add(one.member)
             self._ground.links.took(roster.address(one.member), payload.nbytes, reply.transfer_s)
+            good = [holder for holder in one.holders if holder.name in reply.received.keys() - reply.holders.keys()]
+            self._ground.links.proved((roster.address(holder), roster.address(one.member)) for holder in good)
             self._keep_received({one.member: reply})
             waiting = [state for state in roster.states(self.needers) if state.member not in self.attempt.concerned]
             for state in waiting:
@@ -383,7 +398,9 @@ class Transfer:
     def _mend(self, one: Delivery, now: float) -> None:
         """Have a puller whose bytes are wrong find out which, and pull those again."""
         if one.judged:
-            text = f"digests differ at {one.member}"
+            gave = {holder for holder in one.holders if one.reply is not None and holder.name in one.reply.received}
+            self._doubtful |= gave
+            text = f"digests differ at {one.member}, which pulled from {', '.join(map(str, sorted(gave)))}"
             self._delivery_failed(one.member, errors.SyncError(text, phase="verify", members=[one.member.name]))
             return
         one.step("wrong")
@@ -411,22 +428,28 @@ class Transfer:
 
     def _leave_late(self, now: float) -> None:
         """Go on without hosts for which the others would have to wait too long."""
+        began_at, host = self.attempt.began_at, self._ground.roster.host
         here = self.deliveries.of("came", "held")
         late = self.deliveries.of("due", "offered", "taking")
-        if not here or not late or not self.drops:
+        if here and self._others_at is None:
+            self._others_at = min(one.moved_at for one in here)
+            self._patience_s = max(PATIENCE_S, PATIENCE * (self._others_at - began_at))
+        if self._others_at is None or not late or not self.drops:
             return
-        others_at = min(one.moved_at for one in here)
-        patience = max(PATIENCE_S, PATIENCE * (others_at - self.attempt.began_at))
+        others_at, until = self._others_at, max(self._others_at, began_at) + self._patience_s
         why: dict[Member, str] = {}
         for one in late:
-            rate = one.received / max(0.05, now - self.attempt.began_at)
+            rate = one.rate() if now - max(began_at, others_at) > MEASURED_S else 0.0
             left_s = (self.payload.nbytes - one.received) / rate if rate else 0.0
-            if now + left_s > others_at + patience:
+            if now > until or now + left_s > until + FAR * self._patience_s:
                 why[one.member] = f"it is slow: {rate:,.0f} bytes/s, and others have had it for {now - others_at:.1f} s"
+        hosts = set(map(host, why))
+        why |= {m: "its host is slow" for m in self.needers if m not in why and host(m) in hosts}
         if self.pacing.leave(why, now):
             self.attempt.withdraw(why)
             for member in why:
-                self.deliveries.gave_up(member)
+                if member in self.deliveries:
+                    self.deliveries.gave_up(member)
             self._end_attempt_if_done(now)
 
     # ------------------------------------------------------------ the end of an attempt
@@ -528,8 +551,13 @@ class Transfer:
         """
         if transfer != self.attempt.number or self.over or member not in self.attempt.concerned:
             return
-        if member in self.plan.servers:
-            self._forget_held(member)  # those that would pull from it fail, and find another one
+        if member in self.plan.servers:  # those that pull from it fail, and find another one
+            self.refused[member] = error
+            self.deliveries.cannot_serve(member)
+            if isinstance(error, errors.Gone):
+                self._forget_held(member)
+            self._fail_hopeless()
+            self._end_attempt_if_done(now)
         elif member in self.attempt.mapping:
             self._doubt_links(member, holders or {}, now)
             failed = self._delivery_failed if member in self.deliveries else self._map_failed
@@ -685,6 +713,12 @@ class Transfer:
         self.attempt.mapping.discard(member)
         if member in self.deliveries:
             self.deliveries.gave_up(member)
+        self._fail_hopeless()
+
+    def _fail_hopeless(self) -> None:
+        """Nobody waits for a holder that is gone, or cannot serve."""
+        for one in self.deliveries.hopeless():
+            self._delivery_failed(one.member, errors.PeersLost("nobody that has it serves it", phase="transfer"))
 
     def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
         """Go on without these; they stay members and are caught up later."""

@@ -503,6 +503,9 @@ class Commits:
         waited = f"{publish.deadline - publish.began_at:.1f} s"
         text = f"version {publish.version} waited {waited} for"
         error: errors.ReplicasError
+        if publish.version <= self.latest and (publish.state == "queued" or publish.asked.resumed):
+            self._overtaken(publish, now)  # or committed, by the coordinator that was here before
+            return
         if publish.state == "packing":
             replica = self._roster.replica(publish.group, publish.replica)
             world = max((state.hello.world_size for state in replica), default=1)

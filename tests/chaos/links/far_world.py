@@ -52,12 +52,21 @@ class Scene:
     places: dict[str, int] = field(default_factory=lambda: dict(PLACES))
     peers: tuple[str, ...] = ()
     on_lost: str = "drop"
+    transport: str = "auto"
 
     @property
     def channels(self) -> dict[str, Any]:
         """The config of ``policy``, and of ``outer`` where there are peers."""
         common = {"deadline": f"{self.deadline_s:g}s", "on_lost": self.on_lost}
-        found: dict[str, Any] = {"policy": {"sources": ["trainer"], "targets": ["serve"], "slots": 3, **common}}
+        found: dict[str, Any] = {
+            "policy": {
+                "sources": ["trainer"],
+                "targets": ["serve"],
+                "slots": 3,
+                "transport": self.transport,
+                **common,
+            }
+        }
         if self.peers:
             found["outer"] = {"peers": sorted({name.partition("-")[0] for name in self.peers}), **common}
         return found

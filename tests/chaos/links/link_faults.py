@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ __all__ = ["LinkFault", "ProcessFault", "Trouble", "done", "troubles"]
 
 LINKS = ("cut", "cut one way", "cut host", "flap", "loss", "delay", "rate", "rate one way", "slow host")
 PROCESSES = ("kill rank", "kill sidecar", "stop rank", "kill store", "kill coordinator")
+CARRIERS = ("kill carrier", "kill carriers of B", "stop carrier", "starve carrier")
+"""Where hosts pull. ``starve``: no further descriptor."""
 RATES_NBYTES_S = (10_000.0, 200.0 * MBIT_NBYTES)
 FLAP_S = 0.4
 
@@ -101,6 +104,8 @@ class ProcessFault:
             world.kill(name)
         elif self.kind == "stop rank":
             _signal(world.members[name].pid, signal.SIGSTOP)
+        elif "carrier" in self.kind:
+            return self._do_carrier(world)
         elif self.kind == "kill sidecar":
             found = [pid for host in world.switch.hosts for pid in host.processes("replica-sidecar")]
             _signal(found[int(self.pick * len(found))] if found else 0, signal.SIGKILL)
@@ -115,6 +120,33 @@ class ProcessFault:
             world.start_coordinator()
             return ""
         return name
+
+    def _do_carrier(self, world: FarWorld) -> str:
+        hosts = [world.switch.hosts[B]] if self.kind.endswith("of B") else world.switch.hosts
+        found = sorted(pid for host in hosts for pid in host.processes("replicas-carry"))
+        for pid in found[int(self.pick * len(found)) :][:1]:
+            if self.kind == "starve carrier":
+                starve(pid)
+            else:
+                _signal(pid, signal.SIGSTOP if self.kind == "stop carrier" else signal.SIGKILL)
+        return ""
+
+
+def starve(pid: int) -> None:
+    """It gets no descriptor besides those that it has."""
+    with contextlib.suppress(OSError):  # it has just ended
+        count = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (count, hard))
+
+
+def fed(world: FarWorld) -> None:
+    """No carrier lacks descriptors any more."""
+    for host in world.switch.hosts:
+        for pid in host.processes("replicas-carry"):
+            with contextlib.suppress(OSError):
+                hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(1024, hard), hard))
 
 
 @dataclass(frozen=True)
@@ -134,9 +166,10 @@ class Trouble:
         )
 
 
-def troubles(rng: random.Random, only: str = "") -> Iterator[Trouble]:
+def troubles(rng: random.Random, only: str = "", *, pulls: bool = False) -> Iterator[Trouble]:
     """Without end: each kind of link fault comes before any comes again. ``only``: of
-    kinds with this in their name."""
+    kinds with this in their name; ``pulls``: hosts have carriers, which fail, too."""
+    dealt = (*PROCESSES, *CARRIERS) if pulls else PROCESSES
     kinds = [kind for kind in LINKS if only in kind] or list(LINKS)
     hands: list[str] = []
     processes: list[str] = []
@@ -147,8 +180,8 @@ def troubles(rng: random.Random, only: str = "") -> Iterator[Trouble]:
             links.append(_link(rng, rng.choice(kinds)))
         process = None
         lasts_s = rng.choice((rng.uniform(0.3, 3.0), rng.uniform(3.0, 6.0), rng.uniform(8.0, 11.0)))
-        if rng.random() < 0.35:
-            processes = processes or rng.sample(PROCESSES, len(PROCESSES))
+        if rng.random() < (0.6 if pulls else 0.35):
+            processes = processes or rng.sample(dealt, len(dealt))
             process = ProcessFault(processes.pop(), rng.random(), rng.uniform(0.0, lasts_s * 0.8))
         yield Trouble(tuple(links), process, rng.uniform(0.0, 0.5), lasts_s)
 
@@ -191,6 +224,7 @@ def done(trouble: Trouble, world: FarWorld, each: Callable[[], None]) -> str:
     if left is not None:
         hit = left.do(world)
     world.heal()
+    fed(world)
     return hit
 
 

@@ -66,7 +66,7 @@ def choose(fault: Fault, world: SyncWorld, anatomy: Anatomy, spared: Set[str]) -
         bodies = [body for body in bodies if body.name.startswith("trainer") == (fault.group == "source")]
     if fault.target == "torchrun":
         bodies = [body for body in bodies if body.launcher]
-    if fault.target == "sidecar" and world.shape.transport == "auto":  # nobody else has any
+    if fault.target == "sidecar" and world.shape.transport != "group":  # nobody else has any
         bodies = [body for body in bodies if body.name in world.shape.peers]
     if fault.target == "sidecar":
         bodies = [body for body in bodies if body.sidecars]

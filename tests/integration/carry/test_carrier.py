@@ -10,10 +10,13 @@ import itertools
 import mmap
 import os
 import random
+import resource
 import signal
+import sys
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import xxhash
@@ -177,6 +180,86 @@ async def test_a_frozen_carrier_is_killed(data: bytes) -> None:
         taker.process.send_signal(signal.SIGSTOP)
         with pytest.raises(CarrierDied, match="no sign of life"):
             await pulling
+
+
+async def test_one_that_serves_and_is_frozen_is_killed_soon(data: bytes) -> None:
+    """Nobody waits for a reply of it, but others for its bytes."""
+    async with carriers(1) as (source,):
+        ended = asyncio.Event()
+        source.ends.append(ended.set)
+        packed = Memory(data)
+        source.serve(1, SECRET, packed, packed.place, len(data))
+        source.process.send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(6.0):
+            await ended.wait()
+
+
+async def test_who_asked_for_one_is_told_of_its_end_however_it_ends(data: bytes) -> None:
+    async with carriers(1) as (one,):
+        ended = asyncio.Event()
+        one.ends.append(ended.set)
+        one.kill("it did not answer within 5 s and was killed")
+        async with asyncio.timeout(10.0):
+            await ended.wait()
+
+
+async def test_one_that_is_frozen_does_not_outlive_its_rank() -> None:
+    program = "import asyncio, sys\nfrom replicas.carry.rank_side import Carrier\n"
+    program += "async def main():\n    one = await Carrier.start('127.0.0.1')\n    print(one.pid, flush=True)\n"
+    program += "    one.process.send_signal(19)\n    print('stopped', flush=True)\n    await asyncio.sleep(60)\n"
+    program += "asyncio.run(main())"
+    rank = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    assert rank.stdout is not None
+    pid = int(await rank.stdout.readline())
+    assert await rank.stdout.readline() == b"stopped\n"
+    rank.kill()
+    await rank.wait()
+    await wait_until(lambda: start_time(pid) is None, "its end")
+
+
+@asynccontextmanager
+async def out_of_descriptors(one: Carrier) -> AsyncIterator[None]:
+    """It has those that it has, and gets no other one."""
+    count = len(os.listdir(f"/proc/{one.pid}/fd"))  # noqa: PTH208
+    soft, hard = resource.prlimit(one.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(one.pid, resource.RLIMIT_NOFILE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(one.pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def test_a_holder_out_of_descriptors_rests_and_goes_on(data: bytes) -> None:
+    """What waits at its door does not keep a processor busy, and is taken later."""
+    async with carriers(2) as (source, taker):
+        packed, slot = Memory(data), Memory(len(data))
+        source.serve(1, SECRET, packed, packed.place, len(data))
+        await source.withdraw(9, "it has read all that was said to it")
+        async with out_of_descriptors(source):
+            pulling = asyncio.ensure_future(taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0))
+            before = processor_s(source.pid)
+            await asyncio.sleep(1.0)  # the time in which it is measured
+            assert processor_s(source.pid) - before < 0.3
+        assert (await pulling).digest == digest_of(data)
+
+
+async def test_a_puller_out_of_descriptors_says_so(data: bytes) -> None:
+    async with carriers(2) as (source, taker):
+        packed, slot = Memory(data), Memory(len(data))
+        source.serve(1, SECRET, packed, packed.place, len(data))
+        taker._map(slot)
+        await taker.withdraw(9, "it has the memory")
+        async with out_of_descriptors(taker):
+            with pytest.raises(PullFailed) as failed:
+                await taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0)
+            assert (failed.value.why, failed.value.cut) == ({"": "Too many open files"}, {})
+        found = await taker.pull(1, SECRET, slot, slot.place, [address(source, "t/0/0")], 30.0)
+        assert found.digest == digest_of(data)
 
 
 async def test_one_whose_rank_is_gone_ends(data: bytes) -> None:

@@ -38,7 +38,7 @@ async def sync(sources: list[HostRank], targets: list[HostRank], seed: int, lost
     moves = [one.ask("publish", seed=seed, part=part, parts=parts) for part, one in enumerate(sources)]
     receipts = await asyncio.gather(*moves)
     for receipt in receipts:
-        assert set(receipt["lost"]) <= set(lost)
+        assert set(receipt["lost"]) <= set(lost), receipt["reasons"]
     for reply in await asyncio.gather(*(one.ask("receive") for one in targets)):
         assert reply == {"version": receipts[0]["version"], "seed": seed}
 

@@ -28,18 +28,28 @@ class _Rank:
     """The commands."""
 
     def __init__(self) -> None:
-        self._channel: replicas.Channel | None = None
+        self._channels: dict[str, replicas.Channel] = {}
 
-    @property
-    def channel(self) -> replicas.Channel:
-        assert self._channel is not None
-        return self._channel
-
-    def join(self, **where: Any) -> dict[str, Any]:
-        import replicas  # see above
-
-        self._channel = replicas.join("policy", **where)
+    def join(self, channel: str = "policy", **where: Any) -> dict[str, Any]:
+        self._channels[channel] = replicas.join(channel, **where)
         return {}
+
+    def publish_bytes(self, seed: int, nbytes: int, channel: str = "policy") -> dict[str, Any]:
+        """One tensor of so many bytes, which follow from ``seed``."""
+        receipt = self._channels[channel].publish({"w": _bytes(seed, nbytes)}, new_manifest=True).wait(TIMEOUT_S)
+        return {"version": receipt.version, "lost": receipt.lost, "reasons": receipt.reasons}
+
+    def receive_bytes(self, channel: str = "policy") -> dict[str, Any]:
+        """The newest version, once it is there, all of whose bytes have been looked at.
+
+        ``seed``: the one that they follow from; -1 for none.
+        """
+        with self._channels[channel].receive().wait(TIMEOUT_S) as update:
+            found = dict(update)["w"]
+            seed = int(found[0]) if len(found) else -1
+            if seed >= 0 and not torch.equal(found, _bytes(seed, len(found))):
+                raise RuntimeError(f"version {update.version} has other bytes than those of {seed}")
+            return {"version": update.version, "seed": seed, "nbytes": len(found)}
 
     def publish(self, seed: int, part: int = 0, parts: int = 1) -> dict[str, Any]:
         """Tensors that follow from ``seed``; of several parts, the rows of one."""
@@ -50,14 +60,20 @@ class _Rank:
             rows = whole.tensor_split(parts)[part]
             first = sum(len(other) for other in whole.tensor_split(parts)[:part])
             weights[f"w{number}"] = replicas.Shard(rows, (first, 0), tuple(whole.shape)) if parts > 1 else whole
-        receipt = self.channel.publish(weights).wait(TIMEOUT_S)
-        return {"version": receipt.version, "lost": receipt.lost, "nbytes": receipt.nbytes, "phases": receipt.phases}
+        receipt = self._channels["policy"].publish(weights).wait(TIMEOUT_S)
+        return {
+            "version": receipt.version,
+            "lost": receipt.lost,
+            "reasons": receipt.reasons,
+            "nbytes": receipt.nbytes,
+            "phases": receipt.phases,
+        }
 
     def receive(self) -> dict[str, Any]:
         """The newest version, once it is there; ``seed``: that of its tensors, all of
         whose values have been looked at."""
 
-        with self.channel.receive().wait(TIMEOUT_S) as update:
+        with self._channels["policy"].receive().wait(TIMEOUT_S) as update:
             found = dict(update)
             seed = int(found["w0"].flatten()[0])
             for number in range(TENSORS):
@@ -67,8 +83,14 @@ class _Rank:
             return {"version": update.version, "seed": seed}
 
     def leave(self) -> dict[str, Any]:
-        self.channel.close()
+        for channel in self._channels.values():
+            channel.close()
         return {}
+
+
+def _bytes(seed: int, nbytes: int) -> torch.Tensor:
+    """So many; the first one is ``seed``, up to 250."""
+    return torch.arange(nbytes, dtype=torch.int64).mul_(7).add_(seed).remainder_(251).to(torch.uint8)
 
 
 def _main() -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,11 @@ class HostRank:
         which is a child of the rank."""
         return any(self.pid == parent_of(parent_of(pid)) for pid in self.host.processes("replica-sidecar"))
 
+    def carrier(self) -> int:
+        """Its carrier; 0: it has none now."""
+        own = self.pid
+        return next((pid for pid in self.host.processes("replicas-carry") if parent_of(pid) == own), 0)
+
     def kill(self) -> None:
         """SIGKILL to the rank."""
         os.kill(self.pid, signal.SIGKILL)
@@ -81,18 +86,57 @@ class HostWorld:
     """A coordinator in the test's process with a channel "policy", hosts, and ranks on
     them."""
 
-    def __init__(self, network: Network, coordinator: Coordinator, stack: AsyncExitStack) -> None:
+    def __init__(self, network: Network, made: Callable[[str], Coordinator], stack: AsyncExitStack) -> None:
         self.hosts = network.machines
-        self.coordinator = coordinator
+        self._made = made
+        self.coordinator = made("")
         self._stack = stack
 
-    async def join(self, host: int, group: str, replica: int = 0, rank: int = 0, world_size: int = 1) -> HostRank:
+    async def start(self) -> None:
+        await self.coordinator.__aenter__()
+
+    async def restart(self) -> None:
+        """Another coordinator in place of the one that there is, which has gone."""
+        endpoint = self.coordinator.endpoint
+        await self.close()
+        self.coordinator = self._made(endpoint)
+        await self.start()
+
+    async def close(self) -> None:
+        await self.coordinator.__aexit__(None, None, None)
+
+    async def join(
+        self, host: int, group: str, replica: int = 0, rank: int = 0, world_size: int = 1, *channels: str
+    ) -> HostRank:
         """Start a rank there and let it join."""
-        one = await HostRank.start(f"{group}/{replica}/{rank}", self.hosts[host])
-        self._stack.push_async_callback(one.end)
-        where = {"endpoint": self.coordinator.endpoint, "token": self.coordinator.token}
-        await one.ask("join", group=group, replica=replica, rank=rank, world_size=world_size, **where)
+        one = await self._started(host, f"{group}/{replica}/{rank}")
+        await self._join(one, group, replica, rank, world_size, *channels)
         return one
+
+    async def _started(self, host: int, name: str) -> HostRank:
+        one = await HostRank.start(name, self.hosts[host])
+        self._stack.push_async_callback(one.end)
+        return one
+
+    async def chain(self) -> tuple[HostRank, list[HostRank]]:
+        """A trainer on the first host, a rollout on each other, in the order in which
+        versions go down their chain."""
+        names = ["trainer/0/0", *(f"rollout/{index}/0" for index in range(len(self.hosts) - 1))]
+        trainer, *rollouts = await asyncio.gather(*(self._started(host, name) for host, name in enumerate(names)))
+        await self._join(trainer, "trainer")
+        for index, one in enumerate(rollouts):
+            await self._join(one, "rollout", index)
+        await self.live(len(names))
+        return trainer, rollouts
+
+    async def _join(
+        self, one: HostRank, group: str, replica: int = 0, rank: int = 0, world_size: int = 1, *channels: str
+    ) -> None:
+        where = {"endpoint": self.coordinator.endpoint, "token": self.coordinator.token}
+        for channel in channels or ("policy",):
+            await one.ask(
+                "join", channel=channel, group=group, replica=replica, rank=rank, world_size=world_size, **where
+            )
 
     async def trainer_and_rollouts(self, *places: int) -> tuple[HostRank, list[HostRank]]:
         """A trainer on the first host, and a rollout on each of the hosts ``places``;
@@ -105,11 +149,11 @@ class HostWorld:
     async def live(self, members: int) -> None:
         """Wait until so many members are live."""
 
-        def count() -> int:
-            (channel,) = self.coordinator.channel_statuses()
-            return sum(member.state == "live" for member in channel.members)
+        def counts() -> set[int]:
+            channels = self.coordinator.channel_statuses()
+            return {sum(member.state == "live" for member in channel.members) for channel in channels}
 
-        await wait_until(lambda: count() == members, f"{members} members are live", timeout_s=TIMEOUT_S)
+        await wait_until(lambda: counts() == {members}, f"{members} members are live", timeout_s=TIMEOUT_S)
 
     def sidecars(self) -> list[int]:
         """How many members on each host have a process group."""
@@ -118,18 +162,39 @@ class HostWorld:
 
 @asynccontextmanager
 async def host_world(
-    size: int, config: dict[str, Any] | None = None, *, carry_port: int = 0, **groups: GroupShape
+    size: int,
+    config: dict[str, Any] | None = None,
+    *,
+    carry_port: int = 0,
+    channels: Sequence[str] = ("policy",),
+    state_dir: Path | None = None,
+    **groups: GroupShape,
 ) -> AsyncIterator[HostWorld]:
     """So many hosts. ``config``: changes to a trainer and rollouts; ``groups``: their
-    shapes."""
+    shapes; ``state_dir``: of a coordinator that is to be started again."""
     settings = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "40s", **(config or {})}
     with hosts(size) as network:
         address = network.address
-        coordinator = Coordinator(
-            {"policy": settings}, groups=groups, host=address, store_bind=address, carry_port=carry_port
-        )
-        async with coordinator, AsyncExitStack() as stack:
-            yield HostWorld(network, coordinator, stack)
+        token = "secret" if state_dir is not None else None
+
+        def made(endpoint: str) -> Coordinator:
+            port = int(endpoint.rpartition(":")[2] or 0)
+            return Coordinator(
+                dict.fromkeys(channels, settings),
+                groups=groups,
+                host=address,
+                port=port,
+                store_bind=address,
+                token=token,
+                state_dir=state_dir,
+                carry_port=carry_port,
+            )
+
+        async with AsyncExitStack() as stack:
+            world = HostWorld(network, made, stack)
+            await world.start()
+            stack.push_async_callback(lambda: world.close())
+            yield world
 
 
 def parent_of(pid: int) -> int:

@@ -44,6 +44,15 @@ def test_a_block_that_was_wrong_is_not_here_any_more() -> None:
     assert [asking.done, asking.take()] == [False, 1]
 
 
+def test_a_block_that_two_give_back_is_asked_for_once() -> None:
+    """Else two connections would write it side by side."""
+    asking = Asking(2 * BLOCK_NBYTES)
+    assert [asking.take(), asking.take()] == [0, 1]
+    for _ in range(2):
+        asking.give_back(1)
+    assert [asking.take(), asking.take()] == [1, None]
+
+
 def test_blocks_that_are_here_already_are_not_asked_for() -> None:
     asking = Asking(3 * BLOCK_NBYTES, here=(0, 2))
     assert [asking.take(), asking.take()] == [1, None]

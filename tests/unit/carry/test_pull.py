@@ -1,6 +1,6 @@
 """Pulls from servers in this process, over TCP on loopback, in plain and in TLS.
 
-Covers: carry/greeting.py, carry/serve.py, carry/pull.py.
+Covers: carry/greeting.py, carry/holders.py, carry/serve.py, carry/pull.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import closing
 
 import pytest
 
-from replicas.carry import pull, serve
+from replicas.carry import dialler, serve
 from replicas.carry.blocks import BLOCK_NBYTES, combined
 from replicas.carry.differences import Deltas
 from replicas.carry.image import CHUNK_NBYTES, Image
@@ -200,7 +200,8 @@ def test_nobody_reads_the_slot_once_it_is_withdrawn(threads: Threads, data: byte
 
 def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     """It accepts, proves itself, and then says nothing."""
-    monkeypatch.setattr(pull, "SILENT_S", 0.3)
+    monkeypatch.setattr(dialler, "SILENT_S", 0.3)
+    monkeypatch.setattr(dialler, "LAST_SILENT_S", 30.0)
     frozen = FalseHost(threads)
     with hosts(threads, "rollout/0/0") as (other,), closing(frozen.listener):
         kept: list[socket.socket] = []
@@ -213,7 +214,8 @@ def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.Monke
         other.serves(data)
         one, memory = a_pull(threads, len(data))
         assert run(one, threads, frozen.holder, other.holder) == combined(digests(data))
-        assert one.why == {"trainer/0/0": f"{frozen.holder.address} was silent for 0.3 s"}
+        assert one.why == {"trainer/0/0": f"{frozen.holder.address} was silent for too long"}
+        assert one.cut == {"trainer/0/0"}
         assert memory[OFFSET:] == data
         for sock in kept:
             sock.close()
@@ -222,7 +224,7 @@ def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.Monke
 def test_a_holder_that_waits_for_bytes_is_not_given_up(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
-    monkeypatch.setattr(pull, "SILENT_S", 0.3)
+    monkeypatch.setattr(dialler, "LAST_SILENT_S", 0.3)
     monkeypatch.setattr(serve, "SIGN_S", 0.05)
     with hosts(threads, "trainer/0/0") as (host,):
         image = host.serves(data, filled=0)

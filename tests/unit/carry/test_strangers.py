@@ -18,10 +18,11 @@ from contextlib import closing
 
 import pytest
 
-from replicas.carry import greeting, pull, serve, tls
+from replicas.carry import dialler, greeting, pull, serve, tls
 from replicas.carry.blocks import BLOCK_NBYTES, combined
 from replicas.carry.greeting import Stranger
-from replicas.carry.pull import Failed, Holder
+from replicas.carry.holders import Holder
+from replicas.carry.pull import Failed
 from replicas.carry.serve import ASK, RANGE
 from replicas.trust.certificate import certificate_hash, context_of
 from tests.support.carrying import (
@@ -456,12 +457,12 @@ def test_a_pull_that_is_stopped_in_a_handshake_ends_at_once(sealed: Threads, dat
 
         thread = threading.Thread(target=attempt)
         thread.start()
-        eventually(lambda: len(one._sockets) == 2, "both connections")
+        eventually(lambda: len(one._dialler._sockets) == 2, "both connections")
         began = time.monotonic()
         one.stop("it is not needed any more")
         thread.join(10)
         assert found == [": it is not needed any more"]
-        assert time.monotonic() - began < pull.GREET_S / 2
+        assert time.monotonic() - began < dialler.GREET_S / 2
 
 
 def test_a_pull_that_is_stopped_while_it_connects_ends_at_once(threads: Threads, data: bytes) -> None:
@@ -481,13 +482,13 @@ def test_a_pull_that_is_stopped_while_it_connects_ends_at_once(threads: Threads,
 
         thread = threading.Thread(target=attempt)
         thread.start()
-        eventually(lambda: len(one._sockets) == 2, "both connections")
+        eventually(lambda: len(one._dialler._sockets) == 2, "both connections")
         time.sleep(0.1)  # until they wait for an answer
         began = time.monotonic()
         one.stop("it is not needed any more")
         thread.join(10)
         assert not thread.is_alive()
-        assert time.monotonic() - began < pull.CONNECT_S / 2
+        assert time.monotonic() - began < dialler.CONNECT_S / 2
 
 
 def test_a_process_without_threads_turns_away_and_pulls_no_more(

@@ -125,6 +125,20 @@ def test_a_host_that_pulls_slowly_is_left_to_catch_up() -> None:
     assert any(isinstance(event, CaughtUp) for event in world.events)
 
 
+def test_all_of_a_slow_host_are_left_to_catch_up_at_once() -> None:
+    """Not one after the other, each of which would be waited for."""
+    world, trainer, (fast, *slow) = world_of("b", "c", "c", "c")
+    for one in (trainer, fast):
+        world.rates[frozenset((one.address, slow[0].address))] = 0.5
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    world.advance(6.0)
+    assert members(trainer.verdicts[number]) == ["rollout/0/0"]
+    world.advance(180.0)
+    assert all(one.commits == [1] for one in slow)
+
+
 def test_a_puller_that_cannot_is_tried_again_and_then_left_behind() -> None:
     world, trainer, (good, cut) = world_of("b", "c")
     world.cuts |= {frozenset((one.address, cut.address)) for one in (trainer, good)}
@@ -301,3 +315,81 @@ def test_deltas_are_to_the_version_that_both_ends_hold() -> None:
     assert [offer.base for offer in offers(trainer, "serve")] == [0, 1, 2]
     assert all([offer.base for offer in offers(one, "pull")] == [0, 1, 2] for one in targets)
     assert [(offer.version, offer.base) for offer in offers(late, "pull")] == [(2, 0), (3, 2)]
+
+
+def test_a_link_that_is_cut_is_not_tried_again_by_the_next_version() -> None:
+    """Also when the version came over another one."""
+    world, trainer, (first, second) = world_of("b", "c")
+    world.cuts |= {frozenset((first.address, second.address))}
+    assert members(publish(world, trainer)) == ["rollout/0/0", "rollout/1/0"]
+    assert [holder.name for holder in offers(second, "pull")[-1].pulls[0].holders] == ["rollout/0/0", "trainer/0/0"]
+    assert members(publish(world, trainer)) == ["rollout/0/0", "rollout/1/0"]
+    assert [holder.name for holder in offers(second, "pull")[-1].pulls[0].holders] == ["trainer/0/0"]
+
+
+def test_a_holder_whose_carrier_has_died_has_no_bad_link() -> None:
+    world, trainer, (first, _) = world_of("b", "c")
+    first.stuck = True
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    trainer.serving.clear()
+    first.stuck = False
+    world.run()
+    assert not world.state.links
+    assert members(trainer.verdicts[number]) == ["rollout/0/0", "rollout/1/0"]
+
+
+@pytest.mark.parametrize("how", ["lost", "cannot"])
+def test_nobody_waits_for_a_holder_that_will_never_serve(how: str) -> None:
+    world, trainer, (target,) = world_of("b")
+    state = world.state.roster.get(trainer.member)
+    assert state is not None
+    state.carrier_port = 0
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    assert not offers(target, "pull")
+    if how == "lost":
+        world.lose(trainer)
+        world.run()
+        assert not any(main for main in (world.state.commits.main,))
+        return
+    (offer,) = offers(trainer, "serve")
+    error = wire.WireError("SyncError", "carrier 5: it did not listen within 30 s and was killed")
+    trainer.outbox.append(wire.TransferFailed(offer.transfer, error))
+    world.run()
+    end = trainer.verdicts[number]
+    assert end.error is not None
+    assert "it did not listen" in end.error.message
+
+
+def test_the_rate_of_a_delivery_that_has_stood_still_is_unknown() -> None:
+    """It may have left a holder that gave nothing, and says little for a moment."""
+    world, trainer, (target,) = world_of("b")
+    target.stuck = True
+    publish(world, trainer)
+    main = world.state.commits.main
+    assert main is not None
+    (one,) = main.deliveries.of("taking", "offered")
+    rates = []
+    for received in (100, 200, 220, 220, 230, 330, 430):
+        world.now += 1.0
+        main.deliveries.moved(one.member, received, world.now)
+        rates.append(round(one.rate()))
+    assert rates == [0, 100, 100, 0, 0, 100, 100]
+
+
+def test_a_holder_with_wrong_bytes_is_asked_once() -> None:
+    """Also by who is caught up, from targets before trainers."""
+    world, trainer, (liar,) = world_of("b")
+    publish(world, trainer)
+    liar.forges = True
+    late = world.join("rollout/1/0", machine="c", address="10.0.0.3")
+    world.run()
+    world.advance(5.0)
+    assert 1 in late.held
+    assert not late.serving, "it would keep the slot with the wrong bytes for ever"
+    assert [holder.name for holder in offers(late, "pull")[0].pulls[0].holders] == ["rollout/0/0", "trainer/0/0"]
+    assert [holder.name for holder in offers(late, "pull")[1].pulls[0].holders] == ["trainer/0/0"]
+    assert len(offers(late, "pull")) == 2

@@ -55,6 +55,28 @@ def test_members_that_have_not_come_back_to_a_new_coordinator() -> None:
     assert "come back" in error.message
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_version_that_was_committed_before_the_coordinator_was_replaced(packed: bool) -> None:
+    """Its source comes back so late that its time is up before all others are back: it
+    must not be told that a version has failed that targets serve."""
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(trainer, 60.0)
+    world.run()
+    assert target.commits == [1]
+    world.restart()
+    world.rejoin(trainer)
+    world.run()
+    trainer.verdicts.clear()
+    trainer.outbox.append(wire.PublishBegin(1, 1, 1.0, resumed=True))
+    if packed:
+        trainer.pack(1)
+    world.advance(4.0)
+    receipt = trainer.verdicts[1].receipt
+    assert receipt is not None, trainer.verdicts[1].error
+    assert receipt.version == 1
+
+
 def test_a_manifest_that_is_still_being_read() -> None:
     world = SlowReader()
     trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")

@@ -1,0 +1,240 @@
+"""Connections of a puller to holders: made, proven at both ends, and ended together.
+
+*Encrypted*, each connection is TLS with the very certificate that the holder's rank has
+told (:mod:`replicas.carry.tls`); a holder without one is none, and nothing falls back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from replicas.carry import endpoint, greeting, tls
+from replicas.carry.holders import Holder
+from replicas.carry.serve import HEAD, OVER
+
+CONNECT_S, LAST_CONNECT_S = 1.5, 3.0
+"""In which a holder must have accepted: a lost first packet is sent again after 1 s.
+
+The second one is for the last holder that is left, as is that of :data:`LAST_SILENT_S`.
+"""
+GREET_S = 3.0
+"""In which it must then have proven itself; it may hear of the transfer a bit later."""
+SILENT_S, LAST_SILENT_S = 1.5, 4.0
+"""Without a byte or a sign of life for so long a holder is frozen, or cut off."""
+WAKES_S = 0.25
+"""Between two looks at a silent connection, and at what of a chunk has come."""
+_SECONDS = struct.Struct("ll")
+_LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+_CUT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
+
+
+class Over(Exception):
+    """The connection is not needed any more."""
+
+
+class NotMade(Exception):
+    """There is no connection. ``why``: in words."""
+
+    def __init__(self, why: str, *, cut: bool = False) -> None:
+        super().__init__(why)
+        self.why, self.cut = why, cut
+
+
+class Lacking(NotMade):
+    """This process, or its machine, has no descriptor, port or memory left."""
+
+
+class CutAtDoor(NotMade):
+    """It was closed before the holder had proven itself, as under a flood."""
+
+
+def is_cut(error: OSError) -> bool:
+    """Return True if nothing gets through, as it seems."""
+    return isinstance(error, TimeoutError) or error.errno in _CUT
+
+
+class Line:
+    """A proven connection to a holder.
+
+    :param last: it is the last holder that is left, and gets more time.
+    """
+
+    def __init__(self, sock: socket.socket, holder: Holder, *, last: bool) -> None:
+        self.sock, self.holder = sock, holder
+        self.patience_s = LAST_SILENT_S if last else SILENT_S
+        if isinstance(sock, ssl.SSLSocket):  # it waits by itself, record by record
+            sock.settimeout(WAKES_S)
+        else:
+            sock.settimeout(None)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(0, int(WAKES_S * 1e6)))
+
+    def send(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def receive(self, into: memoryview) -> int:
+        """All of it, or what has come within :data:`WAKES_S`."""
+        began = time.monotonic()
+        while True:
+            try:
+                nbytes = self.sock.recv_into(into, 0, 0 if isinstance(self.sock, ssl.SSLSocket) else socket.MSG_WAITALL)
+            except (BlockingIOError, TimeoutError):
+                if time.monotonic() - began < self.patience_s:
+                    continue
+                raise TimeoutError("was silent for too long") from None
+            if not nbytes:
+                raise ConnectionError("closed the connection")
+            return nbytes
+
+    def receive_all(self, into: memoryview) -> None:
+        while into:
+            into = into[self.receive(into) :]
+
+    def number(self) -> int:
+        """The next four bytes: a head, or a length."""
+        head = bytearray(HEAD.size)
+        self.receive_all(memoryview(head))
+        (found,) = HEAD.unpack(head)
+        if found == OVER:
+            raise ConnectionError("does not serve the version any more")
+        return int(found)
+
+
+class Dialler:
+    """Makes them, for one pull.
+
+    :param source: address to connect from; empty: any.
+    :param encrypt: in TLS, and never without.
+    """
+
+    def __init__(self, transfer: int, secret: bytes, source: str, *, encrypt: bool) -> None:
+        self._transfer, self._secret, self._source = transfer, secret, source
+        self._tls = tls.client_context() if encrypt else None
+        self._lock = threading.RLock()
+        self._sockets: dict[socket.socket, Holder] = {}
+        self._put_off: set[socket.socket] = set()
+        self._over = False
+        self.made: Counter[Holder] = Counter()
+        """Connections to each holder, those included that are still being made."""
+        self.proven: Counter[Holder] = Counter()
+        """Connections that work."""
+
+    def hang_up(self, holder: Holder | None = None) -> None:
+        """End the connections to a holder; None: all, also those made just now."""
+        with self._lock:
+            if holder is None:
+                self._over = True
+            for sock, of in self._sockets.items():  # also those that are not connected yet
+                if holder in (None, of):
+                    self._put_off.add(sock)
+                    tls.hang_up(sock)
+
+    def begin(self) -> None:
+        """Make connections again, after all have ended."""
+        with self._lock:
+            self._over = False
+
+    @contextlib.contextmanager
+    def dialled(self, holder: Holder, *, last: bool = True) -> Iterator[Line]:
+        """A connection, both ends proven; silence ends it.
+
+        :raises Over: it was hung up. :raises NotMade: there is none.
+        """
+        with self._lock:
+            self.made[holder] += 1
+        sock: socket.socket | None = None
+        proven = False
+        try:
+            sock = self._connect(holder, LAST_CONNECT_S if last else CONNECT_S)
+            self._greet(sock, holder)
+            with self._lock:
+                self.proven[holder] += 1
+                proven = True
+            yield Line(sock, holder, last=last)
+        except (OSError, NotMade):
+            if sock in self._put_off:
+                raise Over from None
+            raise
+        finally:
+            with self._lock:
+                self.made[holder] -= 1
+                self.proven[holder] -= proven
+            if sock is not None:
+                self._lose(sock)
+
+    def _connect(self, holder: Holder, timeout_s: float) -> socket.socket:
+        """A connection that ends when the pull does; nothing is sent yet."""
+        if self._tls is not None and not holder.certificate_hash:
+            raise tls.NotTheHolder("has told no certificate, and the channel is encrypted")
+        sock: socket.socket | None = None
+        try:
+            sock, there = endpoint.prepare(holder.host, holder.port, self._source)
+            self._keep(sock, holder)
+            sock.settimeout(timeout_s)
+            sock.connect(there)
+            return sock if self._tls is None else self._sealed(sock, holder, self._tls)
+        except OSError as error:
+            over = sock in self._put_off
+            if sock is not None:
+                self._lose(sock)
+            if over:
+                raise Over from None
+            no_address = sock is None and error.errno == errno.EADDRNOTAVAIL  # of the holder, or of this machine
+            kind = Lacking if error.errno in _LACKS and not no_address else NotMade
+            why = endpoint.unreached(error, holder.host, holder.port, self._source)
+            raise kind(why, cut=is_cut(error)) from error
+        except BaseException:
+            if sock is not None:
+                self._lose(sock)
+            raise
+
+    def _sealed(self, sock: socket.socket, holder: Holder, context: ssl.SSLContext) -> ssl.SSLSocket:
+        with self._lock:  # it changes hands
+            self._sockets.pop(sock, None)
+            sealed = tls.wrap(sock, context)
+            self._keep(sealed, holder)
+        return sealed
+
+    def _keep(self, sock: socket.socket, holder: Holder) -> None:
+        """Note a connection that is to end with the pull."""
+        with self._lock:
+            self._sockets[sock] = holder
+            if self._over:
+                raise Over
+
+    def _lose(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.pop(sock, None)
+            self._put_off.discard(sock)
+        sock.close()
+
+    def _greet(self, sock: socket.socket, holder: Holder) -> None:
+        """Know the holder, and prove to it that this is a puller."""
+        deadline, binding = time.monotonic() + GREET_S, b""
+        try:
+            sock.settimeout(GREET_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if isinstance(sock, ssl.SSLSocket):
+                tls.meet(sock, holder.certificate_hash)
+                binding = bytes.fromhex(holder.certificate_hash)
+            greeting.greet(sock, self._transfer, self._secret, binding, deadline)
+        except (greeting.Stranger, tls.NotTheHolder):
+            raise
+        except TimeoutError:
+            raise CutAtDoor(f"{holder.address} did not answer within {GREET_S:g} s", cut=True) from None
+        except OSError as error:
+            raise CutAtDoor(f"{holder.address} {words(error)}") from error
+
+
+def words(error: OSError) -> str:
+    """What the other end has done."""
+    if isinstance(error, ssl.SSLError):
+        return f"broke the connection ({error.reason or error})"
+    return str(error) if error.strerror is None else f"broke the connection ({error.strerror})"

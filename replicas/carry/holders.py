@@ -1,0 +1,124 @@
+"""The holders of which one version is pulled: in order of preference, and measured.
+
+*A slow holder* would hold up all that are behind it in a chain: one that gives little
+(:data:`SLOW_NBYTES_S`) for :data:`TRY_S`, as its own holder or the way to it gives no
+more, makes room for the next one; when all were measured, the best goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from replicas.carry import endpoint
+
+TRY_S = 1.0
+"""For so long a holder is measured,"""
+SLOW_NBYTES_S = 20e6
+"""and makes room for another one if it gives less a second,"""
+LEFT_S = 3.0
+"""and more than so much time would be left."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Where the version can be pulled from.
+
+    ``name``: of the member, for messages. ``certificate_hash``: of what it shows in
+    TLS.
+    """
+
+    name: str
+    host: str
+    port: int
+    certificate_hash: str = ""
+
+    @property
+    def address(self) -> str:
+        return endpoint.shown(self.host, self.port)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Of a holder: from when on, and after how many bytes of it."""
+
+    holder: Holder
+    began: float
+    nbytes: int
+
+
+class Holders:
+    """Those that are left of ``holders``. Not thread-safe.
+
+    :ivar why: why holders were given up or put off, by name.
+    :ivar cut: those of them to whom nothing, or little, gets through, as it seems.
+    """
+
+    def __init__(self, holders: Sequence[Holder] = ()) -> None:
+        self._left = list(holders)
+        self._talking: set[Holder] = set()
+        self._rates: dict[Holder, float] = {}
+        """Bytes a second of those that were measured, and slow."""
+        self._trial: _Trial | None = None
+        self.why: dict[str, str] = {}
+        self.cut: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def __contains__(self, holder: Holder) -> bool:
+        return holder in self._left
+
+    @property
+    def first(self) -> Holder | None:
+        """The one to pull from."""
+        return self._left[0] if self._left else None
+
+    def is_last(self, holder: Holder) -> bool:
+        return self._left == [holder]
+
+    def talks(self, holder: Holder) -> None:
+        """It has proven itself, and is measured from now on."""
+        self._talking.add(holder)
+
+    def give_up(self, holder: Holder, why: str, *, cut: bool) -> None:
+        """Pull no more from it. ``cut``: nothing gets through to it, as it seems."""
+        self._left.remove(holder)
+        self.why[holder.name] = why
+        if cut:
+            self.cut.add(holder.name)
+
+    def put_off(self, received: Mapping[str, int], left_nbytes: int) -> Holder | None:
+        """Measure the first one; return it if it has made room for a better one.
+
+        :param received: bytes by holder.
+        """
+        trial = self._trial
+        if trial is None or trial.holder not in self._left or trial.holder in self._rates:
+            self._trial = self._begin(received)
+            return None
+        if (elapsed_s := time.monotonic() - trial.began) < TRY_S:
+            return None
+        holder, rate = trial.holder, (received.get(trial.holder.name, 0) - trial.nbytes) / elapsed_s
+        if rate >= SLOW_NBYTES_S or left_nbytes <= rate * LEFT_S:
+            return None
+        self._rates[holder] = rate
+        self._left.sort(key=lambda one: -self._rates.get(one, math.inf))
+        best = self._left[0]
+        self.why.pop(best.name, None)
+        self.cut.discard(best.name)
+        if best == holder:
+            return None
+        self.why[holder.name] = f"it gave {rate:,.0f} bytes/s"
+        self.cut.add(holder.name)
+        return holder
+
+    def _begin(self, received: Mapping[str, int]) -> _Trial | None:
+        if len(self._left) < 2:
+            return None
+        holder = self._left[0]
+        if holder not in self._talking or holder in self._rates:
+            return None
+        return _Trial(holder, time.monotonic(), received.get(holder.name, 0))
