@@ -23,9 +23,10 @@ from replicas.channel.session.pending import Pending, Promise, Receipt, afresh
 from replicas.channel.session.session import Session
 from replicas.channel.session.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.filling import PublishJob, arena_like, reserve
+from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Bound, Receiver, Watches
-from replicas.channel.versions.transfers import ManifestExchange, Transfers
+from replicas.channel.versions.transfers import Transfers
 from replicas.channel.versions.update import Update
 from replicas.common import own_loop
 from replicas.common.logs import Log

@@ -1,4 +1,4 @@
-"""Transfers: move or map the bytes of one version; and its manifest, told and fetched.
+"""Transfers: move, pull or map the bytes of one version.
 
 Theory of operation
 ===================
@@ -39,10 +39,10 @@ from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.channel.versions.carried import Carried
 from replicas.channel.versions.filling import free_slot
+from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.on_device import copy_image, copy_part, put_part
 from replicas.common.logs import Log
 from replicas.core.base.manifest import Manifest
-from replicas.core.versions.fetching import Cache, Fetch, pieces
 from replicas.memory.kept import is_near
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar
 from replicas.sidecar.wire import TransferSpec
@@ -54,98 +54,8 @@ logger = Log("replicas.channel")
 
 MARGIN_S = 0.5
 """How long before the offer's deadline a receiver without a slot gives up."""
-DECODED_NBYTES = 16 * 2**20
-"""Limit on the encoded size of manifests that are also kept decoded, in bytes."""
 KEPT_FILLED = 8
 """Versions whose fill level is remembered: several publishes may be under way."""
-
-
-class ManifestExchange(Part):
-    """Manifests of one channel; ``published`` finds one being published here."""
-
-    def __init__(self, hub: Hub, published: Callable[[str], bytes | None]) -> None:
-        self._hub = hub
-        self._published = published
-        self._encoded: Cache[bytes] = Cache()
-        self._decoded: Cache[Manifest] = Cache(DECODED_NBYTES)
-        self._fetches: dict[str, tuple[Fetch, asyncio.Future[bytes]]] = {}
-
-    def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {wire.ManifestAsk: self._asked, wire.ManifestPiece: self._piece}
-
-    def new_term(self) -> None:
-        """The old coordinator's answers will not come."""
-        self.fail_all(self._hub.error(errors.Gone, "there is a new coordinator", hint=""))
-
-    def fail_all(self, error: errors.ReplicasError) -> None:
-        for manifest_hash in list(self._fetches):
-            self._end(manifest_hash, error)
-
-    async def get(self, manifest_hash: str) -> bytes:
-        """The encoded manifest, kept here or fetched from the coordinator.
-
-        It is requested once for all that wait, and the fetch goes on when no caller
-        waits any longer, because the version will be offered again.
-        """
-        known = self._own(manifest_hash)
-        if known is not None:
-            return known
-        if manifest_hash not in self._fetches:
-            fetch, coming = Fetch(manifest_hash), self._hub.loop.loop.create_future()
-            coming.add_done_callback(_seen)
-            self._fetches[manifest_hash] = fetch, coming
-            self._hub.send(fetch.ask(time.monotonic()))
-        return await asyncio.shield(self._fetches[manifest_hash][1])
-
-    async def decoded(self, manifest_hash: str) -> Manifest:
-        known = self._decoded.get(manifest_hash)
-        if known is None:
-            encoded = await self.get(manifest_hash)
-            known = await asyncio.to_thread(Manifest.decode, encoded)
-            self._decoded.put(manifest_hash, known, len(encoded))
-        return known
-
-    def _own(self, manifest_hash: str) -> bytes | None:
-        """The encoded manifest, if it is known here."""
-        known = self._encoded.get(manifest_hash)
-        if known is None:
-            images = self._hub.holdings.arena.images().values()
-            held = next((image for image in images if image.hash == manifest_hash), None)
-            known = held.encode() if held is not None else self._published(manifest_hash)
-            if known is not None:
-                self._encoded.put(manifest_hash, known, len(known))
-        return known
-
-    def _asked(self, ask: wire.ManifestAsk) -> None:
-        for piece in pieces(ask, self._own(ask.manifest_hash)):
-            self._hub.send(piece)
-
-    def _piece(self, piece: wire.ManifestPiece) -> None:
-        if piece.manifest_hash not in self._fetches:
-            return
-        try:
-            answer = self._fetches[piece.manifest_hash][0].add(piece, time.monotonic())
-        except errors.ReplicasError as error:
-            self._end(piece.manifest_hash, error)
-            return
-        if isinstance(answer, bytes):
-            self._encoded.put(piece.manifest_hash, answer, len(answer))
-            self._end(piece.manifest_hash, answer)
-        elif answer is not None:
-            self._hub.send(answer)
-
-    def _end(self, manifest_hash: str, outcome: bytes | errors.ReplicasError) -> None:
-        _, coming = self._fetches.pop(manifest_hash)
-        if isinstance(outcome, bytes):
-            coming.set_result(outcome)
-        else:
-            coming.set_exception(outcome)
-
-
-def _seen(coming: asyncio.Future[bytes]) -> None:
-    """Mark the error as retrieved: perhaps no caller waits any longer."""
-    if not coming.cancelled():
-        coming.exception()
 
 
 @dataclass(eq=False, repr=False)

@@ -17,9 +17,10 @@ from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.hub import Hub
 from replicas.channel.session.pending import SessionEnd
 from replicas.channel.session.sidecar_lanes import SidecarLanes
+from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Receiver, Watches
-from replicas.channel.versions.transfers import ManifestExchange, Transfers
+from replicas.channel.versions.transfers import Transfers
 from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.versions.fetching import pieces
 from replicas.messages.identity import Member, ProcessIdentity

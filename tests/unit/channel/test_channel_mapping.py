@@ -1,7 +1,7 @@
 """What a member does on its own host: it finds out where it is, maps what others hold,
 and lets go of it again.
 
-Covers: channel/versions/transfers.py.
+Covers: channel/versions/transfers.py, channel/versions/manifest_exchange.py.
 """
 
 from __future__ import annotations

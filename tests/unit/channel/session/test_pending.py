@@ -258,6 +258,7 @@ def test_receipt_metrics_are_flat_numbers() -> None:
         "sync/lost": 1.0,
         "sync/not_loaded": 0.0,
         "sync/nbytes": 10.0,
+        "sync/wire_nbytes": 0.0,
         "sync/seconds": 0.5,
         "sync/pack_seconds": 0.1,
     }
