@@ -187,9 +187,10 @@ class Dialler:
             if over:
                 raise Over from None
             no_address = sock is None and error.errno == errno.EADDRNOTAVAIL  # of the holder, or of this machine
-            kind = Lacking if error.errno in _LACKS and not no_address else NotMade
+            if error.errno in _LACKS and not no_address:
+                raise Lacking(error.strerror or str(error)) from error
             why = endpoint.unreached(error, holder.host, holder.port, self._source)
-            raise kind(why, cut=is_cut(error)) from error
+            raise NotMade(why, cut=is_cut(error)) from error
         except BaseException:
             if sock is not None:
                 self._lose(sock)
