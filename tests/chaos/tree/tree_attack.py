@@ -142,6 +142,8 @@ class Attack:
             self.hit |= set(picture.bodies)
             for each in picture.bodies:
                 self._costs(each, picture, certain=fault.at_s == 0.0)
+            for each in self._before.bodies.keys() - picture.bodies.keys():  # it may have begun again just before
+                self.most[each.partition("-")[0]] += 1
         if not name:
             return
         self.hit.add(name)
