@@ -142,6 +142,8 @@ class Attack:
             self.hit |= set(picture.bodies)
             for each in picture.bodies:
                 self._costs(each, picture, certain=fault.at_s == 0.0)
+            for each in self._before.bodies.keys() - picture.bodies.keys():  # it may have begun again just before
+                self.most[each.partition("-")[0]] += 1
         if not name:
             return
         self.hit.add(name)
@@ -205,16 +207,21 @@ class Attack:
         name = names[int(fault.pick * len(names))] if fault.kind == "restart" else "plain-1"
         group, _, index = name.partition("-")
         self.words.append(f"{fault} {name if fault.kind == 'restart' else group}")
+        taken = False
         try:
             if fault.kind == "restart":
                 self._world.order(Restart(target=f"{group}/{index}"))
+                taken = True
             else:
                 self._world.order(Scale(group=group, replicas=1))
+                taken = True
                 self._world.order(Scale(group=group, replicas=2))
                 self.least[group] -= name in self._paid  # perhaps it was stopped before its end was seen
                 self._scaled.add(name)
         except ReplicasError as error:
             self.words.append(f"({type(error).__name__}: {error})")
+        if not taken:  # a full disk takes no order
+            return
         self.hit.add(name)
         self.most[group] += fault.kind == "restart"
         self.doomed |= self._before.all_of(name)
