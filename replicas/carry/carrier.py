@@ -164,7 +164,7 @@ class Carrier:
             return
         seconds = time.monotonic() - began
         if not pull.why and holders and pull.landed_nbytes == pull.image.nbytes:
-            by_delta = pull.received_nbytes < pull.image.nbytes
+            by_delta = pull.asks_for_deltas
             self._choice.took(holders[0].host, by_delta=by_delta, nbytes=pull.image.nbytes, seconds=seconds)
         received, why, wrong = dict(pull.received), dict(pull.why), dict(pull.wrong)
         self.reply(wire.Pulled(request.id, digest, seconds, received, pull.again, why, wrong, tuple(pull.cut)))

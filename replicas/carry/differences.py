@@ -23,6 +23,8 @@ AGAIN = 16
 MARGIN = 2.0
 """Bytes are taken instead of deltas where they were this much faster: deltas leave the
 link to others."""
+VAIN = 2
+"""So many more blocks without a delta than with one, and no more are looked for."""
 SHORT_S = 0.2
 """What took less proves nothing, and is fast enough."""
 
@@ -33,6 +35,7 @@ class Deltas:
     :param base: the base's bytes, as many as the image has; None: it has none here.
     :param data: the image's bytes.
     :param regions: where elements of which size are (:func:`delta.encode_block`).
+    :param comes: the image is pulled as deltas, which are kept (:meth:`keep`).
     """
 
     def __init__(
@@ -41,19 +44,30 @@ class Deltas:
         base: memoryview | None = None,
         data: memoryview | None = None,
         regions: Sequence[delta.Region] = (),
+        *,
+        comes: bool = False,
     ) -> None:
+        self._comes = comes
         self._nbytes, self._base, self._data, self._regions = nbytes, base, data, regions
         self._known: dict[int, bytes] = {}
+        self._vain = 0
+        """Blocks that had changed throughout, less those that had not."""
         self._lock = threading.Lock()
+
+    def may_have(self, number: int) -> bool:
+        """Return True if the block, once it is here, may have a delta."""
+        return self._comes or number in self._known or (self._base is not None and self._vain < VAIN)
 
     def of(self, number: int) -> bytes | None:
         """The delta of a block that is here; None: it is to be sent as bytes."""
         with self._lock:  # one at a time: the publisher's host has other work
-            if (known := self._known.get(number)) is None and self._base is not None and self._data is not None:
+            known = self._known.get(number)
+            if known is None and self._base is not None and self._data is not None and self._vain < VAIN:
                 start = number * BLOCK_NBYTES
                 end = min(start + BLOCK_NBYTES, self._nbytes)
                 old, new = self._base[start:end], self._data[start:end]
                 self._known[number] = known = delta.encode_block(old, new, self._regions, start=start)
+                self._vain += 1 if delta.is_whole(known) else -1
             return None if known is None or delta.is_whole(known) else known
 
     def keep(self, number: int, found: bytes) -> None:

@@ -97,7 +97,7 @@ class Pull:
         *,
         encrypt: bool = False,
     ) -> None:
-        self.image, self.deltas = image, Deltas(image.nbytes)
+        self.image, self.deltas = image, Deltas(image.nbytes, comes=base is not None)
         self._base = base
         self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
         self._dialler = Dialler(transfer, secret, source, encrypt=encrypt)
@@ -263,6 +263,10 @@ class Pull:
     def cut(self) -> set[str]:
         """Those of them to whom nothing, or little, gets through, as it seems."""
         return self._holders.cut
+
+    @property
+    def asks_for_deltas(self) -> bool:
+        return self._base is not None
 
     @property
     def received_nbytes(self) -> int:

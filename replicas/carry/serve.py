@@ -284,9 +284,11 @@ class Server:
     @staticmethod
     def _send_changes(sock: socket.socket, offered: _Offered, start: int, end: int) -> bool:
         """Send a block as its delta; False: its bytes are to follow."""
-        while offered.image.here(start, end, SIGN_S) < end - start:
-            sock.sendall(HEAD.pack(0))
-        found = offered.deltas.of(start // BLOCK_NBYTES) or b""
+        number, found = start // BLOCK_NBYTES, b""
+        if offered.deltas.may_have(number):
+            while offered.image.here(start, end, SIGN_S) < end - start:
+                sock.sendall(HEAD.pack(0))
+            found = offered.deltas.of(number) or b""
         sock.sendall(DELTA.pack(DELTA_FOLLOWS, len(found)) + found)
         offered.sent_nbytes += len(found)
         return bool(found)
