@@ -142,12 +142,12 @@ class Carrier:
             try:
                 slot = self._slots[request.place.key]
                 image, memory = slot.image(request.place, mapped=request.encrypt), slot.memory
+                base = None
+                if request.base is not None and request.holders and self._choice.by_delta(request.holders[0].host):
+                    base = self._slots[request.base.key].view(request.base)
             except (KeyError, ValueError, OSError) as error:
                 self.reply(wire.Refused(request.id, str(error)))
                 return
-            base = None
-            if request.base is not None and request.holders and self._choice.by_delta(request.holders[0].host):
-                base = self._slots[request.base.key].view(request.base)
             encrypt = request.encrypt
             pull = Pull(image, memory, transfer, request.secret, request.source, base, encrypt=encrypt)
             self._pulls[transfer], self._images[transfer] = pull, image

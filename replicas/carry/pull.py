@@ -400,7 +400,8 @@ class Pull:
 
     def _apply(self, holder: Holder, number: int, found: bytes, digest: xxhash.xxh3_128) -> bool:
         """Make the block of its delta; False: it is none, and its bytes are needed."""
-        assert self._base is not None
+        if self._base is None:
+            raise Over
         start, end = self._asking.range_of(number)
         block = self._data[start:end]
         try:

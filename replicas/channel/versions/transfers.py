@@ -303,6 +303,7 @@ class Transfers(Part):
     def _pulled(self, transfer: _Transfer, slot: Slot, done: wire.TransferDone) -> None:
         """It is held like any other version, and served until the transfer is over."""
         hub, offer = self._hub, transfer.offer
+        self._unpin_base(transfer)  # what is wrong comes as bytes; the next version may need its slot
         if slot.state == "held":
             hub.arena.mended(slot, done.image_digest)
             hub.holdings.note(offer.version, digest=done.image_digest)
