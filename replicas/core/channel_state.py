@@ -92,7 +92,7 @@ class ChannelState:
         self.hosts = Hosts(self.roster, self.out, here)
         self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
         self.lanes = Lanes(self.roster, self.out, run=run, term=term, store=store, secret=secret)
-        self.links = Links(self.lanes)
+        self.links = Links(self.roster)
         shared = (self.roster, self.hosts, self.keeping, self.lanes, self.links, self.out)
         self.ground = Ground(term, past, *shared, self.quarantine, self.others_wait)
         self.rounds = Rounds(config.name, self.view, self.out)
@@ -199,7 +199,7 @@ class ChannelState:
         self.roster.keep_time(now)
         self.hosts.tick(now)
         self.recovery.tick(now)
-        self.links.tick(now)
+        self.links.tick()
         self.lanes.tick(now)
         self.commits.tick(now, recovering=self.recovery.active)
         self.hosts.release(self.commits.latest, now)
@@ -366,7 +366,7 @@ class ChannelState:
                     if not state.is_peer:
                         known = {self.roster.address(one) for one in lane.members}
                         links = [link for link in message.links if known.issuperset(link)]
-                        self.links.broke(links, error.message, now)
+                        self.links.doubt(links, error.message, now)
                     self.lanes.fail(lane, error, now)
             case wire.LaneMoved():
                 self.lanes.moved(member, message, now)

@@ -322,9 +322,11 @@ class SimMember:
                 self.outbox.append(wire.Located(next(found, -1)))
             case wire.TransferOffer(role="map"):
                 self._map(message)
-            case wire.LaneAhead() if self.world.config.transport == "tcp":
+            case wire.LaneAhead() if self.world.config.transport != "group":
                 self.outbox.append(wire.CarrierUp(self.port))
             case wire.TransferOffer(role="serve"):
+                if self.world.config.transport == "group":
+                    self.outbox.append(wire.CarrierUp(self.port))
                 if message.version in self.held | self.published or message.streaming:
                     self.serving[message.transfer] = message
                 else:

@@ -67,9 +67,23 @@ def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, de
             put_part(manifest, place.part, source.readable(), slot)
 
 
-def put_part(manifest: Manifest, part: int, source: torch.Tensor, slot: Slot) -> None:
-    """Copy the pieces of a part, uint8 in host memory, into the image in ``slot``."""
-    copy_pairs(piece_pairs(manifest, (manifest.parts or ())[part], source, slot.data))
+def put_part(manifest: Manifest, part: int, source: torch.Tensor, slot: Slot, device: str = "") -> None:
+    """Copy a part, or (-1) a whole image, uint8 in host memory, into ``slot``."""
+    pairs = (
+        [(slot.data, source)]
+        if part < 0
+        else list(piece_pairs(manifest, (manifest.parts or ())[part], source, slot.data))
+    )
+    if device:
+        _copy_pairs_on(device, pairs)
+    else:
+        copy_pairs(pairs)
+
+
+def take_out(slot: Slot, target: torch.Tensor, device: str) -> None:
+    """Copy the data of a slot on a GPU into host memory."""
+    slot.buffer.wait_for_write()
+    _copy_pairs_on(device, [(target, slot.data)])
 
 
 def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor], list[_Pair]]) -> None:
@@ -77,11 +91,14 @@ def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor
 
     ``pairs`` makes them from the memory that is read; no reference to it may be kept.
     """
+    _copy_pairs_on(device, pairs(source.readable()))
+
+
+def _copy_pairs_on(device: str, pairs: list[_Pair]) -> None:
     gpu = device_of(device)
-    found = pairs(source.readable())
     with gpu.on_side_stream(device):
         try:
-            gpu.copy([one for one, _ in found], [one for _, one in found])
+            gpu.copy([one for one, _ in pairs], [one for _, one in pairs])
         finally:
             gpu.synchronize(device)
 

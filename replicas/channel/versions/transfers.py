@@ -40,7 +40,7 @@ from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.channel.versions.carried import Carried
 from replicas.channel.versions.filling import free_slot
 from replicas.channel.versions.manifest_exchange import ManifestExchange
-from replicas.channel.versions.on_device import copy_image, copy_part, put_part
+from replicas.channel.versions.on_device import copy_image, copy_part, put_part, take_out
 from replicas.common.logs import Log
 from replicas.core.base.manifest import Manifest
 from replicas.memory.kept import is_near
@@ -185,9 +185,20 @@ class Transfers(Part):
             return
         nbytes = slot.data.numel()
         filled = nbytes if slot.state == "held" else self._filled.get(slot.version, 0)
+        memory, device = slot.buffer, self._hub.device
+        if device:  # its bytes travel through host memory
+            memory, filled = await self._scratch(slot.version, nbytes), nbytes
+            while slot.state == "filling":
+                await self._hub.holdings.changed.wait()
+            await asyncio.to_thread(take_out, slot, memory.tensor(), device)
+            if self._transfers.get(offer.transfer) is not transfer:  # cancelled meanwhile
+                memory.close()
+                return
         base = self._pin_base(transfer, nbytes)
         encrypt = self._hub.settings.encrypt
-        carried = Carried(carrier, offer.secret, offer.part, slot.buffer, nbytes, base=base, encrypt=encrypt)
+        carried = Carried(
+            carrier, offer.secret, offer.part, memory, nbytes, base=base, scratch=bool(device), encrypt=encrypt
+        )
         transfer.carried.append(carried)
         carried.serve(filled, slot.manifest.regions if slot.manifest is not None and base is not None else ())
 
@@ -235,9 +246,10 @@ class Transfers(Part):
         async def pull(carried: Carried, one: wire.PartPull) -> Pulled:
             carried.on_received = partial(moved, carried)
             source = carried.memory.readable()
-            pulled = await carried.pull(one.holders, offer.deadline_s, hub.address, one.digest or offer.digest)
+            known = "" if hub.device and carried.part < 0 else one.digest or offer.digest  # a device has its own
+            pulled = await carried.pull(one.holders, offer.deadline_s, hub.address, known)
             if carried.scratch:
-                await asyncio.to_thread(put_part, manifest, carried.part, source, slot)
+                await asyncio.to_thread(put_part, manifest, carried.part, source, slot, hub.device)
             return pulled
 
         pulls = map(pull, transfer.carried, offer.pulls)
@@ -247,7 +259,10 @@ class Transfers(Part):
                 raise outcome
             found.append(outcome)
         here = time.monotonic()
-        digest = found[0].digest if offer.mode == "image" else await asyncio.to_thread(digest_of, slot.data)
+        if offer.mode == "image" and not hub.device:
+            digest = found[0].digest
+        else:
+            digest = await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
         return wire.TransferDone(
             offer.transfer,
             digest,
@@ -267,9 +282,9 @@ class Transfers(Part):
         carrier = await self._carriers.get()
         await self._copy_places(offer.places, manifest, slot)
         for one in offer.pulls:
-            memory, nbytes, scratch = slot.buffer, slot.data.numel(), one.part >= 0
+            memory, nbytes, scratch = slot.buffer, slot.data.numel(), one.part >= 0 or bool(self._hub.device)
             if scratch:
-                nbytes = manifest.part_nbytes(one.part)
+                nbytes = manifest.part_nbytes(one.part) if one.part >= 0 else nbytes
                 memory = await self._scratch(offer.version, nbytes)
             base = None if scratch else self._pin_base(transfer, nbytes)
             carried = Carried(
@@ -308,7 +323,7 @@ class Transfers(Part):
             hub.arena.mended(slot, done.image_digest)
             hub.holdings.note(offer.version, digest=done.image_digest)
         else:
-            hub.holdings.received(slot, done.image_digest, offer.meta, "cpu")
+            hub.holdings.received(slot, done.image_digest, offer.meta, "cuda" if hub.device else "cpu")
         if self._transfers.get(offer.transfer) is not transfer:  # cancelled at its end: nobody asks for it any more
             hub.spawn(self._stop_carrying(transfer), f"transfer {offer.transfer} ends")
             return

@@ -16,8 +16,7 @@ growing intervals, and released when that has worked; a peer is released by tria
 its turn, *moving* while a transfer carries it, and then has exactly one verdict.
 
 *A transfer* runs in attempts: *offering* (slots and a lane are being made ready), then
-*moving*; ``again`` starts the next one over the members that are left. *Probing* pairs
-of its members finds the culprit of a second failure.
+*moving*; ``again`` starts the next one over the members that are left.
 
 *A delivery* is one version on its way to a host that pulls it
 (:mod:`replicas.core.moving.deliveries`): *due* until a holder's carrier listens,
@@ -82,22 +81,15 @@ PUBLISH: Table[PublishState, PublishEvent] = Table(
     },
 )
 
-TransferState = Literal["offering", "moving", "probing", "complete", "failed"]
-TransferEvent = Literal["all_ready", "again", "stuck", "done", "fail"]
+TransferState = Literal["offering", "moving", "complete", "failed"]
+TransferEvent = Literal["all_ready", "again", "done", "fail"]
 
 TRANSFER: Table[TransferState, TransferEvent] = Table(
     "a transfer",
     ("offering",),
     {
-        "offering": {
-            "moving": ("all_ready",),
-            "offering": ("again",),
-            "probing": ("stuck",),
-            "complete": ("done",),
-            "failed": ("fail",),
-        },
-        "moving": {"offering": ("again",), "probing": ("stuck",), "complete": ("done",), "failed": ("fail",)},
-        "probing": {"offering": ("again",), "complete": ("done",), "failed": ("fail",)},
+        "offering": {"moving": ("all_ready",), "offering": ("again",), "complete": ("done",), "failed": ("fail",)},
+        "moving": {"offering": ("again",), "complete": ("done",), "failed": ("fail",)},
     },
 )
 

@@ -67,7 +67,7 @@ def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float
         deadline_s=config.deadline_s,
         slots=config.slots,
         staging=config.staging,
-        pulls=config.transport == "tcp",
+        pulls=config.transport != "group" and config.staging == "host",
         encrypt=config.encrypt,
         source_ranks="all" if any(party.ranks == "all" for party in config.sources) else "leader",
         peer_ranks=config.peers[0].ranks if config.peers else "leader",

@@ -118,7 +118,6 @@ def plan(
     filling: Member | None = None,
     kept: Collection[Member] = (),
     works: Works | None = None,
-    last: Collection[str] = (),
     *,
     pulls: bool = False,
 ) -> TransferPlan | None:
@@ -131,10 +130,9 @@ def plan(
         until they can map it.
     :param kept: lost holders and owners of which only the kept memory is left.
     :param works: which links work; None: all.
-    :param last: addresses of the members at the end of the chain.
     :param pulls: leaders pull; else they receive over a lane.
     """
-    ordered = sorted(needers, key=lambda state: (state.slow, state.address in last, state.host, state.member))
+    ordered = sorted(needers, key=lambda state: (state.slow, state.host, state.member))
     if holders:
         return _from_holders(version, ordered, holders, filling, kept, works, pulls=pulls)
     if owners:

@@ -22,15 +22,11 @@ memory they have opened into their own, as a view does not outlive the process t
 it: the copy is checked by its digest, and is one more place of the version.
 
 Receivers that verified the version keep it, and may give it in the next attempt.
-Nothing is retried inside a lane in which bytes may have moved.
 
-*A lane that fails* while all members are alive is formed once more. When that fails,
-too, its members are probed in pairs (:class:`~replicas.core.moving.lanes.Probe`), the
-members that explain the bad pairs are quarantined, and it goes on without them.
-No probe is needed when the culprit is known: it no longer gives a sign of life, a
-preflight names it, or it alone has bytes that differ from all the others. A giver is no
-culprit as long as another member is named. A link that does not work is no member's
-fault: the next attempt avoids it. When no culprit is found, one more attempt decides.
+*A lane is tried once* (between GPUs, or with ``transport = "group"``). Whatever goes
+wrong with it, the members that are left pull the version through host memory
+(:mod:`replicas.core.moving.deliveries`): so no member's fault and no bad link has to be
+found out before the others can go on.
 
 The transfer decides nothing about versions: its owner (a publish, or catch-up) is told
 ``complete`` or ``failed`` and reads ``verified``. Deadlines are the owner's.
@@ -51,8 +47,8 @@ from replicas.core.base.membership import TRANSFER, TransferState
 from replicas.core.moving.attempt import Attempt, Payload
 from replicas.core.moving.deliveries import Deliveries, Delivery
 from replicas.core.moving.ground import Ground
-from replicas.core.moving.lanes import MAX_PROBES, Lane, Probe, form_timeout
-from replicas.core.moving.pacing import FAR, PATIENCE, PATIENCE_S, Pacing
+from replicas.core.moving.lanes import Lane, form_timeout
+from replicas.core.moving.pacing import PATIENCE, PATIENCE_S, Pacing
 from replicas.core.moving.paths import TransferPlan, Works, plan
 from replicas.messages import Backend, TransferDone, TransferGo
 from replicas.messages.bounds import REASON_LENGTH, text_of
@@ -70,6 +66,8 @@ From its begin, as a puller with a slow holder has found a better one by then
 """
 PULL_TRIES = 3
 """Failed deliveries after which a host is left to catch-up."""
+FAR = 3.0
+"""A host whose rate says so is left out if it would take this many times too long."""
 
 
 class Transfer:
@@ -126,12 +124,9 @@ class Transfer:
         self._patience_s = 0.0
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
-        self._received: set[Member] = set()
-        """Verified members that got it over a lane."""
-        self._failures = 0
-        """Of its lane in a row, while all members were alive."""
-        self._probes = 0
-        self._probe: Probe | None = None
+        self._by_lane = self._lanes_fit
+        self.lane_failure = ""
+        """Why the lane was left."""
 
     # ------------------------------------------------------------ attempts
 
@@ -167,8 +162,6 @@ class Transfer:
     @property
     def unready(self) -> set[Member]:
         """Members that are to get a slot ready, or to map, and have not answered."""
-        if self.state == "probing":  # of the attempt that did not work
-            return set(self.attempt.movers) - self.attempt.ready
         return self.laggards if self.state == "offering" else self.attempt.mapping - self.attempt.ready
 
     @property
@@ -205,7 +198,8 @@ class Transfer:
         ground = self._ground
         version = self.payload.version
         self.needers = {state.member for state in ground.roster.states(self.needers) if version not in state.held}
-        self.pacing.leave_far(now)
+        if self._by_lane:
+            self.pacing.leave_far(now)
         found = self._plan(now)
         if found is None:
             self._end(self._no_holder(), now)
@@ -257,18 +251,22 @@ class Transfer:
         links = self._ground.links
         ways: list[Works | None] = [None]
         if links:
-            ways = [partial(links.works, now=now, surely=True), partial(links.works, now=now)]
+            ways = [partial(links.works, now=now)]
+            if self.kind == "catch_up" or not self.verified:  # else a doubtful link would hold up the others
+                ways.append(None)
         for works in ways:
-            rates, filling = self.pacing.rates, self.payload.filling
-            found = plan(version, needers, holders, owners, filling, lost, works, rates, pulls=self._pulls)
+            filling = self.payload.filling
+            found = plan(version, needers, holders, owners, filling, lost, works, pulls=not self._by_lane)
             if found is None or found.concerned:
                 break
         return found
 
     @property
-    def _pulls(self) -> bool:
-        """Whether hosts pull, and form no lanes."""
-        return self._ground.config.transport == "tcp" and not self._copies and self.payload.device == "cpu"
+    def _lanes_fit(self) -> bool:
+        """True if a lane is tried first: between GPUs, or where it is asked for."""
+        config = self._ground.config
+        on_device = self._copies or (self.payload.device == "cuda" and config.transport == "auto")
+        return not config.encrypt and (config.transport == "group" or on_device)
 
     def _leave_unreached(self) -> None:
         """Leave out members that no holder reaches; catch-up serves them later."""
@@ -386,7 +384,6 @@ class Transfer:
                 continue
             one.step("right")
             self.sent_to.add(one.member)
-            self._ground.links.took(roster.address(one.member), payload.nbytes, reply.transfer_s)
             good = [holder for holder in one.holders if holder.name in reply.received.keys() - reply.holders.keys()]
             self._ground.links.proved((roster.address(holder), roster.address(one.member)) for holder in good)
             self._keep_received({one.member: reply})
@@ -464,7 +461,7 @@ class Transfer:
         if wrong:
             names = sorted(str(member) for member in wrong)
             error = errors.SyncError(f"digests differ at {', '.join(names)}", phase="verify", members=names)
-            self._failed_all_alive(error, now)
+            self._leave_lane(error.message, now)
         elif self.needers:
             self.start(now)
         elif self._copies and self.refused and not self.verified:
@@ -492,8 +489,6 @@ class Transfer:
                 good = set()
         good = {member for member in good if done[member].image_digest == payload.digest}
         self.sent_to |= good
-        for member in good:
-            self._ground.links.took(self._ground.roster.address(member), payload.nbytes, done[member].transfer_s)
         self._keep_received({member: done[member] for member in good})
         if self._ground.links:
             self._ground.links.proved(
@@ -513,8 +508,6 @@ class Transfer:
                     state.lent.add(version)
             self.verified.add(member)
             self.needers.discard(member)
-        if lent:
-            self._received |= replies.keys()
 
     @property
     def moved_nbytes(self) -> int:
@@ -574,7 +567,7 @@ class Transfer:
     def _failed_with(self, error: errors.ReplicasError, members: set[Member], now: float) -> None:
         """Bytes do not move, as these members say: one without memory is left out."""
         if not (isinstance(error, errors.NoCapacity) and members):
-            self._failed_all_alive(error, now)
+            self._leave_lane(error.message, now)
             return
         for member in members:
             self._refuse(member, error)
@@ -609,71 +602,22 @@ class Transfer:
             self._failed_with(error, {member for member in self.needers if member.name in error.members}, now)
 
     def lane_void(self, lane: Lane, now: float) -> None:
-        self.again("store", now)
+        self._leave_lane("its store was replaced", now)
 
-    def _failed_all_alive(self, error: errors.ReplicasError, now: float) -> None:
-        """Decide what follows an attempt that failed although no member was lost."""
-        lane, givers = self.plan.lane, self.plan.givers
-        suspects = self._suspects(self.attempt.concerned, now)
-        if not suspects and self._ground.links.broken_within(lane):
-            self.again("link", now)
-            return
-        self._failures += 1
-        names = error.members if isinstance(error, errors.Preflight) else ()
-        named = [member for member in lane if member.name in names]
-        named = [member for member in named if member not in givers] or named
-        proven = error.phase == "verify" and self._received  # the sender's bytes were right for others
-        wrong = self.needers & set(self.plan.receivers) if proven else set()
-        if suspects:
-            self.exclude(suspects, now, reason="frozen", why="no sign of life")
-        elif named or (wrong and self._failures > 1):
-            self._quarantine(dict.fromkeys(named or wrong, error.message), now)
-            self._failures = 0
-            self.again("quarantined", now)
-        elif self._failures == 1:
-            self.again("failed", now)
-        elif self._failures == 2 and self._probes < MAX_PROBES and len(lane) > 1:
-            self._start_probe(now)
-        else:
-            self.cancel()
-            self._end(error, now)
-
-    def _start_probe(self, now: float) -> None:
-        """Withdraw the attempt, and probe its lane, if a member still needs it."""
-        self._withdraw("failed")
-        if not self.needers:
-            self._resume(now, "failed")
-            return
-        self.state = TRANSFER.next(self.state, "stuck")
-        self.attempt.number = next(self._ground.ids)  # replies to the old attempt are ignored
-        self._probes += 1
-        lane = self.plan.lane
-        self._probe = Probe(self._ground.lanes, lane, self._backend(lane), now, self._probed)
-
-    def _probed(self, found: Mapping[Member, str] | None, now: float) -> None:
-        """Quarantine the culprits that the pairs have shown, and resume."""
-        self._probe, culprits = None, found or {}
-        if culprits:
-            self._failures = 0
-        self._quarantine(culprits, now)
-        self._resume(now, "quarantined" if culprits else "failed")
-
-    def _quarantine(self, culprits: Mapping[Member, str], now: float) -> None:
-        for member, why in culprits.items():
-            self._refuse(member, errors.Preflight(why, phase="probe", members=[member.name]))
-            self._ground.quarantine(member, why, now)
+    def _leave_lane(self, why: str, now: float) -> None:
+        """Pull what the lane did not bring; the log says why it did not."""
+        self._by_lane = False
+        self.lane_failure = why
+        self.again("failed", now)
 
     # ------------------------------------------------------ failures
 
     def again(self, reason: str, now: float) -> None:
         """Withdraw the attempt, and start another over the members that are left."""
-        self._withdraw(reason)
-        self._resume(now, reason)
-
-    def _withdraw(self, reason: str) -> None:
         if self.state == "moving":
-            self._keep_vouched()
+            self._keep_done()
         self.cancel(reason)
+        self._resume(now, reason)
 
     def _resume(self, now: float, reason: str) -> None:
         """Start the next attempt, if any member needs one."""
@@ -694,13 +638,11 @@ class Transfer:
             self.payload.filling = None
         elif member not in self.attempt.concerned | self.plan.lenders:
             return
-        if self._probe is not None:
-            self._failures = 0
-        elif self.deliveries:
+        if self.deliveries:
             self._lost_beside_deliveries(member)
             self._end_attempt_if_done(now)
         elif member in self.attempt.needed or not self.attempt.concerned:
-            self._failures = 0
+            self._by_lane &= self.state != "moving"
             self.again("lost", now)
         else:
             self.attempt.mapping.discard(member)
@@ -728,6 +670,7 @@ class Transfer:
             if member in self.plan.givers:
                 self.refused[member] = errors.PeersLost(f"{member} does not answer", members=[member.name])
         if members & self.attempt.needed and not self.deliveries:
+            self._by_lane &= self.state != "moving"
             self.again(reason, now)
             return
         self.attempt.withdraw(members & self.attempt.mapping)
@@ -739,7 +682,7 @@ class Transfer:
 
     def tick(self, now: float) -> None:
         """Replace an attempt with a silent member, or one that stands still."""
-        if self.over or self._probe is not None:
+        if self.over:
             return
         frozen = self._suspects({*self.attempt.movers, *self.attempt.mapping}, now)
         if frozen and not self._would_lose_version(frozen, now):
@@ -748,11 +691,8 @@ class Transfer:
         if self.deliveries:
             self._leave_late(now)
             return
-        outcome = self.pacing.tick(now)
-        if isinstance(outcome, errors.ReplicasError):
-            self._failed_all_alive(outcome, now)
-        elif outcome:
-            self.again(outcome, now)
+        if (why := self.pacing.tick(now)) and self._by_lane:
+            self._leave_lane(why, now)
 
     def _would_lose_version(self, silent: set[Member], now: float) -> bool:
         """True if going on would lose the version, while nobody waits for its end."""
@@ -771,9 +711,6 @@ class Transfer:
     def cancel(self, reason: str = "failed") -> None:
         """Withdraw the current attempt, and kill its lane: bytes may have moved."""
         attempt = self.attempt
-        if self._probe is not None:
-            self._probe.abandon()
-            self._probe = None
         pulling = set(self.plan.pulls)
         attempt.withdraw({one for one in attempt.movers if one not in attempt.done} | (attempt.mapping - pulling))
         attempt.mapping -= pulling
@@ -787,22 +724,16 @@ class Transfer:
         if lane is not None:
             self._ground.lanes.close(lane, reason)
 
-    def _keep_vouched(self) -> None:
-        """Keep receivers certainly right: equal to the sender's digest.
-
-        If the sender cannot report one, all receivers must be equal to each other.
-        """
-        receivers = self.needers & set(self.plan.receivers)
-        received = {member: reply for member, reply in self.attempt.done.items() if member in receivers}
-        sender = self.attempt.done.get(self.plan.senders[0]) if self.plan.senders else None
-        vouched = sender.image_digest if sender is not None else ""
-        images = {reply.image_digest for reply in received.values()}
-        if not vouched and len(received) == len(receivers) and len(images) == 1:
-            vouched = images.pop()
-        self.payload.digest = self.payload.digest or vouched
-        if self.payload.digest:
-            right = {m: reply for m, reply in received.items() if reply.image_digest == self.payload.digest}
-            self._keep_received(right)
+    def _keep_done(self) -> None:
+        """Keep receivers of a lane that has failed which have the right bytes."""
+        senders = (self.attempt.done.get(member) for member in self.plan.senders[:1])
+        known = [reply.image_digest for reply in senders if reply is not None]
+        self.payload.digest = self.payload.digest or next(iter(known), "")
+        done, wanted = self.attempt.done, self.payload.digest
+        received = self.needers & set(self.plan.receivers) & done.keys()
+        self._keep_received(
+            {member: done[member] for member in received if wanted and done[member].image_digest == wanted}
+        )
 
     # ------------------------------------------------------------ ends
 

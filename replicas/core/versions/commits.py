@@ -534,7 +534,7 @@ class Commits:
             if transfer.state == "offering" and (transfer.lane is None or transfer.lane.state == "formed"):
                 error = errors.Busy(text, phase="offer", members=late)
             else:
-                phase = {"offering": "form", "probing": "probe"}.get(transfer.state, "transfer")
+                phase = "form" if transfer.state == "offering" else "transfer"
                 error = errors.DeadlineExceeded(text, phase=phase, members=late)
         self.fail(publish, error, now)
 
