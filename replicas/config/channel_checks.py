@@ -8,7 +8,7 @@ from replicas.config.structs import ChannelConfig, Config
 from replicas.config.values import Place
 
 _FEWEST_SLOTS = 2
-_ENCRYPTING = ("tcp",)
+_ENCRYPTING = ("auto", "tcp")
 """Transports by which bytes go encrypted to other hosts where that is asked for."""
 
 

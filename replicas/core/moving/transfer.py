@@ -112,8 +112,6 @@ class Transfer:
         """Members that needed it at the start."""
         self.sent_to: set[Member] = set()
         """Members that got it over a lane."""
-        self.unreached: set[Member] = set()
-        """Members that no holder reaches."""
         self.moved_to: dict[str, int] = {}
         """Bytes that reached each replica over the network, and were right."""
         self.pulled: dict[str, dict[str, int]] = {}
@@ -270,7 +268,6 @@ class Transfer:
 
     def _leave_unreached(self) -> None:
         """Leave out members that no holder reaches; catch-up serves them later."""
-        self.unreached |= self.needers
         for member in sorted(self.needers):
             state = self._ground.roster.get(member)
             known = self._ground.links.why(state) if state is not None else ""

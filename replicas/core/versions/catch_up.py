@@ -177,8 +177,8 @@ class CatchUp:
             if state.member in transfer.verified:
                 state.served = True
                 continue
-            if superseded or state.member in transfer.unreached:
-                continue  # links to unreached members are checked all the time
+            if superseded:
+                continue
             if state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
                 state.retry_at = now + RETRY.first_s
             elif state.member in transfer.asked and state.is_target:
