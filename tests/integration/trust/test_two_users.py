@@ -26,7 +26,6 @@ from typing import NamedTuple
 import pytest
 
 from replicas.linux.sockets import SocketAddress
-from replicas.status import RunStatus
 from tests.support.machine.exposure import Listener, Process, files_of, listeners, processes_of
 from tests.support.machine.users import ATTACKER, VICTIM, as_user, folder_of, needs_users, python_environment
 from tests.support.programs import SERVES, group
@@ -192,13 +191,14 @@ def of_run(run: Run) -> list[Process]:
 def _until_whole(run: Run) -> None:
     """Until every process of the run is there; what was missing is told."""
     deadline = time.monotonic() + 120
-    while not _is_whole(kinds := Counter(process.kind for process in of_run(run)), status := run.status()):
+    while True:
+        kinds = Counter(process.kind for process in of_run(run))
+        assert run.running, run.said()
+        status = run.status() if "supervisor" in kinds else None
+        if kinds.keys() >= ARGUMENTS.keys() and kinds["sidecar"] == 2 and status is not None and status.ready:
+            return
         assert time.monotonic() < deadline, f"{kinds}\n{status}\n{run.said()}"
         time.sleep(0.1)
-
-
-def _is_whole(kinds: Counter[str], status: RunStatus) -> bool:
-    return kinds.keys() >= ARGUMENTS.keys() and kinds["sidecar"] == 2 and status.ready
 
 
 def as_attacker(program: str, *arguments: str) -> str:
