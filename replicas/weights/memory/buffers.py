@@ -86,15 +86,13 @@ class Buffer:
     """
 
     on_device: ClassVar[type[Buffer]]
-    _keys = itertools.count(1)
-    _living: Living[Buffer] = Living(operator.methodcaller("forget"))
     device = ""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
         """Take over ``fd``, but not its locks: the sending process may hold them."""
         self.fd = fd
         self.nbytes = nbytes
-        self.key = next(self._keys)
+        self.key = next(_KEYS)
         self.watchers: Living[BufferWatcher] = Living()
         self.writable = writable
         self.serial = 0
@@ -105,7 +103,7 @@ class Buffer:
         self._mapping: Mapping | None = None
         self._origin: SlotPlace | None = None
         self._kept: KeptMappings | None = None
-        self._living.add(self)
+        _LIVING.add(self)
 
     @staticmethod
     def allocate(nbytes: int, name: str, *, stop: Callable[[], bool] = lambda: False, device: str = "") -> Buffer:
@@ -348,6 +346,10 @@ class Buffer:
         if self.fd < 0:
             raise ValueError("the buffer is closed")
         return self.fd
+
+
+_KEYS = itertools.count(1)
+_LIVING: Living[Buffer] = Living(operator.methodcaller("forget"))
 
 
 def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT) -> tuple[int, str]:

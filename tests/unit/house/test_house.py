@@ -85,13 +85,9 @@ WIDE = {
     "channel/versions/update.py: Update": _FACE,
     "coordinator/coordinator.py: Coordinator": _FACE,
     "core/moving/transfer.py: Transfer": "one transfer in attempts; pulls between hosts will replace it",
-    "linux/helper_process.py: HelperProcess": _FACE,
-    "supervisor/fleet/fleet.py: Fleet": "all groups, which share nodes and budgets",
     "supervisor/fleet/replica.py: Replica": "one replica over all its generations",
-    "supervisor/shim/pump_watcher.py: PumpWatcher": _FACE,
     "supervisor/shim/shim.py: Shim": _PROCESS,
     "supervisor/supervisor.py: Supervisor": _PROCESS,
-    "weights/memory/buffers.py: Buffer": _FACE,
 }
 """Why these are. No other class may become wide."""
 PUBLIC = {
