@@ -60,6 +60,10 @@ class Change:
     values: torch.Tensor = field(default_factory=_none)
 
 
+def all_of(name: str, tensor: torch.Tensor) -> Change:
+    return Change(name, tensor, values=tensor.view(-1)[:0])
+
+
 class Difference:
     """Between an image and the one before it, which may be overwritten meanwhile.
 
@@ -117,5 +121,5 @@ class Difference:
         """The change of a tensor, whose view in the image is given."""
         found = self.positions(name)
         if found is None:
-            return Change(name, tensor, values=tensor.new_empty(0))
+            return all_of(name, tensor)
         return Change(name, None, found, bits(tensor).view(-1).index_select(0, found).view(tensor.dtype))

@@ -19,7 +19,7 @@ from replicas.common.waits import locked
 from replicas.core.base.manifest import Manifest
 from replicas.messages import Meta, SlotPlace
 from replicas.messages.bounds import shown
-from replicas.weights.changes import Change, Difference
+from replicas.weights.changes import Change, Difference, all_of
 from replicas.weights.copies.accelerator import Event, device_of
 from replicas.weights.loading import load_changes, load_image, views
 from replicas.weights.memory.arena import Slot
@@ -244,7 +244,7 @@ class Update:
         """
         slot = self._open_slot()
         if slot.buffer.device:
-            return (Change(name, tensor, values=tensor.new_empty(0)) for name, tensor in self)
+            return (all_of(name, tensor) for name, tensor in self)
         return self._changes(self._of_this(slot.buffer.private), slot.sharing)
 
     def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[Change]:
