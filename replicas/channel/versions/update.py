@@ -17,7 +17,7 @@ from replicas import errors
 from replicas.channel.session.holdings import Holder
 from replicas.common.waits import locked
 from replicas.core.base.manifest import Manifest
-from replicas.messages import Meta, SlotPlace
+from replicas.messages import Meta, SlotPlace, arguments
 from replicas.messages.bounds import shown
 from replicas.weights.changes import Change, Difference, all_of
 from replicas.weights.copies.accelerator import Event, device_of
@@ -276,14 +276,16 @@ class Update:
         :param changed_only: write only what has changed since :attr:`base`: the model
             must hold what the load of that version left in it, and what you have
             written to it since stays there. Tensors that come whole (:meth:`changes`),
-            and changed ones that are DTensors or not contiguous, are written whole.
+            and changed ones that are DTensors or not contiguous, are written whole. To
+            find the changes takes longer than to copy all within a host: this is for
+            memory that is slow to write.
         :raises replicas.errors.ManifestMismatch: names the misfit; ``model`` is
             unchanged.
         :raises replicas.errors.NoCapacity: as of iterating; ``model`` is unchanged.
         :raises replicas.errors.UsageError: the update has ended; or ``changed_only``
             without a base: pass ``changed_only=update.base > 0``.
         """
-        if changed_only and not self.base:
+        if (changed_only := arguments.flag("load_into: changed_only", changed_only)) and not self.base:
             text = f"changes to version {self.version}: this rank has loaded no version before it, or one in part only"
             hint = "load this one whole: load_into(model, changed_only=update.base > 0)"
             raise errors.UsageError(text, version=self.version, hint=hint)
