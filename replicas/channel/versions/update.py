@@ -85,7 +85,7 @@ class Update:
         self.meta: Meta = meta
         self.digest = digest
         self.manifest: Manifest = manifest
-        self.base = 0 if base is None else base.version
+        self.base: int = 0 if base is None else base.version
         self._base = base
         self._path = ""
         self._reads: deque[Event] = deque()

@@ -24,6 +24,8 @@ from replicas.testing import FakeRun
 
 PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
 CALL_S = 20.0
+One = TypeVar("One")
+Other = TypeVar("Other")
 Weights = dict[str, torch.Tensor]
 
 
@@ -231,19 +233,21 @@ class Reload:
         self.calls.append("finish")
 
 
+@dataclass
+class Info:
+    pass
+
+
+class Base(Generic[One, Other]):
+    """As vLLM's weight-transfer engine."""
+
+    def __init__(self, config: object, vllm_config: Any, device: torch.device, model: Model) -> None:
+        self.vllm_config, self.device, self.model = vllm_config, device, model
+        self.parallel_config, self.model_config = vllm_config.parallel_config, vllm_config.model_config
+
+
 @pytest.fixture
 def engine(run: FakeRun, patcher: Patcher, monkeypatch: pytest.MonkeyPatch) -> Any:
-    one, other = TypeVar("one"), TypeVar("other")
-
-    class Base(Generic[one, other]):
-        def __init__(self, config: object, vllm_config: Any, device: torch.device, model: Model) -> None:
-            self.vllm_config, self.device, self.model = vllm_config, device, model
-            self.parallel_config, self.model_config = vllm_config.parallel_config, vllm_config.model_config
-
-    @dataclass
-    class Info:
-        pass
-
     base: Any = ModuleType("vllm.distributed.weight_transfer.base")
     base.WeightTransferEngine, base.WeightTransferInitInfo, base.WeightTransferUpdateInfo = Base, Info, Info
     reload: Any = ModuleType("replicas.integrations.vllm_reload")
