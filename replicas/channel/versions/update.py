@@ -234,8 +234,8 @@ class Update:
         more than an eighth of its elements has changed. All come whole where the base
         is not known any more: its memory was needed for a later version, for which
         nobody waits (with two ``slots`` a base lasts until the publish that follows
-        this version begins to fill its slot); names, dtypes or shapes are others; there
-        is none; or ``staging = "device"``.
+        this version begins to fill its slot, and with more for longer); names, dtypes
+        or shapes are others; there is none; or ``staging = "device"``.
 
         Whole tensors are as those of iterating, positions and values private copies.
 
