@@ -132,10 +132,12 @@ class Supervisor:
 
     @property
     def resources(self) -> Resources:
+        """The nodes, and who has which GPUs and memory of them."""
         return self._context.resources
 
     @property
     def metrics(self) -> Metrics:
+        """The metrics of the run, as a Prometheus collector."""
         return self._reporting.metrics
 
     def _make_coordinator(self) -> Coordinator:
