@@ -14,12 +14,13 @@ from replicas import errors
 __version__ = "0.3.0.dev0"
 
 if TYPE_CHECKING:
-    from replicas.channel import Channel, Pending, Receipt, Shard, Update, join
+    from replicas.channel import Change, Channel, Pending, Receipt, Shard, Update, join
     from replicas.coordinator import Coordinator
     from replicas.messages.identity import Member
     from replicas.supervisor import Supervisor
 
 __all__ = [
+    "Change",
     "Channel",
     "Coordinator",
     "Member",
@@ -33,7 +34,7 @@ __all__ = [
     "join",
 ]
 
-_HOMES = dict.fromkeys(("Channel", "Pending", "Receipt", "Shard", "Update", "join"), "replicas.channel") | {
+_HOMES = dict.fromkeys(("Change", "Channel", "Pending", "Receipt", "Shard", "Update", "join"), "replicas.channel") | {
     "Coordinator": "replicas.coordinator",
     "Member": "replicas.messages.identity",
     "Supervisor": "replicas.supervisor",

@@ -46,6 +46,8 @@ Lent = tuple[Watched, tuple[int, int]]
 class CarrierDied(HelperDied):
     """The carrier is dead, or was killed at a deadline."""
 
+    kind = "carrier"
+
 
 class PullFailed(RuntimeError):
     """No holder is left. ``why``: for each one, by its name; ``cut``: those to whom
@@ -69,7 +71,6 @@ class Carrier(HelperProcess):
     :ivar certificate_hash: of the certificate that it shows; empty: it has none.
     """
 
-    kind = "carrier"
     died = CarrierDied
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import anyio
 from msgspec import UNSET
@@ -20,6 +20,7 @@ from replicas.config.file import channels_from
 from replicas.config.structs import ChannelConfig
 from replicas.config.values import Form, Place, address, folder, is_loopback, listen, path
 from replicas.coordinator.addresses import AllowedHosts
+from replicas.coordinator.channel_status import channel_status
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
@@ -30,21 +31,25 @@ from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.threaded import LoopThread
 from replicas.coordinator.visits import PortRules
 from replicas.core.base.effects import Event
-from replicas.core.channel_state import ChannelState
 from replicas.core.members.roster import GroupShape
-from replicas.core.versions.steps import number_in
 from replicas.linux import needs
 from replicas.messages import arguments
-from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown, text_of
+from replicas.messages.bounds import LEASE_MIN_S, RANKS_MAX, shown
 from replicas.messages.identity import Member
-from replicas.status import ChannelStatus, MemberStatus, StoreStatus
+from replicas.status import ChannelStatus, StoreStatus
 from replicas.telemetry.tally import Tally
 from replicas.trust.certificate import PortKey, make_pem
 from replicas.trust.tokens import PLAIN, JoinToken, Tokens, another_key
 
-INFOS_NBYTES = 16 * 2**20
-"""Of the ``info`` of all members on a status page: more than its share is not shown."""
-NOTE_LENGTH = 500
+
+class _Listens(NamedTuple):
+    """How the control port listens, and what it shows beside sessions."""
+
+    host: str
+    port: int
+    key: PortKey | None
+    routes: Sequence[BaseRoute]
+    live: Callable[[], bool] | None
 
 
 class Coordinator:
@@ -115,14 +120,13 @@ class Coordinator:
         }
         configs = channels_from(channels, {name: shape.replicas for name, shape in self._shapes.items()})
         brackets = "[{}]:0" if isinstance(host, str) and ":" in host else "{}:0"
-        listens = _read("host", listen, brackets.format(host) if isinstance(host, str) else host)
-        self._host, self._port = listens[0], _port("port", port)
+        host, _ = _read("host", listen, brackets.format(host) if isinstance(host, str) else host)
+        port = _port("port", port)
         bind = _read("store_bind", address, store_bind)
         self._store = StoreWatcher(bind, _port("store_port", store_port), lambda up: self.engine.store_changed(up))
-        self._routes = _checked_routes(routes)
+        pages = _checked_routes(routes)
         if live is not None and not callable(live):
             raise errors.UsageError(f"live must be a function without arguments, not {shown(live)}")
-        self._live = live
         home = None if state_dir is None else _read("state_dir", folder, state_dir)
         run = arguments.text("run", run)
         newest = {
@@ -131,8 +135,9 @@ class Coordinator:
         }
         self._decisions = DecisionLog(None if home is None else home / "decisions.jsonl")
         try:
-            self._port_key = _port_key(self._host, tls, certificate, key, home)
-            self.tokens: Tokens = _tokens(token, self._port_key, self._host)
+            port_key = _port_key(host, tls, certificate, key, home)
+            self._listens = _Listens(host, port, port_key, pages, live)
+            self.tokens: Tokens = _tokens(token, port_key, host)
             """The valid tokens by role; routes of the caller may ask it."""
         except BaseException:
             self._decisions.close()
@@ -168,15 +173,17 @@ class Coordinator:
             a new coordinator to try again.
         """
         try:
-            listener = bind_listener(self._host, self._port)
+            listener = bind_listener(self._listens.host, self._listens.port)
         except BaseException:
             self._decisions.close()
             raise
         try:
-            routes = [session_route(self.engine, self.tokens), *self._routes]
-            hosts = AllowedHosts(self._host, listener.getsockname()[0])
-            rules = PortRules(self.engine.refused, lambda given: self.tokens.role(given) is not None, hosts, self._live)
-            tls = None if self._port_key is None else self._port_key.context
+            routes = [session_route(self.engine, self.tokens), *self._listens.routes]
+            hosts = AllowedHosts(self._listens.host, listener.getsockname()[0])
+            rules = PortRules(
+                self.engine.refused, lambda given: self.tokens.role(given) is not None, hosts, self._listens.live
+            )
+            tls = None if self._listens.key is None else self._listens.key.context
             door = Door(listener, rules, tls=tls is not None)
             self._server = Server(listener, routes, self.engine.refused, door=door, tls=tls)
             self.engine.without_store()  # the store comes up later than the first members
@@ -270,7 +277,7 @@ class Coordinator:
     @property
     def tls(self) -> bool:
         """True if the control port speaks TLS."""
-        return self._port_key is not None
+        return self._listens.key is not None
 
     # ------------------------------------------------------------ for the supervisor
 
@@ -368,7 +375,7 @@ class Coordinator:
         """The state of each channel."""
         now = asyncio.get_running_loop().time()
         channels = self.engine.channels.values()
-        return tuple(self._tally.channel(_channel_status(channel, now)) for channel in channels)
+        return tuple(self._tally.channel(channel_status(channel, now)) for channel in channels)
 
     def store_status(self) -> StoreStatus:
         """The state of the store."""
@@ -382,47 +389,6 @@ class Coordinator:
     def sidecar_replacements(self) -> dict[str, int]:
         """Sidecars that were killed to replace a lane, by reason."""
         return dict(self._tally.sidecars)
-
-
-# ------------------------------------------------------------ status
-
-
-def _info_nbytes(info: Mapping[str, str]) -> int:
-    return sum(4 * (len(name) + len(text)) for name, text in info.items())
-
-
-def _channel_status(channel: ChannelState, now: float) -> ChannelStatus:
-    commits, told = channel.commits, channel.told
-    # commits may be ahead of the disk, which told is not
-    meta = commits.newest.meta if commits.latest == told.latest else None
-    fell = commits.steps.fell
-    digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit
-    share_nbytes = INFOS_NBYTES // max(1, len(channel.roster))
-    members = (
-        MemberStatus(
-            name=state.member.name,
-            state=state.standing,
-            note=text_of(state.note, NOTE_LENGTH),
-            role=state.settings.role,
-            host=state.host,
-            loaded=state.loaded,
-            held=tuple(sorted(state.held)),
-            heartbeat_age_s=max(0.0, now - state.last_seen),
-            info=state.hello.info if _info_nbytes(state.hello.info) <= share_nbytes else {},
-        )
-        for state in sorted(channel.roster, key=lambda state: state.member)
-    )
-    return ChannelStatus(
-        name=channel.config.name,
-        epoch=channel.roster.epoch,
-        committed_version=told.latest,
-        digest=digest,
-        members=tuple(members),
-        last_sync=told.last,
-        step=number_in(meta, "step"),
-        step_before=None if fell is None else fell.before,
-        slots=channel.config.slots,
-    )
 
 
 # ------------------------------------------------------------ trust

@@ -83,6 +83,7 @@ class Following:
     :ivar lora: the channel's versions are LoRA adapters.
     :ivar identity: keyword arguments of :func:`replicas.join`; empty: the environment.
     :ivar min_serving: the least share of the time in which the server serves, 0 to 1.
+    :ivar patches: the workers may write what has changed alone.
     :ivar folder: where adapters are written, which the server can read.
     :ivar url: the server's address for routers.
     :ivar gate: the server's gate, if it has one.
@@ -100,6 +101,7 @@ class Following:
     every: int = 1
     min_serving: float = MIN_SERVING
     complete: bool = True
+    patches: bool = False
     folder: Path | None = None
     url: str
     gate: GatePage | None = None
@@ -279,6 +281,8 @@ class Weights(Follower):
         following, server = self._following, self._server
         world_size = server.call("GET", "/get_world_size")["world_size"] + 1
         init = {"channel": following.channel, "world_size": world_size, "complete": following.complete}
+        if following.patches:
+            init["patches"] = True
         with self._join(world_size) as channel:
             if following.gate is None:  # a server that is older than this follower
                 self._end_open_update()

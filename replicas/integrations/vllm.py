@@ -114,6 +114,7 @@ def follow(
     every: int = 1,
     min_serving: float = follower.MIN_SERVING,
     complete: bool = True,
+    patches: bool = False,
     public_url: str | None = None,
     api_key: str | None = None,
     stop: threading.Event | None = None,
@@ -141,6 +142,8 @@ def follow(
         to below 1; default 0.5: after a load it serves for as long as that took, and
         then loads the newest version.
     :param complete: False: versions may lack parameters of the model.
+    :param patches: write only what has changed since the last version, where that is
+        proven to be right: on GPUs, of models that are not quantized.
     :param public_url: address for routers, shown as ``info["url"]``; default: base_url.
     :param api_key: the server's API key; default: the environment's ``VLLM_API_KEY``.
     :param stop: ends the call when it is set; default: never.
@@ -165,6 +168,7 @@ def follow(
             every=every,
             min_serving=min_serving,
             complete=complete,
+            patches=patches,
             folder=Path(folder),
             url=public_url or base_url,
             engine_timeout_s=engine_timeout,
@@ -205,6 +209,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the least share of the time in which the server serves (default: %(default)g)",
     )
     parser.add_argument("--partial", action="store_true", help="versions may lack parameters of the model")
+    parser.add_argument("--patches", action="store_true", help="write only what has changed, where that is possible")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
         "--port",
@@ -270,6 +275,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             every=options.every,
             min_serving=options.min_serving,
             complete=not options.partial,
+            patches=options.patches,
             url=url,
             gate=gate,
             folder=scratch,

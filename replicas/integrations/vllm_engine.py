@@ -20,6 +20,9 @@ at once: the follower asks once more for the same version, of which the worker s
 holds the bytes. Until a load has succeeded the model is a mixture of two versions, so
 the follower keeps the server from answering.
 
+With ``patches``, versions after the first are written in place where that is proven to
+be right (:mod:`replicas.integrations.vllm_patches`); all else is loaded as above.
+
 Nothing that was computed with old weights may be served: servers with memories that
 cannot be cleared (draft models, stores of keys and values) are refused at the start.
 """
@@ -40,6 +43,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import replicas
 from replicas import errors
+from replicas.integrations.vllm_patches import EnginePatches
 from replicas.integrations.vllm_reload import EngineReload
 
 if TYPE_CHECKING:
@@ -62,6 +66,7 @@ class InitInfo(WeightTransferInitInfo):
     :param world_size: ranks of the replica: the workers and the follower.
     :param complete: False: the versions may lack parameters of the model (a vision
         tower that is not trained, say), which keep their values.
+    :param patches: write only what has changed, where that is possible.
     """
 
     channel: str
@@ -72,6 +77,7 @@ class InitInfo(WeightTransferInitInfo):
     group: str | None = None
     replica: int | None = None
     complete: bool = True
+    patches: bool = False
     timeout_s: float = 60.0
 
 
@@ -106,6 +112,8 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._update: replicas.Update | None = None
         self._begun = False
         self._reload = EngineReload(model, vllm_config.model_config, device)
+        self._patches: EnginePatches | None = None
+        self._patched = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the channel as a rank of this server's replica; a second call joins
@@ -128,6 +136,9 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         self._reload = EngineReload(self.model, self.model_config, self.device)  # what fitted before may not any more
         self._reload.complete = init_info.complete
+        # else layers compute with what they have made of their weights
+        plain = self.device.type != "cpu" and self.model_config.quantization is None
+        self._patches = EnginePatches(self.model, self.device) if init_info.patches and plain else None
 
     def _refuse_old_memories(self) -> None:
         """Refuse a server with weights that no version replaces, or with a store of
@@ -181,7 +192,9 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         opened = time.monotonic()
         self._begun = True
-        self._reload.load(update)
+        self._patched = self._patches is not None and self._patches.apply(update)
+        if not self._patched:
+            self._reload.load(update)
         logger.info(
             "version %d: received in %.4f s, loaded in %.4f s",
             *(update.version, opened - began, time.monotonic() - opened),
@@ -228,8 +241,11 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Put the layers together, and report the version loaded."""
         if not self._begun:
             raise errors.UsageError("no version was loaded", hint="call update_weights first")
-        self._reload.finish()
+        if not self._patched:
+            self._reload.finish()
         self._clear_memory()
+        if self._patches is not None and self._update is not None:
+            self._patches.loaded(self._update)
         update, self._update, self._begun = self._update, None, False
         if update is not None:
             update.__exit__(None, None, None)

@@ -45,17 +45,25 @@ _R = TypeVar("_R")
 
 
 class HelperDied(RuntimeError):
-    """The helper is dead, or was killed at a deadline."""
+    """The helper is dead, or was killed at a deadline.
+
+    :cvar kind: what the helper is called.
+    """
+
+    kind = "helper"
 
 
 class Pulse:
-    """Signs of life of one sidecar: its owner calls :meth:`look` at intervals.
+    """Signs of life of one helper: its owner calls :meth:`look` at intervals.
 
     ``now``: seconds of any steady clock.
+
+    :ivar busy: whether the helper was at work when the interval began.
     """
 
     def __init__(self, now: float) -> None:
         self._silence = Silence(now, LATE_S)
+        self.busy = False
 
     @property
     def asked(self) -> bool:
@@ -63,6 +71,7 @@ class Pulse:
 
     def interval_s(self, now: float, *, busy: bool) -> float:
         """Return the delay until the next look, and note when it is due."""
+        self.busy = busy
         delay = INTERVAL_S if busy or self.asked else IDLE_S
         self._silence.due = now + delay
         return delay
@@ -85,13 +94,11 @@ class HelperProcess:
     A subclass has a method for each request, decodes replies, and says which one is the
     answer to a ping.
 
-    :cvar kind: what it is called in errors.
     :cvar died: the error of requests that it does not live to answer.
     :ivar on_exit: called on the loop, once, with a reason, when it ends without
         :meth:`kill`.
     """
 
-    kind = "helper"
     died: type[HelperDied] = HelperDied
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
@@ -113,7 +120,6 @@ class HelperProcess:
         self._frames = frames.FrameReader(sock)
         self._loop.add_reader(sock, self._readable)
         self._pulse = Pulse(self._loop.time())
-        self._busy = False
         self._timer = self._next_look()
 
     @property
@@ -165,7 +171,7 @@ class HelperProcess:
             self.kill(f"it did not answer within {timeout_s:g} s and was killed")
             raise self.died(self._end_text()) from None
         except OSError as error:
-            raise self.died(f"{self.kind} {self.pid} is gone: {self._reason or error}") from error
+            raise self.died(f"{self.died.kind} {self.pid} is gone: {self._reason or error}") from error
         finally:
             self._pending.pop(request.id, None)
         return self._checked(reply, request, kind)
@@ -208,14 +214,12 @@ class HelperProcess:
             self._loop.remove_writer(self._sock)
 
     def _next_look(self) -> asyncio.TimerHandle:
-        self._busy = self.at_work
-        delay = self._pulse.interval_s(self._loop.time(), busy=self._busy)
+        delay = self._pulse.interval_s(self._loop.time(), busy=self.at_work)
         return self._loop.call_later(delay, self._look)
 
     def _look_soon(self) -> None:
         """Look more often while a request is pending."""
-        if not self._pulse.asked and not self._busy:
-            self._busy = True
+        if not self._pulse.asked and not self._pulse.busy:
             self._timer.cancel()
             self._timer = self._next_look()
 
@@ -280,4 +284,4 @@ class HelperProcess:
             self.on_exit(self._end_text())
 
     def _end_text(self) -> str:
-        return f"{self.kind} {self.pid}: {self._reason or 'it died'}"
+        return f"{self.died.kind} {self.pid}: {self._reason or 'it died'}"

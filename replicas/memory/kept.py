@@ -54,7 +54,7 @@ def is_there(place: SlotPlace) -> bool:
     return is_near(place) or (place.door not in ("", own_door()) and memory_door.is_open(place.door))
 
 
-def hold(place: SlotPlace, version: int, *, wait: bool = True) -> int:
+def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True) -> int:
     """Open and lock memory of another process on this host; a read-only descriptor.
 
     Closing the descriptor ends the locks. The caller must have proven that the pid is
@@ -62,6 +62,7 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True) -> int:
 
     :param wait: knock at its door, if ``/proc`` does not show it, for up to
         :data:`~replicas.memory.memory_door.ANSWER_S`.
+    :param lock: False: only open it; its owner may refill it at any moment.
     :raises Gone: the process has ended, or the memory is gone or reused.
     :raises NoCapacity: this process has no descriptor or memory left at the moment.
     :raises WorldError: this process can never open it, though it may exist.
@@ -77,11 +78,12 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True) -> int:
         hint = 'run its processes as one user, or set transport = "group" on the channel'
         raise WorldError(f"{what} cannot be mapped: {error}", version=version, hint=hint) from error
     try:
-        if not locks.hold_shared(fd):
+        if lock and not locks.hold_shared(fd):
             raise Gone(f"{what} is being replaced by another version", version=version)
         if not locks.flagged(fd, place.serial):
             raise Gone(f"{what} was replaced by another version", version=version)
-        locks.flag(fd, place.serial)
+        if lock:
+            locks.flag(fd, place.serial)
     except OSError as error:
         os.close(fd)
         if error.errno in SCARCE:

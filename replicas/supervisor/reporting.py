@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import anyio
 
 from replicas.common.logs import Log
+from replicas.core.lives.lease_times import lost_after_s
 from replicas.status import RunStatus
+from replicas.supervisor.fleet.awaited import words
 from replicas.supervisor.fleet.causes import FailureReports
+from replicas.supervisor.state.leases import Lease
 from replicas.telemetry.event_log import EventLog
-from replicas.telemetry.events import ConnectionsRefused, Event, RunEnded
+from replicas.telemetry.events import ConnectionsRefused, Event, LeasesAwaited, RunEnded
 from replicas.telemetry.metrics import Metrics
 from replicas.telemetry.scrapes import Scrapes
 from replicas.telemetry.tally import CounterDeltas
@@ -61,6 +64,17 @@ class Reporting:
         self.events.emit(event)
         if text := self._failures.text(event):
             self.say(text)
+
+    def tell_of_leases(self, unseen: Collection[Lease]) -> None:
+        """Say why no replica starts yet, if any lease keeps all from starting."""
+        if unseen:
+            nodes = tuple(dict.fromkeys(one.node for one in unseen))
+            seconds = lost_after_s(max(one.lease_s for one in unseen))
+            self.emit(LeasesAwaited(nodes=nodes, seconds=seconds))
+            self.say(
+                f"the state does not say what an earlier supervisor has left: each replica waits up to {seconds:.0f} s "
+                f"for {words(nodes)}"
+            )
 
     def count_refused(self, refused: Mapping[str, int], now: float | None = None) -> None:
         """Emit the refused connections since the last look, one event per reason.

@@ -44,7 +44,6 @@ from replicas.control.socket import ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.base.effects import MemberLost, ReplicaIdle
-from replicas.core.lives.lease_times import lost_after_s
 from replicas.core.lives.ordering import start_levels
 from replicas.linux import inherited, needs
 from replicas.messages import Hello, arguments
@@ -52,7 +51,6 @@ from replicas.messages.bounds import REPLICAS_MAX
 from replicas.status import RunStatus
 from replicas.supervisor.agent.checks import Finding
 from replicas.supervisor.agent.machine import Machine, node_name
-from replicas.supervisor.fleet.awaited import words
 from replicas.supervisor.fleet.context import FleetContext
 from replicas.supervisor.fleet.fleet import Fleet
 from replicas.supervisor.fleet.group import Group
@@ -67,7 +65,7 @@ from replicas.supervisor.saving import Saving
 from replicas.supervisor.state.marks import check_mark
 from replicas.supervisor.state.run_state import Saved
 from replicas.supervisor.state.state import StateDir
-from replicas.telemetry.events import Event, LeasesAwaited, Record, Reloaded, RunEnded, TokenChanged
+from replicas.telemetry.events import Event, Record, Reloaded, RunEnded, TokenChanged
 from replicas.telemetry.metrics import Metrics
 from replicas.trust.tokens import ROLES, Role, Tokens
 
@@ -105,18 +103,16 @@ class Supervisor:
         read = config_file.read(config)
         start_levels(read.groups)
         self.state: StateDir = StateDir(read.run.state_dir, read.run.name, longest_lease_s=longest_lease_of(read))
-        self.resources: Resources = Resources(node_name())
         self._context = FleetContext(
             config=read,
             state=self.state,
-            resources=self.resources,
+            resources=Resources(node_name()),
             emit=self.emit,
             say=self.say,
             save=self.save,
             spawn=self.spawn,
         )
         self._reporting = Reporting(report or log.info, self.status)
-        self.metrics: Metrics = self._reporting.metrics
         self.on_open: Callable[[], None] = lambda: None
         """Called when agents can join, before the store is up."""
         self.on_tokens: Callable[[], None] = lambda: None
@@ -133,6 +129,16 @@ class Supervisor:
         self.detached: bool = False
         """True if the run goes on without this supervisor (:meth:`detach`)."""
         self._saving = Saving(self._context, self._nodes)
+
+    @property
+    def resources(self) -> Resources:
+        """The nodes, and who has which GPUs and memory of them."""
+        return self._context.resources
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of the run, as a Prometheus collector."""
+        return self._reporting.metrics
 
     def _make_coordinator(self) -> Coordinator:
         config = self.config
@@ -210,7 +216,7 @@ class Supervisor:
         stack.callback(self._release)
         events = self._reporting.events = self.state.open_events(config.run.events_max_nbytes)
         stack.callback(events.close)
-        self._tell_of_leases()
+        self._reporting.tell_of_leases(self.state.heritage.unseen)
         await stack.enter_async_context(self._nodes)  # before any other process is started
         coordinator = self._context.opened = self._make_coordinator()  # opens the decision log, so not before the lock
         self.state.tokens.check(coordinator.tokens.key)
@@ -243,18 +249,6 @@ class Supervisor:
         if saved is not None and self._nodes.adopting:
             self._resume(saved)
         self.save()
-
-    def _tell_of_leases(self) -> None:
-        """Say why no replica starts yet, if any lease keeps all from starting."""
-        unseen = self.state.heritage.unseen
-        if unseen:
-            nodes = tuple(dict.fromkeys(one.node for one in unseen))
-            seconds = lost_after_s(max(one.lease_s for one in unseen))
-            self._reporting.events.emit(LeasesAwaited(nodes=nodes, seconds=seconds))
-            self.say(
-                f"the state does not say what an earlier supervisor has left: each replica waits up to {seconds:.0f} s "
-                f"for {words(nodes)}"
-            )
 
     def _resume(self, saved: Saved) -> None:
         """Go on with what an earlier supervisor had begun; apply a changed config.

@@ -11,9 +11,10 @@ import torch
 from replicas.core.base.manifest import Manifest, PartManifest, Piece
 from replicas.errors import ManifestMismatch, ReplicasError
 from replicas.messages.bounds import text_of
+from replicas.weights.changes import Difference
 from replicas.weights.copies import streaming
 from replicas.weights.copies.accelerator import accelerator
-from replicas.weights.copies.copying import copy_pairs, run_host
+from replicas.weights.copies.copying import copy_pairs, put_elements, run_host, wait_for_devices
 from replicas.weights.copies.host_copies import HostCopies
 from replicas.weights.copies.tensors import (
     PLAIN,
@@ -120,16 +121,61 @@ def load_into(
         shape or dtype, without memory or overlapping; ``model`` is unchanged. It has
         changed in part only if another thread frees one of its tensors meanwhile.
     """
+    names, _, pairs = _pairs(model, tensors, aliases)
+    copy_pairs(pairs, sharing=sharing, on_device=on_device, name=names.__getitem__)
+
+
+def load_changes(
+    model: torch.nn.Module | Mapping[str, torch.Tensor],
+    image: torch.Tensor,
+    manifest: Manifest,
+    difference: Difference,
+    *,
+    sharing: int = 1,
+    on_device: Callable[[], object] = lambda: None,
+) -> None:
+    """As :func:`load_image`, of what differs from the version that the model holds.
+
+    A changed tensor of which this rank has a part, or that is not contiguous, is
+    written whole.
+    """
+    tensors = views(image, manifest)
+    names, sources, pairs = _pairs(model, tensors, manifest.aliases)
+    whole: list[int] = []
+    written: list[torch.Tensor] = []
+    for number, (source_name, (target, source)) in enumerate(zip(sources, pairs, strict=True)):
+        positions = difference.positions(source_name)
+        flat = target.is_contiguous() and source.is_contiguous() and not (target.is_conj() or target.is_neg())
+        if positions is None or (len(positions) and not (flat and source.numel() == tensors[source_name].numel())):
+            whole.append(number)
+        elif len(positions):
+            put_elements(target, source, positions)
+            written.append(target)
+    copy_pairs(
+        [pairs[number] for number in whole],
+        sharing=sharing,
+        on_device=on_device,
+        name=lambda index: names[whole[index]],
+    )
+    wait_for_devices(written)
+
+
+def _pairs(
+    model: torch.nn.Module | Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    aliases: Sequence[tuple[str, str]],
+) -> tuple[list[str], list[str], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The model's names, those of the tensors, and what to write there, all checked."""
     check_modes("load_into")
     targets = known_values(model)
     if targets is None:
         text = f"cannot load into a {type(model).__name__}"
         raise ManifestMismatch(text, hint="give a module or a mapping of tensors")
     served, tied = _served(targets, list(tensors), aliases), dict(aliases)
-    names = list(served)
-    pairs = [_checked(name, targets[name], tensors[tied.get(given, given)]) for name, given in served.items()]
+    names, sources = list(served), [tied.get(given, given) for given in served.values()]
+    pairs = [_checked(name, targets[name], tensors[source]) for name, source in zip(names, sources, strict=True)]
     _check_apart([target for target, _ in pairs], names)
-    copy_pairs(pairs, sharing=sharing, on_device=on_device, name=names.__getitem__)
+    return names, sources, pairs
 
 
 def _load_runs(

@@ -43,7 +43,7 @@ from replicas import errors
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import Hub, Part
 from replicas.channel.session.pending import Promise
-from replicas.channel.versions.update import Update
+from replicas.channel.versions.update import Base, Update
 from replicas.common.waits import locked
 from replicas.core.versions.rounds import is_enough
 from replicas.messages import (
@@ -58,6 +58,7 @@ from replicas.messages import (
 )
 from replicas.messages.bounds import text_of
 from replicas.weights.memory.arena import Slot
+from replicas.weights.memory.buffers import Buffer
 
 
 class Bound(NamedTuple):
@@ -100,6 +101,7 @@ class Receiver(Part):
         self._refused = 0
         self._failure: LoadFailed | None = None
         self._given_back = 0
+        self._base: Base | None = None
 
     # ------------------------------------------------------------ caller's thread
 
@@ -138,11 +140,14 @@ class Receiver(Part):
         hint = "leave its `with` block, or call its loaded() or failed(), before the next receive"
         return self._hub.error(errors.UsageError, text, version=update.version, hint=hint)
 
-    def loaded(self, version: int, load_s: float) -> None:
+    def loaded(self, version: int, load_s: float, base: Base | None) -> None:
         if self._hub.over is not None:
             raise self._hub.over
-        self._hub.loaded = version
+        self._hub.loaded, self._base = version, base
         self._hub.call(self._report, Loaded(version, load_s))
+
+    def look_at(self, base: Base) -> Buffer:
+        return self._hub.arena.borrow(base.place, base.version, lock=False)
 
     def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None:
         if not kept:
@@ -246,7 +251,8 @@ class Receiver(Part):
             self._send_ask()
             return
         try:
-            update = Update(self, slot, version, meta, hub.holdings.digest(version))
+            base = self._base if self._base is not None and self._base.version == hub.loaded else None
+            update = Update(self, slot, version, meta, hub.holdings.digest(version), base)
         except BaseException:
             hub.arena.unpin(slot)
             raise

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -17,20 +17,31 @@ from replicas import errors
 from replicas.channel.session.holdings import Holder
 from replicas.common.waits import locked
 from replicas.core.base.manifest import Manifest
-from replicas.messages import Meta
+from replicas.messages import Meta, SlotPlace, arguments
 from replicas.messages.bounds import shown
+from replicas.weights.changes import Change, Difference, all_of
 from replicas.weights.copies.accelerator import Event, device_of
-from replicas.weights.loading import load_image, views
+from replicas.weights.loading import load_changes, load_image, views
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.buffers import Buffer
 
 _T = TypeVar("_T")
 
 
+class Base(NamedTuple):
+    """A version that was loaded; its memory may hold another one by now."""
+
+    version: int
+    manifest_hash: str
+    place: SlotPlace
+
+
 class UpdateOwner(Protocol):
     """Receives the reports of an update."""
 
-    def loaded(self, version: int, load_s: float) -> None: ...
+    def loaded(self, version: int, load_s: float, base: Base | None) -> None: ...
+
+    def look_at(self, base: Base) -> Buffer: ...  # without a lock
 
     def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None: ...
 
@@ -57,12 +68,16 @@ class Update:
 
     :ivar version: its number.
     :ivar meta: the publisher's ``meta``.
+    :ivar base: the version that this rank has loaded last, before this one; 0: none, or
+        it holds only a part of one since.
     :ivar digest: XXH3 digest of its bytes, as in the publisher's receipt.
     :ivar manifest: names, dtypes, shapes and offsets
         (:class:`replicas.core.base.manifest.Manifest`).
     """
 
-    def __init__(self, owner: UpdateOwner, slot: Slot, version: int, meta: Meta, digest: str = "") -> None:
+    def __init__(
+        self, owner: UpdateOwner, slot: Slot, version: int, meta: Meta, digest: str = "", base: Base | None = None
+    ) -> None:
         manifest = slot.image
         if manifest is None:
             raise errors.InternalError(f"version {version} is not a whole image here", version=version)
@@ -70,6 +85,8 @@ class Update:
         self.meta: Meta = meta
         self.digest = digest
         self.manifest: Manifest = manifest
+        self.base: int = 0 if base is None else base.version
+        self._base = base
         self._path = ""
         self._reads: deque[Event] = deque()
         self._owner = owner
@@ -208,7 +225,46 @@ class Update:
             reads.append(event)
             yield name, tensor
 
-    def load_into(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
+    def changes(self) -> Iterator[Change]:
+        """Iterate over what has changed since :attr:`base`, the version that this rank
+        has loaded last.
+
+        Each tensor comes once, as when iterating, changed or not, and is compared when
+        its turn comes: bit by bit, so that no NaN hides a change. It comes whole where
+        more than an eighth of its elements has changed. All come whole where the base
+        is not known any more: its memory was needed for a later version, for which
+        nobody waits (with two ``slots`` a base lasts until the publish that follows
+        this version begins to fill its slot, and with more for longer); names, dtypes
+        or shapes are others; there is none; or ``staging = "device"``.
+
+        Whole tensors are as those of iterating, positions and values private copies.
+
+        :raises replicas.errors.NoCapacity: as of iterating.
+        :raises replicas.errors.UsageError: the update has ended.
+        """
+        slot = self._open_slot()
+        if slot.buffer.device:
+            return (all_of(name, tensor) for name, tensor in self)
+        return self._changes(self._of_this(slot.buffer.private), slot.sharing)
+
+    def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[Change]:
+        with Difference(image, self.manifest, self._look_at_base(), sharing) as difference:
+            for name, tensor in views(image, self.manifest).items():
+                self._open_slot()
+                yield difference.of(name, tensor)
+
+    def _look_at_base(self) -> Buffer | None:
+        base = self._base
+        if base is None or base.manifest_hash != self.manifest.hash or base.place.device:
+            return None
+        try:
+            buffer = self._owner.look_at(base)
+            buffer.readable()
+        except errors.ReplicasError:  # it is gone, or there is no room for it
+            return None
+        return buffer
+
+    def load_into(self, model: torch.nn.Module | Mapping[str, torch.Tensor], *, changed_only: bool = False) -> None:
         """Copy every tensor into ``model``'s parameters and persistent buffers.
 
         They are written in place: names and shapes must fit exactly; floating dtypes
@@ -217,17 +273,33 @@ class Update:
         on a GPU too, where this thread's current stream copies.
 
         :param model: a module, or a mapping of names to tensors.
+        :param changed_only: write only what has changed since :attr:`base`: the model
+            must hold what the load of that version left in it, and what you have
+            written to it since stays there. Tensors that come whole (:meth:`changes`),
+            and changed ones that are DTensors or not contiguous, are written whole. To
+            find the changes takes longer than to copy all within a host: this is for
+            memory that is slow to write.
         :raises replicas.errors.ManifestMismatch: names the misfit; ``model`` is
             unchanged.
         :raises replicas.errors.NoCapacity: as of iterating; ``model`` is unchanged.
-        :raises replicas.errors.UsageError: the update has ended.
+        :raises replicas.errors.UsageError: the update has ended; or ``changed_only``
+            without a base: pass ``changed_only=update.base > 0``.
         """
+        if (changed_only := arguments.flag("load_into: changed_only", changed_only)) and not self.base:
+            text = f"changes to version {self.version}: this rank has loaded no version before it, or one in part only"
+            hint = "load this one whole: load_into(model, changed_only=update.base > 0)"
+            raise errors.UsageError(text, version=self.version, hint=hint)
         load = Holder()
         try:
             slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
             sharing = slot.sharing  # the ranks mostly load at the same time
-            load_image(model, self._of_this(buffer.readable), self.manifest, sharing=sharing, on_device=buffer.pin)
+            image, base = self._of_this(buffer.readable), self._look_at_base() if changed_only else None
+            if base is None or buffer.device:
+                load_image(model, image, self.manifest, sharing=sharing, on_device=buffer.pin)
+            else:
+                with Difference(image, self.manifest, base, sharing) as difference:
+                    load_changes(model, image, self.manifest, difference, sharing=sharing, on_device=buffer.pin)
         finally:
             del load
             self._let_go()  # another thread may have ended the update meanwhile
@@ -250,7 +322,9 @@ class Update:
         if not locked(self._lock, self._report, "loaded"):
             return
         try:
-            self._owner.loaded(self.version, 0.0 if self._began is None else time.monotonic() - self._began)
+            slot, load_s = self._slot, 0.0 if self._began is None else time.monotonic() - self._began
+            base = None if slot is None else Base(self.version, self.manifest.hash, slot.buffer.origin)
+            self._owner.loaded(self.version, load_s, base)
         finally:
             if not self._entered:
                 self._end()

@@ -42,6 +42,8 @@ class SidecarFailed(RuntimeError):
 class SidecarDied(HelperDied):
     """The sidecar or the forkserver is dead, or was killed at a deadline."""
 
+    kind = "sidecar"
+
 
 class Sidecar(HelperProcess):
     """One sidecar process, with at most one process group: a method for each request.
@@ -50,7 +52,6 @@ class Sidecar(HelperProcess):
         that moves bytes.
     """
 
-    kind = "sidecar"
     died = SidecarDied
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:

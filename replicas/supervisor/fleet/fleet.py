@@ -65,9 +65,12 @@ _SETTLE_S = 0.75
 _DIGITS = 7
 _NAMED = 10
 
-
 Adopted = Mapping[tuple[str, int], tuple[int, list[ShimRecord], list[ShimHandle]]]
 """Generations of an earlier supervisor by group and index: number, records, shims."""
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Fleet:
@@ -88,9 +91,7 @@ class Fleet:
         self._context = context
         self._turns = new_turns()
         self._rng = rng
-        self._loop = asyncio.get_running_loop()
-        now = self._loop.time()
-        known = saved or {}
+        now, known = _now(), saved or {}
         self.groups = {
             name: Group(group, saved=known.get(name), now=now, wall=wall, rng=rng)
             for name, group in context.config.groups.items()
@@ -109,8 +110,7 @@ class Fleet:
         """When the monitor last ran, on the loop's clock."""
         self._short_since: float | None = None
         """Since when a replica waits for nodes that are to join at the start."""
-        self._drained = False
-        self._unsaved = False
+        self._drained = self._unsaved = False
         self._hurry_s: float | None = None
         self._looked = asyncio.Condition()
 
@@ -172,13 +172,13 @@ class Fleet:
     # ------------------------------------------------------------ the monitor
 
     async def _monitor(self) -> None:
-        self.looked_at = self._loop.time()
+        self.looked_at = _now()
         clock = PauseClock(self.looked_at + TICK_S)
         while True:
             with anyio.move_on_after(TICK_S):
                 await self._context.changed.wait()
             self._context.changed.clear()
-            now = self.looked_at = self._loop.time()
+            now = self.looked_at = _now()
             late_s, clock.due = clock.look(now), now + TICK_S
             if late_s:
                 # Let messages that have arrived be handled before judging any replica,
@@ -188,7 +188,7 @@ class Fleet:
                 if self._short_since is not None:
                     self._short_since += late_s
                 await anyio.sleep(_SETTLE_S)
-                self.looked_at = self._loop.time()
+                self.looked_at = _now()
                 clock.due = self.looked_at + TICK_S
                 continue
             for group in [group for group in self.groups.values() if group.config.external and not self.draining]:
@@ -276,7 +276,7 @@ class Fleet:
 
     def saved(self, wall: float) -> dict[str, SavedGroup]:
         """The groups' state to save; ``wall``: the time of day, in seconds."""
-        now = self._loop.time()
+        now = _now()
         return self.removed | {name: group.saved(now, wall) for name, group in self.groups.items()}
 
     def shims(self) -> tuple[ShimRecord, ...]:
@@ -326,7 +326,7 @@ class Fleet:
             needed = {name: other.needed for name, other in self.groups.items()}
             if missing := unmet(one.config, needed, {name: other.staying for name, other in self.groups.items()}):
                 return f"for {', '.join(missing)}"
-        if waits := self._context.awaited.blocks(group, replica, self._loop.time()):
+        if waits := self._context.awaited.blocks(group, replica, _now()):
             return waits
         lacks = self._context.resources.take(one.config, replica)
         return f"for {lacks}" if lacks else ""
@@ -335,7 +335,7 @@ class Fleet:
         """Return True if the group restarts as a whole, and has to wait for that."""
         if group.config.restart.strategy != "group":
             return False
-        return group.falling or group.rules.resume_in_s(self._loop.time()) > 0
+        return group.falling or group.rules.resume_in_s(_now()) > 0
 
     def fell(self, group: str, replica: int, text: str) -> None:
         one = self.groups[group]
@@ -416,7 +416,7 @@ class Fleet:
 
     async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
         """Wait for the end of replicas that were stopped for good."""
-        name, began = group.config.name, self._loop.time()
+        name, began = group.config.name, _now()
         for replica in leaving:
             self._context.emit(Draining(target=replica.name, reason=reason))
         for replica in leaving:
@@ -425,10 +425,10 @@ class Fleet:
                 group.retire(replica)
                 if not replica.stuck:
                     self._context.resources.release(name, replica.index)
-                self._context.emit(Drained(target=replica.name, seconds=self._loop.time() - began))
+                self._context.emit(Drained(target=replica.name, seconds=_now() - began))
         if self.groups.get(name) is group:
             if reason == "reloaded" and not group.size:
-                self.removed[name] = group.saved(self._loop.time(), 0.0).once_removed
+                self.removed[name] = group.saved(_now(), 0.0).once_removed
                 del self.groups[name]
             elif not self.draining:
                 self._fill(group)  # it may have been scaled up again meanwhile
@@ -439,7 +439,7 @@ class Fleet:
 
         :raises replicas.errors.WorldError: it was undone, or the agent is another.
         """
-        cause, began = Cause("node", f"node {node} is being drained"), self._loop.time()
+        cause, began = Cause("node", f"node {node} is being drained"), _now()
         self._context.emit(Draining(target=f"node {node}", reason="node"))
         chosen = [self.replica(*key) for key in self._context.resources.on(node)]
         for replica in chosen:
@@ -448,7 +448,7 @@ class Fleet:
         await self.until(lambda: is_empty() or not stands() or self.over.is_set())
         if not stands():
             raise errors.WorldError(f"node {node} takes replicas again: its drain was undone, or its agent is another")
-        self._context.emit(Drained(target=f"node {node}", seconds=self._loop.time() - began))
+        self._context.emit(Drained(target=f"node {node}", seconds=_now() - began))
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """End the replicas, and wait for the start of their next generation, or a stop.
@@ -520,7 +520,7 @@ class Fleet:
         chosen = self.targets(target)
         self.refuse_while_draining()
         self.save(order=True)
-        now, groups = self._loop.time(), {replica.group.name: self.groups[replica.group.name] for replica in chosen}
+        now, groups = _now(), {replica.group.name: self.groups[replica.group.name] for replica in chosen}
         spent = tuple(name for name, group in groups.items() if group.rules.spent(now) or group.failed is not None)
         for name in spent:
             groups[name].rules.reset()
@@ -544,7 +544,7 @@ class Fleet:
         once, also in a drain that is under way.
         """
         if target is not None:
-            chosen, began = self.targets(target), self._loop.time()
+            chosen, began = self.targets(target), _now()
             self.save(order=True)
             self._context.emit(Draining(target=target, hurry=hurry))
             for replica in chosen:
@@ -552,9 +552,9 @@ class Fleet:
             self.save(order=True)
             # One may be restarted meanwhile.
             await self.until(lambda: all(one.resting or one.over.is_set() or not one.unwanted for one in chosen))
-            self._context.emit(Drained(target=target, seconds=self._loop.time() - began))
+            self._context.emit(Drained(target=target, seconds=_now() - began))
             return
-        began = self._loop.time()
+        began = _now()
         if not self.draining or (hurry and self._hurry_s is None):
             self._context.emit(Draining(target="", reason=reason, hurry=hurry))
         self.draining = True
@@ -569,5 +569,5 @@ class Fleet:
                 await replica.over.wait()
         if not self._drained:
             self._drained = True
-            self._context.emit(Drained(target="", seconds=self._loop.time() - began))
+            self._context.emit(Drained(target="", seconds=_now() - began))
         self.over.set()

@@ -1,13 +1,9 @@
-"""The shim's side of its logs: make the pipes, keep a pump running, get last lines.
+"""Keep a log pump running that reads a part's pipes.
 
-:class:`PumpWatcher` holds both ends of every pipe
-(:mod:`replicas.supervisor.logs.pump`). A pump that ends is replaced at once, later each
-time if it happens repeatedly; meanwhile the pipes buffer the output. A pump that leaves
-bytes waiting unread for ``STUCK_S`` (it was stopped, or hangs in a write) is killed.
-
-The workers of torchrun inherit no descriptors: their guards open the pipes in
-``/proc/<shim>/fd``. So no FIFO lies on a disk, and none is left behind. Standard
-library only.
+A pump (:mod:`replicas.supervisor.logs.pump`) that ends is replaced at once, later each
+time if it happens repeatedly; meanwhile the pipes buffer the output
+(:mod:`replicas.supervisor.shim.log_pipes`). A pump that leaves bytes waiting unread for
+``STUCK_S`` (it was stopped, or hangs in a write) is killed. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,24 +11,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
-from replicas.common.foreign import last_lines
 from replicas.common.patience import Patience
 from replicas.linux.processes import send_signal
 from replicas.supervisor.logs.log_file import remove_old_generations
-from replicas.supervisor.logs.pump import COMM, LogSource, OutputLog, Pump, waiting_nbytes
+from replicas.supervisor.logs.pump import COMM, OutputLog, Pump, waiting_nbytes
+from replicas.supervisor.shim.log_pipes import LogPipes
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.orders import PartSpec, note
 from replicas.supervisor.wire.part_state import LogLoss
@@ -43,13 +37,10 @@ STUCK_S = 3.0
 _LOOK_INTERVAL_S = 2.0
 """Longest interval of the looks, which come with the supervisor's pings."""
 _CLOSE_S = 1.0
-_LAST_LINES = 20
-_LINE_NCHARS = 300
 _STEADY_S = 10.0
 AGAIN = Backoff(0.02, 2.0)
 KILLED = Backoff(0.02, 0.05)  # it worked until then: the next one will, too
 _AT_ONCE = Backoff(0.0, 0.0)
-_SPEAK_INTERVAL_S = 0.01
 
 
 class PumpWatcher:
@@ -62,8 +53,7 @@ class PumpWatcher:
         self._selector = selector
         self._tee = tee
         self._tell_dropped = dropped
-        self._writers: dict[str, tuple[int, ...]] = {}
-        self._sources: dict[str, LogSource] = {}
+        self.pipes: LogPipes = LogPipes(spec)
         self._pid = 0
         self._pidfd: int | None = None
         self._control: socket.socket | None = None
@@ -71,71 +61,11 @@ class PumpWatcher:
         self._replaces = False
         self._kill_at: float | None = None
         self._closed = False
-        self._words: deque[tuple[str, bytes]] = deque()
-        self._speak_at: float | None = None
         self._reads: tuple[int, ...] = ()
         self._stuck = Patience(0.0, _LOOK_INTERVAL_S)
         self._drains = 0
         self._on_drained: Callable[[], None] | None = None
         self._drained_by: float | None = None
-        for local in range(spec.nproc_per_node if spec.launcher == "torchrun" else 1):
-            name = "rank-0" if spec.launcher == "exec" else ""
-            self._add(f"rank {local}", name, 2, shown=True)
-        if spec.launcher == "torchrun":
-            self._add("torchrun", f"torchrun-{spec.node}", 1)
-
-    def _add(self, key: str, name: str, count: int, *, shown: bool = False) -> None:
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(count)]
-        self._sources[key] = LogSource(name, tuple(reader for reader, _ in pipes), shown)
-        self._writers[key] = tuple(writer for _, writer in pipes)
-
-    def pipes(self) -> tuple[tuple[int, int], ...]:
-        """Each local rank's stdout and stderr, as descriptors of this process."""
-        return tuple((self._writers[key][0], self._writers[key][1]) for key in self._writers if key.startswith("rank "))
-
-    def streams(self, name: str) -> tuple[int, int]:
-        """stdout and stderr for ``rank 0`` or ``torchrun``."""
-        writers = self._writers[name]
-        return writers[0], writers[-1]
-
-    def say(self, rank: int, text: str) -> None:
-        """Write lines to a rank's log as if they were its own, without waiting."""
-        key = self._key(f"rank {rank}")
-        # Until a worker of torchrun has told its rank, its pipes take nothing else.
-        if key is None or self._closed or not self._sources[key].title:
-            note(text)
-            return
-        block = b""
-        for line in text.rstrip("\n").encode().splitlines(keepends=True):
-            if len(block) + len(line) > select.PIPE_BUF:  # the kernel keeps up to so many bytes together
-                self._words.append((key, block))
-                block = b""
-            block += line[: select.PIPE_BUF - 1]
-        self._words.append((key, block.rstrip(b"\n") + b"\n"))
-        self._speak(time.monotonic())
-
-    def _speak(self, now: float) -> None:
-        """Write queued blocks; a full pipe takes none of a block: it is retried."""
-        self._speak_at = None
-        while self._words:
-            key, block = self._words[0]
-            # opened anew: O_NONBLOCK on the description itself would reach the ranks
-            descriptor = os.open(f"/proc/self/fd/{self.streams(key)[1]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                os.write(descriptor, block)
-            except BlockingIOError:
-                self._speak_at = now + _SPEAK_INTERVAL_S
-                return
-            finally:
-                os.close(descriptor)
-            self._words.popleft()
-
-    def _key(self, name: str) -> str | None:
-        """Key of the log of ``torchrun`` or ``rank <RANK>``."""
-        for key, source in self._sources.items():
-            if name == (f"rank {source.rank}" if source.rank >= 0 else key):
-                return key
-        return None
 
     @property
     def pid(self) -> int:
@@ -148,7 +78,10 @@ class PumpWatcher:
 
     @property
     def wakes(self) -> list[float]:
-        return [*self._life.wakes, *(at for at in (self._kill_at, self._drained_by, self._speak_at) if at is not None)]
+        return [
+            *self._life.wakes,
+            *(at for at in (self._kill_at, self._drained_by, self.pipes.speak_at) if at is not None),
+        ]
 
     def start(self) -> None:
         """Fork a pump; retry later if the system has no process left."""
@@ -177,14 +110,15 @@ class PumpWatcher:
     def _become_pump(self, control: socket.socket) -> NoReturn:
         code = 1
         try:
-            _leave_the_shim(keep=[control.fileno(), *self._readers(), *([] if self._tee is None else [self._tee])])
+            _leave_the_shim(keep=[control.fileno(), *self.pipes.readers, *([] if self._tee is None else [self._tee])])
             spec = self._spec
             name = f"{spec.group}/{spec.replica}"
             folder = Path(spec.log_dir)
             _rename(f"replicas log pump of {name}")
             limits = (spec.log_max_nbytes, spec.log_keep)
             logs = [
-                OutputLog(source, folder, *limits, name, replaces=self._replaces) for source in self._sources.values()
+                OutputLog(source, folder, *limits, name, replaces=self._replaces)
+                for source in self.pipes.sources.values()
             ]
             remove_old_generations(folder, spec.log_keep_generations)
             Pump(logs, control, self._tee, name).run()
@@ -193,9 +127,6 @@ class PumpWatcher:
             sys.excepthook(*sys.exc_info())  # prints as the traceback module does, which loads slowly
         finally:
             os._exit(code)
-
-    def _readers(self) -> list[int]:
-        return [pipe for source in self._sources.values() for pipe in source.pipes]
 
     def ended(self, code: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -243,8 +174,8 @@ class PumpWatcher:
 
     def look(self, now: float) -> None:
         """Kill a pump that does not read. Called every second or two."""
-        before, self._reads = self._reads, tuple(source.reads for source in self._sources.values())
-        idle = self._reads == before and any(waiting_nbytes(pipe) for pipe in self._readers())
+        before, self._reads = self._reads, tuple(source.reads for source in self.pipes.sources.values())
+        idle = self._reads == before and any(waiting_nbytes(pipe) for pipe in self.pipes.readers)
         if self._stuck.lasts(now, idle) >= STUCK_S and self._life.state == "up" and self._pidfd is not None:
             note(f"the log pump does nothing for {STUCK_S:g} s: it is killed")
             self._life.give_up()
@@ -256,12 +187,12 @@ class PumpWatcher:
         if self._drained_by is not None and now >= self._drained_by:
             note(f"the log pump did not come to an end within {DRAIN_S:g} s")
             self._drained()
-        if self._speak_at is not None and now >= self._speak_at:
-            self._speak(now)
+        if self.pipes.speak_at is not None and now >= self.pipes.speak_at:
+            self.pipes.speak(now)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._life.stop()
-            unread = sum(waiting_nbytes(pipe) for pipe in self._readers())
+            unread = sum(waiting_nbytes(pipe) for pipe in self.pipes.readers)
             if unread:
                 note(f"no log pump came to an end within {_CLOSE_S:g} s: {unread} bytes are in no log")
             if self._pidfd is not None:
@@ -283,10 +214,6 @@ class PumpWatcher:
         if then is not None:
             then()
 
-    def last_lines(self, name: str) -> tuple[str, ...]:
-        key = self._key(name)
-        return () if key is None else last_lines(self._sources[key].tail(), _LAST_LINES, _LINE_NCHARS)
-
     def close(self) -> None:
         """Close the shim's ends of the pipes: the pump ends when it has read all.
 
@@ -298,10 +225,7 @@ class PumpWatcher:
         self._kill_at = time.monotonic() + _CLOSE_S
         if self._pid == 0:
             self.start()
-        self._speak_at = None
-        for writers in self._writers.values():
-            for writer in writers:
-                os.close(writer)
+        self.pipes.close()
 
 
 def _leave_the_shim(keep: list[int]) -> None:

@@ -99,7 +99,7 @@ class Shim:
         self._cgroup = Path(spec.cgroup) if spec.cgroup else None
         self._teller = Teller(control, spec)
         self._logs = PumpWatcher(spec, self._selector, tee, self._teller.lost)
-        self._starter = Starter(spec, self._logs)
+        self._starter = Starter(spec, self._logs.pipes)
         self._main: Child | None = None
         self._launcher: socket.socket | None = None
         self._stopped: StoppedWatch | None = None
@@ -307,7 +307,7 @@ class Shim:
             self.spec,
             self._main,
             self._report,
-            self._logs.last_lines,
+            self._logs.pipes.last_lines,
             stopping=stopping,
             first_death=self._deaths.first,
         )
@@ -325,7 +325,7 @@ class Shim:
 
     def _save_stacks(self, found: list[Stack]) -> None:
         for stack in found:
-            self._logs.say(stack.rank, stack.entry())
+            self._logs.pipes.say(stack.rank, stack.entry())
         name = f"{self.spec.group}/{self.spec.replica}"
         texts = {f"{name}/{stack.rank}": f"process {stack.pid}\n{stack.text}" for stack in short(found)}
         self._teller.send({"type": "stacks", "found": texts})

@@ -15,7 +15,7 @@ from typing import Any
 from replicas.linux import cgroups, private
 from replicas.linux.helpers import apart, interpreter, python_module
 from replicas.linux.processes import Child
-from replicas.supervisor.shim.pump_watcher import PumpWatcher
+from replicas.supervisor.shim.log_pipes import LogPipes
 from replicas.supervisor.wire import guard, orders
 from replicas.supervisor.wire.guard import GUARD, pack
 from replicas.supervisor.wire.orders import PartSpec, plain
@@ -29,11 +29,11 @@ class Starter:
     :ivar scratch: folder made for torchrun; empty if there is none.
     """
 
-    def __init__(self, spec: PartSpec, logs: PumpWatcher) -> None:
+    def __init__(self, spec: PartSpec, pipes: LogPipes) -> None:
         self.scratch = ""
         self._orders = -1
         self._spec = spec
-        self._logs = logs
+        self._pipes = pipes
 
     def program(self) -> Child:
         self._orders = guard_orders(self._spec, direct=True)
@@ -49,7 +49,7 @@ class Starter:
             child = self._spawn(command, "torchrun", pass_fds=(fd,), **apart(self._spec.env, self._spec.cwd))
         self._enclose(child)
         self.scratch = str(_scratch_folder(self._spec))
-        spec = self._spec._replace(shim=os.getpid(), pipes=self._logs.pipes(), scratch=self.scratch)
+        spec = self._spec._replace(shim=os.getpid(), pipes=self._pipes.of_ranks(), scratch=self.scratch)
         orders.send(ours, {"type": "start", "spec": plain(spec)})
         return child, ours
 
@@ -59,7 +59,7 @@ class Starter:
             cgroups.enter(Path(self._spec.cgroup), child.pid)
 
     def _spawn(self, command: list[str], log: str, **options: Any) -> Child:
-        out, err = self._logs.streams(log)
+        out, err = self._pipes.streams(log)
         return Child(subprocess.Popen(command, stdout=out, stderr=err, **options))
 
 

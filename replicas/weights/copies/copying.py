@@ -67,7 +67,8 @@ class Step:
     sources: list[torch.Tensor]
 
 
-def _wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
+def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for this thread's current streams on their devices."""
     for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
         torch.accelerator.current_stream(device).synchronize()
 
@@ -116,7 +117,18 @@ def copy_pairs(
         if device is not None:
             for uuid in used:
                 device.synchronize(uuid)
-    _wait_for_devices(elsewhere)
+    wait_for_devices(elsewhere)
+
+
+def put_elements(destination: torch.Tensor, source: torch.Tensor, positions: torch.Tensor) -> None:
+    """Copy the elements at these positions of flat tensors, with casts.
+
+    A device gets them on this thread's current stream, for which nobody waits here.
+    """
+    device = destination.device
+    values = source.view(-1).index_select(0, positions).to(device, destination.dtype)
+    with streaming.writing((destination,)):
+        destination.view(-1).index_copy_(0, positions.to(device), values)
 
 
 def copy_host(
@@ -326,7 +338,7 @@ class Copier:
         for step in steps:
             with torch.no_grad():
                 torch._foreach_copy_(step.destinations, step.sources, True)
-            _wait_for_devices(step.sources)
+            wait_for_devices(step.sources)
             self.filled(step.start, step.end)
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:

@@ -262,9 +262,9 @@ class Arena:
             offered = {slot._buffer.offered for slot in self._slots if slot._buffer is not None}
             return offered - held - {0}
 
-    def borrow(self, place: SlotPlace, version: int) -> Buffer:
+    def borrow(self, place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
         """:meth:`Buffer.open` another member's memory briefly; the caller closes it."""
-        buffer = Buffer.open(place, version)
+        buffer = Buffer.open(place, version, lock=lock)
         buffer.keep_mappings_in(self._kept)
         return buffer
 

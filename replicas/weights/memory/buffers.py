@@ -86,15 +86,13 @@ class Buffer:
     """
 
     on_device: ClassVar[type[Buffer]]
-    _keys = itertools.count(1)
-    _living: Living[Buffer] = Living(operator.methodcaller("forget"))
     device = ""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
         """Take over ``fd``, but not its locks: the sending process may hold them."""
         self.fd = fd
         self.nbytes = nbytes
-        self.key = next(self._keys)
+        self.key = next(_KEYS)
         self.watchers: Living[BufferWatcher] = Living()
         self.writable = writable
         self.serial = 0
@@ -105,7 +103,7 @@ class Buffer:
         self._mapping: Mapping | None = None
         self._origin: SlotPlace | None = None
         self._kept: KeptMappings | None = None
-        self._living.add(self)
+        _LIVING.add(self)
 
     @staticmethod
     def allocate(nbytes: int, name: str, *, stop: Callable[[], bool] = lambda: False, device: str = "") -> Buffer:
@@ -163,11 +161,14 @@ class Buffer:
         return cls(fd, os.fstat(fd).st_size, writable=writable)
 
     @staticmethod
-    def open(place: SlotPlace, version: int) -> Buffer:
-        """:func:`replicas.memory.kept.hold` it: no refill until this is closed."""
-        fd = hold(place, version)
+    def open(place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
+        """:func:`replicas.memory.kept.hold` it: no refill until this is closed.
+
+        :param lock: False: it may be refilled, as :attr:`unchanged` tells.
+        """
+        fd = hold(place, version, lock=lock)
         buffer = (Buffer.on_device if place.device else Buffer)._adopted(fd, place.device, writable=False)
-        buffer._locks_in = os.getpid()
+        buffer._locks_in = os.getpid() if lock else 0
         buffer.serial, buffer.offered, buffer._origin = place.serial, version, place
         return buffer
 
@@ -214,6 +215,19 @@ class Buffer:
         status = os.fstat(fd)
         door = "" if self.device else own_door()
         return SlotPlace(os.getpid(), fd, status.st_ino, status.st_size, self.serial, device=self.device, door=door)
+
+    @property
+    def origin(self) -> SlotPlace:
+        """The place in the process that fills it, known there after this is closed."""
+        return self._origin or self.place
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether what has been read of another's memory so far is its version.
+
+        The owner removes its flag before it writes.
+        """
+        return locks.flagged(self._open_fd, self.serial)
 
     @property
     def path(self) -> str:
@@ -348,6 +362,10 @@ class Buffer:
         if self.fd < 0:
             raise ValueError("the buffer is closed")
         return self.fd
+
+
+_KEYS = itertools.count(1)
+_LIVING: Living[Buffer] = Living(operator.methodcaller("forget"))
 
 
 def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT) -> tuple[int, str]:

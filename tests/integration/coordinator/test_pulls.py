@@ -35,6 +35,7 @@ SLOW = "100mbit"
 """A version takes more than a second over such a link."""
 SOON_S = 12.0
 """More than it takes to notice a holder that says nothing, and to pull all again."""
+LAST_PLACE = NBYTES - 1
 MOMENTS = (0.05, 0.5, 0.9)
 """Shares of a version that have reached a host when something fails."""
 
@@ -239,6 +240,27 @@ async def test_versions_of_any_size() -> None:
         trainer, targets = await world.chain()
         for seed, nbytes in enumerate((0, 1, BLOCK_NBYTES - 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 0, 7), 1):
             await got_all(trainer, targets, seed, nbytes)
+
+
+async def test_readers_that_load_what_has_changed_hold_up_nobody() -> None:
+    """One beside the trainer; elsewhere one that pulls, and one that maps."""
+    async with host_world(2, TCP, rollout=GroupShape(3)) as world:
+        trainer, targets = await world.trainer_and_rollouts(0, 1, 1)
+        for version, places in enumerate(([], [5], [1, LAST_PLACE], []), start=1):
+            sent = await trainer.ask("publish_changed", nbytes=NBYTES, places=places)
+            assert sent == {"version": version, "lost": []}
+            expected = {
+                "version": version,
+                "base": version - 1,
+                "places": places if version > 1 else None,
+                "right": True,
+            }
+            assert await asyncio.gather(*(one.ask("load_changed") for one in targets)) == [expected] * 3
+        for version in (5, 6):  # the second one takes the memory of the version that all have loaded
+            sent = await trainer.ask("publish_changed", nbytes=NBYTES, places=[version])
+            assert sent == {"version": version, "lost": []}
+        expected = {"version": 6, "base": 4, "places": None, "right": True}
+        assert await asyncio.gather(*(one.ask("load_changed") for one in targets)) == [expected] * 3
 
 
 async def test_channels_of_a_process_share_its_carrier() -> None:

@@ -14,8 +14,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,7 +177,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
         try:
             run.start()
             run.wait_line("control at", timeout_s=60)
-            eventually(lambda: _is_whole(run), "every process of the run", timeout_s=120)
+            _until_whole(run)
             processes = of_run(run)
             yield Scene(run, home, processes, list(listeners(processes)))
         finally:
@@ -186,9 +188,17 @@ def of_run(run: Run) -> list[Process]:
     return [process for process in processes_of(VICTIM) if process.environment.get(MARK) == run.mark]
 
 
-def _is_whole(run: Run) -> bool:
-    kinds = [process.kind for process in of_run(run)]
-    return all(kinds.count(kind) for kind in ARGUMENTS) and kinds.count("sidecar") == 2 and run.status().ready
+def _until_whole(run: Run) -> None:
+    """Until every process of the run is there; what was missing is told."""
+    deadline = time.monotonic() + 120
+    while True:
+        kinds = Counter(process.kind for process in of_run(run))
+        assert run.running, run.said()
+        status = run.status() if "supervisor" in kinds else None
+        if kinds.keys() >= ARGUMENTS.keys() and kinds["sidecar"] == 2 and status is not None and status.ready:
+            return
+        assert time.monotonic() < deadline, f"{kinds}\n{status}\n{run.said()}"
+        time.sleep(0.1)
 
 
 def as_attacker(program: str, *arguments: str) -> str:

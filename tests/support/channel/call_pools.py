@@ -300,7 +300,8 @@ POOLS: dict[str, dict[str, Pool]] = {
     "Pending.wait": {"timeout": [0.001]},
     "Pending.done": {},
     "Receipt.metrics": {"prefix": []},
-    "Update.load_into": {"model": [*WEIGHTS, *({"w": one} for one in TENSORS)]},
+    "Update.load_into": {"model": [*WEIGHTS, *({"w": one} for one in TENSORS)], "changed_only": [False, True]},
+    "Update.changes": {},
     "Update.failed": {"error": ERRORS},
     "Update.refuse": {"error": ERRORS},
     "Update.loaded": {},
@@ -352,6 +353,7 @@ NOT_CALLED = {
     "Pending": "a call makes it",
     "Update": "a receive makes it",
     "Receipt": "a publish makes it",
+    "Change": "an update makes it",
     "Member": "a value, like a tuple",
     **dict.fromkeys(
         (

@@ -303,9 +303,9 @@ class CallWorld:
         assert update is not None
         if self.choose.random() < 0.5:
             with contextlib.suppress(KeyboardInterrupt), update:
-                getattr(update, method)(**given)
+                list(getattr(update, method)(**given) or ())
         else:
-            getattr(update, method)(**given)
+            list(getattr(update, method)(**given) or ())
 
     def _wait(self, room: str, method: str, given: dict[str, Any]) -> None:
         trainer = self.members["trainer/0"]

@@ -29,6 +29,7 @@ class _Rank:
 
     def __init__(self) -> None:
         self._channels: dict[str, replicas.Channel] = {}
+        self._model = torch.empty(0, dtype=torch.uint8)
 
     def join(self, channel: str = "policy", **where: Any) -> dict[str, Any]:
         self._channels[channel] = replicas.join(channel, **where)
@@ -50,6 +51,28 @@ class _Rank:
             if seed >= 0 and not torch.equal(found, _bytes(seed, len(found))):
                 raise RuntimeError(f"version {update.version} has other bytes than those of {seed}")
             return {"version": update.version, "seed": seed, "nbytes": len(found)}
+
+    def publish_changed(self, nbytes: int, places: list[int]) -> dict[str, Any]:
+        """One tensor of so many bytes, others than before at these places alone."""
+        if not len(self._model):
+            self._model = _bytes(0, nbytes)
+        self._model[places] += 1
+        receipt = self._channels["policy"].publish({"w": self._model}).wait(TIMEOUT_S)
+        return {"version": receipt.version, "lost": receipt.lost}
+
+    def load_changed(self) -> dict[str, Any]:
+        """Load the newest version, and of it what has changed alone.
+
+        ``places``: where that was; None: it came whole. ``right``: the model has it.
+        """
+        with self._channels["policy"].receive().wait(TIMEOUT_S) as update:
+            (change,) = update.changes()
+            if not update.base:
+                self._model = torch.empty_like(dict(update)["w"])
+            update.load_into({"w": self._model}, changed_only=update.base > 0)
+            places = change.positions.tolist() if change.whole is None else None
+            right = torch.equal(self._model, dict(update)["w"])
+            return {"version": update.version, "base": update.base, "places": places, "right": right}
 
     def publish(self, seed: int, part: int = 0, parts: int = 1) -> dict[str, Any]:
         """Tensors that follow from ``seed``; of several parts, the rows of one."""

@@ -20,12 +20,13 @@ from replicas.channel.operations.results import OperationCall
 from replicas.channel.session.holdings import Holder
 from replicas.channel.session.pending import Promise, Receipt
 from replicas.channel.versions.filling import PublishJob
-from replicas.channel.versions.update import Update
+from replicas.channel.versions.update import Base, Update
 from replicas.core.base.manifest import PartManifest
 from replicas.messages import Segment
 from replicas.messages.identity import Member
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Slot
+from replicas.weights.memory.buffers import Buffer
 from tests.support.channel.scripted import MANIFEST, ME, ScriptedWorld
 
 pytestmark = pytest.mark.anyio
@@ -327,8 +328,11 @@ async def test_update_reports_what_its_block_did() -> None:
         def __init__(self) -> None:
             self.log: list[tuple[str, object]] = []
 
-        def loaded(self, version: int, load_s: float) -> None:
+        def loaded(self, version: int, load_s: float, base: Base | None) -> None:
             self.log.append(("loaded", version))
+
+        def look_at(self, base: Base) -> Buffer:
+            raise errors.Gone("nothing was loaded before")
 
         def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None:
             self.log.append(("failed", type(error)))

@@ -49,11 +49,11 @@ def pump(tmp_path: Path) -> Iterator[PumpWatcher]:
         watcher._life.start(0.0)
         watcher._life.ready()
         watcher._pidfd = os.pidfd_open(process.pid)
-        os.write(watcher.streams("rank 0")[0], b"a line\n")
+        os.write(watcher.pipes.streams("rank 0")[0], b"a line\n")
         yield watcher
         watcher._forget()
         process.kill()
-        for pipe in (*watcher._readers(), *watcher.streams("rank 0")):
+        for pipe in (*watcher.pipes.readers, *watcher.pipes.streams("rank 0")):
             os.close(pipe)
 
 

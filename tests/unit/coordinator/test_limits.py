@@ -1,8 +1,8 @@
 """What a connection may do: sizes, values, the share of the loop; and any bytes
 whatever as a frame.
 
-Covers: common/decoding.py, coordinator/limits.py, messages/bounds.py,
-messages/from_member.py.
+Covers: common/decoding.py, coordinator/channel_status.py, coordinator/limits.py,
+messages/bounds.py, messages/from_member.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas import messages as wire
-from replicas.coordinator import coordinator, limits
+from replicas.coordinator import channel_status, limits
 from replicas.coordinator.limits import RateLimit, hello_problem, message_problem, size_problem
 from replicas.errors import SyncError
 from replicas.messages.bounds import HELLO_NBYTES, OPERATION_NBYTES, VERSION_MAX
@@ -302,10 +302,10 @@ def test_a_page_shows_no_more_of_what_members_say_than_their_share(monkeypatch: 
     state.note = "y" * 10**5
 
     def shown() -> list[dict[str, str]]:
-        status = coordinator._channel_status(world.state, world.now)
+        status = channel_status.channel_status(world.state, world.now)
         assert max(len(member.note) for member in status.members) < 600
         return [member.info for member in status.members]
 
     assert shown() == [long, short, short, short]
-    monkeypatch.setattr(coordinator, "INFOS_NBYTES", 4000)
+    monkeypatch.setattr(channel_status, "INFOS_NBYTES", 4000)
     assert shown() == [{}, short, short, short]

@@ -9,6 +9,7 @@ import replicas
 
 def test_the_public_names() -> None:
     assert set(replicas.__all__) == {
+        "Change",
         "Channel",
         "Coordinator",
         "Member",

@@ -5,7 +5,8 @@ other code under a running supervisor. No reader may end with a traceback or har
 process that it was not told of. What is no message is told in one sentence and changes
 nothing; at the launcher, whose only order it is, it ends the launcher.
 
-Covers: supervisor/shim/launcher.py, supervisor/shim/pump_watcher.py.
+Covers: supervisor/shim/launcher.py, supervisor/shim/pump_watcher.py,
+supervisor/shim/log_pipes.py.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def test_what_a_log_pump_says(
                 key.data()
         assert losses[-1] == LogLoss(8, "tee", "slow")
         keeper._forget()
-        for pipe in (*keeper._readers(), *(fd for pair in keeper.pipes() for fd in pair)):
+        for pipe in (*keeper.pipes.readers, *(fd for pair in keeper.pipes.of_ranks() for fd in pair)):
             os.close(pipe)
     said = capfd.readouterr().err
     assert "Traceback" not in said

@@ -292,7 +292,7 @@ def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
         keeper._pid = 4000001
 
     monkeypatch.setattr(PumpWatcher, "start", start)
-    os.write(keeper.streams("rank 0")[0], b"last words\n")
+    os.write(keeper.pipes.streams("rank 0")[0], b"last words\n")
     keeper.close()
     assert not keeper.over
     keeper.ended(-9)
@@ -302,7 +302,7 @@ def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
     keeper.ended(-9)
     assert (len(started), keeper.over) == (2, True)
     assert "11 bytes are in no log" in capfd.readouterr().err
-    for pipe in keeper._readers():
+    for pipe in keeper.pipes.readers:
         os.close(pipe)
     selector.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -374,3 +375,18 @@ def test_a_living_set_forgets_who_has_died_and_runs_no_python_for_it() -> None:
     assert [*living] == [kept]
     living.add(kept)
     assert len(living._known) == 2
+
+
+def test_one_that_is_opened_without_a_lock_holds_up_nobody_and_tells_when_it_is_refilled() -> None:
+    owner = offered(5)
+    with closing(Buffer.open(owner.place, 1, lock=False)) as reader:
+        assert reader.origin == owner.place
+        assert reader.readable().tolist() == [5] * 64
+        told = [reader.unchanged]
+        assert owner.claim() == "claimed"
+        told.append(reader.unchanged)
+        owner.offer(2)
+        assert [*told, reader.unchanged] == [True, False, False]
+    with pytest.raises(Gone, match="was replaced by another version"):
+        Buffer.open(msgspec.structs.replace(owner.place, serial=1), 1, lock=False)
+    owner.close()

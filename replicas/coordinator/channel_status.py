@@ -1,0 +1,52 @@
+"""The status of one channel, as pages and commands show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from replicas.core.channel_state import ChannelState
+from replicas.core.versions.steps import number_in
+from replicas.messages.bounds import text_of
+from replicas.status import ChannelStatus, MemberStatus
+
+INFOS_NBYTES = 16 * 2**20
+"""Of the ``info`` of all members on a status page: more than its share is not shown."""
+NOTE_LENGTH = 500
+
+
+def _info_nbytes(info: Mapping[str, str]) -> int:
+    return sum(4 * (len(name) + len(text)) for name, text in info.items())
+
+
+def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
+    commits, told = channel.commits, channel.told
+    # commits may be ahead of the disk, which told is not
+    meta = commits.newest.meta if commits.latest == told.latest else None
+    fell = commits.steps.fell
+    digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit
+    share_nbytes = INFOS_NBYTES // max(1, len(channel.roster))
+    members = (
+        MemberStatus(
+            name=state.member.name,
+            state=state.standing,
+            note=text_of(state.note, NOTE_LENGTH),
+            role=state.settings.role,
+            host=state.host,
+            loaded=state.loaded,
+            held=tuple(sorted(state.held)),
+            heartbeat_age_s=max(0.0, now - state.last_seen),
+            info=state.hello.info if _info_nbytes(state.hello.info) <= share_nbytes else {},
+        )
+        for state in sorted(channel.roster, key=lambda state: state.member)
+    )
+    return ChannelStatus(
+        name=channel.config.name,
+        epoch=channel.roster.epoch,
+        committed_version=told.latest,
+        digest=digest,
+        members=tuple(members),
+        last_sync=told.last,
+        step=number_in(meta, "step"),
+        step_before=None if fell is None else fell.before,
+        slots=channel.config.slots,
+    )

@@ -1,0 +1,196 @@
+"""What has changed of a version, written in place into a vLLM worker's model, where
+that is proven to be right.
+
+Theory of operation
+===================
+
+vLLM's layerwise reload moves all bytes of a version to the device, and makes every
+layer anew. Since 0.32 ``load_checkpoint_weight_patches`` writes the changed elements
+alone: through the model's own loaders, from tensors in which NaN stands for what stays.
+It asks much of a model, and checks little of it: parameters must be kept as their
+loaders write them, each by one plain copy. So:
+
+- **A model is proven first.** When a whole version has been loaded, it is given to the
+  model's loaders once more, which now compare instead of copying. Each element must be
+  in its place, with its value: then nothing has packed, padded or turned the
+  parameters, and no loader computes. Weights that are derived from others (those of
+  latent attention) would stay as they are, so a model with such tensors is not patched.
+- **A patch is verified.** Its elements are compared likewise, and no loader may have
+  left a NaN where something was to stay.
+
+Whatever is otherwise, the whole version is loaded, which makes good what a patch has
+done.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import replicas
+
+__all__ = ["EnginePatches"]
+
+logger = logging.getLogger("vllm.replicas")
+BATCH_NBYTES = 256 << 20
+"""Of tensors of the checkpoint that are on the device at a time."""
+WHOLE_SHARE = 8
+"""A version of which more than one byte in so many comes in whole tensors is loaded
+whole."""
+_Patch = tuple[str, tuple[int, ...], torch.Tensor, torch.Tensor]
+"""Name, shape of the tensor, values, and their positions in it, flattened."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class _Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class has none
+    """Compares what would be copied with what is there; NaN stands for anything else.
+
+    :ivar elements: that were compared. :ivar wrong: of them, or NaN itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own class has none
+        self.elements = self.wrong = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        there, given = args[0], args[1].to(args[0].device, args[0].dtype)
+        nothing = given.isnan()
+        self.elements += int((~nothing).sum())
+        self.wrong += int(torch.where(nothing, there.isnan(), there != given).sum())
+        return there
+
+
+class EnginePatches:
+    """Patches one model, of parameters on ``device``.
+
+    :ivar holds: the version that the model holds as a whole; 0: none.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._proven = self._refused = ""
+        self.holds = 0
+
+    def loaded(self, update: replicas.Update) -> None:
+        """The model holds this version; find out whether later ones can be patches."""
+        self.holds = update.version
+        manifest = update.manifest.hash
+        if manifest in (self._proven, self._refused):
+            return
+        try:
+            why = self._why_not(update)
+        except Exception as error:  # noqa: BLE001  # of a model's loader
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self._refused = manifest
+            logger.info("versions are loaded whole: %s", why)
+        else:
+            self._proven = manifest
+
+    def _why_not(self, update: replicas.Update) -> str:
+        """Why this model cannot be patched; empty: it can be."""
+        import vllm.model_executor.model_loader.checkpoint_weight_patch  # noqa: F401  # since 0.32
+
+        if found := _derived(self._model):
+            return f"{found} is derived from others"
+        places = self._places()
+        wrong, elements = self._compare((name, tensor.to(self._device)) for name, tensor in update)
+        if wrong or not elements or self._places() != places:
+            return f"{wrong} of {elements} elements are not where the checkpoint has them"
+        return ""
+
+    def _places(self) -> list[int]:
+        return [one.data_ptr() for one in self._model.parameters()]
+
+    def _compare(self, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+        """How many elements are wrong, of how many."""
+        with _Compared() as compared, torch.no_grad():
+            self._model.load_weights(weights)
+        return compared.wrong, compared.elements
+
+    def apply(self, update: replicas.Update) -> bool:
+        """Make this version of the one that the model holds; False: load all of it.
+
+        The model holds no version then, until :meth:`loaded`.
+        """
+        base, self.holds = self.holds, 0
+        if not base or update.base != base or update.manifest.hash != self._proven:
+            return False
+        try:
+            count = sum(map(self._patch, self._batches(update)))
+        except Exception as error:  # noqa: BLE001  # of a model's loader; what is wrong with the update shows again
+            logger.info("version %d is loaded whole: %s: %s", update.version, type(error).__name__, error)
+            return False
+        logger.info("version %d: %d elements have changed since version %d", update.version, count, base)
+        return True
+
+    def _batches(self, update: replicas.Update) -> Iterator[list[_Patch]]:
+        """The tensors that have changed.
+
+        :raises ValueError: they are no patches.
+        """
+        shapes = {spec.name: spec.shape for spec in update.manifest.tensors}
+        batch: list[_Patch] = []
+        nbytes = 0
+        whole_nbytes_left = update.manifest.data_nbytes // WHOLE_SHARE
+        for change in update.changes():
+            values, positions = change.values, change.positions
+            if change.whole is not None:
+                values = change.whole.reshape(-1)
+                positions = torch.arange(values.numel())
+                whole_nbytes_left -= values.nbytes
+            if not values.numel():
+                continue
+            if whole_nbytes_left < 0:
+                raise ValueError("much of it has changed, or its changes are not known")
+            if values.dtype not in _FLOATS or values.isnan().any():
+                raise ValueError(f"{change.name} has changed, and has NaN or is no float")
+            shape = shapes[change.name]
+            batch.append((change.name, shape, values.to(self._device), positions.to(self._device)))
+            nbytes += math.prod(shape) * values.itemsize
+            if nbytes >= BATCH_NBYTES:
+                yield batch
+                batch, nbytes = [], 0
+        if batch:
+            yield batch
+
+    def _patch(self, batch: list[_Patch]) -> int:
+        """Write and verify some tensors; how many elements were given."""
+        from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+            CheckpointWeightPatch,
+            load_checkpoint_weight_patches,
+        )
+
+        patches = [
+            CheckpointWeightPatch(name, tuple(shape), values.dtype, values, positions)
+            for name, shape, values, positions in batch
+        ]
+        load_checkpoint_weight_patches(self._model, patches, validate_unique_indices=False)
+        wrong, _ = self._compare((name, _masked(shape, values, positions)) for name, shape, values, positions in batch)
+        if wrong:
+            raise ValueError(f"{wrong} elements are not what was written")
+        return sum(len(values) for _, _, values, _ in batch)
+
+
+def _masked(shape: tuple[int, ...], values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    flat = torch.full((math.prod(shape),), math.nan, dtype=values.dtype, device=values.device)
+    return flat.index_copy_(0, positions, values).view(shape)
+
+
+def _derived(model: torch.nn.Module) -> str:
+    """The name of what a layer has made of its weights, beside them; empty: nothing."""
+    for path, layer in model.named_modules():
+        if "MLA" in type(layer).__name__:
+            return str(path)
+        for name, value in vars(layer).items():
+            floats = isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1
+            if floats and name != "kv_cache":
+                return f"{path}.{name}"
+    return ""

@@ -1,0 +1,110 @@
+"""The pipes between what the ranks of a part write and its log pump, and words of ours.
+
+:class:`LogPipes` holds both ends of every pipe: a pump that ends loses nothing, as the
+pipes buffer the output. The workers of torchrun inherit no descriptors: their guards
+open the pipes in ``/proc/<shim>/fd``. So no FIFO lies on a disk, and none is left
+behind. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections import deque
+
+from replicas.common.foreign import last_lines
+from replicas.supervisor.logs.pump import LogSource
+from replicas.supervisor.wire.orders import PartSpec, note
+
+_LAST_LINES = 20
+_LINE_NCHARS = 300
+_SPEAK_INTERVAL_S = 0.01
+
+
+class LogPipes:
+    """The pipes of one part, by ``rank <LOCAL RANK>``, and of ``torchrun``.
+
+    :ivar speak_at: when words that a full pipe has not taken are due again.
+    """
+
+    def __init__(self, spec: PartSpec) -> None:
+        self.sources: dict[str, LogSource] = {}
+        self.speak_at: float | None = None
+        self._writers: dict[str, tuple[int, ...]] = {}
+        self._words: deque[tuple[str, bytes]] = deque()
+        self._closed = False
+        for local in range(spec.nproc_per_node if spec.launcher == "torchrun" else 1):
+            name = "rank-0" if spec.launcher == "exec" else ""
+            self._add(f"rank {local}", name, 2, shown=True)
+        if spec.launcher == "torchrun":
+            self._add("torchrun", f"torchrun-{spec.node}", 1)
+
+    def _add(self, key: str, name: str, count: int, *, shown: bool = False) -> None:
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(count)]
+        self.sources[key] = LogSource(name, tuple(reader for reader, _ in pipes), shown)
+        self._writers[key] = tuple(writer for _, writer in pipes)
+
+    def of_ranks(self) -> tuple[tuple[int, int], ...]:
+        """Each local rank's stdout and stderr, as descriptors of this process."""
+        return tuple((self._writers[key][0], self._writers[key][1]) for key in self._writers if key.startswith("rank "))
+
+    def streams(self, name: str) -> tuple[int, int]:
+        """stdout and stderr for ``rank 0`` or ``torchrun``."""
+        writers = self._writers[name]
+        return writers[0], writers[-1]
+
+    def say(self, rank: int, text: str) -> None:
+        """Write lines to a rank's log as if they were its own, without waiting."""
+        key = self._key(f"rank {rank}")
+        # Until a worker of torchrun has told its rank, its pipes take nothing else.
+        if key is None or self._closed or not self.sources[key].title:
+            note(text)
+            return
+        block = b""
+        for line in text.rstrip("\n").encode().splitlines(keepends=True):
+            if len(block) + len(line) > select.PIPE_BUF:  # the kernel keeps up to so many bytes together
+                self._words.append((key, block))
+                block = b""
+            block += line[: select.PIPE_BUF - 1]
+        self._words.append((key, block.rstrip(b"\n") + b"\n"))
+        self.speak(time.monotonic())
+
+    def speak(self, now: float) -> None:
+        """Write queued blocks; a full pipe takes none of a block: it is retried."""
+        self.speak_at = None
+        while self._words:
+            key, block = self._words[0]
+            # opened anew: O_NONBLOCK on the description itself would reach the ranks
+            descriptor = os.open(f"/proc/self/fd/{self.streams(key)[1]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.write(descriptor, block)
+            except BlockingIOError:
+                self.speak_at = now + _SPEAK_INTERVAL_S
+                return
+            finally:
+                os.close(descriptor)
+            self._words.popleft()
+
+    def _key(self, name: str) -> str | None:
+        """Key of the log of ``torchrun`` or ``rank <RANK>``."""
+        for key, source in self.sources.items():
+            if name == (f"rank {source.rank}" if source.rank >= 0 else key):
+                return key
+        return None
+
+    @property
+    def readers(self) -> list[int]:
+        return [pipe for source in self.sources.values() for pipe in source.pipes]
+
+    def last_lines(self, name: str) -> tuple[str, ...]:
+        key = self._key(name)
+        return () if key is None else last_lines(self.sources[key].tail(), _LAST_LINES, _LINE_NCHARS)
+
+    def close(self) -> None:
+        """Close the ends that are written to: the pump ends when it has read all."""
+        self._closed = True
+        self.speak_at = None
+        for writers in self._writers.values():
+            for writer in writers:
+                os.close(writer)

@@ -1,0 +1,211 @@
+"""What differs between two images: found bit by bit, written alone, and never mixed
+with what overwrites the older one.
+
+Covers: weights/changes.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from replicas.core.base.manifest import ITEM_NBYTES, Manifest, TensorSpec
+from replicas.errors import ManifestMismatch
+from replicas.memory import lines
+from replicas.weights import changes, loading
+from replicas.weights.changes import SHARE, Change, Difference
+from replicas.weights.copies.tensors import bits, torch_dtype
+from replicas.weights.loading import load_changes, views
+from replicas.weights.memory.buffers import Buffer
+from tests.support.devices.fake_accelerator import NAME, FakeAccelerator
+
+DTYPES = [name for name in ITEM_NBYTES if hasattr(torch, name)]
+
+
+@pytest.fixture(params=["C", "numpy"])
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(lines, "_library", None)
+        elif lines._library is None:
+            pytest.skip("not compiled")
+        yield
+
+
+class Pair:
+    """A version that others may see, and an image of the next one, alike at first."""
+
+    def __init__(self, **shapes: tuple[str, tuple[int, ...]]) -> None:
+        self.manifest = Manifest(tuple(TensorSpec(name, *shape) for name, shape in shapes.items()))
+        self.old = Buffer.allocate(self.manifest.image_nbytes, "test")
+        assert self.old.claim() == "claimed"
+        generator = torch.Generator().manual_seed(1)
+        raw = torch.randint(0, 2, (self.manifest.image_nbytes,), dtype=torch.uint8, generator=generator)
+        self.old.tensor().copy_(raw)
+        self.old.offer(1)
+        self.image = raw.clone() if raw.data_ptr() % 64 == 0 else _aligned(raw)
+        self.new = views(self.image, self.manifest)
+
+    @property
+    def model(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in views(self.old.tensor(), self.manifest).items()}
+
+    def difference(self) -> Difference:
+        return Difference(self.image, self.manifest, Buffer.open(self.old.place, 1, lock=False))
+
+    def found(self) -> dict[str, Change]:
+        with self.difference() as difference:
+            return {name: difference.of(name, tensor) for name, tensor in self.new.items()}
+
+    def load(self, model: Any) -> None:
+        with self.difference() as difference:
+            load_changes(model, self.image, self.manifest, difference)
+
+
+def _aligned(raw: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty(len(raw) + 64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64
+    return memory[start : start + len(raw)].copy_(raw)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_changed_elements_of_each_dtype(dtype: str) -> None:
+    pair = Pair(before=("float64", (3,)), w=(dtype, (40, 5)), behind=("uint8", (7,)))
+    flat = pair.new["w"].view(-1).view(torch.uint8).view(200, -1)
+    for position, byte in ((0, 0), (17, -1), (199, 0)):
+        flat[position, byte] ^= 1
+    found = pair.found()
+    assert found["w"].whole is None
+    assert found["w"].positions.dtype is torch.int64
+    assert found["w"].positions.tolist() == [0, 17, 199]
+    picked = bits(pair.new["w"]).view(-1)[[0, 17, 199]]
+    assert torch.equal(bits(found["w"].values), picked)
+    assert found["w"].values.dtype == torch_dtype(dtype)
+    assert [(len(found[name].positions), found[name].whole) for name in ("before", "behind")] == [(0, None)] * 2
+
+
+def test_bits_count_and_not_numbers() -> None:
+    pair = Pair(w=("float32", (64,)))
+    views(pair.old.tensor(), pair.manifest)["w"][:2] = torch.tensor([float("nan"), 0.0])
+    pair.new["w"][:2] = torch.tensor([float("nan"), -0.0])
+    assert pair.found()["w"].positions.tolist() == [1]
+
+
+@pytest.mark.parametrize("changed", [0, 64 // SHARE, 64 // SHARE + 1])
+def test_a_tensor_comes_whole_when_much_of_it_has_changed(changed: int) -> None:
+    pair = Pair(w=("bfloat16", (8, 8)), one=("float32", ()), none=("float32", (0, 3)))
+    pair.new["w"].view(-1)[:changed] += 1
+    pair.new["one"] += changed
+    found = pair.found()
+    whole = changed > 64 // SHARE
+    assert (found["w"].whole is not None, len(found["w"].positions)) == (whole, 0 if whole else changed)
+    assert found["w"].whole is None or same(found["w"].whole, pair.new["w"])
+    assert (found["one"].whole is not None) == (changed > 0), "less than one element in eight is none"
+    assert found["none"].whole is None
+    assert not len(found["none"].positions)
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex128"])
+def test_long_tensors_are_compared_in_runs(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "_RUN_NBYTES", 4096)
+    pair = Pair(w=(dtype, (5000,)))
+    where = [0, 255, 256, 2047, 2048, 2049, 4999]
+    pair.new["w"][where] += 1
+    assert pair.found()["w"].positions.tolist() == where
+
+
+def test_a_base_that_is_overwritten_gives_no_mixture() -> None:
+    """Its owner may write as soon as it has claimed it."""
+    pair = Pair(a=("float32", (64,)), b=("float32", (64,)), c=("float32", (64,)))
+    for name in "abc":
+        pair.new[name][5] += 1
+    with pair.difference() as difference:
+        assert difference.of("a", pair.new["a"]).positions.tolist() == [5]
+        assert pair.old.claim() == "claimed", "it holds up nobody"
+        assert difference.of("b", pair.new["b"]).whole is not None
+        pair.old.tensor().copy_(pair.image)
+        pair.old.offer(3)
+        assert difference.of("c", pair.new["c"]).whole is not None
+
+
+def test_what_has_changed_is_all_that_is_written() -> None:
+    pair = Pair(w=("bfloat16", (20, 10)), much=("bfloat16", (20,)), kept=("float32", (3,)))
+    model = pair.model
+    pair.new["w"][3, 4], pair.new["much"][:] = 7, 8
+    mine = {name: tensor.clone() for name, tensor in pair.new.items()}
+    for name in ("w", "kept"):
+        model[name].view(-1)[1] = mine[name].view(-1)[1] = 99  # the user's own
+    pair.load(model)
+    assert all(same(tensor, mine[name]) for name, tensor in model.items())
+
+
+@pytest.mark.parametrize("case", ["cast", "strides", "negative", "conjugate", "inference", "module", "a mapping's tie"])
+def test_models_of_any_kind(case: str) -> None:
+    dtype = "complex64" if case in ("negative", "conjugate") else "float32"
+    pair = Pair(w=(dtype, (16, 8)))
+    model: Any = pair.model
+    match case:
+        case "cast":
+            model["w"] = model["w"].bfloat16()
+        case "strides":
+            model["w"] = model["w"].t().contiguous().t()
+        case "negative":
+            model["w"] = torch._neg_view(model["w"].neg())
+        case "conjugate":
+            model["w"] = model["w"].conj().resolve_conj().conj()
+        case "inference":
+            with torch.inference_mode():
+                model["w"] = model["w"].clone()
+        case "module":
+            module = nn.Module()
+            module.register_parameter("w", nn.Parameter(model["w"]))
+            model = module
+        case _:
+            model["tied"] = model["w"]
+            pair.manifest = Manifest(pair.manifest.tensors, (("tied", "w"),))
+    pair.new["w"][2, 3] += 1
+    pair.load(model)
+    written = model.w.detach() if case == "module" else model["w"]
+    assert torch.equal(written.resolve_conj().resolve_neg(), pair.new["w"].to(written.dtype))
+
+
+def test_a_part_of_a_changed_tensor_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a DTensor, of which a rank has some rows."""
+    pair = Pair(w=("float32", (16, 8)))
+    pair.new["w"][9, 3] += 1
+    rows = {"w": pair.model["w"][8:].clone()}
+    checked = loading._checked
+    monkeypatch.setattr(loading, "_checked", lambda name, value, source: checked(name, value, source[8:]))
+    pair.load(rows)
+    assert torch.equal(rows["w"], pair.new["w"][8:])
+
+
+def test_a_misfit_is_named_before_anything_is_written() -> None:
+    pair = Pair(a=("float32", (64,)), b=("float32", (64,)))
+    pair.new["a"][0] += 1
+    model = pair.model | {"b": torch.zeros(3)}
+    before = model["a"].clone()
+    with pytest.raises(ManifestMismatch, match=r"tensor 'b' has shape \[64\], the model's has \[3\]"):
+        pair.load(model)
+    assert torch.equal(model["a"], before)
+
+
+def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLICAS_ACCELERATOR", NAME)
+    monkeypatch.setattr("replicas.weights.copies.accelerator._chosen", (os.getpid(), NAME, FakeAccelerator()))
+    pair = Pair(w=("bfloat16", (64,)), much=("bfloat16", (64,)))
+    model = pair.model
+    pair.new["w"][3], pair.new["much"][:] = 5, 6
+    pair.load(model)
+    assert all(same(tensor, pair.new[name]) for name, tensor in model.items())
