@@ -186,11 +186,6 @@ class Transfer:
         states = self._ground.roster.states(waited & self._readers & self.needers)
         return {s.member for s in states if s.reading is not None and s.reading.ends_at > until}
 
-    def possible(self, now: float) -> bool:
-        """Return whether any member can get it now."""
-        found = self._plan(now)
-        return found is not None and bool(found.concerned)
-
     def start(self, now: float) -> None:
         """Start an attempt over the members that still need the version."""
         ground = self._ground
@@ -461,10 +456,8 @@ class Transfer:
             self._leave_lane(error.message, now)
         elif self.needers:
             self.start(now)
-        elif self._copies and self.refused and not self.verified:
-            self._end(self._refusal(), now)  # no member had room for a copy
         else:
-            self._end(None, now)
+            self._end(self._refusal() if self._falls_short else None, now)
 
     def _compare(self) -> set[Member]:
         """Keep receivers with the right digests; return the others."""
@@ -620,7 +613,7 @@ class Transfer:
         """Start the next attempt, if any member needs one."""
         ends = self.verified or self.kind == "catch_up" or self.refused
         if not self.needers and ends and not self._without_any:
-            self._end(None if self.verified else self._refusal(), now)
+            self._end(None if self.verified and not self._falls_short else self._refusal(), now)
             return
         self._ground.retried(reason)
         self.start(now)
@@ -743,6 +736,14 @@ class Transfer:
         short = all(isinstance(error, errors.NoCapacity | errors.InternalError) for error in self.refused.values())
         drops = self.drops and not (self._copies or self._ground.roster.config.min_targets or self.verified)
         return drops and short and set() < self.refused.keys() <= self.asked
+
+    @property
+    def _falls_short(self) -> bool:
+        """Whether it did not get to targets, and must not do without them."""
+        if not self.refused.keys() & self.asked - self.verified:
+            return False
+        every = self.kind == "main" and self._ground.roster.config.on_lost == "raise"
+        return every or not (self.verified or self._without_any)
 
     def _refusal(self) -> errors.ReplicasError:
         for member, error in self.refused.items():
