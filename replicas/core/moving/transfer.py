@@ -358,6 +358,8 @@ class Transfer:
         self.transfer_s = max(self.transfer_s, reply.transfer_s)
         self.attempt.mapping.discard(member)
         self.deliveries.came(member, reply, now)
+        if self._others_at is None:
+            self._others_at, self._patience_s = now, max(PATIENCE_S, PATIENCE * (now - self.attempt.began_at))
         self._doubt_links(member, reply.holders, now)
         for holder, why in reply.wrong.items():
             self._ground.emit(WrongBytes(self._ground.config.name, self.payload.version, member, holder, why))
@@ -407,9 +409,13 @@ class Transfer:
             self._refuse(member, error)
 
     def _doubt_links(self, member: Member, holders: Mapping[str, str], now: float) -> None:
-        """Avoid the links to holders that could not be pulled from, where possible."""
+        """Avoid the links to holders that could not be pulled from, where possible.
+
+        One that had nothing to give, as it pulls itself, may have a good link.
+        """
         roster = self._ground.roster
         given = {one for givers in self.plan.pulls.get(member, {}).values() for one in givers}
+        given -= {one.member for one in self.deliveries.of("due", "offered", "taking", "failed")}
         known = {one.member.name: one.address for one in roster.states(given)}
         for name, why in holders.items():
             if name in known:
@@ -418,11 +424,7 @@ class Transfer:
     def _leave_late(self, now: float) -> None:
         """Go on without hosts for which the others would have to wait too long."""
         began_at, host = self.attempt.began_at, self._ground.roster.host
-        here = self.deliveries.of("came", "held")
         late = self.deliveries.of("due", "offered", "taking")
-        if here and self._others_at is None:
-            self._others_at = min(one.moved_at for one in here)
-            self._patience_s = max(PATIENCE_S, PATIENCE * (self._others_at - began_at))
         if self._others_at is None or not late or not self.drops:
             return
         others_at, until = self._others_at, max(self._others_at, began_at) + self._patience_s
