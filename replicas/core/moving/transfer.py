@@ -661,6 +661,7 @@ class Transfer:
             self.why[member] = why
             if member in self.plan.givers:
                 self.refused[member] = errors.PeersLost(f"{member} does not answer", members=[member.name])
+                self.deliveries.cannot_serve(member)
         if members & self.attempt.needed and not self.deliveries:
             self._by_lane &= self.state != "moving"
             self.again(reason, now)
@@ -669,6 +670,7 @@ class Transfer:
         for member in members:
             if member in self.deliveries:
                 self.deliveries.gave_up(member)
+        self._fail_hopeless()
         self._ground.retried(reason)
         self._end_attempt_if_done(now)
 
@@ -676,11 +678,13 @@ class Transfer:
         """Replace an attempt with a silent member, or one that stands still."""
         if self.over:
             return
-        frozen = self._suspects({*self.attempt.movers, *self.attempt.mapping}, now)
+        servers = set(self.plan.servers) - self.refused.keys()
+        frozen = self._suspects({*self.attempt.movers, *self.attempt.mapping} | servers, now)
         if frozen and not self._would_lose_version(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
             return
         if self.deliveries:
+            self.deliveries.offer_due(now)
             self._leave_late(now)
             return
         if (why := self.pacing.tick(now)) and self._by_lane:
