@@ -180,12 +180,12 @@ class Deliveries:
             one.step("gave_up")
 
     def hopeless(self) -> list[Delivery]:
-        """Return deliveries due from holders none of which will ever listen."""
+        """Return deliveries that have not begun, and have no holder that will serve."""
         roster, version = self._attempt.ground.roster, self._attempt.payload.version
-        holders = (state for one in self.of("due") for state in roster.states(one.holders))
+        hoping = self.of("due", "offered")
+        holders = (state for one in hoping for state in roster.states(one.holders))
         alive = {state.member for state in holders if version in state.held or version in state.parts}
-        alive |= {one.member for one in self.of("offered", "taking", "came", "held")}
-        hoping = self.of("due")
+        alive |= {one.member for one in self.of("taking", "came", "held")}
 
         def hopes(one: Delivery) -> bool:
             return all(alive.intersection(holders) - self._silent for holders in one.pulls.values())

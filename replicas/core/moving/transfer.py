@@ -652,6 +652,7 @@ class Transfer:
     def _fail_hopeless(self) -> None:
         """Nobody waits for a holder that is gone, or cannot serve."""
         for one in self.deliveries.hopeless():
+            self.attempt.withdraw({one.member} if one.state == "offered" else ())
             self._delivery_failed(one.member, errors.PeersLost("nobody that has it serves it", phase="transfer"))
 
     def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:

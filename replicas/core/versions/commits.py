@@ -530,7 +530,9 @@ class Commits:
         else:
             late = transfer.pacing.slowest() or sorted(member.name for member in transfer.laggards)
             text = f"version {publish.version}: {', '.join(late)} did not take it within {waited}"
-            if transfer.state == "offering" and (transfer.lane is None or transfer.lane.state == "formed"):
+            lane, pulls = transfer.lane, transfer.deliveries.of("due", "offered", "taking", "came")
+            forming = lane is not None and lane.state == "forming"
+            if (transfer.state == "offering" and not forming) or {one.state for one in pulls} == {"offered"}:
                 error = errors.Busy(text, phase="offer", members=late)
             else:
                 phase = "form" if transfer.state == "offering" else "transfer"
