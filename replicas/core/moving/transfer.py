@@ -628,6 +628,9 @@ class Transfer:
         self.verified.discard(member)
         if member == self.payload.filling:
             self.payload.filling = None
+            told = {one.reply.image_digest for one in self.deliveries.of("came") if one.reply is not None}
+            if len(told) == 1:  # it had not told a digest, and all who got all of it agree
+                self._settle_deliveries(now)
         elif member not in self.attempt.concerned | self.plan.lenders:
             return
         if self.deliveries:
