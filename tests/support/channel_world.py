@@ -20,7 +20,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.carry.dialler import SILENT_S
+from replicas.carry.dialler import GREET_S, SILENT_S
 from replicas.carry.holders import LEFT_S, TRY_S
 from replicas.config.structs import ChannelConfig, ChannelRole
 from replicas.core.base.effects import (
@@ -443,9 +443,15 @@ class SimMember:
             giver = self.world.at_port(holder.port)
             if giver is not None and giver not in frozen and giver.is_told_of(number):
                 return "later"
+            if giver in frozen:
+                tried_s += GREET_S
+                if elapsed_s < tried_s:
+                    return "later"
+                why[holder.name] = "did not answer"
+                continue
             if giver is None or number not in giver.serving:
                 continue  # its host refuses the connection
-            if self.world.cuts_between((giver.address, self.address)) or giver in frozen:
+            if self.world.cuts_between((giver.address, self.address)):
                 why[holder.name] = "timed out"
                 continue
             if frozenset((giver.address, self.address)) in self.world.holes:

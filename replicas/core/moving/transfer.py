@@ -187,11 +187,6 @@ class Transfer:
         states = self._ground.roster.states(waited & self._readers & self.needers)
         return {s.member for s in states if s.reading is not None and s.reading.ends_at > until}
 
-    def possible(self, now: float) -> bool:
-        """Return whether any member can get it now."""
-        found = self._plan(now)
-        return found is not None and bool(found.concerned)
-
     def start(self, now: float) -> None:
         """Start an attempt over the members that still need the version."""
         ground = self._ground
@@ -467,8 +462,7 @@ class Transfer:
         elif self.needers:
             self.start(now)
         else:
-            nobody = self.refused and not self.verified and not self._without_any
-            self._end(self._refusal() if nobody else None, now)
+            self._end(self._refusal() if self._falls_short else None, now)
 
     def _compare(self) -> set[Member]:
         """Keep receivers with the right digests; return the others."""
@@ -624,7 +618,7 @@ class Transfer:
         """Start the next attempt, if any member needs one."""
         ends = self.verified or self.kind == "catch_up" or self.refused
         if not self.needers and ends and not self._without_any:
-            self._end(None if self.verified else self._refusal(), now)
+            self._end(None if self.verified and not self._falls_short else self._refusal(), now)
             return
         self._ground.retried(reason)
         self.start(now)
@@ -637,6 +631,9 @@ class Transfer:
         self.verified.discard(member)
         if member == self.payload.filling:
             self.payload.filling = None
+            told = {one.reply.image_digest for one in self.deliveries.of("came") if one.reply is not None}
+            if len(told) == 1:  # it had not told a digest, and all who got all of it agree
+                self._settle_deliveries(now)
         elif member not in self.attempt.concerned | self.plan.lenders:
             return
         if self.deliveries:
@@ -661,6 +658,7 @@ class Transfer:
     def _fail_hopeless(self) -> None:
         """Nobody waits for a holder that is gone, or cannot serve."""
         for one in self.deliveries.hopeless():
+            self.attempt.withdraw({one.member} if one.state == "offered" else ())
             self._delivery_failed(one.member, errors.PeersLost("nobody that has it serves it", phase="transfer"))
 
     def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
@@ -670,6 +668,7 @@ class Transfer:
             self.why[member] = why
             if member in self.plan.givers:
                 self.refused[member] = errors.PeersLost(f"{member} does not answer", members=[member.name])
+                self.deliveries.cannot_serve(member)
         if members & self.attempt.needed and not self.deliveries:
             self._by_lane &= self.state != "moving"
             self.again(reason, now)
@@ -678,6 +677,7 @@ class Transfer:
         for member in members:
             if member in self.deliveries:
                 self.deliveries.gave_up(member)
+        self._fail_hopeless()
         self._ground.retried(reason)
         self._end_attempt_if_done(now)
 
@@ -685,11 +685,13 @@ class Transfer:
         """Replace an attempt with a silent member, or one that stands still."""
         if self.over:
             return
-        frozen = self._suspects({*self.attempt.movers, *self.attempt.mapping}, now)
+        servers = set(self.plan.servers) - self.refused.keys()
+        frozen = self._suspects({*self.attempt.movers, *self.attempt.mapping} | servers, now)
         if frozen and not self._would_lose_version(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
             return
         if self.deliveries:
+            self.deliveries.offer_due(now)
             self._leave_late(now)
             return
         if (why := self.pacing.tick(now)) and self._by_lane:
@@ -747,6 +749,14 @@ class Transfer:
         short = all(isinstance(error, errors.NoCapacity | errors.InternalError) for error in self.refused.values())
         drops = self.drops and not (self._copies or self._ground.roster.config.min_targets or self.verified)
         return drops and short and set() < self.refused.keys() <= self.asked
+
+    @property
+    def _falls_short(self) -> bool:
+        """Whether it did not get to targets, and must not do without them."""
+        if not self.refused.keys() & self.asked - self.verified:
+            return False
+        every = self.kind == "main" and self._ground.roster.config.on_lost == "raise"
+        return every or not (self.verified or self._without_any)
 
     def _refusal(self) -> errors.ReplicasError:
         for member, error in self.refused.items():
