@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from replicas.carry.dialler import GREET_S
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.pacing import PATIENCE_S as SLOW_S
 from replicas.core.versions.catch_up import MUTE_S, PATIENCE_S
@@ -112,10 +113,12 @@ def test_nor_does_an_older_version_than_the_newest_wait_for_it() -> None:
     assert max(mute.held) == 4
 
 
-def test_one_whose_connection_has_ended_is_waited_for_a_moment_only() -> None:
+@pytest.mark.parametrize(("which", "longest_s"), [(0, 1.0 + GREET_S), (1, 2.0)])
+def test_one_whose_connection_has_ended_is_waited_for_a_moment_only(which: int, longest_s: float) -> None:
     """As it is killed on another host: nobody sees its process end, but its connection
-    does."""
-    world, trainer, (gone, _) = world_of(2)
+    does. Who pulls from it finds that out, too."""
+    world, trainer, targets = world_of(2)
+    gone = targets[which]
     assert seconds_to_the_receipt(world, trainer) == (0.5, ())
     number = publish(world, trainer)
     world.state.roster.disconnected(gone.member, world.now)
@@ -124,8 +127,8 @@ def test_one_whose_connection_has_ended_is_waited_for_a_moment_only() -> None:
         world.advance(0.5, frozen=(gone,))
     receipt = trainer.verdicts[number].receipt
     assert receipt is not None
-    assert receipt.lost == ("rollout/0/0",)
-    assert world.now - began <= 2.0
+    assert receipt.lost == (gone.member.name,)
+    assert world.now - began <= longest_s
     world.state.roster.connected(gone.member, world.now)
     world.advance(2.0)
     assert 2 in gone.held
