@@ -8,8 +8,6 @@ from replicas.config.structs import ChannelConfig, Config
 from replicas.config.values import Place
 
 _FEWEST_SLOTS = 2
-_ENCRYPTING = ("auto", "tcp")
-"""Transports by which bytes go encrypted to other hosts where that is asked for."""
 
 
 def roles(place: Place, channel: ChannelConfig) -> None:
@@ -34,12 +32,8 @@ def encryption(place: Place, channel: ChannelConfig) -> None:
     """Refuse what would let weights of the channel pass a process group."""
     if channel.peers:
         place.problem("collectives of peers pass process groups, which torch does not encrypt; remove it")
-    elif channel.transport not in _ENCRYPTING:
-        ways = " or ".join(f'"{one}"' for one in _ENCRYPTING)
-        place.problem(
-            f'transport = "{channel.transport}" passes process groups, which torch does not encrypt; '
-            f"set transport = {ways}, or remove it"
-        )
+    elif channel.transport == "group":
+        place.problem('transport = "group" passes process groups, which torch does not encrypt; remove one of the two')
     elif channel.staging != "host":
         place.problem('slots on GPUs pass process groups, which are not encrypted; set staging = "host", or remove it')
 

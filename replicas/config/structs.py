@@ -77,9 +77,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     interrupted for longer.
     """
     carry_port: Annotated[int, forms.port] = 0
-    """Machines pull weights from each other (transport = "tcp") at this port, or at one
-    of the 63 behind it where several processes of a machine serve them; 0: any free
-    one. Set it when a firewall opens fixed ports, best below 32768.
+    """Machines pull weights from each other at this port, or at one of the 63 behind it
+    where several processes of a machine serve them; 0: any free one. Set it when a
+    firewall opens fixed ports, best below 32768.
     """
 
 
@@ -376,10 +376,10 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     members have it, else Gloo). Set "nccl" when a fallback to Gloo should be an error.
     """
     transport: Literal["auto", "tcp", "group"] = "auto"
-    """Bytes go through mapped memory within a host, and between hosts through process
-    groups ("auto") or over TCP from host to host ("tcp"); or always through process
-    groups ("group"). Set "tcp" when a slow or dead host must delay no other, "group"
-    when processes of one host must not read each other's memory.
+    """Weights go through mapped memory within a host, and between hosts over TCP, from
+    host to host; between GPUs through a process group where one works ("auto"), or
+    never ("tcp"). Or all through process groups first ("group"): set it when processes
+    of one host must not read each other's memory.
     """
     deadline_s: _Duration = 60.0
     """Longest time of a sync or an operation, unless the call says otherwise. Raise it
@@ -398,8 +398,8 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     commit. Set 1 when a version must outlive its source.
     """
     encrypt: Annotated[bool, forms.flag] = False
-    """Weights go encrypted from host to host, by TLS 1.3 with transport = "tcp"; within
-    a host nobody else sees them. Set it when others can listen on the network.
+    """Weights go encrypted from host to host, by TLS 1.3 and through no process group;
+    within a host nobody else sees them. Set it when others can listen on the network.
     """
     staging: Literal["host", "device"] = "host"
     """The slots are in host memory, or on each rank's own GPU. Set "device" when there

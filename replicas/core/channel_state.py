@@ -51,8 +51,6 @@ from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
 
 QUARANTINE = Backoff(1.0, 300.0)
-SERVED_MAX_S = 30.0
-"""A quarantined member is first served alone after at most this time."""
 LOSS_WORDS = {
     "exited": "its process ended",
     "lease": "no sign of life within its lease",
@@ -240,20 +238,13 @@ class ChannelState:
         return bool(self.commits.publishes.queue or self.roster.waiting(now))
 
     def quarantine(self, member: Member, why: str, now: float) -> None:
-        """Exclude the member from joint work until it has been served alone."""
+        """Exclude a peer from joint work until trials have worked."""
         state = self.roster.get(member)
-        if state is None or state.standing == "quarantined" or not (state.is_target or state.is_peer):
-            return  # a pure source receives nothing and runs no collectives
+        if state is None or state.standing == "quarantined":
+            return
         why = text_of(why, REASON_LENGTH)
-        state.failures += 1
-        count = self.roster.history.note_isolation(member.name, now)
-        count = count if state.is_peer else max(count, state.failures)
-        wait_s = QUARANTINE.after(count)
-        self.roster.isolate(state, why, now + wait_s)
-        state.retry_at, state.served = now + min(wait_s, SERVED_MAX_S), False
-        self.commits.quarantined(state)
-        if state.is_peer:
-            self.operations.set_aside(member, why, now)
+        self.roster.isolate(state, why, now + QUARANTINE.after(self.roster.history.note_isolation(member.name, now)))
+        self.operations.set_aside(member, why, now)
         self.out.append(MemberQuarantined(self.config.name, member, why))
 
     def view(self, group: str, replica: int) -> ReplicaView:

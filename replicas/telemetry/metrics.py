@@ -45,7 +45,7 @@ _STATES: Key = get_args(ReplicaState)
 _NODE_STATES = ("up", "draining", "away", "lost")
 _MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
 _RESTARTS: Key = get_args(RestartReason)
-_RETRIES = ("lost", "frozen", "failed", "refused", "quarantined", "store")
+_RETRIES = ("lost", "frozen", "failed", "refused", "store")
 _KINDS: Key = get_args(OperationKind)
 _PHASES = ("wait", "pack", "queue", "form", "map", "transfer", "verify", "commit", "total")
 

@@ -9,6 +9,7 @@ queues, and the test decides which queue moves on.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.carry.dialler import GREET_S, SILENT_S
+from replicas.carry.holders import LEFT_S, TRY_S
 from replicas.config.structs import ChannelConfig, ChannelRole
 from replicas.core.base.effects import (
     CommitDecision,
@@ -322,10 +325,10 @@ class SimMember:
                 self.outbox.append(wire.Located(next(found, -1)))
             case wire.TransferOffer(role="map"):
                 self._map(message)
-            case wire.LaneAhead() if self.world.config.transport != "group":
+            case wire.LaneAhead() if self.pulls_first:
                 self.outbox.append(wire.CarrierUp(self.port))
             case wire.TransferOffer(role="serve"):
-                if self.world.config.transport == "group":
+                if not self.pulls_first:
                     self.outbox.append(wire.CarrierUp(self.port))
                 if message.version in self.held | self.published or message.streaming:
                     self.serving[message.transfer] = message
@@ -397,6 +400,11 @@ class SimMember:
         """Where its carrier listens."""
         return 10_000 + self.pid
 
+    @property
+    def pulls_first(self) -> bool:
+        """Whether its carrier is started before it is needed."""
+        return self.world.config.transport != "group" and self.world.config.staging == "host"
+
     def pull_on(self, frozen: tuple[SimMember, ...] = ()) -> bool:
         """Go on with what it pulls, as far as its holders have it; True: one ended."""
         if self.stuck or self.mute:
@@ -406,13 +414,14 @@ class SimMember:
             cut: dict[str, str] = {}
             givers: list[SimMember] = []
             for pull in offer.pulls:
-                found = self._giver(number, pull, frozen, cut)
+                found = self._giver(number, pull, since, frozen, cut)
                 if isinstance(found, SimMember):
                     givers.append(found)
                 elif found is None:
                     del self.pulling[number]
                     self.serving.pop(number, None)
-                    error = wire.WireError("SyncError", "no holder is left", phase="transfer")
+                    why = "; ".join(f"{name}: {text}" for name, text in cut.items()) or "nobody serves it"
+                    error = wire.WireError("SyncError", why, phase="transfer")
                     self.outbox.append(wire.TransferFailed(number, error, cut))
                     break
             if len(givers) == len(offer.pulls):
@@ -420,20 +429,65 @@ class SimMember:
         return len(self.outbox) > before
 
     def _giver(
-        self, number: int, pull: wire.PartPull, frozen: tuple[SimMember, ...], why: dict[str, str]
+        self, number: int, pull: wire.PartPull, since: float, frozen: tuple[SimMember, ...], why: dict[str, str]
     ) -> SimMember | Literal["later"] | None:
-        """The first holder that works; "later": its carrier waits a moment."""
+        """The holder that it pulls from now; "later": its carrier waits a moment.
+
+        The first one that works, as long as it is not slow: a slow one is left for the
+        next one after a while, and the best goes on when all are slow.
+        """
+        elapsed_s, tried_s = self.world.now - since, 0.0
+        slow: dict[str, tuple[float, SimMember]] = {}
+        best: SimMember | None = None
         for holder in pull.holders:
             giver = self.world.at_port(holder.port)
             if giver is not None and giver not in frozen and giver.is_told_of(number):
                 return "later"
+            if giver in frozen:
+                tried_s += GREET_S
+                if elapsed_s < tried_s:
+                    return "later"
+                why[holder.name] = "did not answer"
+                continue
             if giver is None or number not in giver.serving:
                 continue  # its host refuses the connection
-            if self.world.cuts_between((giver.address, self.address)) or giver in frozen:
+            if self.world.cuts_between((giver.address, self.address)):
                 why[holder.name] = "timed out"
-            else:
-                return giver
-        return None
+                continue
+            if frozenset((giver.address, self.address)) in self.world.holes:
+                tried_s += SILENT_S
+                if elapsed_s < tried_s:
+                    return "later"
+                why[holder.name] = "was silent for too long"
+                continue
+            rate, tried_s = self._rate_from(giver, number), tried_s + TRY_S
+            if rate * LEFT_S >= NBYTES or elapsed_s < tried_s:
+                best = giver
+                break
+            slow[holder.name] = rate, giver
+        if best is None and slow:
+            _, best = max(slow.values(), key=lambda one: one[0])
+        why.update({name: f"it gave {rate:g} bytes/s" for name, (rate, giver) in slow.items() if giver is not best})
+        return best
+
+    def _rate_from(self, giver: SimMember, number: int) -> float:
+        """Bytes a second from it, which may be pulling itself."""
+        link = self.world.rate_between(giver, self) or math.inf
+        since, offer = giver.pulling.get(number, (0.0, None))
+        if offer is None:
+            return link
+        return 0.0 if giver.stuck or giver.mute else min(link, giver.pull_rate(number, offer, since))
+
+    def pull_rate(self, number: int, offer: wire.TransferOffer, since: float) -> float:
+        """Bytes a second of what it pulls."""
+        givers = [self._giver(number, pull, since, (), {}) for pull in offer.pulls]
+        rates = (self._rate_from(one, number) if isinstance(one, SimMember) else 0.0 for one in givers)
+        return min(rates, default=0.0)
+
+    def has_all(self, number: int, version: int) -> bool:
+        """Of what it serves, which it keeps until it is told that it is over."""
+        streams = self.serving[number].streaming and version not in self.published
+        return number not in self.pulling and not streams
 
     def is_told_of(self, transfer: int) -> bool:
         """Whether it is about to be told to serve, or to pull."""
@@ -444,9 +498,9 @@ class SimMember:
     ) -> None:
         """At the rate of the links; who is still pulling gives what it has."""
         version = offer.version
-        rates = [self.world.rates.get(frozenset((giver.address, self.address))) for giver in givers]
-        slow = any(rate is not None and (self.world.now - since) * rate < NBYTES for rate in rates)
-        if all(version in giver.held | giver.published for giver in givers) and not slow:
+        elapsed_s, rates = self.world.now - since, [self.world.rate_between(giver, self) for giver in givers]
+        slow = any(rate and elapsed_s * rate < NBYTES for rate in rates)
+        if all(giver.has_all(number, version) for giver in givers) and not slow:
             del self.pulling[number]
             self.held.add(version)
             self.received.append(version)
@@ -461,9 +515,9 @@ class SimMember:
         """What its sidecars say about once a second, if they are at work; over slow
         links bytes arrive in the end."""
         for number, (since, offer) in self.pulling.items():
-            givers = [self.world.at_port(pull.holders[0].port) for pull in offer.pulls]
-            rate = min((self.world.rate_between(giver, self) for giver in givers if giver is not None), default=0.0)
-            self.outbox.append(wire.TransferMoved(number, min(NBYTES, int((self.world.now - since) * rate))))
+            rate = 0.0 if self.stuck else min(NBYTES, self.pull_rate(number, offer, since))
+            if not self.quiet:
+                self.outbox.append(wire.TransferMoved(number, min(NBYTES, int((self.world.now - since) * rate))))
         for lane, (since, go) in list(self.at_work.items()):
             elapsed, hop = self.world.now - since, self.world.slow_hop(lane)
             blocked = [link for link in self.world.blocked_in(lane) if self.address in link]
@@ -562,16 +616,17 @@ class World:
         self.tampering = False
         """Somebody else writes into the store: what forms says so."""
         self.bad_pairs: set[frozenset[str]] = set()
-        """Names of members between which nothing goes: neither a probe nor a transfer
+        """Names of members between which no lane works: neither a probe nor a transfer
         with both of them."""
         self.cuts: set[frozenset[str]] = set()
-        """Pairs of addresses between which no byte goes any more: who is at work does
-        not fail, and nothing moves."""
+        """Pairs of addresses between which no byte goes any more: who is at work in a
+        lane does not fail, and nothing moves."""
         self.rates: dict[frozenset[str], float] = {}
         """Bytes a second of slow links, by their addresses; a version has
         :data:`NBYTES`."""
         self.holes: set[frozenset[str]] = set()
-        """Those between which groups form, and nothing moves."""
+        """Those between which groups form and connections are made, and nothing
+        moves."""
         self.terms = itertools.count(2)
         self._nonces = itertools.count(1)
         self._lanes: dict[str, dict[Member, int]] = {}

@@ -90,8 +90,7 @@ class WrongBytes(msgspec.Struct, frozen=True, tag=True):
 class Retried(msgspec.Struct, frozen=True, tag=True):
     """A transfer starts another attempt.
 
-    ``reason``: ``lost``, ``frozen``, ``failed``, ``refused``, ``quarantined`` or
-    ``store``.
+    ``reason``: ``lost``, ``frozen``, ``failed``, ``refused`` or ``store``.
     """
 
     channel: str

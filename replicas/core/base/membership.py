@@ -7,9 +7,8 @@ transition without a row here is refused.
 *A member* is one incarnation of a rank: *joining* until a boundary, where it is
 admitted to a new epoch and is *live*. A target that did not get a committed version is
 *behind*: caught up beside the others, and admitted again when it has that version or a
-newer one. A member is *quarantined* when no process group with it works, or when it
-keeps dying right after it joined: it takes part in no joint work, is served alone at
-growing intervals, and released when that has worked; a peer is released by trials.
+newer one. A peer is *quarantined* when no process group with it works: it takes part in
+no joint work, is tried alone at growing intervals, and released when that has worked.
 *Observers* take part in nothing. A process that comes back is another member.
 
 *A publish* is *packing* while the ranks of its replica fill their slots, *queued* until

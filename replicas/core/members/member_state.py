@@ -119,8 +119,7 @@ class MemberState:
     :ivar told_from: that it has missed an operation is told from this time on.
     :ivar rtt_s: recent round-trip time to it; 0: unknown.
     :ivar slow: the others went on without it, because it would have delayed them.
-    :ivar served: it was caught up since it was quarantined.
-    :ivar draining: it is being ended (:mod:`replicas.core.draining`).
+        :ivar draining: it is being ended (:mod:`replicas.core.draining`).
     :ivar resumed: it has reported all of its work in progress (at once, unless it comes
         from another coordinator).
     :ivar cut_at: when its connection ended; 0 while it has one.
@@ -162,7 +161,6 @@ class MemberState:
     progressed_at: float = 0.0
     retry_at: float = 0.0
     failures: int = 0
-    served: bool = False
     slow: bool = False
     rtt_s: float = 0.0
     view_epoch: int = 0

@@ -228,7 +228,7 @@ class Roster:
             _discard(self._alike, kind(state.hello, self.config), member)
         if state.live:
             self.epoch += 1
-        if state.standing == "quarantined" and state.is_peer:
+        if state.standing == "quarantined":
             self.history.note_isolated(member.name, state.note)  # told when it comes back
         state.step("lost")
         return state

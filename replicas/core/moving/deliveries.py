@@ -116,7 +116,7 @@ class Deliveries:
         """Offer the deliveries of which holders listen now, one for each part."""
         attempt, ground = self._attempt, self._attempt.ground
         for one in self.of("due"):
-            pulls = {part: self._listening(holders) for part, holders in one.pulls.items()}
+            pulls = {part: self._listening(holders, now) for part, holders in one.pulls.items()}
             if all(pulls.values()):
                 sharing = 1 + attempt.waiting[ground.roster.host(one.member)]
                 digests = attempt.payload.part_digests
@@ -142,12 +142,15 @@ class Deliveries:
         state = self._attempt.ground.roster.get(member)
         return version if state is not None and version and state.held.get(version) == digest else 0
 
-    def _listening(self, holders: Iterable[Member]) -> tuple[HolderAddress, ...]:
+    def _listening(self, holders: Iterable[Member], now: float) -> tuple[HolderAddress, ...]:
+        """Return where these holders are pulled from, without those that are silent."""
         ground = self._attempt.ground
         return tuple(
             HolderAddress(state.member.name, state.address, state.carrier_port, state.certificate_hash)
             for state in ground.roster.states(holders)
-            if state.carrier_port and (state.certificate_hash or not ground.config.encrypt)
+            if state.carrier_port
+            and (state.certificate_hash or not ground.config.encrypt)
+            and not ground.roster.suspect(state, now)
         )
 
     def began(self, member: Member, now: float) -> None:
@@ -177,12 +180,12 @@ class Deliveries:
             one.step("gave_up")
 
     def hopeless(self) -> list[Delivery]:
-        """Return deliveries due from holders none of which will ever listen."""
+        """Return deliveries that have not begun, and have no holder that will serve."""
         roster, version = self._attempt.ground.roster, self._attempt.payload.version
-        holders = (state for one in self.of("due") for state in roster.states(one.holders))
+        hoping = self.of("due", "offered")
+        holders = (state for one in hoping for state in roster.states(one.holders))
         alive = {state.member for state in holders if version in state.held or version in state.parts}
-        alive |= {one.member for one in self.of("offered", "taking", "came", "held")}
-        hoping = self.of("due")
+        alive |= {one.member for one in self.of("taking", "came", "held")}
 
         def hopes(one: Delivery) -> bool:
             return all(alive.intersection(holders) - self._silent for holders in one.pulls.values())

@@ -26,7 +26,8 @@ Receivers that verified the version keep it, and may give it in the next attempt
 *A lane is tried once* (between GPUs, or with ``transport = "group"``). Whatever goes
 wrong with it, the members that are left pull the version through host memory
 (:mod:`replicas.core.moving.deliveries`): so no member's fault and no bad link has to be
-found out before the others can go on.
+found out before the others can go on. The next publishes pull as well: lanes are tried
+more and more seldom, until one works.
 
 The transfer decides nothing about versions: its owner (a publish, or catch-up) is told
 ``complete`` or ``failed`` and reads ``verified``. Deadlines are the owner's.
@@ -120,6 +121,7 @@ class Transfer:
         """Holders of which wrong bytes have come."""
         self._others_at: float | None = None
         self._patience_s = 0.0
+        self._asked_first: frozenset[Member] = frozenset()
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._by_lane = self._lanes_fit
@@ -163,9 +165,23 @@ class Transfer:
         return self.laggards if self.state == "offering" else self.attempt.mapping - self.attempt.ready
 
     @property
+    def waits_for_slots(self) -> bool:
+        """Whether it waits for members without a slot ready, and for nothing else."""
+        if self.state == "offering":
+            return self.lane is None or self.lane.state == "formed"
+        return {one.state for one in self.deliveries.of("due", "offered", "taking", "came")} == {"offered"}
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Targets that are there, and were left out, with the reasons."""
+        states = self._ground.roster.states(self.asked & self.why.keys())
+        left = [state for state in states if self.payload.version not in state.held and not state.draining]
+        return {state.member.name: self.why[state.member] for state in left}
+
+    @property
     def silent(self) -> set[Member]:
-        """Those of them that have not answered in any attempt."""
-        return self.unready - self._answered
+        """Those of them that were asked at the start, and have never answered."""
+        return (self.unready & self._asked_first) - self._answered
 
     @property
     def mute(self) -> bool:
@@ -186,16 +202,12 @@ class Transfer:
         states = self._ground.roster.states(waited & self._readers & self.needers)
         return {s.member for s in states if s.reading is not None and s.reading.ends_at > until}
 
-    def possible(self, now: float) -> bool:
-        """Return whether any member can get it now."""
-        found = self._plan(now)
-        return found is not None and bool(found.concerned)
-
     def start(self, now: float) -> None:
         """Start an attempt over the members that still need the version."""
         ground = self._ground
         version = self.payload.version
         self.needers = {state.member for state in ground.roster.states(self.needers) if version not in state.held}
+        self._by_lane &= not ground.lanes.rest(now)
         if self._by_lane:
             self.pacing.leave_far(now)
         found = self._plan(now)
@@ -211,6 +223,8 @@ class Transfer:
         self.attempts += 1
         self.deliveries.close()
         self.attempt = Attempt(ground, self.payload, found, next(ground.ids), now)
+        if self.attempts == 1:
+            self._asked_first = self.attempt.concerned
         self.deliveries = Deliveries(self.attempt, self.deadline if self.kind == "main" else now + LONGEST_S)
         remaining = max(0.0, self.deadline - now)
         self.attempt.offer(remaining)
@@ -363,6 +377,8 @@ class Transfer:
         self.transfer_s = max(self.transfer_s, reply.transfer_s)
         self.attempt.mapping.discard(member)
         self.deliveries.came(member, reply, now)
+        if self._others_at is None:
+            self._others_at, self._patience_s = now, max(PATIENCE_S, PATIENCE * (now - self.attempt.began_at))
         self._doubt_links(member, reply.holders, now)
         for holder, why in reply.wrong.items():
             self._ground.emit(WrongBytes(self._ground.config.name, self.payload.version, member, holder, why))
@@ -387,7 +403,7 @@ class Transfer:
             waiting = [state for state in roster.states(self.needers) if state.member not in self.attempt.concerned]
             for state in waiting:
                 if state.host == roster.host(one.member):
-                    self.attempt.offer_map(state.member, one.member, max(0.0, self.deadline - now))
+                    self.attempt.offer_map(state.member, one.member, max(0.0, self.deadline - now), now)
 
     def _mend(self, one: Delivery, now: float) -> None:
         """Have a puller whose bytes are wrong find out which, and pull those again."""
@@ -412,9 +428,13 @@ class Transfer:
             self._refuse(member, error)
 
     def _doubt_links(self, member: Member, holders: Mapping[str, str], now: float) -> None:
-        """Avoid the links to holders that could not be pulled from, where possible."""
+        """Avoid the links to holders that could not be pulled from, where possible.
+
+        One that had nothing to give, as it pulls itself, may have a good link.
+        """
         roster = self._ground.roster
         given = {one for givers in self.plan.pulls.get(member, {}).values() for one in givers}
+        given -= {one.member for one in self.deliveries.of("due", "offered", "taking", "failed")}
         known = {one.member.name: one.address for one in roster.states(given)}
         for name, why in holders.items():
             if name in known:
@@ -423,11 +443,7 @@ class Transfer:
     def _leave_late(self, now: float) -> None:
         """Go on without hosts for which the others would have to wait too long."""
         began_at, host = self.attempt.began_at, self._ground.roster.host
-        here = self.deliveries.of("came", "held")
         late = self.deliveries.of("due", "offered", "taking")
-        if here and self._others_at is None:
-            self._others_at = min(one.moved_at for one in here)
-            self._patience_s = max(PATIENCE_S, PATIENCE * (self._others_at - began_at))
         if self._others_at is None or not late or not self.drops:
             return
         others_at, until = self._others_at, max(self._others_at, began_at) + self._patience_s
@@ -461,10 +477,8 @@ class Transfer:
             self._leave_lane(error.message, now)
         elif self.needers:
             self.start(now)
-        elif self._copies and self.refused and not self.verified:
-            self._end(self._refusal(), now)  # no member had room for a copy
         else:
-            self._end(None, now)
+            self._end(self._refusal() if self._falls_short else None, now)
 
     def _compare(self) -> set[Member]:
         """Keep receivers with the right digests; return the others."""
@@ -605,6 +619,8 @@ class Transfer:
         """Pull what the lane did not bring; the log says why it did not."""
         self._by_lane = False
         self.lane_failure = why
+        if self.kind == "main":
+            self._ground.lanes.left(now)
         self.again("failed", now)
 
     # ------------------------------------------------------ failures
@@ -620,7 +636,7 @@ class Transfer:
         """Start the next attempt, if any member needs one."""
         ends = self.verified or self.kind == "catch_up" or self.refused
         if not self.needers and ends and not self._without_any:
-            self._end(None if self.verified else self._refusal(), now)
+            self._end(None if self.verified and not self._falls_short else self._refusal(), now)
             return
         self._ground.retried(reason)
         self.start(now)
@@ -633,6 +649,9 @@ class Transfer:
         self.verified.discard(member)
         if member == self.payload.filling:
             self.payload.filling = None
+            told = {one.reply.image_digest for one in self.deliveries.of("came") if one.reply is not None}
+            if len(told) == 1:  # it had not told a digest, and all who got all of it agree
+                self._settle_deliveries(now)
         elif member not in self.attempt.concerned | self.plan.lenders:
             return
         if self.deliveries:
@@ -657,6 +676,7 @@ class Transfer:
     def _fail_hopeless(self) -> None:
         """Nobody waits for a holder that is gone, or cannot serve."""
         for one in self.deliveries.hopeless():
+            self.attempt.withdraw({one.member} if one.state == "offered" else ())
             self._delivery_failed(one.member, errors.PeersLost("nobody that has it serves it", phase="transfer"))
 
     def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
@@ -666,6 +686,7 @@ class Transfer:
             self.why[member] = why
             if member in self.plan.givers:
                 self.refused[member] = errors.PeersLost(f"{member} does not answer", members=[member.name])
+                self.deliveries.cannot_serve(member)
         if members & self.attempt.needed and not self.deliveries:
             self._by_lane &= self.state != "moving"
             self.again(reason, now)
@@ -674,6 +695,7 @@ class Transfer:
         for member in members:
             if member in self.deliveries:
                 self.deliveries.gave_up(member)
+        self._fail_hopeless()
         self._ground.retried(reason)
         self._end_attempt_if_done(now)
 
@@ -681,11 +703,13 @@ class Transfer:
         """Replace an attempt with a silent member, or one that stands still."""
         if self.over:
             return
-        frozen = self._suspects({*self.attempt.movers, *self.attempt.mapping}, now)
+        servers = set(self.plan.servers) - self.refused.keys()
+        frozen = self._suspects({*self.attempt.movers, *self.attempt.mapping} | servers, now)
         if frozen and not self._would_lose_version(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
             return
         if self.deliveries:
+            self.deliveries.offer_due(now)
             self._leave_late(now)
             return
         if (why := self.pacing.tick(now)) and self._by_lane:
@@ -743,6 +767,14 @@ class Transfer:
         short = all(isinstance(error, errors.NoCapacity | errors.InternalError) for error in self.refused.values())
         drops = self.drops and not (self._copies or self._ground.roster.config.min_targets or self.verified)
         return drops and short and set() < self.refused.keys() <= self.asked
+
+    @property
+    def _falls_short(self) -> bool:
+        """Whether it did not get to targets, and must not do without them."""
+        if not self.refused.keys() & self.asked - self.verified:
+            return False
+        every = self.kind == "main" and self._ground.roster.config.on_lost == "raise"
+        return every or not (self.verified or self._without_any)
 
     def _refusal(self) -> errors.ReplicasError:
         for member, error in self.refused.items():

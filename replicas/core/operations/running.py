@@ -397,7 +397,7 @@ class Trials:
     def look(self, now: float) -> None:
         """Start due trials, and forget peers that have left quarantine."""
         roster = self._ground.roster
-        here = {s.member: s for s in roster.apart.values() if s.standing == "quarantined" and s.is_peer}
+        here = {s.member: s for s in roster.apart.values() if s.standing == "quarantined"}
         for member in [member for member in self._since if member not in here]:
             del self._since[member]
             if member in self._trials:

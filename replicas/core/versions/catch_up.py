@@ -1,11 +1,10 @@
 """Catch-up: send the newest committed version to members that lack it.
 
 One transfer at a time, over a lane of its own and concurrent with publishes, from any
-holder, targets first, to leave trainers alone. Quarantined members are served one by
-one, when no others wait; once served, one is released when its time is over. After a
-failure the next attempt comes later, and from another holder if there is one. Members
-behind slow links have a catch-up of their own, which delays no other member, and has no
-deadline as long as bytes move.
+holder, targets first, to leave trainers alone. After a failure the next attempt comes
+later, and from another holder if there is one. Members behind slow links have a
+catch-up of their own, which delays no other member, and has no deadline as long as
+bytes move.
 
 No host gets the bytes of two versions at once. A publish that serves all hosts of a
 catch-up ends it, and members on a host that a newer version serves are not caught up,
@@ -29,8 +28,6 @@ from replicas.core.moving.transfer import Transfer
 from replicas.messages.identity import Member
 
 RETRY = Backoff(1.0, 30.0)
-LOOK_S = 0.2
-"""Seconds between checks whether a holder now reaches the members that lack it."""
 PATIENCE_S = 5.0
 """How long ready members wait for unready ones."""
 MUTE_S, MUTE_TRIPS = 1.0, 4.0
@@ -54,14 +51,12 @@ class CatchUp:
         self._bad_holder: Member | None = None
         self._unready: set[Member] = set()
         self._waits_since = 0.0
-        self._look_at = 0.0
 
     def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
         """Start if a member lacks ``payload``, the newest committed version.
 
         ``main``: the transfer of a publish, if one is under way.
         """
-        self._release(payload, now)
         if payload is None:
             return
         ground, version, transfer = self._ground, payload.version, self.transfer
@@ -73,7 +68,7 @@ class CatchUp:
         ):
             transfer.stop(complete=False)
             self._ended(transfer, None, now)
-        if self.transfer is not None or now < self._look_at:
+        if self.transfer is not None:
             return
         busy: frozenset[Member] = frozenset()
         hosts: set[int] = set()
@@ -81,24 +76,18 @@ class CatchUp:
             busy = main.attempt.concerned | main.needers if main.payload is payload else busy
             hosts = self._hosts(main.needers | main.verified) - {s.host for s in ground.roster.holders.of(version)}
         waiting = [s for s in self._lacking(version, now) if s.member not in busy and s.host not in hosts]
-        alone = [state for state in waiting if state.standing == "quarantined"]
-        needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
         held = any(version in s.held or version in s.parts for s in ground.roster)
-        if not needers or not (held or ground.keeping.serves(version, payload.part_owners, waiting)):
+        if not waiting or not (held or ground.keeping.serves(version, payload.part_owners, waiting)):
             return
-        transfer = Transfer(
+        self.transfer = transfer = Transfer(
             ground,
             payload,
-            needers,
+            [state.member for state in waiting],
             kind="catch_up",
             deadline=now + ground.config.deadline_s,
             on_end=self._ended,
             avoid=self._bad_holder,
         )
-        if ground.links and not transfer.possible(now):
-            self._look_at = now + LOOK_S
-            return
-        self.transfer = transfer
         self._unready, self._waits_since = set(), now
         transfer.start(now)
 
@@ -117,14 +106,6 @@ class CatchUp:
         if transfer.needers <= main.needers or (moves and self._hosts(transfer.needers) <= self._hosts(main.needers)):
             self._supersede(transfer, now)
 
-    def _release(self, payload: Payload | None, now: float) -> None:
-        """Release quarantined members whose time is over, if served or up to date."""
-        for state in self._ground.roster.apart.values():
-            lacks = payload is not None and state.carries and payload.version not in state.held
-            waits = state.standing == "quarantined" and state.is_target and now >= state.not_before
-            if waits and (state.served or not lacks):
-                state.step("released")
-
     def _supersede(self, transfer: Transfer, now: float) -> None:
         """End a transfer that is not needed any more, without counting a failure."""
         transfer.stop(complete=True)
@@ -134,7 +115,7 @@ class CatchUp:
         """Return the targets that lack it and are to be served now."""
         roster = self._ground.roster
         due = [s for s in roster.holders.lacking(version) if s.slow == self._slow and now >= s.retry_at]
-        due = [s for s in due if s.standing == "quarantined" or s.slow or now >= s.not_before]
+        due = [s for s in due if s.slow or now >= s.not_before]
         return [state for state in due if roster.available(state, now)]
 
     def tick(self, now: float) -> None:
@@ -174,10 +155,7 @@ class CatchUp:
             moved = transfer.moved_nbytes, dict(transfer.moved_to), dict(transfer.pulled)
             ground.emit(CaughtUp(ground.config.name, transfer.payload.version, served, *moved))
         for state in ground.roster:
-            if state.member in transfer.verified:
-                state.served = True
-                continue
-            if superseded:
+            if state.member in transfer.verified or superseded:
                 continue
             if state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
                 state.retry_at = now + RETRY.first_s

@@ -277,8 +277,8 @@ class Commits:
         if publish.version <= self.latest:
             transfer.close_lane()
             self._overtaken(publish, now)
-        elif config.on_lost == "raise" and publish.lost:
-            why = "; ".join(f"{name}: {reason}" for name, reason in publish.lost.items())
+        elif config.on_lost == "raise" and (lost := publish.lost | transfer.left_out):
+            why = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
             self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
         elif len({(m.group, m.replica) for m in holders}) < config.min_targets:
             text = f"{len(holders)} of its members hold it, min_targets = {config.min_targets} replicas"
@@ -383,12 +383,6 @@ class Commits:
         if payload is self.committed and not self.decided:
             self.decided = payload.digest
 
-    def quarantined(self, state: MemberState) -> None:
-        """A target of the current transfer was quarantined: it counts as lost."""
-        publish = self.publishes.moving
-        if publish is not None and publish.transfer is not None and state.member in publish.transfer.asked:
-            publish.lost[state.member.name] = state.note
-
     # ----------------------------------------------- publishes of another coordinator
 
     def learn(self, version: int, digest: str) -> None:
@@ -482,14 +476,14 @@ class Commits:
         """Go on without targets that are not ready in time, if others are.
 
         Late are those not ready after half of the time, or still reading the manifest
-        by then. In a later attempt those that were ready before have :data:`READY_S`.
+        by then. Those that are offered it later than others have :data:`READY_S`.
         """
         transfer = publish.transfer
         if transfer is None or self._ground.config.on_lost == "raise":
             return
         half = late = publish.moving_at + (publish.deadline - publish.moving_at) / 2
-        if transfer.attempts > 1:
-            late = max(half, transfer.attempt.began_at + READY_S)
+        if transfer.attempts > 1 or transfer.attempt.offered_at > transfer.attempt.began_at:
+            late = max(half, transfer.attempt.offered_at + READY_S)
         laggards = transfer.unready if now > late else transfer.slow_readers(late)
         if now > half:
             laggards |= transfer.silent
@@ -531,7 +525,7 @@ class Commits:
         else:
             late = transfer.pacing.slowest() or sorted(member.name for member in transfer.laggards)
             text = f"version {publish.version}: {', '.join(late)} did not take it within {waited}"
-            if transfer.state == "offering" and (transfer.lane is None or transfer.lane.state == "formed"):
+            if transfer.waits_for_slots:
                 error = errors.Busy(text, phase="offer", members=late)
             else:
                 phase = "form" if transfer.state == "offering" else "transfer"

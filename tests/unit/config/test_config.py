@@ -337,12 +337,7 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
         (
             {**POLICY, "encrypt": True, "transport": "group"},
             'channels.policy.encrypt: transport = "group" passes process groups, which torch does not encrypt; '
-            'set transport = "tcp", or remove it',
-        ),
-        (
-            {**POLICY, "encrypt": True},
-            'channels.policy.encrypt: transport = "auto" passes process groups, which torch does not encrypt; '
-            'set transport = "tcp", or remove it',
+            "remove one of the two",
         ),
         (
             {"peers": ["trainer", "rollout"], "encrypt": True},
@@ -359,8 +354,9 @@ def test_a_bad_channel(folder: Path, keys: dict[str, Any], problem: str) -> None
     assert channel_problems(folder, **keys) == (problem,)
 
 
-def test_a_channel_may_be_encrypted_through_fixed_ports(folder: Path) -> None:
-    channels = {"policy": {**POLICY, "transport": "tcp", "encrypt": True}}
+@pytest.mark.parametrize("transport", [{}, {"transport": "tcp"}])
+def test_a_channel_may_be_encrypted_through_fixed_ports(folder: Path, transport: dict[str, str]) -> None:
+    channels = {"policy": {**POLICY, **transport, "encrypt": True}}
     config = parse(a_config(channels=channels, cluster={"carry_port": 7100}), base=folder)
     assert config.channels["policy"].encrypt
     assert config.cluster.carry_port == 7100

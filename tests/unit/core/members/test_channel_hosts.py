@@ -105,13 +105,12 @@ def test_a_host_gets_every_byte_once() -> None:
     assert end is not None
     assert end.receipt is not None
     assert kinds(near) == ["map"]
-    assert kinds(trainer) == ["send", "lane"]
-    assert sorted(map(tuple, (kinds(sim) for sim in far))) == [("map",), ("map",), ("receive", "lane")]
+    assert kinds(trainer) == ["serve"]
+    assert sorted(map(tuple, (kinds(sim) for sim in far))) == [("map",), ("map",), ("pull",)]
+    assert end.receipt.wire_nbytes == 16
     publish(world, trainer)
     assert committed(world) == [1, 2]
-    lanes = [message for message in trainer.seen if isinstance(message, wire.LaneForm)]
-    assert len(lanes) == 1, "the lane of the leaders is kept"
-    assert lanes[0].size == 2
+    assert sum(len(sim.received) for sim in (near, *far)) == 2
 
 
 def test_transport_group_forces_the_process_group() -> None:
@@ -187,8 +186,8 @@ def test_one_that_cannot_map_is_sent_the_bytes() -> None:
     assert end is not None
     assert end.receipt is not None
     assert not end.receipt.lost
-    assert set(kinds(bad)) == {"map", "receive", "lane"}
-    assert kinds(good) == ["map"]
+    assert set(kinds(bad)) == {"map", "pull"}
+    assert good.received == []
     assert host_of(world, bad) != host_of(world, good)
     publish(world, trainer)
     assert committed(world) == [1, 2]
@@ -242,7 +241,7 @@ def test_the_death_of_a_reader_restarts_nothing() -> None:
     world.lose(near)
     world.run()
     assert trainer.verdicts[number].receipt is not None
-    assert sum(isinstance(message, wire.LaneForm) for message in far.seen) == 1
+    assert sum(isinstance(message, wire.TransferOffer) for message in far.seen) == 1
 
 
 def test_the_committed_version_survives_its_source_on_the_host() -> None:
@@ -259,7 +258,7 @@ def test_the_committed_version_survives_its_source_on_the_host() -> None:
     assert kinds(third) == ["map"]
     far = world.join("rollout/3/0", machine="b")
     world.run()
-    assert set(kinds(far)) == {"receive", "lane"}
+    assert kinds(far) == ["pull"]
 
 
 def test_the_source_dies_before_anyone_has_mapped_it() -> None:
@@ -283,12 +282,12 @@ def test_the_source_dies_before_anyone_has_mapped_it() -> None:
 # -------------------------------------------------------------- sent while it is packed
 
 
-def streaming_world(*, far: int = 1, stuck: bool = False) -> tuple[World, SimMember, SimMember, list[SimMember], int]:
+def streaming_world(*far: str, stuck: bool = False) -> tuple[World, SimMember, SimMember, list[SimMember], int]:
     """A trainer with a target on its own host and others elsewhere; it has begun to
     fill a slot."""
     world = World()
     trainer, near = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
-    others = [world.join(f"rollout/{number + 1}/0", machine="b") for number in range(far)]
+    others = [world.join(f"rollout/{index}/0", machine=where) for index, where in enumerate(far, 1)]
     world.run()
     for other in others:
         other.stuck = stuck
@@ -299,9 +298,17 @@ def streaming_world(*, far: int = 1, stuck: bool = False) -> tuple[World, SimMem
     return world, trainer, near, others, number
 
 
+def sent(world: World, trainer: SimMember, *others: SimMember) -> None:
+    """All bytes are in the slot, and have come to the others; it has not said so."""
+    trainer.published.add(1)
+    world.run()
+    assert all(other.held == {1} for other in others)
+
+
 def test_other_hosts_get_it_while_it_is_packed_and_nobody_maps_half_a_version() -> None:
-    world, trainer, near, (leader, second), number = streaming_world(far=2)
-    assert leader.held == {1}, "it has been sent"
+    world, trainer, near, (leader, second), number = streaming_world("b", "b")
+    assert kinds(leader) == ["pull"]
+    sent(world, trainer, leader)
     assert kinds(near) == kinds(second) == []
     assert not world.decisions, "whether it is right is not known before the publisher's digest"
     trainer.fill(number)
@@ -314,7 +321,8 @@ def test_other_hosts_get_it_while_it_is_packed_and_nobody_maps_half_a_version() 
 
 
 def test_a_publish_that_fails_while_it_is_sent_is_nobodys_version() -> None:
-    world, trainer, near, (far,), number = streaming_world()
+    world, trainer, near, (far,), number = streaming_world("b")
+    sent(world, trainer, far)
     trainer.outbox.append(wire.PackFailed(number, wire.WireError("SyncError", "mine")))
     world.run()
     assert trainer.verdicts[number].error is not None
@@ -326,9 +334,9 @@ def test_a_publish_that_fails_while_it_is_sent_is_nobodys_version() -> None:
     assert end.receipt.version == 2
 
 
-@pytest.mark.parametrize("far", [0, 1])
-def test_a_publisher_that_dies_while_it_fills(far: int) -> None:
-    world, trainer, near, others, _ = streaming_world(far=far, stuck=True)
+@pytest.mark.parametrize("far", ["", "b"])
+def test_a_publisher_that_dies_while_it_fills(far: str) -> None:
+    world, trainer, near, others, _ = streaming_world(*far, stuck=True)
     world.lose(trainer)
     world.run()
     assert not world.decisions
@@ -338,42 +346,48 @@ def test_a_publisher_that_dies_while_it_fills(far: int) -> None:
     end = publish(world, again)
     assert end is not None
     assert end.receipt is not None
-    assert len(end.receipt.members) == 1 + far
+    assert len(end.receipt.members) == 1 + len(far)
     assert near.commits[-1] == end.receipt.version
 
 
-def test_who_is_late_gets_a_version_that_its_publisher_never_said_to_be_full() -> None:
-    """All of it was sent, those who got it agree, one of them dies, and the publisher
-    says nothing more."""
-    world = World()
-    trainer, first, second = (
-        world.join(name, machine=machine)
-        for name, machine in (("trainer/0/0", "a"), ("rollout/0/0", ""), ("rollout/1/0", ""))
-    )
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_publisher_that_dies_when_all_of_it_was_sent(agree: bool) -> None:
+    """Before it has told its digest: the version lives on if all who got it agree."""
+    world, trainer, near, (second, third), _ = streaming_world("b", "c")
+    third.bad_digest = not agree
+    sent(world, trainer, second, third)
+    world.lose(trainer)
     world.run()
-    number = trainer.publish()
-    world.run()
-    trainer.stream(number)
-    world.run()
-    world.lose(second)
-    late = world.join("rollout/1/0")
+    assert committed(world) == ([1] if agree else [])
+    assert [sim.held for sim in (near, second, third)] == [{1} if agree else set()] * 3
+
+
+def test_a_version_that_its_publisher_never_says_to_be_full_fails_at_the_deadline() -> None:
+    """Though all of it was sent; the next one works."""
+    world, trainer, near, (far,), number = streaming_world("b")
+    sent(world, trainer, far)
     world.advance(61.0)
-    assert trainer.verdicts[number].receipt is not None
-    for target in (first, late):
-        target.ask()
-    world.run()
-    assert first.granted == late.granted == [1]
+    assert trainer.verdicts[number].error is not None
+    assert far.held == near.held == set()
+    end = publish(world, trainer)
+    assert end is not None
+    assert end.receipt is not None
+    assert far.commits == near.commits == [2]
 
 
 def test_wrong_bytes_that_were_sent_while_it_was_packed_are_not_committed_at_that_target() -> None:
-    world, trainer, near, (far,), number = streaming_world()
+    world, trainer, near, (far,), number = streaming_world("b")
+    far.bad_digest = True
+    sent(world, trainer, far)
     state = world.state.roster.get(far.member)
     assert state is not None
     assert 1 not in state.held, "what it has received is not believed yet"
-    far.bad_digest = True
     trainer.fill(number)
     world.run()
     assert near.commits == [1]
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert (receipt.members, receipt.lost) == ((near.member,), (far.member.name,))
 
 
 # ---------------------------------------------------------------- memory that is lent
@@ -433,14 +447,14 @@ def test_parts_of_ones_own_host_are_copied_there() -> None:
     end = publish_parts(world, trainers)
     assert end is not None
     assert end.receipt is not None
-    assert [kinds(target) for target in targets] == [["receive"], ["map"]]
-    goes = [message for message in targets[0].seen if isinstance(message, wire.TransferGo)]
-    assert [(go.lane, [place.part for place in go.places]) for go in goes] == [("", [0, 1])]
+    assert [kinds(target) for target in targets] == [["pull"], ["map"]]
+    (offer,) = [message for message in targets[0].seen if isinstance(message, wire.TransferOffer)]
+    assert (offer.pulls, [place.part for place in offer.places]) == ((), [0, 1])
     assert [kinds(trainer) for trainer in trainers] == [[], []]
 
 
 @pytest.mark.parametrize("target_machine", ["a", "b", "c"])
-def test_parts_of_other_hosts_are_sent_by_their_owners(target_machine: str) -> None:
+def test_parts_of_other_hosts_are_pulled_from_their_owners(target_machine: str) -> None:
     world, trainers = parts_world(("a", "b"))
     target = world.join("rollout/0/0", machine=target_machine)
     second = world.join("rollout/1/0", machine=target_machine)
@@ -448,11 +462,12 @@ def test_parts_of_other_hosts_are_sent_by_their_owners(target_machine: str) -> N
     assert end is not None
     assert end.receipt is not None
     assert kinds(second) == ["map"]
-    (go,) = [message for message in target.seen if isinstance(message, wire.TransferGo)]
-    local = [place.part for place in go.places]
+    (offer,) = [message for message in target.seen if isinstance(message, wire.TransferOffer)]
+    local = [place.part for place in offer.places]
     assert local == {"a": [0], "b": [1], "c": []}[target_machine]
-    assert [bool(route) for route in go.routes] == [part not in local for part in range(2)]
-    assert [bool(kinds(trainer)) for trainer in trainers] == [part not in local for part in range(2)]
+    pulls = {pull.part: [holder.name for holder in pull.holders] for pull in offer.pulls}
+    assert pulls == {part: [f"trainer/0/{part}"] for part in range(2) if part not in local}
+    assert [bool(kinds(trainer)) for trainer in trainers] == [part in pulls for part in range(2)]
 
 
 # ---------------------------------------------------------------- the plan
@@ -519,9 +534,10 @@ def test_what_is_gone_at_the_first_look_is_looked_for_once_more() -> None:
 
 
 def test_a_lane_that_fails_when_its_bytes_have_moved_costs_nothing_but_the_lane() -> None:
-    world = World()
-    trainer = world.join("trainer/0/0", machine="a")
-    leader, second = (world.join(f"rollout/{index}/0", machine="b") for index in range(2))
+    """On GPUs: the second member of a host copies what the first has received."""
+    world = World(channel_config(staging="device"))
+    trainer = world.join("trainer/0/0", machine="a", cuda_devices=("GPU-1",))
+    leader, second = (world.join(f"rollout/{index}/0", machine="b", cuda_devices=("GPU-2",)) for index in range(2))
     world.run()
     number = trainer.publish()
     trainer.pack(number)
@@ -555,7 +571,7 @@ def test_kept_memory_is_no_source_for_other_hosts() -> None:
         assert plan(1, [states[far.member]], holders, owners, kept=kept) is None
 
 
-def test_who_has_all_parts_on_its_own_host_is_in_no_lane() -> None:
+def test_who_has_all_parts_on_its_own_host_pulls_none() -> None:
     world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
     trainers = [world.join(f"trainer/0/{rank}", world_size=2, machine="a") for rank in range(2)]
     near, far = world.join("rollout/0/0", machine="a"), world.join("rollout/1/0", machine="b")
@@ -566,7 +582,6 @@ def test_who_has_all_parts_on_its_own_host_is_in_no_lane() -> None:
         trainer.pack(trainer.publish(), manifest=PartManifest((spec,), (), (piece,)))
     world.run()
     assert near.held == far.held == {1}
-    [here], [there] = ([m for m in sim.seen if isinstance(m, wire.TransferGo)] for sim in (near, far))
-    assert (here.lane, here.routes, len(here.places)) == ("", (), 2)
-    assert (bool(there.lane), len(there.routes), there.places) == (True, 2, ())
-    assert not any(isinstance(message, wire.LaneForm) for message in near.seen)
+    [here], [there] = ([m for m in sim.seen if isinstance(m, wire.TransferOffer)] for sim in (near, far))
+    assert (here.pulls, len(here.places)) == ((), 2)
+    assert ([pull.part for pull in there.pulls], there.places) == ([0, 1], ())
