@@ -2,6 +2,7 @@
 trainer's host?
 
     python bench/bench_hosts.py [--quick] [--repetitions N] [--rate R] [--transport tcp]
+        [--hosts N ...] [--only hosts|far]
 
 Hosts are network, mount and process namespaces of this machine, joined by a bridge
 (``tests/support/machine/networks.py``; needs root). A trainer on the first, and one or
@@ -19,6 +20,8 @@ hundred.
 *On the link*: bytes that left the trainer's host, as a multiple of the payload; *into a
 host*: the same, of what came into the one of the other hosts that received most. Both
 with the headers of the packets.
+
+``--only far``: a target behind a long link that loses packets (``hosts_far.py``).
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from bench.hosts_far import run_far
 from bench.shapes import nbytes_of_set
 from bench.support import Bar, Rank, Spread, busy_ratio, machine, rank, rotated, run_bench, show, write
 from bench.sync_contenders import Contender, Library, Read, check, last, race
 from replicas import Coordinator
+from tests.support.machine.cable import FAR, MBIT_NBYTES, Shape
 from tests.support.machine.networks import Machine, Network, hosts, why_no_hosts
 
 HOSTS = (2, 3, 4)
@@ -46,7 +51,11 @@ UNLIMITED = ""
 SPEED = 0.9
 """Of Gloo's, that is promised between two hosts."""
 FALL = 1.15
-"""Four hosts may take this much longer than two, where the links are the limit."""
+"""The most hosts may take this much longer than two, where the links are the limit."""
+SENT = 1.05
+"""Copies of the payload that may leave the trainer's host."""
+PAIRED_MAX = 4
+"""With more hosts there is one target on each."""
 
 
 @dataclass
@@ -162,33 +171,38 @@ def rows(each: int, count: int, field: Field, nbytes: int) -> list[dict[str, Any
     return found
 
 
-def bars(found: Sequence[dict[str, Any]], rate: str) -> list[Bar]:
+def bars(found: Sequence[dict[str, Any]], rate: str, counts: Sequence[int]) -> list[Bar]:
     def one(what: str, of: str, each: int, count: int) -> float:
         keys = {"rate": of, "targets_on_each": each, "hosts": count, "contender": LIBRARY}
         return next(float(row[what]) for row in found if keys.items() <= row.items())
 
-    speeds = [(limit or "no limit", one("gloo_ratio", limit, 1, 2)) for limit in dict.fromkeys((UNLIMITED, rate))]
+    least = min(counts)
+    speeds = [(limit or "no limit", one("gloo_ratio", limit, 1, least)) for limit in dict.fromkeys((UNLIMITED, rate))]
+    sent = max(row["sent_ratio"] for row in found if row["contender"] == LIBRARY)
     into = max(row["received_ratio"] for row in found if row["contender"] == LIBRARY)
     kept = [
         *(
             Bar(
-                f"2 hosts, links of {limit}: at least {SPEED} of the speed of Gloo's flat broadcast",
+                f"{least} hosts, links of {limit}: at least {SPEED} of the speed of Gloo's flat broadcast",
                 speed,
                 speed >= SPEED,
             )
             for limit, speed in speeds
         ),
         Bar("into each host, the payload once (1.1 with headers)", into, into <= 1.1),
+        Bar(f"out of the trainer's host, the payload once ({SENT} with headers)", sent, sent <= SENT),
     ]
-    if rate:
-        fall = one("median_s", rate, 1, max(HOSTS)) / one("median_s", rate, 1, min(HOSTS))
-        kept.append(
-            Bar(f"{max(HOSTS)} hosts take at most {FALL} times as long as 2, links of {rate}", fall, fall <= FALL)
-        )
+    for count in counts if rate else ():
+        if count > least:
+            fall = one("median_s", rate, 1, count) / one("median_s", rate, 1, least)
+            words = f"{count} hosts take at most {FALL} times as long as {least}, links of {rate}"
+            kept.append(Bar(words, fall, fall <= FALL))
     return kept
 
 
-def report(found: Sequence[dict[str, Any]], kept: Sequence[Bar], nbytes: int, phases: dict[str, float]) -> None:
+def report(
+    found: Sequence[dict[str, Any]], kept: Sequence[Bar], nbytes: int, phases: dict[str, float], most: int
+) -> None:
     table: list[list[str] | None] = []
     previous: tuple[Any, ...] = ()
     for row in sorted(
@@ -204,46 +218,64 @@ def report(found: Sequence[dict[str, Any]], kept: Sequence[Bar], nbytes: int, ph
         table.append([*cells, f"{row['sent_ratio']:.2f}", f"{row['received_ratio']:.2f}"])
     shown = ", ".join(f"{phase} {seconds * 1e3:.0f}" for phase, seconds in phases.items())
     notes = [
-        f"Phases at {max(HOSTS)} hosts with one target each, ms: {shown}.",
+        f"Phases at {most} hosts with one target each, ms: {shown}.",
         *(bar.line() for bar in kept),
     ]
     columns = ["links", "hosts x targets", "", "median", "range", "GB/s", "x Gloo", "on the link", "into a host"]
     show(f"Weight sync between hosts: {nbytes / 1e6:.0f} MB bf16", columns, table, "\n".join(notes))
 
 
-async def run(quick: bool, repetitions: int, rate: str, transport: str) -> None:
-    reason = why_no_hosts()
-    if reason:
-        print(f"skipped: {reason}")
-        return
-    busy, load = await busy_ratio(), os.getloadavg()
+async def run(quick: bool, repetitions: int, rate: str, transport: str, counts: Sequence[int]) -> dict[str, Any]:
     what = "smollm2-small" if quick else "smollm2"
     nbytes = nbytes_of_set(what)
     found: list[dict[str, Any]] = []
     phases: dict[str, float] = {}
     for each in (1, 2):
-        for count in HOSTS:
+        for count in counts:
+            if each > 1 and count > PAIRED_MAX:
+                continue
             with hosts(count) as made:
                 field = Field(what, made, each, transport)
                 await field.run(repetitions, [UNLIMITED, rate] if rate and each == 1 else [UNLIMITED])
             found += rows(each, count, field, nbytes)
             phases = field.phases if each == 1 else phases
-    kept = bars(found, rate)
-    report(found, kept, nbytes, phases)
-    facts = {"nbytes": nbytes, "busy_before": busy, "load": load, "quick": quick, "repetitions": repetitions}
+    kept = bars(found, rate, counts)
+    report(found, kept, nbytes, phases, max(counts))
     promised = [{"text": bar.text, "figure": bar.figure, "kept": bar.kept} for bar in kept]
-    write("bench_hosts", {"machine": machine(), **facts, "rows": found, "phases_s": phases, "bars": promised})
+    return {"nbytes": nbytes, "rows": found, "phases_s": phases, "bars": promised}
+
+
+async def run_parts(options: argparse.Namespace) -> None:
+    reason = why_no_hosts()
+    if reason:
+        print(f"skipped: {reason}")
+        return
+    quick, repetitions = options.quick, options.repetitions or (3 if options.quick else 5)
+    facts = {"machine": machine(), "busy_before": await busy_ratio(), "load": os.getloadavg()}
+    facts |= {"quick": quick, "repetitions": repetitions}
+    if options.only != "far":
+        found = await run(quick, repetitions, options.rate, options.transport, options.hosts)
+        write("bench_hosts", {**facts, **found})
+    if options.only != "hosts":
+        shape = Shape(options.far_mbit * MBIT_NBYTES, options.delay / 2, options.loss)
+        what = "smollm2-small" if quick else "smollm2"
+        found = await run_far(what, 2 * repetitions, shape, f"{options.far_mbit} Mbit/s", options.congestion)
+        write("bench_hosts_far", {**facts, **found, "repetitions": 2 * repetitions})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Weight sync between hosts, against Gloo, and the bytes on the link.")
     parser.add_argument("--quick", action="store_true", help="a ninth of the bytes, 3 repetitions")
     parser.add_argument("--repetitions", type=int, default=None, help="default 5")
+    parser.add_argument("--only", choices=("hosts", "far"), help="default: both parts")
     parser.add_argument("--rate", default="1gbit", help="of the limited links, in the words of tc; empty: without them")
     parser.add_argument("--transport", default="auto", help="of the channel")
-    options = parser.parse_args()
-    repetitions = options.repetitions or (3 if options.quick else 5)
-    run_bench(run(options.quick, repetitions, options.rate, options.transport))
+    parser.add_argument("--hosts", type=int, nargs="+", default=HOSTS, help="how many, the trainer's included")
+    parser.add_argument("--far-mbit", type=int, default=round(FAR.rate_nbytes_s / MBIT_NBYTES), help="far: its rate")
+    parser.add_argument("--delay", type=float, default=2 * FAR.delay_s, help="far: round trip, in seconds")
+    parser.add_argument("--loss", type=float, default=FAR.loss, help="far: of the packets, each way")
+    parser.add_argument("--congestion", default="", help="far: the hosts' default congestion control; empty: as here")
+    run_bench(run_parts(parser.parse_args()))
 
 
 if __name__ == "__main__":
