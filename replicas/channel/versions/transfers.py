@@ -281,9 +281,9 @@ class Transfers(Part):
         offer = transfer.offer
         slot = await self._reserve(transfer)
         transfer.running = True
-        carrier = await self._carriers.get()
         await self._copy_places(offer.places, manifest, slot)
         for one in offer.pulls:
+            carrier = await self._carriers.get()
             memory, nbytes, scratch = slot.buffer, slot.data.numel(), one.part >= 0 or bool(self._hub.device)
             if scratch:
                 nbytes = manifest.part_nbytes(one.part) if one.part >= 0 else nbytes
@@ -494,7 +494,7 @@ class Transfers(Part):
         if transfer is None:
             return
         transfer.cancelled = True
-        if transfer.carried:  # a pull that goes on fails, and frees its slot
+        if transfer.carried or transfer.offer.role == "pull":  # one that goes on fails, and frees its slot
             self._hub.spawn(self._stop_carrying(transfer), f"transfer {message.transfer} ends")
         elif not transfer.running:
             self._let_go(transfer)

@@ -1,6 +1,6 @@
 """Members on several hosts (namespaces of network, mounts and processes): who sends
-bytes to whom, and how many; and what their process groups do, where these are asked for
-(``transport = "group"``). What is pulled: :mod:`tests.integration.coordinator.test_pulls`.
+bytes to whom, and how many; also over process groups (``transport = "group"``).
+:mod:`tests.integration.coordinator.test_pulls` has more on pulls.
 """
 
 from __future__ import annotations

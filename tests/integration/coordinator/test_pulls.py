@@ -1,5 +1,5 @@
-"""Members on several hosts that pull versions from each other: who gives to whom, and what happens when carriers, links, ranks or the coordinator fail
-in the middle of it.
+"""Members on several hosts that pull versions from each other: who gives to whom, and
+what happens when carriers, links, ranks or the coordinator fail in the middle of it.
 
 Covers: channel/session/carriers.py, channel/versions/carried.py,
 core/moving/deliveries.py.
