@@ -157,7 +157,11 @@ class Carrier:
 
     def _run(self, pull: Pull, request: wire.StartPull) -> None:
         began = time.monotonic()
-        holders = [Holder(one.name, one.host, one.port, one.certificate_hash) for one in request.holders]
+        numbers = request.numbers or (request.transfer,) * len(request.holders)
+        holders = [
+            Holder(one.name, one.host, one.port, one.certificate_hash, number)
+            for one, number in zip(request.holders, numbers, strict=True)
+        ]
         try:
             digest = pull.run(holders, began + request.timeout_s, _start, request.digest)
         except Failed as error:

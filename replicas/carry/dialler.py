@@ -242,7 +242,7 @@ class Dialler:
             if isinstance(sock, ssl.SSLSocket):
                 tls.meet(sock, holder.certificate_hash)
                 binding = bytes.fromhex(holder.certificate_hash)
-            greeting.greet(sock, self._transfer, self._secret, binding, deadline)
+            greeting.greet(sock, holder.transfer or self._transfer, self._secret, binding, deadline)
         except (greeting.Stranger, tls.NotTheHolder):
             raise
         except TimeoutError:

@@ -27,13 +27,14 @@ class Holder:
     """Where the version can be pulled from.
 
     ``name``: of the member, for messages. ``certificate_hash``: of what it shows in
-    TLS.
+    TLS. ``transfer``: its number there; 0: the puller's.
     """
 
     name: str
     host: str
     port: int
     certificate_hash: str = ""
+    transfer: int = 0
 
     @property
     def address(self) -> str:

@@ -184,10 +184,12 @@ class Carrier(HelperProcess):
         base: Lent | None = None,
         *,
         encrypt: bool = False,
+        numbers: tuple[int, ...] = (),
     ) -> wire.Pulled:
         """Pull a version; again, with the same memory: go on with these holders.
 
         :param base: a version that holders may have, to take deltas to.
+        :param numbers: of the transfer at each holder; none: as here.
 
         :raises PullFailed: no holder is left, or the time was up.
         :raises CarrierDied: it died.
@@ -195,7 +197,9 @@ class Carrier(HelperProcess):
         number, where, given = next(self._numbers), wire.Place(memory.key, *place), tuple(holders)
         old = None if base is None else wire.Place(base[0].key, *base[1])
         self._serving.add(transfer)  # what has come, until it is withdrawn
-        request = wire.StartPull(number, transfer, secret, where, given, timeout_s, source, digest, old, encrypt)
+        request = wire.StartPull(
+            number, transfer, secret, where, given, timeout_s, source, digest, old, encrypt, numbers
+        )
 
         def map_both() -> None:
             self._map(memory)

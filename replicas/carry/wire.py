@@ -74,7 +74,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     Again, with the same place: go on, with these holders. ``source``: address to
     connect from; empty: any. ``digest``: of the version; empty: not known yet.
     ``base``: a version that holders may have, to take deltas to. ``encrypt``: pull and
-    serve in TLS alone.
+    serve in TLS alone. ``numbers``: of the transfer at each holder; none: as here.
     """
 
     id: int
@@ -87,6 +87,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
     digest: str = ""
     base: Place | None = None
     encrypt: bool = False
+    numbers: tuple[int, ...] = ()
 
 
 class DropBase(msgspec.Struct, frozen=True, tag=True):

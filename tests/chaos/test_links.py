@@ -12,7 +12,7 @@ that is busy with other things they are multiplied by the root of how many times
 than on a quiet one what computes takes meanwhile (:mod:`tests.support.machine.load`).
 ``make chaos-links`` runs all cases and shows what each took; ``ONLY="host A"`` those
 with these words in their names; without ``CHAOS_LINKS=all`` a few are run.
-``CHAOS_TRANSPORT=tcp``: hosts pull versions, in place of forming groups.
+``CHAOS_TRANSPORT=group``: process groups are tried before hosts pull.
 """
 
 from __future__ import annotations

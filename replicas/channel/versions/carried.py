@@ -16,6 +16,9 @@ DEATH_TIMEOUT_S = 5.0
 class Carried:
     """One part of a version in one attempt, known to both ends by its secret.
 
+    Its number at a carrier names the member, too: two of one process share a carrier.
+
+    :param member: the name of this one.
     :param part: its number; -1: the whole version.
     :param memory: ends with the part's ``nbytes`` bytes.
     :param base: ends with as many bytes of a version that the other end may have, too.
@@ -27,6 +30,7 @@ class Carried:
     def __init__(
         self,
         carrier: Carrier,
+        member: str,
         secret: bytes,
         part: int,
         memory: Buffer,
@@ -39,10 +43,14 @@ class Carried:
         self.part, self.memory, self.scratch = part, memory, scratch
         self._base = None if base is None else (base, (base.nbytes - nbytes, nbytes))
         self._carrier, self._secret, self._encrypt = carrier, secret, encrypt
-        digest = hashlib.blake2b(b"%d" % part, key=secret, digest_size=8, person=b"transfer").digest()
-        self._number = int.from_bytes(digest, "little")
+        self._number = self._number_at(member)
         self._place = (memory.nbytes - nbytes, nbytes)
         self.on_received: Callable[[int], object] = lambda nbytes: None
+
+    def _number_at(self, member: str) -> int:
+        text = f"{self.part} {member}".encode()
+        digest = hashlib.blake2b(text, key=self._secret, digest_size=8, person=b"transfer").digest()
+        return int.from_bytes(digest, "little")
 
     def serve(self, filled: int, regions: Sequence[tuple[int, int, int]] = ()) -> None:
         """Serve it to whoever knows the secret; ``filled`` bytes of it so far.
@@ -90,6 +98,7 @@ class Carried:
                 digest,
                 self._base,
                 encrypt=self._encrypt,
+                numbers=tuple(self._number_at(holder.name) for holder in holders),
             )
         finally:
             self._carrier.receivers.pop(self._number, None)

@@ -81,8 +81,7 @@ def put_part(manifest: Manifest, part: int, source: torch.Tensor, slot: Slot, de
 
 
 def take_out(slot: Slot, target: torch.Tensor, device: str) -> None:
-    """Copy the data of a slot on a GPU into host memory."""
-    slot.buffer.wait_for_write()
+    """Copy the data of a complete slot on a GPU into host memory."""
     _copy_pairs_on(device, [(target, slot.data)])
 
 

@@ -32,7 +32,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.carry.rank_side import PullFailed, cut_off
+from replicas.carry.rank_side import Carrier, PullFailed, cut_off
 from replicas.carry.wire import Pulled
 from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.hub import Hub, Part, as_wire_error
@@ -104,7 +104,8 @@ class Transfers(Part):
                 transfer.streams_to.progress(transfer.offer.transfer, nbytes)
             if transfer.offer.version == version and transfer.sends:
                 for carried in transfer.carried:
-                    carried.filled(nbytes)
+                    if not carried.scratch:
+                        carried.filled(nbytes)
 
     def _offered(self, offer: wire.TransferOffer) -> None:
         transfer = self._transfers.setdefault(offer.transfer, _Transfer(offer))  # known: what was pulled is wrong
@@ -183,24 +184,23 @@ class Transfers(Part):
         slot, offer = transfer.slot, transfer.offer
         if transfer.cancelled or slot is None:
             return
-        nbytes = slot.data.numel()
+        nbytes, memory, device = slot.data.numel(), slot.buffer, self._hub.device
         filled = nbytes if slot.state == "held" else self._filled.get(slot.version, 0)
-        memory, device = slot.buffer, self._hub.device
         if device:  # its bytes travel through host memory
-            memory, filled = await self._scratch(slot.version, nbytes), nbytes
-            while slot.state == "filling":
-                await self._hub.holdings.changed.wait()
-            await asyncio.to_thread(take_out, slot, memory.tensor(), device)
-            if self._transfers.get(offer.transfer) is not transfer:  # cancelled meanwhile
+            memory, filled = await self._scratch(slot.version, nbytes), 0
+            if transfer.cancelled:
                 memory.close()
                 return
         base = self._pin_base(transfer, nbytes)
-        encrypt = self._hub.settings.encrypt
-        carried = Carried(
-            carrier, offer.secret, offer.part, memory, nbytes, base=base, scratch=bool(device), encrypt=encrypt
-        )
-        transfer.carried.append(carried)
+        carried = self._carry(transfer, carrier, offer.part, memory, nbytes, base, scratch=bool(device))
         carried.serve(filled, slot.manifest.regions if slot.manifest is not None and base is not None else ())
+        if device:
+            while slot.state == "filling" and not transfer.cancelled:
+                await self._hub.holdings.changed.wait()
+            if not transfer.cancelled:
+                await asyncio.to_thread(take_out, slot, memory.readable(), device)
+            if not transfer.cancelled:
+                carried.filled(nbytes)
 
     def _pin_base(self, transfer: _Transfer, nbytes: int) -> Buffer | None:
         """The memory of the version to which there are deltas, if it still fits."""
@@ -246,8 +246,10 @@ class Transfers(Part):
         async def pull(carried: Carried, one: wire.PartPull) -> Pulled:
             carried.on_received = partial(moved, carried)
             source = carried.memory.readable()
-            known = "" if hub.device and carried.part < 0 else one.digest or offer.digest  # a device has its own
+            known = "" if hub.device else one.digest or offer.digest  # that of a device is not of blocks
             pulled = await carried.pull(one.holders, offer.deadline_s, hub.address, known)
+            if hub.device and one.digest and await asyncio.to_thread(digest_of, source, slot.digest_kind) != one.digest:
+                raise hub.error(errors.SyncError, f"part {one.part} of version {offer.version} came with other bytes")
             if carried.scratch:
                 await asyncio.to_thread(put_part, manifest, carried.part, source, slot, hub.device)
             return pulled
@@ -279,25 +281,31 @@ class Transfers(Part):
         offer = transfer.offer
         slot = await self._reserve(transfer)
         transfer.running = True
-        carrier = await self._carriers.get()
         await self._copy_places(offer.places, manifest, slot)
         for one in offer.pulls:
+            carrier = await self._carriers.get()
             memory, nbytes, scratch = slot.buffer, slot.data.numel(), one.part >= 0 or bool(self._hub.device)
             if scratch:
                 nbytes = manifest.part_nbytes(one.part) if one.part >= 0 else nbytes
                 memory = await self._scratch(offer.version, nbytes)
             base = None if scratch else self._pin_base(transfer, nbytes)
-            carried = Carried(
-                carrier,
-                offer.secret,
-                one.part,
-                memory,
-                nbytes,
-                base=base,
-                scratch=scratch,
-                encrypt=self._hub.settings.encrypt,
-            )
-            transfer.carried.append(carried)
+            self._carry(transfer, carrier, one.part, memory, nbytes, base, scratch=scratch)
+
+    def _carry(
+        self,
+        transfer: _Transfer,
+        carrier: Carrier,
+        part: int,
+        memory: Buffer,
+        nbytes: int,
+        base: Buffer | None,
+        *,
+        scratch: bool,
+    ) -> Carried:
+        name, secret, encrypt = self._hub.member.name, transfer.offer.secret, self._hub.settings.encrypt
+        carried = Carried(carrier, name, secret, part, memory, nbytes, base=base, scratch=scratch, encrypt=encrypt)
+        transfer.carried.append(carried)
+        return carried
 
     async def _scratch(self, version: int, nbytes: int) -> Buffer:
         """Memory for bytes that are not in a slot as they travel."""
@@ -486,7 +494,7 @@ class Transfers(Part):
         if transfer is None:
             return
         transfer.cancelled = True
-        if transfer.carried:  # a pull that goes on fails, and frees its slot
+        if transfer.carried or transfer.offer.role == "pull":  # one that goes on fails, and frees its slot
             self._hub.spawn(self._stop_carrying(transfer), f"transfer {message.transfer} ends")
         elif not transfer.running:
             self._let_go(transfer)

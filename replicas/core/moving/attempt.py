@@ -120,7 +120,8 @@ class Attempt:
         self.plan.maps[member] = lender
         self.mapping.add(member)
         self.concerned |= {member}
-        self.ground.send(member, self.offer_of("map", remaining_s, place=self._place(lender)))
+        offer = self.offer_of("map", remaining_s, place=self._place(lender))
+        self.ground.send(member, msgspec.structs.replace(offer, mode="image", digest=self.payload.digest))
 
     def offer_of(
         self, role: Literal["send", "receive", "map", "serve", "pull"], deadline_s: float, **more: Any

@@ -30,7 +30,7 @@ __all__ = ["LinkFault", "ProcessFault", "Trouble", "done", "troubles"]
 LINKS = ("cut", "cut one way", "cut host", "flap", "loss", "delay", "rate", "rate one way", "slow host")
 PROCESSES = ("kill rank", "kill sidecar", "stop rank", "kill store", "kill coordinator")
 CARRIERS = ("kill carrier", "kill carriers of B", "stop carrier", "starve carrier")
-"""Where hosts pull. ``starve``: no further descriptor."""
+"""``starve``: no further descriptor."""
 RATES_NBYTES_S = (10_000.0, 200.0 * MBIT_NBYTES)
 FLAP_S = 0.4
 
@@ -166,10 +166,10 @@ class Trouble:
         )
 
 
-def troubles(rng: random.Random, only: str = "", *, pulls: bool = False) -> Iterator[Trouble]:
+def troubles(rng: random.Random, only: str = "") -> Iterator[Trouble]:
     """Without end: each kind of link fault comes before any comes again. ``only``: of
-    kinds with this in their name; ``pulls``: hosts have carriers, which fail, too."""
-    dealt = (*PROCESSES, *CARRIERS) if pulls else PROCESSES
+    kinds with this in their name."""
+    dealt = (*PROCESSES, *CARRIERS)
     kinds = [kind for kind in LINKS if only in kind] or list(LINKS)
     hands: list[str] = []
     processes: list[str] = []
@@ -180,7 +180,7 @@ def troubles(rng: random.Random, only: str = "", *, pulls: bool = False) -> Iter
             links.append(_link(rng, rng.choice(kinds)))
         process = None
         lasts_s = rng.choice((rng.uniform(0.3, 3.0), rng.uniform(3.0, 6.0), rng.uniform(8.0, 11.0)))
-        if rng.random() < (0.6 if pulls else 0.35):
+        if rng.random() < 0.6:
             processes = processes or rng.sample(dealt, len(dealt))
             process = ProcessFault(processes.pop(), rng.random(), rng.uniform(0.0, lasts_s * 0.8))
         yield Trouble(tuple(links), process, rng.uniform(0.0, 0.5), lasts_s)

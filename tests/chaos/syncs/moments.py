@@ -6,6 +6,7 @@ coordinator's engine.
     policy   LaneForm       forming        outer   LaneForm                 forming
              PublishAdmitted packing
              an offer to map mapping
+             an offer to pull, or
              TransferGo     mid-bucket             OperationGo              mid-bucket
              1st Done       verifying              1st OperationDone        verifying
              last Done      prepared               last OperationDone       prepared
@@ -15,7 +16,7 @@ coordinator's engine.
              either of a catch-up: catching up
 
 Over process groups nothing is mapped; on one host no lane is formed for weights, and
-buckets are only copied where a version comes in parts (:func:`moments_of`).
+bytes are only copied where a version comes in parts (:func:`moments_of`).
 """  # noqa: W505  # a picture
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Moments:
                 return "packing"
             case Send(message=TransferOffer(transfer=transfer, role="map")) if self._first("map", transfer):
                 return self._moving(channel, transfer, "mapping")
-            case Send(message=TransferGo(transfer=transfer)) if self._first("go", transfer):
+            case Send(message=TransferGo(transfer=transfer) | TransferOffer(transfer=transfer, role="pull")) if (
+                self._first("go", transfer)
+            ):
                 return self._moving(channel, transfer, "mid-bucket")
             case Send(message=OperationGo(operation=operation, participants=those)) if self._first("go", operation):
                 self._transfer, self._done, self._expected = operation, 0, len(those)
@@ -99,7 +102,9 @@ class Moments:
         if main is None or main.attempt.number != transfer:
             return "catching up"
         if transfer != self._transfer:  # some may map in it, and others receive
-            self._transfer, self._done, self._expected = transfer, 0, len(main.attempt.concerned)
+            attempt = main.attempt
+            those = {*attempt.movers, *attempt.mapping, *(attempt.plan.waiting if attempt.plan.pulls else ())}
+            self._transfer, self._done, self._expected = transfer, 0, len(those)
         return moment
 
     def _message(self, channel: ChannelState, event: Effect | FromMember) -> str:

@@ -1,17 +1,24 @@
 """Members on several hosts (namespaces of network, mounts and processes): who sends
-bytes to whom, and how many."""
+bytes to whom, and how many; also over process groups (``transport = "group"``).
+:mod:`tests.integration.coordinator.test_pulls` has more on pulls.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import pytest
 
 from replicas.coordinator import GroupShape
 from tests.support.channel.host_rank import ELEMENTS, TENSORS
-from tests.support.channel.host_ranks import HostRank, host_world
+from tests.support.channel.host_ranks import HostRank, HostWorld, host_world
 from tests.support.machine.networks import Machine, Traffic, why_no_hosts
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -19,6 +26,11 @@ NBYTES = TENSORS * ELEMENTS * 4
 ONCE = 1.25
 """The payload once, with headers of packets, and what else goes over the link."""
 LITTLE = 0.25
+GROUP = {"transport": "group"}
+SLOW = "100mbit"
+"""A version takes more than a second over such a link."""
+SOON_S = 12.0
+"""More than it takes to notice a holder that says nothing, and to pull all again."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,19 +73,15 @@ class Links:
         return [traffic.received / NBYTES for traffic in self.traffic()]
 
 
-async def test_two_members_on_each_of_two_hosts() -> None:
-    """The bytes cross the link once, and only two members need a process group for
-    it."""
-    async with host_world(2, rollout=GroupShape(3)) as world:
-        trainer, targets = await world.trainer_and_rollouts(0, 1, 1)
-        await sync([trainer], targets, 10)
-        links = Links(world.hosts)
-        await sync([trainer], targets, 20)
-        here, there = links.sent()
-        assert 1.0 <= here < ONCE
-        assert there < LITTLE
-        assert 1.0 <= links.received()[1] < ONCE
-        assert world.sidecars() == [1, 1]
+async def came(host: Machine, links: Links, world: HostWorld, share: float) -> None:
+    """Wait until so much of a version has come to a host."""
+    at = world.hosts.index(host)
+    await wait_until(lambda: links.received()[at] >= share, f"{share:.0%} of a version")
+
+
+def slowed(stack: ExitStack, hosts: tuple[Machine, ...]) -> None:
+    for host in hosts:
+        stack.enter_context(host.limited(SLOW))
 
 
 async def test_members_on_one_host_send_nothing() -> None:
@@ -84,16 +92,6 @@ async def test_members_on_one_host_send_nothing() -> None:
             await sync([trainer], targets, seed)
         assert links.sent()[0] < LITTLE
         assert world.sidecars() == [0]
-
-
-async def test_bytes_leave_the_trainers_host_once_however_many_hosts_there_are() -> None:
-    async with host_world(4, rollout=GroupShape(3)) as world:
-        trainer, targets = await world.trainer_and_rollouts(1, 2, 3)
-        await sync([trainer], targets, 10)
-        links = Links(world.hosts)
-        await sync([trainer], targets, 20)
-        assert 1.0 <= links.sent()[0] < ONCE
-        assert all(1.0 <= ratio < ONCE for ratio in links.received()[1:])
 
 
 async def test_every_source_rank_sends_its_own_part_between_hosts() -> None:
@@ -113,14 +111,48 @@ async def test_every_source_rank_sends_its_own_part_between_hosts() -> None:
         assert all(0.5 <= ratio < 0.5 * ONCE for ratio in links.sent())
 
 
-async def test_a_leader_that_dies_leaves_its_host_to_another() -> None:
-    async with host_world(2, rollout=GroupShape(3)) as world:
-        trainer, targets = await world.trainer_and_rollouts(1, 1, 1)
-        await sync([trainer], targets, 10)
-        leader = next(one for one in targets if one.has_sidecar())
-        others = [one for one in targets if one is not leader]
-        leader.kill()
-        await sync([trainer], others, 20, lost=[leader.name])
+@pytest.mark.parametrize("ranks", ["leader", "all"])
+async def test_a_process_group_sends_every_byte_once(ranks: str) -> None:
+    """A chain from the trainer, or from each of its ranks, through all hosts."""
+    size = 2 if ranks == "all" else 1
+    config = {**GROUP, "sources": [{"group": "trainer", "ranks": ranks}]}
+    async with host_world(size + 2, config, trainer=GroupShape(1, size), rollout=GroupShape(2)) as world:
+        joins = [
+            *(world.join(rank, "trainer", 0, rank, size) for rank in range(size)),
+            *(world.join(size + index, "rollout", index) for index in range(2)),
+        ]
+        members = await asyncio.gather(*joins)
+        sources, targets = members[:size], members[size:]
+        await world.live(size + 2)
+        await sync(sources, targets, 10)
         links = Links(world.hosts)
-        await sync([trainer], others, 30, lost=[leader.name])
-        assert 1.0 <= links.received()[1] < ONCE
+        await sync(sources, targets, 20)
+        assert all(1.0 / size <= ratio < ONCE / size for ratio in links.sent()[:size])
+        assert all(1.0 <= ratio < ONCE for ratio in links.received()[size:])
+        assert world.sidecars() == [1] * (size + 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_a_process_group_that_fails_costs_nobody_the_version() -> None:
+    """Whichever of its sidecars is killed or stops: what it did not bring is pulled,
+    and the next version has a process group again."""
+    faults = ((0.05, signal.SIGKILL), (0.5, signal.SIGSTOP), (0.9, signal.SIGKILL))
+    async with host_world(3, GROUP, rollout=GroupShape(2)) as world:
+        trainer, targets = await world.chain()
+        await sync([trainer], targets, 10)
+        with ExitStack() as stack:
+            slowed(stack, world.hosts)
+            seed = 20
+            for victim in (trainer, *targets):
+                for share, signum in faults:
+                    links = Links(world.hosts)
+                    syncing = asyncio.create_task(sync([trainer], targets, seed))
+                    await came((victim if victim is not trainer else targets[0]).host, links, world, share)
+                    os.kill(victim.sidecar(), signum)
+                    began = time.monotonic()
+                    await syncing
+                    assert time.monotonic() - began < SOON_S, (victim.name, share)
+                    seed += 1
+        await sync([trainer], targets, seed)
+        assert world.sidecars() == [1, 1, 1]

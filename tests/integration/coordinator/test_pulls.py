@@ -1,6 +1,5 @@
-"""Members on several hosts that pull versions from each other (``transport = "tcp"``):
-who gives to whom, and what happens when carriers, links, ranks or the coordinator fail
-in the middle of it.
+"""Members on several hosts that pull versions from each other: who gives to whom, and
+what happens when carriers, links, ranks or the coordinator fail in the middle of it.
 
 Covers: channel/session/carriers.py, channel/versions/carried.py,
 core/moving/deliveries.py.
@@ -21,20 +20,15 @@ import pytest
 from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.coordinator import GroupShape
 from tests.chaos.syncs.supervisor_under_test import limit_memory
-from tests.integration.coordinator.test_hosts import LITTLE, NBYTES, ONCE, Links, sync
-from tests.support.channel.host_ranks import HostRank, HostWorld, host_world
-from tests.support.machine.networks import Machine, why_no_hosts
+from tests.integration.coordinator.test_hosts import LITTLE, NBYTES, ONCE, SOON_S, Links, came, slowed, sync
+from tests.support.channel.host_ranks import HostRank, host_world
+from tests.support.machine.networks import why_no_hosts
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
-TCP = {"transport": "tcp"}
 FIRST = 21_700
 """A port for carriers; each host has its own."""
 DEADLINE_S = 40.0
-SLOW = "100mbit"
-"""A version takes more than a second over such a link."""
-SOON_S = 12.0
-"""More than it takes to notice a holder that says nothing, and to pull all again."""
 LAST_PLACE = NBYTES - 1
 MOMENTS = (0.05, 0.5, 0.9)
 """Shares of a version that have reached a host when something fails."""
@@ -48,7 +42,7 @@ def _hosts() -> None:
 
 
 async def test_one_member_of_a_host_pulls_and_the_others_map() -> None:
-    async with host_world(2, TCP, rollout=GroupShape(3)) as world:
+    async with host_world(2, rollout=GroupShape(3)) as world:
         trainer, targets = await world.trainer_and_rollouts(0, 1, 1)
         await sync([trainer], targets, 10)
         links = Links(world.hosts)
@@ -61,7 +55,7 @@ async def test_one_member_of_a_host_pulls_and_the_others_map() -> None:
 
 
 async def test_bytes_leave_the_trainers_host_once_however_many_hosts_there_are() -> None:
-    async with host_world(4, TCP, rollout=GroupShape(3)) as world:
+    async with host_world(4, rollout=GroupShape(3)) as world:
         trainer, targets = await world.trainer_and_rollouts(1, 2, 3)
         await sync([trainer], targets, 10)
         links = Links(world.hosts)
@@ -71,7 +65,7 @@ async def test_bytes_leave_the_trainers_host_once_however_many_hosts_there_are()
 
 
 async def test_a_leader_that_dies_leaves_its_host_to_another() -> None:
-    async with host_world(2, TCP, rollout=GroupShape(3)) as world:
+    async with host_world(2, rollout=GroupShape(3)) as world:
         trainer, targets = await world.trainer_and_rollouts(1, 1, 1)
         await sync([trainer], targets, 10)
         leader, *others = targets
@@ -83,7 +77,7 @@ async def test_a_leader_that_dies_leaves_its_host_to_another() -> None:
 
 
 async def test_an_encrypted_channel_through_fixed_ports() -> None:
-    async with host_world(3, {**TCP, "encrypt": True}, carry_port=FIRST, rollout=GroupShape(3)) as world:
+    async with host_world(3, {"encrypt": True}, carry_port=FIRST, rollout=GroupShape(3)) as world:
         trainer, targets = await world.trainer_and_rollouts(1, 1, 2)
         await sync([trainer], targets, 10)
         links = Links(world.hosts)
@@ -101,7 +95,7 @@ async def test_an_encrypted_channel_through_fixed_ports() -> None:
 @pytest.mark.parametrize("encrypt", [False, True])
 async def test_every_source_rank_serves_its_own_part(encrypt: bool) -> None:
     """Two trainer ranks on two hosts, a target beside each, and one elsewhere."""
-    config = {**TCP, "encrypt": encrypt, "sources": [{"group": "trainer", "ranks": "all"}]}
+    config = {"encrypt": encrypt, "sources": [{"group": "trainer", "ranks": "all"}]}
     async with host_world(3, config, trainer=GroupShape(1, 2), rollout=GroupShape(3)) as world:
         joins = [
             *(world.join(rank, "trainer", 0, rank, 2) for rank in range(2)),
@@ -118,7 +112,7 @@ async def test_every_source_rank_serves_its_own_part(encrypt: bool) -> None:
 
 
 async def test_what_has_not_changed_is_not_sent_again() -> None:
-    async with host_world(3, TCP, rollout=GroupShape(4)) as world:
+    async with host_world(3, rollout=GroupShape(4)) as world:
         trainer, targets = await world.trainer_and_rollouts(0, 1, 2)
         await sync([trainer], targets, 10)
         links = Links(world.hosts)
@@ -140,19 +134,8 @@ async def got(targets: list[HostRank], seed: int, nbytes: int, channel: str = "p
         assert (reply["seed"], reply["nbytes"]) == (seed if nbytes else -1, nbytes), channel
 
 
-async def came(host: Machine, links: Links, world: HostWorld, share: float) -> None:
-    """Wait until so much of a version has come to a host."""
-    at = world.hosts.index(host)
-    await wait_until(lambda: links.received()[at] >= share, f"{share:.0%} of a version")
-
-
-def slowed(stack: ExitStack, hosts: tuple[Machine, ...]) -> None:
-    for host in hosts:
-        stack.enter_context(host.limited(SLOW))
-
-
 async def test_a_latecomer_pulls_from_a_target_and_leaves_the_trainer_alone() -> None:
-    async with host_world(4, TCP, rollout=GroupShape(3)) as world:
+    async with host_world(4, rollout=GroupShape(3)) as world:
         trainer, (first,) = await world.trainer_and_rollouts(1)
         await sync([trainer], [first], 10)
         links = Links(world.hosts)
@@ -171,7 +154,7 @@ async def test_a_latecomer_pulls_from_a_target_and_leaves_the_trainer_alone() ->
 async def test_a_carrier_that_is_killed_at_any_byte_costs_nobody_the_version() -> None:
     """Of the trainer, of the host in the middle of the chain, of the last: 9 faults,
     each of which costs some seconds."""
-    async with host_world(3, TCP, rollout=GroupShape(2)) as world:
+    async with host_world(3, rollout=GroupShape(2)) as world:
         trainer, targets = await world.chain()
         await sync([trainer], targets, 10)
         with ExitStack() as stack:
@@ -193,7 +176,7 @@ async def test_a_carrier_that_is_killed_at_any_byte_costs_nobody_the_version() -
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("which", ["trainer", "middle", "last"])
 async def test_a_carrier_that_is_frozen_is_replaced(which: str) -> None:
-    async with host_world(3, TCP, rollout=GroupShape(2)) as world:
+    async with host_world(3, rollout=GroupShape(2)) as world:
         trainer, targets = await world.chain()
         await sync([trainer], targets, 10)
         victim = {"trainer": trainer, "middle": targets[0], "last": targets[1]}[which]
@@ -214,7 +197,7 @@ async def test_a_carrier_that_is_frozen_is_replaced(which: str) -> None:
 @pytest.mark.slow
 async def test_a_link_that_is_cut_in_the_chain_is_gone_round_and_known() -> None:
     """In one direction, or in both."""
-    async with host_world(3, TCP, rollout=GroupShape(2)) as world:
+    async with host_world(3, rollout=GroupShape(2)) as world:
         trainer, targets = await world.chain()
         await sync([trainer], targets, 10)
         one, other = world.hosts[1:]
@@ -236,7 +219,7 @@ async def test_a_link_that_is_cut_in_the_chain_is_gone_round_and_known() -> None
 
 
 async def test_versions_of_any_size() -> None:
-    async with host_world(3, TCP, rollout=GroupShape(2)) as world:
+    async with host_world(3, rollout=GroupShape(2)) as world:
         trainer, targets = await world.chain()
         for seed, nbytes in enumerate((0, 1, BLOCK_NBYTES - 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 0, 7), 1):
             await got_all(trainer, targets, seed, nbytes)
@@ -244,7 +227,7 @@ async def test_versions_of_any_size() -> None:
 
 async def test_readers_that_load_what_has_changed_hold_up_nobody() -> None:
     """One beside the trainer; elsewhere one that pulls, and one that maps."""
-    async with host_world(2, TCP, rollout=GroupShape(3)) as world:
+    async with host_world(2, rollout=GroupShape(3)) as world:
         trainer, targets = await world.trainer_and_rollouts(0, 1, 1)
         for version, places in enumerate(([], [5], [1, LAST_PLACE], []), start=1):
             sent = await trainer.ask("publish_changed", nbytes=NBYTES, places=places)
@@ -265,7 +248,7 @@ async def test_readers_that_load_what_has_changed_hold_up_nobody() -> None:
 
 async def test_channels_of_a_process_share_its_carrier() -> None:
     names = [f"channel{number}" for number in range(6)]
-    async with host_world(3, TCP, channels=names, rollout=GroupShape(2)) as world:
+    async with host_world(3, channels=names, rollout=GroupShape(2)) as world:
         joins = [world.join(0, "trainer", 0, 0, 1, *names)]
         joins += [world.join(host, "rollout", host - 1, 0, 1, *names) for host in (1, 2)]
         trainer, *targets = await asyncio.gather(*joins)
@@ -281,7 +264,7 @@ async def test_channels_of_a_process_share_its_carrier() -> None:
 
 @pytest.mark.slow
 async def test_a_coordinator_that_is_started_again_in_the_middle_of_pulls(tmp_path: Path) -> None:
-    async with host_world(3, TCP, state_dir=tmp_path, rollout=GroupShape(2)) as world:
+    async with host_world(3, state_dir=tmp_path, rollout=GroupShape(2)) as world:
         trainer, targets = await world.chain()
         await sync([trainer], targets, 10)
         with ExitStack() as stack:
@@ -298,7 +281,7 @@ async def test_a_coordinator_that_is_started_again_in_the_middle_of_pulls(tmp_pa
 
 @pytest.mark.slow
 async def test_a_target_without_memory_is_left_out_and_caught_up() -> None:
-    async with host_world(3, TCP, rollout=GroupShape(2)) as world:
+    async with host_world(3, rollout=GroupShape(2)) as world:
         trainer, (full, other) = await world.chain()
         await got_all(trainer, [full, other], 1, 1 << 20)
         limit_memory(full.pid, 8 << 20)
@@ -319,7 +302,7 @@ async def got_all(trainer: HostRank, targets: list[HostRank], seed: int, nbytes:
 
 @pytest.mark.slow
 async def test_carriers_end_with_their_ranks_however_these_end() -> None:
-    async with host_world(3, TCP, rollout=GroupShape(2)) as world:
+    async with host_world(3, rollout=GroupShape(2)) as world:
         trainer, targets = await world.chain()
         await sync([trainer], targets, 10)
         os.kill(targets[0].carrier(), signal.SIGSTOP)
@@ -335,7 +318,7 @@ async def test_a_block_that_a_host_falsifies_comes_from_elsewhere() -> None:
     """One byte of the last block, in the memory of the target that a latecomer pulls
     from first: only that block is asked for again, of the trainer."""
     nbytes = 3 * BLOCK_NBYTES
-    async with host_world(3, TCP, rollout=GroupShape(2)) as world:
+    async with host_world(3, rollout=GroupShape(2)) as world:
         trainer, (liar,) = await world.trainer_and_rollouts(1)
         await got_all(trainer, [liar], 1, nbytes)
         falsify(liar.pid, nbytes)

@@ -59,10 +59,11 @@ class HostRank:
         assert "failed" not in reply, f"{self.name}: {reply['failed']}"
         return reply
 
-    def has_sidecar(self) -> bool:
-        """Whether one of its sidecars has a process group: a child of its forkserver,
-        which is a child of the rank."""
-        return any(self.pid == parent_of(parent_of(pid)) for pid in self.host.processes("replica-sidecar"))
+    def sidecar(self) -> int:
+        """Its sidecar that has a process group: a child of its forkserver, which is a
+        child of the rank. 0: it has none."""
+        own = self.pid
+        return next((pid for pid in self.host.processes("replica-sidecar") if parent_of(parent_of(pid)) == own), 0)
 
     def carrier(self) -> int:
         """Its carrier; 0: it has none now."""

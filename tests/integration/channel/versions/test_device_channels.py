@@ -10,9 +10,12 @@ Covers: channel/versions/on_device.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,13 +151,105 @@ async def test_the_parts_of_a_version_on_two_gpus() -> None:
     ) as world:
         trainers = [await join(world, "trainer", 0, f"FAKE-{rank}", rank, 2) for rank in (0, 1)]
         rollouts = [await join(world, "rollout", index, f"FAKE-{index}") for index in (0, 1)]
-        rows = ELEMENTS // 2
         for value in (1.0, 2.0):
-            shards = [replicas.Shard(torch.full((rows,), value), (rank * rows,), (2 * rows,)) for rank in (0, 1)]
-            calls = [asyncio.to_thread(one.publish, {"w": shard}) for one, shard in zip(trainers, shards, strict=True)]
-            receipts = await asyncio.gather(*await asyncio.gather(*calls))
+            receipts = await publish_parts(trainers, value)
             assert [receipt.version for receipt in receipts] == [int(value)] * 2
             assert [await load(rollout) for rollout in rollouts] == [(int(value), value)] * 2
+
+
+def kill_next(victim: Channel) -> None:
+    """Kill the sidecar of this member as soon as bytes are to go through it."""
+    move = victim._transfers._through
+
+    async def kill_first(lane: Any, *args: Any) -> Any:
+        victim._transfers._through = move  # type: ignore[method-assign]  # only the first one is hit
+        os.kill(lane.sidecar.pid, signal.SIGKILL)
+        return await move(lane, *args)
+
+    victim._transfers._through = kill_first  # type: ignore[method-assign,assignment]  # see above
+
+
+async def test_a_version_is_pulled_through_host_memory_where_a_lane_has_failed() -> None:
+    """Down the chain of the GPUs, while the trainer's GPU still copies; then each GPU
+    has a copy for all of its members, and the next version has a lane again."""
+    async with channel_world(DEVICE) as world:
+        trainer = await join(world, "trainer", 0, "FAKE-0")
+        rollouts = [
+            await join(world, "rollout", index, gpu) for index, gpu in enumerate(("FAKE-1", "FAKE-1", "FAKE-2"))
+        ]
+        members = [trainer, *rollouts]
+        await publish(trainer, 1)
+        allocated = accelerator_allocated()
+        in_lane = [one for one in members if any(one._hub.member.name in lane for lane in lanes(world))]
+        assert len(in_lane) == 3
+        for version, victim in enumerate(in_lane, 2):
+            kill_next(victim)
+            receipt = await publish(trainer, version)
+            assert (receipt.version, receipt.lost, receipt.staging) == (version, (), "device")
+            assert len(receipt.members) == 3
+            assert [await load(rollout) for rollout in rollouts] == [(version, version)] * 3
+            (digest,) = {one._hub.holdings.digest(version) for one in members}
+            assert digest.startswith("d"), "it was made on the GPU"
+            (status,) = world.coordinator.channel_statuses()
+            assert status.last_sync is not None
+            assert len(status.last_sync.pulled) == 2, "one of each GPU, and the others copy"
+        receipt = await publish(trainer, version + 1)
+        (status,) = world.coordinator.channel_statuses()
+        assert status.last_sync is not None
+        assert (receipt.lost, status.last_sync.pulled) == ((), {})
+        assert [await load(rollout) for rollout in rollouts] == [(version + 1, version + 1)] * 3
+        assert len(lanes(world)) == 1
+        for member in members:
+            assert not member._transfers._transfers, "nothing is served any more"
+        await wait_until(lambda: not part_memory(), "the host memory is given back")
+        assert accelerator_allocated() <= allocated + len(members) * (IMAGE_NBYTES + 28)
+
+
+def part_memory() -> list[str]:
+    """Host memory of this process in which versions of GPUs travel."""
+    names: list[str] = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            names += [name for name in [str(link.readlink())] if "part-of" in name]
+    return names
+
+
+@pytest.mark.parametrize("whose", [0, 2])
+async def test_parts_are_pulled_where_a_lane_has_failed(whose: int) -> None:
+    async with channel_world(
+        {**DEVICE, "sources": [{"group": "trainer", "ranks": "all"}]}, trainer=GroupShape(1, 2)
+    ) as world:
+        trainers = [await join(world, "trainer", 0, f"FAKE-{rank}", rank, 2) for rank in (0, 1)]
+        rollouts = [await join(world, "rollout", index, f"FAKE-{1 + index}") for index in (0, 1)]
+        await publish_parts(trainers, 1)
+        kill_next([*trainers, *rollouts][whose])
+        for receipt in await publish_parts(trainers, 2):
+            assert (receipt.version, receipt.lost) == (2, ())
+        assert [await load(rollout) for rollout in rollouts] == [(2, 2.0)] * 2
+        (status,) = world.coordinator.channel_statuses()
+        assert status.last_sync is not None
+        assert set(status.last_sync.pulled) == {"rollout/0/0", "rollout/1/0"}
+
+
+async def test_a_latecomer_pulls_where_its_lane_has_failed() -> None:
+    """From a target, whose own sidecar is killed."""
+    async with channel_world(DEVICE) as world:
+        trainer = await join(world, "trainer", 0, "FAKE-0")
+        first = await join(world, "rollout", 0, "FAKE-1")
+        await publish(trainer, 1)
+        kill_next(first)
+        late = await join(world, "rollout", 1, "FAKE-2")
+        assert await load(late) == (1, 1.0)
+        assert (await publish(trainer, 2)).lost == ()
+        assert [await load(rollout) for rollout in (first, late)] == [(2, 2.0)] * 2
+
+
+async def publish_parts(trainers: list[Channel], value: float) -> list[Receipt]:
+    """Each trainer gives its rows."""
+    rows, size = ELEMENTS // len(trainers), len(trainers)
+    shards = [replicas.Shard(torch.full((rows,), value), (rank * rows,), (size * rows,)) for rank in range(size)]
+    calls = [asyncio.to_thread(one.publish, {"w": shard}) for one, shard in zip(trainers, shards, strict=True)]
+    return await asyncio.gather(*await asyncio.gather(*calls))
 
 
 async def test_a_target_without_memory_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +377,7 @@ async def test_a_sidecar_that_dies_in_the_midst_of_a_reduction_on_gpus() -> None
         before = accelerator_allocated()
         (lane,) = peers[0]._lanes._lanes.values()
         assert lane.sidecar is not None
-        os.kill(lane.sidecar.pid, 19)
+        os.kill(lane.sidecar.pid, signal.SIGSTOP)
         pendings = [peer.all_reduce(torch.ones(1000), step=1) for peer in peers]
         await asyncio.gather(pendings[1], pendings[3])
         receipts = await asyncio.gather(pendings[0], pendings[2])
