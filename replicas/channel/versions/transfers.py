@@ -188,7 +188,7 @@ class Transfers(Part):
         filled = nbytes if slot.state == "held" else self._filled.get(slot.version, 0)
         if device:  # its bytes travel through host memory
             memory, filled = await self._scratch(slot.version, nbytes), 0
-            if transfer.cancelled:
+            if self._transfers.get(offer.transfer) is not transfer:  # cancelled meanwhile
                 memory.close()
                 return
         base = self._pin_base(transfer, nbytes)

@@ -10,6 +10,9 @@ What opens a lane *owns* it (:class:`LaneOwner`), and is told of its end. A repo
 a lane that is forming over a store that has ended is no failure of the lane or its
 members: the owner opens another over the next store. A store that a non-member writes
 to is ended and replaced.
+
+Lanes that publishes had to leave *rest*, all of the channel: versions are pulled
+meanwhile, so that no publish waits for what has not worked just before.
 """
 
 from __future__ import annotations

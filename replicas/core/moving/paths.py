@@ -9,9 +9,9 @@ the lane into a slot of its own; the others of that host *wait*, and map it in t
 attempt. So each host gets every byte once, and members that only map are in no process
 group.
 
-*With* ``transport = "tcp"`` a leader *pulls* instead: from the leader before it, which
-serves what it is still receiving, or else from the holder. So a pull concerns two
-members; there is no lane, and one that is slow or fails delays nobody else.
+A leader *pulls* instead, where no lane is asked for, fits, or has worked: from the
+leader before it, which serves what it is still receiving, or else from the holder. So a
+pull concerns two members, and one that is slow or fails delays nobody else.
 
 A version that exists only in parts at its source ranks (``ranks = "all"``) is assembled
 by the leaders: each copies the parts that lie on its own host there, and receives or
