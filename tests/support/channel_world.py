@@ -461,7 +461,7 @@ class SimMember:
                 why[holder.name] = "was silent for too long"
                 continue
             rate, tried_s = self._rate_from(giver, number), tried_s + TRY_S
-            if NBYTES <= rate * LEFT_S or elapsed_s < tried_s:
+            if rate * LEFT_S >= NBYTES or elapsed_s < tried_s:
                 best = giver
                 break
             slow[holder.name] = rate, giver

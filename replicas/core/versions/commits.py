@@ -292,7 +292,11 @@ class Commits:
 
     def _left_out(self, publish: Publish, transfer: Transfer) -> dict[str, str]:
         """Return targets that are there, and did not get it, with the reasons."""
-        left = [s for s in self._roster.states(transfer.asked & transfer.why.keys()) if publish.version not in s.held and not s.draining]
+        left = [
+            s
+            for s in self._roster.states(transfer.asked & transfer.why.keys())
+            if publish.version not in s.held and not s.draining
+        ]
         return {state.member.name: transfer.why[state.member] for state in left}
 
     def _too_few(self, publish: Publish, text: str) -> errors.PeersLost:

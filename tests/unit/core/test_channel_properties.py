@@ -50,9 +50,7 @@ class Channel(RuleBasedStateMachine):
         group, replica, _ = name.split("/")
         gpus = (f"GPU-{machine}-{replica}",)  # the trainer and one replica share theirs, if they are on one machine
         address = f"10.0.0.{ord(machine)}" if machine else f"10.0.1.{NAMES.index(name)}"
-        sim = self.world.join(
-            name, world_size=WORLD_SIZES[group], machine=machine, address=address, cuda_devices=gpus
-        )
+        sim = self.world.join(name, world_size=WORLD_SIZES[group], machine=machine, address=address, cuda_devices=gpus)
         assert sim.member not in before
 
     @rule(name=st.sampled_from(NAMES), machine=st.sampled_from(("", "a", "b")))

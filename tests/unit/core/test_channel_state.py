@@ -21,7 +21,6 @@ from replicas.core.members.views import WHOLE_VIEW
 from replicas.messages.bounds import REASON_LENGTH, REASONS_MAX, TEXT_LENGTH
 from tests.support.channel_world import SimMember, World, channel_config
 
-
 GROUP = channel_config(transport="group")
 
 
