@@ -48,6 +48,7 @@ class Attempt:
     """One attempt.
 
     :ivar number: in every message of it; replies to an earlier one are ignored.
+    :ivar offered_at: when a member was last offered something.
     :ivar mapping: members that map or pull, and have neither done so nor failed.
     :ivar concerned: all its members.
     """
@@ -59,12 +60,14 @@ class Attempt:
     began_at: float = 0.0
     ready: set[Member] = field(default_factory=set)
     done: dict[Member, TransferDone] = field(default_factory=dict)
+    offered_at: float = field(init=False)
     mapping: set[Member] = field(init=False)
     concerned: frozenset[Member] = field(init=False)
     waiting: Counter[int] = field(init=False)
     """How many members of each host wait until another one of it has the version."""
 
     def __post_init__(self) -> None:
+        self.offered_at = self.began_at
         self.mapping, self.concerned = {*self.plan.maps, *self.plan.pulls}, frozenset(self.plan.concerned)
         self.waiting = Counter(map(self.ground.roster.host, self.plan.waiting))
 
@@ -111,8 +114,9 @@ class Attempt:
         offers += [(member, offer("map", self._place(giver), readers[giver])) for member, giver in plan.maps.items()]
         self.ground.out.extend(Send(member, message) for member, message in offers if member in roster)
 
-    def offer_map(self, member: Member, lender: Member, remaining_s: float) -> None:
+    def offer_map(self, member: Member, lender: Member, remaining_s: float, now: float) -> None:
         """Offer a member that waited the memory of one that has got it meanwhile."""
+        self.offered_at = now
         self.plan.maps[member] = lender
         self.mapping.add(member)
         self.concerned |= {member}

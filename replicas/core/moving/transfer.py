@@ -120,6 +120,7 @@ class Transfer:
         """Holders of which wrong bytes have come."""
         self._others_at: float | None = None
         self._patience_s = 0.0
+        self._asked_first: frozenset[Member] = frozenset()
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._by_lane = self._lanes_fit
@@ -164,8 +165,8 @@ class Transfer:
 
     @property
     def silent(self) -> set[Member]:
-        """Those of them that have not answered in any attempt."""
-        return self.unready - self._answered
+        """Those of them that were asked at the start, and have answered in no attempt."""
+        return (self.unready & self._asked_first) - self._answered
 
     @property
     def mute(self) -> bool:
@@ -206,6 +207,8 @@ class Transfer:
         self.attempts += 1
         self.deliveries.close()
         self.attempt = Attempt(ground, self.payload, found, next(ground.ids), now)
+        if self.attempts == 1:
+            self._asked_first = self.attempt.concerned
         self.deliveries = Deliveries(self.attempt, self.deadline if self.kind == "main" else now + LONGEST_S)
         remaining = max(0.0, self.deadline - now)
         self.attempt.offer(remaining)
@@ -384,7 +387,7 @@ class Transfer:
             waiting = [state for state in roster.states(self.needers) if state.member not in self.attempt.concerned]
             for state in waiting:
                 if state.host == roster.host(one.member):
-                    self.attempt.offer_map(state.member, one.member, max(0.0, self.deadline - now))
+                    self.attempt.offer_map(state.member, one.member, max(0.0, self.deadline - now), now)
 
     def _mend(self, one: Delivery, now: float) -> None:
         """Have a puller whose bytes are wrong find out which, and pull those again."""

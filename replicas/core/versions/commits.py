@@ -485,14 +485,14 @@ class Commits:
         """Go on without targets that are not ready in time, if others are.
 
         Late are those not ready after half of the time, or still reading the manifest
-        by then. In a later attempt those that were ready before have :data:`READY_S`.
+        by then. Those that are offered it later than others have :data:`READY_S`.
         """
         transfer = publish.transfer
         if transfer is None or self._ground.config.on_lost == "raise":
             return
         half = late = publish.moving_at + (publish.deadline - publish.moving_at) / 2
-        if transfer.attempts > 1:
-            late = max(half, transfer.attempt.began_at + READY_S)
+        if transfer.attempts > 1 or transfer.attempt.offered_at > transfer.attempt.began_at:
+            late = max(half, transfer.attempt.offered_at + READY_S)
         laggards = transfer.unready if now > late else transfer.slow_readers(late)
         if now > half:
             laggards |= transfer.silent

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from replicas import errors
@@ -82,6 +83,37 @@ def test_a_gpu_of_the_same_name_elsewhere_is_another_one() -> None:
     assert publish(world, trainer) is not None
     assert [offer.role for offer in offers(target)] == ["receive"]
     assert lanes(trainer)[0].backend == "gloo", "NCCL takes no two of one GPU, and for it they have the same"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("staging", ["host", "device"])
+def test_encrypted_bytes_never_go_over_a_lane(staging: str, device: str) -> None:
+    """Neither in a publish nor in a catch-up."""
+    world = World(channel_config(staging=staging, encrypt=True), machine="a")
+    trainer, target = join(world, "trainer/0/0", "GPU-0"), join(world, "rollout/0/0", "GPU-1", machine="b")
+    world.run()
+    number = trainer.publish()
+    trainer.pack(number)
+    packed = trainer.outbox.pop()
+    assert isinstance(packed, wire.Packed)
+    trainer.outbox.append(msgspec.structs.replace(packed, device=device))
+    world.run()
+    tell_certificates(world)
+    late = join(world, "rollout/1/0", "GPU-2", machine="c")
+    world.run()
+    tell_certificates(world)
+    world.advance(10.0)
+    assert trainer.verdicts[number].error is None
+    assert 1 in target.held & late.held
+    assert {offer.role for sim in (target, late) for offer in offers(sim)} <= {"pull", "serve"}
+    assert not any(lanes(sim) for sim in world.members.values())
+
+
+def tell_certificates(world: World) -> None:
+    """Nothing is pulled from one that has not told its own."""
+    for sim in world.members.values():
+        sim.outbox.append(wire.CarrierUp(sim.port, "0f" * 32))
+    world.run()
 
 
 def test_a_wrong_copy_is_not_believed_and_its_member_gets_the_bytes_sent() -> None:

@@ -1,5 +1,5 @@
 """One broken link: bytes go round it, nobody healthy is lost for it, and it is in use
-again soon after it was healed.
+again after it was healed.
 
 Covers: core/moving/links.py.
 """
@@ -14,6 +14,8 @@ from replicas.core.base.effects import MemberQuarantined
 from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape
+from replicas.core.moving.links import DOUBT
+from replicas.core.versions.catch_up import RETRY
 from tests.support.channel_world import NBYTES, SimMember, World, channel_config
 
 TRAINER, NEAR, FAR = "10.0.0.1", "10.0.0.2", "10.0.0.3"
@@ -46,8 +48,10 @@ def members(end: wire.PublishEnd) -> list[str]:
     return [member.name for member in end.receipt.members]
 
 
-def lanes_of(sim: SimMember) -> int:
-    return sum(isinstance(message, wire.LaneForm) and not message.probe for message in sim.seen)
+def holders_of(sim: SimMember) -> list[str]:
+    """From whom it was to pull last."""
+    offers = [message for message in sim.seen if isinstance(message, wire.TransferOffer) and message.role == "pull"]
+    return [holder.name for holder in offers[-1].pulls[0].holders]
 
 
 def quarantined(world: World) -> list[str]:
@@ -74,10 +78,9 @@ def test_bytes_go_round_a_broken_link(link: tuple[str, str], idle: bool) -> None
     assert quarantined(world) == []
     world.cuts.clear()
     world.advance(30.0)
-    publish(world, trainer)
-    before = lanes_of(far)
-    publish(world, trainer)
-    assert lanes_of(far) == before, "all in one lane, as before"
+    assert members(publish(world, trainer)[1]) == ["rollout/0/0", "rollout/1/0"]
+    assert holders_of(near) == ["trainer/0/0"], "all over each link, as before"
+    assert holders_of(far) == ["rollout/0/0", "trainer/0/0"]
 
 
 def test_who_cannot_be_reached_is_left_out_by_name_and_caught_up_when_the_link_is_back() -> None:
@@ -89,7 +92,7 @@ def test_who_cannot_be_reached_is_left_out_by_name_and_caught_up_when_the_link_i
     assert members(end) == ["rollout/0/0"]
     assert end.receipt is not None
     assert end.receipt.lost == ("rollout/1/0",)
-    assert "nobody who has it reaches rollout/1/0" in end.receipt.reasons["rollout/1/0"]
+    assert "rollout/1/0" in end.receipt.reasons
     for _ in range(5):
         took, end = publish(world, trainer)
         assert (took, members(end)) == (0.5, ["rollout/0/0"])
@@ -97,7 +100,7 @@ def test_who_cannot_be_reached_is_left_out_by_name_and_caught_up_when_the_link_i
     latest = max(near.held)
     assert latest not in far.held
     world.cuts.clear()
-    world.advance(5.0)
+    world.advance(RETRY.max_s + 1.0)
     assert latest in far.held
     world.advance(1.0)
     assert members(publish(world, trainer)[1]) == ["rollout/0/0", "rollout/1/0"]
@@ -132,8 +135,9 @@ def test_a_joiner_behind_a_broken_link_is_caught_up_over_somebody_else() -> None
     assert late.held == {1}
 
 
-def test_a_version_in_parts_goes_round_a_broken_link() -> None:
-    config = channel_config(sources=(ChannelRole("trainer", "all"),))
+@pytest.mark.parametrize("transport", ["auto", "group"])
+def test_a_version_in_parts_goes_round_a_broken_link(transport: str) -> None:
+    config = channel_config(sources=(ChannelRole("trainer", "all"),), transport=transport)
     world = World(config, {"trainer": GroupShape(world_size=2)})
     trainers = [world.join(f"trainer/0/{rank}", world_size=2, machine="a", address=TRAINER) for rank in range(2)]
     near = world.join("rollout/0/0", machine="b", address=NEAR)
@@ -163,22 +167,24 @@ def test_a_link_over_which_nothing_comes_any_more_is_broken_and_not_slow() -> No
 
 
 @pytest.mark.parametrize("link", [(TRAINER, NEAR), (TRAINER, FAR), (NEAR, FAR)])
-def test_a_link_over_which_groups_form_and_nothing_moves_is_left_alone_for_longer_each_time(
+def test_a_link_over_which_nothing_moves_is_left_alone_for_longer_each_time(
     link: tuple[str, str],
 ) -> None:
     """As one on which large packets are lost. It is broken and not slow: nobody behind
-    it is left out."""
+    it is left out.
+    """
     world, trainer, _, _ = three_hosts()
     publish(world, trainer)
     world.holes.add(frozenset(link))
     suffered = 0
-    for _ in range(100):
+    for _ in range(50):
         took, end = publish(world, trainer)
         assert members(end) == ["rollout/0/0", "rollout/1/0"]
         assert took <= 5.0
         suffered += took > 1.0
         world.advance(2.0)
-    assert 2 <= suffered <= 8, "it is tried again, and seldom"
+    if link != (TRAINER, FAR):  # over which nothing goes as long as the others work
+        assert 2 <= suffered <= 8, "it is tried again, and seldom"
 
 
 def state_of(world: World, sim: SimMember) -> MemberState:
@@ -188,44 +194,49 @@ def state_of(world: World, sim: SimMember) -> MemberState:
 
 
 def test_a_broken_link_to_a_host_that_is_gone_is_forgotten() -> None:
-    world, trainer, _, far = three_hosts()
-    world.cuts.add(frozenset((TRAINER, FAR)))
+    world, trainer, near, far = three_hosts()
+    world.cuts.add(frozenset((NEAR, FAR)))
     publish(world, trainer)
-    assert not world.state.links.works(state_of(world, trainer), state_of(world, far), world.now)
+    assert not world.state.links.works(state_of(world, near), state_of(world, far), world.now)
     world.lose(far)
     world.cuts.clear()
-    world.advance(5.0)
+    world.advance(0.5)
     assert not world.state.links
     again = world.join("rollout/1/0", machine="c", address=FAR, generation=2)
-    world.advance(1.0)
-    assert world.state.links.works(state_of(world, trainer), state_of(world, again), world.now)
+    assert world.state.links.works(state_of(world, near), state_of(world, again), world.now)
 
 
-def test_an_observer_on_a_host_behind_a_broken_link_is_not_asked_to_try_it() -> None:
-    world, trainer, _, far = three_hosts()
-    observer = world.join("aside/0/0", machine="c", address=FAR, observe=True)
-    world.cuts.add(frozenset((TRAINER, FAR)))
-    publish(world, trainer)
-    world.lose(far)
-    world.cuts.clear()
-    world.advance(5.0)
-    assert not any(isinstance(message, wire.LaneForm) for message in observer.seen)
-    assert not world.state.links.works(state_of(world, trainer), state_of(world, observer), world.now)
-
-
-def test_only_a_trial_mends_a_broken_link_and_no_version_that_was_on_its_way_over_it() -> None:
+def test_a_version_that_went_over_a_link_ends_its_doubt() -> None:
     world, trainer, _, far = three_hosts()
     links, pair = world.state.links, (TRAINER, FAR)
-    links.slow([pair], "it is slow", world.now)
+    ends = state_of(world, trainer), state_of(world, far)
+    links.doubt([pair], "refused", world.now)
+    assert not links.works(*ends, world.now)
     links.proved([pair])
+    assert links.works(*ends, world.now)
     assert not links
-    links.broke([pair], "refused", world.now)
-    links.proved([pair])
-    assert not links.works(state_of(world, trainer), state_of(world, far), world.now)
 
 
-def test_a_source_whose_ranks_do_not_reach_each_other_sends_nothing_in_parts() -> None:
-    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+def test_a_link_is_in_doubt_for_longer_each_time() -> None:
+    world, trainer, _, far = three_hosts()
+    links, ends, now = world.state.links, (state_of(world, trainer), state_of(world, far)), world.now
+    waits = []
+    for _ in range(10):
+        began = now
+        links.doubt([(TRAINER, FAR), (FAR, TRAINER)], "refused", now)  # by both of its ends
+        while not links.works(*ends, now):
+            now += 1.0
+        waits.append(now - began)
+    assert waits == sorted(waits)
+    assert waits[0] <= 5.0
+    assert waits[-1] == DOUBT.max_s
+
+
+@pytest.mark.parametrize("transport", ["auto", "group"])
+def test_ranks_of_a_source_need_not_reach_each_other(transport: str) -> None:
+    """Where no process group of them all forms, their parts are pulled."""
+    config = channel_config(sources=(ChannelRole("trainer", "all"),), transport=transport)
+    world = World(config, {"trainer": GroupShape(world_size=2)})
     trainers = [
         world.join(f"trainer/0/{rank}", world_size=2, machine=f"{rank}", address=address)
         for rank, address in enumerate((TRAINER, NEAR))
@@ -237,8 +248,5 @@ def test_a_source_whose_ranks_do_not_reach_each_other_sends_nothing_in_parts() -
     for trainer, number, manifest in zip(trainers, numbers, PARTS, strict=True):
         trainer.pack(number, manifest=manifest)
     world.advance(5.0)
-    error = trainers[0].verdicts[numbers[0]].error
-    assert error is not None
-    assert (error.kind, error.members) == ("Preflight", ("rollout/0/0",))
-    assert error.message.startswith("nobody who has it reaches rollout/0/0: ")
-    assert far.held == set()
+    assert trainers[0].verdicts[numbers[0]].error is None
+    assert far.held == {1}

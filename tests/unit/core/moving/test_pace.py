@@ -1,4 +1,4 @@
-"""A transfer that is moving and does not move: progress decides, not patience.
+"""A lane that is moving and does not move: progress decides, not patience.
 
 Covers: core/moving/pace.py.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from replicas.core.moving.pace import FRESH_S, STILL_S, Pace
-from replicas.messages import LaneMoved, TransferGo
+from replicas.messages import LaneMoved, TransferGo, TransferOffer
 from replicas.messages.identity import Member
-from tests.support.channel_world import SimMember, World
+from tests.support.channel_world import SimMember, World, channel_config
 
 HERE, THERE = Member("peer", 0, 0), Member("peer", 1, 0)
 
@@ -44,46 +44,65 @@ def test_it_stands_still_when_all_who_are_awaited_say_so(
 
 
 def attempts(sim: SimMember) -> int:
-    return sum(isinstance(message, TransferGo) for message in sim.seen)
+    """How often it was to move bytes in a lane."""
+    return sum(isinstance(message, TransferGo) and message.lane != "" for message in sim.seen)
 
 
-def begun(world: World) -> tuple[SimMember, SimMember, int]:
-    """A transfer in which the target moves nothing."""
+def pulled(sim: SimMember) -> int:
+    return sum(isinstance(message, TransferOffer) and message.role == "pull" for message in sim.seen)
+
+
+def begun() -> tuple[World, SimMember, SimMember, int]:
+    """A transfer over a lane in which the target moves nothing."""
+    world = World(channel_config(transport="group"))
     trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
     target.stuck = True
     number = trainer.publish()
     trainer.pack(number)
     world.run()
     assert attempts(target) == 1
-    return trainer, target, number
+    return world, trainer, target, number
 
 
-def test_a_transfer_that_stands_still_is_begun_again_at_once() -> None:
-    world = World()
-    trainer, target, number = begun(world)
+def test_what_stands_still_in_a_lane_is_pulled() -> None:
+    world, trainer, target, number = begun()
     world.advance(STILL_S - 1.0)
-    assert attempts(target) == 1
+    assert pulled(target) == 0
     target.stuck = False
     world.advance(2.0)
     receipt = trainer.verdicts[number].receipt
     assert receipt is not None
     assert [member.name for member in receipt.members] == ["rollout/0/0"]
     assert receipt.lost == ()
+    assert (attempts(target), pulled(target)) == (1, 1)
 
 
 def test_what_never_moves_fails_long_before_its_deadline() -> None:
-    world = World()
-    trainer, _, number = begun(world)
-    world.advance(15.0)
-    error = trainer.verdicts[number].error
-    assert error is not None
-    assert "no byte has moved for 3" in error.message
+    """Neither in a lane nor where it is pulled."""
+    for transport in ("auto", "group"):
+        world = World(channel_config(transport=transport))
+        trainer = world.join("trainer/0/0", machine="a", address="10.0.0.1")
+        target = world.join("rollout/0/0", machine="b", address="10.0.0.2")
+        world.run()
+        world.holes.add(frozenset((trainer.address, target.address)))
+        number = trainer.publish()
+        trainer.pack(number)
+        world.advance(20.0)
+        error = trainer.verdicts[number].error
+        assert error is not None
+        assert "rollout/0/0" in error.members
+        assert "trainer/0/0" in error.message
 
 
-def test_one_that_tells_nothing_is_not_judged_by_it() -> None:
-    world = World()
-    trainer, target, number = begun(world)
+def test_one_that_tells_nothing_has_half_of_the_time() -> None:
+    """It is not judged by its silence: its sidecar may be held up."""
+    world, trainer, target, number = begun()
     target.quiet = True
-    world.advance(20.0)
-    assert number not in trainer.verdicts
-    assert attempts(target) == 1
+    world.advance(29.0)
+    assert (attempts(target), pulled(target)) == (1, 0)
+    target.stuck = False
+    world.advance(3.0)
+    assert pulled(target) == 1
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert [member.name for member in receipt.members] == ["rollout/0/0"]
