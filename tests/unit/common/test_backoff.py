@@ -27,7 +27,6 @@ from replicas.supervisor.shim import pump_watcher as logkeeper
         (pacing.SLOW, [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
         (catch_up.RETRY, [1, 2, 4, 8, 16, 30, 30]),
         (roster.PROBATION, [1, 2, 4, 8, 16, 30, 30]),
-        (links.TRIAL, [0.5, 1, 2, 2]),
         (links.DOUBT, [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
         (building.STORE_CONNECT, [0.5, 1, 2, 4, 4]),
         (keeper.AGAIN, [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4]),
