@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from replicas import errors
+from replicas.common.backoff import Backoff
 from replicas.core.base.effects import Effect, ReplaceStore, Send, SidecarReplaced, SweepStore
 from replicas.core.base.membership import LANE, LaneState
 from replicas.core.members.member_state import MemberState
@@ -36,6 +37,8 @@ FORM_TRIPS = 25.0
 MAX_PROBES = 3
 """Of one transfer or operation."""
 PROBE_TIMEOUT_S = 4.0
+REST = Backoff(1.0, 300.0)
+"""For so long no version is sent over a lane after one was left, longer each time."""
 ALL_PAIRS = 5
 
 
@@ -125,6 +128,9 @@ class Lanes:
         self._count = 0
         self._lanes: dict[str, Lane] = {}
         self._kept: Lane | None = None
+        self._left = 0
+        """Lanes in a row that publishes have left."""
+        self._rest_until = 0.0
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -282,6 +288,17 @@ class Lanes:
         if kept is not None and kept is not lane:
             self.close(kept)
         self._kept = lane if lane is not None and lane.state == "formed" else None
+        if self._kept is not None:
+            self._left = 0
+
+    def left(self, now: float) -> None:
+        """A publish has left a lane that did not work: the next ones try none."""
+        self._left += 1
+        self._rest_until = now + REST.after(self._left)
+
+    def rest(self, now: float) -> bool:
+        """Return whether a lane was left a short time ago."""
+        return now < self._rest_until
 
     def take(self, members: tuple[Member, ...], backend: Backend, owner: LaneOwner) -> Lane | None:
         """Return the kept lane, if it has exactly these members."""

@@ -26,7 +26,8 @@ Receivers that verified the version keep it, and may give it in the next attempt
 *A lane is tried once* (between GPUs, or with ``transport = "group"``). Whatever goes
 wrong with it, the members that are left pull the version through host memory
 (:mod:`replicas.core.moving.deliveries`): so no member's fault and no bad link has to be
-found out before the others can go on.
+found out before the others can go on. The next publishes pull as well: lanes are tried
+more and more seldom, until one works.
 
 The transfer decides nothing about versions: its owner (a publish, or catch-up) is told
 ``complete`` or ``failed`` and reads ``verified``. Deadlines are the owner's.
@@ -179,7 +180,7 @@ class Transfer:
 
     @property
     def silent(self) -> set[Member]:
-        """Those of them that were asked at the start, and have answered in no attempt."""
+        """Those of them that were asked at the start, and have never answered."""
         return (self.unready & self._asked_first) - self._answered
 
     @property
@@ -206,6 +207,7 @@ class Transfer:
         ground = self._ground
         version = self.payload.version
         self.needers = {state.member for state in ground.roster.states(self.needers) if version not in state.held}
+        self._by_lane &= not ground.lanes.rest(now)
         if self._by_lane:
             self.pacing.leave_far(now)
         found = self._plan(now)
@@ -617,6 +619,8 @@ class Transfer:
         """Pull what the lane did not bring; the log says why it did not."""
         self._by_lane = False
         self.lane_failure = why
+        if self.kind == "main":
+            self._ground.lanes.left(now)
         self.again("failed", now)
 
     # ------------------------------------------------------ failures
