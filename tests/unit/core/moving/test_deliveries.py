@@ -13,8 +13,8 @@ from replicas import messages as wire
 from replicas.config.structs import ChannelRole
 from replicas.core.base.effects import CaughtUp, MemberQuarantined, SyncEnded, WrongBytes
 from replicas.core.members.hosts import LOCATE_S
-from replicas.core.members.roster import GroupShape
 from replicas.core.members.member_state import Held
+from replicas.core.members.roster import GroupShape
 from replicas.core.moving.deliveries import _newest_base
 from replicas.core.moving.paths import IMAGE, TransferPlan
 from replicas.core.moving.transfer import PULL_TRIES
