@@ -79,12 +79,12 @@ def leaders_of(targets: int, per_host: int = PER_HOST) -> int:
 def messages_to_commit(targets: int, leaders: int) -> int:
     """Of one publish, to and from the coordinator, until everybody has been told of the
     commit."""
-    return 3 * targets + 2 * leaders + 8
+    return 3 * targets + 2 * leaders + 6
 
 
 def messages_of(targets: int, leaders: int) -> int:
     """Of one publish, to and from the coordinator, until all targets have loaded it."""
-    return 8 * targets + 2 * leaders + 9
+    return 8 * targets + 2 * leaders + 7
 
 
 def chain_s(nbytes: int, leaders: int, link: float, step_s: float) -> float:

@@ -19,14 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from replicas.linux.processes import die_with_parent
 from tests.unit.core.operations.test_operation_properties import Peers, RaisingPeers
-from tests.unit.core.test_channel_properties import Channel, Pulls
+from tests.unit.core.test_channel_properties import Channel
 from tests.unit.core.test_life_properties import Lives
 
 __all__ = ["MACHINES", "limit_s"]
 
 MACHINES: dict[str, type[RuleBasedStateMachine]] = {
     "channel": Channel,
-    "pulls": Pulls,
     "lives": Lives,
     "peers": Peers,
     "raising_peers": RaisingPeers,

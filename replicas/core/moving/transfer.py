@@ -165,6 +165,20 @@ class Transfer:
         return self.laggards if self.state == "offering" else self.attempt.mapping - self.attempt.ready
 
     @property
+    def waits_for_slots(self) -> bool:
+        """Whether it waits for members without a slot ready, and for nothing else."""
+        if self.state == "offering":
+            return self.lane is None or self.lane.state == "formed"
+        return {one.state for one in self.deliveries.of("due", "offered", "taking", "came")} == {"offered"}
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Targets that are there, and were left out, with the reasons."""
+        states = self._ground.roster.states(self.asked & self.why.keys())
+        left = [state for state in states if self.payload.version not in state.held and not state.draining]
+        return {state.member.name: self.why[state.member] for state in left}
+
+    @property
     def silent(self) -> set[Member]:
         """Those of them that were asked at the start, and have never answered."""
         return (self.unready & self._asked_first) - self._answered

@@ -277,7 +277,7 @@ class Commits:
         if publish.version <= self.latest:
             transfer.close_lane()
             self._overtaken(publish, now)
-        elif config.on_lost == "raise" and (lost := publish.lost | self._left_out(publish, transfer)):
+        elif config.on_lost == "raise" and (lost := publish.lost | transfer.left_out):
             why = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
             self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
         elif len({(m.group, m.replica) for m in holders}) < config.min_targets:
@@ -289,11 +289,6 @@ class Commits:
             self.fail(publish, errors.PeersLost(text, phase="commit", members=gone, hint="publish again"), now)
         else:
             self._commit(publish, transfer, now)
-
-    def _left_out(self, publish: Publish, transfer: Transfer) -> dict[str, str]:
-        """Return targets that are there, and did not get it, with the reasons."""
-        left = [s for s in self._roster.states(transfer.asked & transfer.why.keys()) if publish.version not in s.held and not s.draining]
-        return {state.member.name: transfer.why[state.member] for state in left}
 
     def _too_few(self, publish: Publish, text: str) -> errors.PeersLost:
         text = f"version {publish.version} is not committed: {text}"
@@ -530,9 +525,7 @@ class Commits:
         else:
             late = transfer.pacing.slowest() or sorted(member.name for member in transfer.laggards)
             text = f"version {publish.version}: {', '.join(late)} did not take it within {waited}"
-            lane, pulls = transfer.lane, transfer.deliveries.of("due", "offered", "taking", "came")
-            forming = lane is not None and lane.state == "forming"
-            if (transfer.state == "offering" and not forming) or {one.state for one in pulls} == {"offered"}:
+            if transfer.waits_for_slots:
                 error = errors.Busy(text, phase="offer", members=late)
             else:
                 phase = "form" if transfer.state == "offering" else "transfer"

@@ -18,7 +18,7 @@ from tests.support.root import ROOT
 
 SEED = os.environ.get("PROPERTY_SEED", "")
 TIMES = int(os.environ.get("PROPERTY_TIMES", "1"))
-COUNTS = {"channel": 200, "pulls": 200, "lives": 100, "peers": 150, "raising_peers": 60}
+COUNTS = {"channel": 400, "lives": 100, "peers": 150, "raising_peers": 60}
 
 pytestmark = pytest.mark.timeout(limit_s(max(COUNTS.values()) * TIMES) + 60)
 

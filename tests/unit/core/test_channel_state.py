@@ -18,9 +18,9 @@ from replicas.core.base.effects import CaughtUp, LoadFailed, MemberLost, Replica
 from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.roster import GroupShape
 from replicas.core.members.views import WHOLE_VIEW
+from replicas.core.moving.lanes import REST
 from replicas.messages.bounds import REASON_LENGTH, REASONS_MAX, TEXT_LENGTH
 from tests.support.channel_world import SimMember, World, channel_config
-
 
 GROUP = channel_config(transport="group")
 
@@ -492,6 +492,7 @@ def test_a_lane_that_forms_over_a_dead_store_costs_nobody_the_version() -> None:
     receipt = trainer.verdicts[1].receipt
     assert receipt is not None
     assert (receipt.members, receipt.lost) == ((target.member,), ())
+    world.advance(REST.after(1))
     for _ in range(2):
         publish(world, trainer)
         world.run()

@@ -62,7 +62,7 @@ LONG = {
     "supervisor/supervisor.py": 692,
     "supervisor/fleet/cluster.py": 578,
     "supervisor/fleet/fleet.py": 573,
-    "core/versions/commits.py": 543,
+    "core/versions/commits.py": 537,
     "coordinator/coordinator.py": 502,
     "channel/versions/transfers.py": 500,
     "supervisor/fleet/replica.py": 493,

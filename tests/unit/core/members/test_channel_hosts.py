@@ -534,7 +534,7 @@ def test_what_is_gone_at_the_first_look_is_looked_for_once_more() -> None:
 
 
 def test_a_lane_that_fails_when_its_bytes_have_moved_costs_nothing_but_the_lane() -> None:
-    """There, on GPUs, the second member of a host copies what the first has received."""
+    """On GPUs: the second member of a host copies what the first has received."""
     world = World(channel_config(staging="device"))
     trainer = world.join("trainer/0/0", machine="a", cuda_devices=("GPU-1",))
     leader, second = (world.join(f"rollout/{index}/0", machine="b", cuda_devices=("GPU-2",)) for index in range(2))

@@ -336,7 +336,7 @@ def test_the_model_counts_the_messages_of_a_real_publish() -> None:
     for target in targets:
         target.ask()
     trainer.pack(trainer.publish())
-    world.run()  # forms the lane, and carries the manifest
+    world.run()  # carries the manifest
     for target in targets:
         target.ask()
     world.run()

@@ -55,7 +55,7 @@ def test_what_was_received_under_another_coordinator_is_kept(machine: str) -> No
     world.run()
     number = publish(trainers)
     while 1 not in target.held:
-        assert any(world.up(sim) or world.down(sim) for sim in (*trainers, target))
+        assert any(world.up(sim) or world.down(sim) or sim.pull_on() for sim in (*trainers, target))
     sims = world.restart(keep_log=False)
     for sim in sims:
         world.rejoin(sim)
@@ -67,4 +67,5 @@ def test_what_was_received_under_another_coordinator_is_kept(machine: str) -> No
         assert [member.name for member in receipt.members] == ["rollout/0/0"]
     assert world.state.commits.decided == "digest-1"
     assert not any(isinstance(message, wire.Discard) for message in target.seen)
+    assert target.received == [1]
     assert target.held == {1}

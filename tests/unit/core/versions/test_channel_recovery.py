@@ -96,13 +96,9 @@ def test_a_publish_goes_on_under_its_number(keep_log: bool) -> None:
 def test_a_publish_that_was_decided_gets_its_receipt() -> None:
     world, (trainer, target) = world_of("trainer/0/0", "rollout/0/0")
     number = publish(world, trainer)
+    while not world.decisions:
+        assert world.up(trainer) or world.up(target) or target.pull_on() or world.down(target) or world.down(trainer)
     world.run(frozen=(trainer,))
-    while trainer.outbox or trainer.inbox:
-        if world.decisions:
-            break
-        world.down(trainer)
-        world.up(trainer)
-        world.run(frozen=(trainer,))
     assert [decision.version for decision in world.decisions] == [1]
     assert number not in trainer.verdicts
     for sim in world.restart():
@@ -116,16 +112,15 @@ def test_a_publish_that_was_decided_gets_its_receipt() -> None:
 
 
 def prepared_by_all(world: World, trainer: SimMember, targets: list[SimMember]) -> None:
-    """Every target has all bytes; the source has not said that it is done, so that
+    """Every target has all bytes, and what they say of it has not been heard, so that
     nothing is decided."""
     trainer.pack(trainer.publish(deadline_s=10.0))
-    for _ in range(50):
-        world.up(trainer)
-        if any(type(message).__name__ == "TransferGo" for message in trainer.inbox):
-            break
-        world.down(trainer)
-        world.run(frozen=(trainer,))
-    world.run(frozen=(trainer,))
+    for target in targets:
+        target.stuck = True
+    world.run()
+    for target in targets:
+        target.stuck = False
+        target.pull_on()
     assert all(1 in target.held for target in targets)
     assert not world.decisions
 
@@ -438,6 +433,7 @@ def test_a_resumed_publish_whose_commit_is_learned_while_it_moves_gets_its_recei
             world.up(sim)
             if not world.decisions:
                 world.down(sim)
+                sim.pull_on()
     world.run(frozen=(trainer,))
     assert (first.commits, trainer.commits) == ([1], [])
     world.restart(keep_log=False)
@@ -474,6 +470,7 @@ def test_other_bytes_under_the_number_that_is_committed_are_thrown_away() -> Non
     other = world.join(
         "rollout/1/0", resume_term=1, held=(wire.HeldVersion(1, "digest-of-others"),), latest=0, publishes=0
     )
+    other.held.add(1)
     other.outbox.append(wire.Resumed())
     world.run()
     world.advance(WINDOW_S)

@@ -13,7 +13,7 @@ from tests.support.channel_world import SimMember, World, channel_config
 
 
 class Unready(SimMember):
-    """One that forms lanes, and never has a slot to receive into."""
+    """One that never has a slot to receive into."""
 
     def _answer(self, message: wire.FromCoordinator) -> None:
         if not isinstance(message, wire.TransferOffer):
@@ -186,7 +186,8 @@ def test_a_slot_that_is_full_before_any_target_is_there() -> None:
 
 @pytest.mark.parametrize("fault", ["early", "twice"])
 def test_who_says_that_it_has_a_version_before_it_was_sent_is_not_believed(fault: str) -> None:
-    world = World()
+    """In a process group all go on together; who pulls may be done at any time."""
+    world = World(channel_config(transport="group"))
     world.member_type = Unready
     trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
     number = publish(trainer, 30.0)

@@ -83,7 +83,7 @@ def test_another_host_gets_it_through_the_first_who_has_mapped_it() -> None:
     world.run()
     world.advance(5.0)
     assert (near.granted, far.granted) == ([1], [1])
-    assert [offer.role for offer in offers(near)] == ["map", "send"]
+    assert [offer.role for offer in offers(near)] == ["map", "serve"]
 
 
 def test_a_version_in_parts_is_kept_whole() -> None:
@@ -99,8 +99,9 @@ def test_a_version_in_parts_is_kept_whole() -> None:
     target.ask()
     world.run()
     assert target.granted == [1]
-    [go] = [message for message in target.seen if isinstance(message, wire.TransferGo)]
-    assert {place.pid for place in go.places} == {COORDINATOR}
+    [offer] = offers(target)
+    assert {place.pid for place in offer.places} == {COORDINATOR}
+    assert offer.pulls == ()
 
 
 def test_a_version_of_which_only_a_part_is_kept_is_lost_with_the_other() -> None:
