@@ -19,6 +19,7 @@ from replicas.core.members.roster import Roster
 from replicas.core.moving.lanes import Lanes
 from replicas.core.moving.links import Links
 from replicas.messages import FromCoordinator
+from replicas.messages.bounds import REASON_LENGTH, text_of
 from replicas.messages.identity import Member
 
 
@@ -56,6 +57,6 @@ class Ground:
     def emit(self, event: Event) -> None:
         self.out.append(event)
 
-    def retried(self, reason: str) -> None:
+    def retried(self, reason: str, why: str = "") -> None:
         """Report another attempt of a transfer or an operation."""
-        self.emit(Retried(self.config.name, reason))
+        self.emit(Retried(self.config.name, reason, text_of(why, REASON_LENGTH)))

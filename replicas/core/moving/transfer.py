@@ -125,8 +125,6 @@ class Transfer:
         self._answered: set[Member] = set()
         self._misses: dict[Member, int] = {}
         self._by_lane = self._lanes_fit
-        self.lane_failure = ""
-        """Why the lane was left."""
 
     # ------------------------------------------------------------ attempts
 
@@ -616,29 +614,24 @@ class Transfer:
         self._leave_lane("its store was replaced", now)
 
     def _leave_lane(self, why: str, now: float) -> None:
-        """Pull what the lane did not bring; the log says why it did not."""
+        """Pull what the lane did not bring; the event says why it did not."""
         self._by_lane = False
-        self.lane_failure = why
         if self.kind == "main":
             self._ground.lanes.left(now)
-        self.again("failed", now)
+        self.again("failed", now, why)
 
     # ------------------------------------------------------ failures
 
-    def again(self, reason: str, now: float) -> None:
-        """Withdraw the attempt, and start another over the members that are left."""
+    def again(self, reason: str, now: float, why: str = "") -> None:
+        """Withdraw the attempt, and start another if any member still needs one."""
         if self.state == "moving":
             self._keep_done()
         self.cancel(reason)
-        self._resume(now, reason)
-
-    def _resume(self, now: float, reason: str) -> None:
-        """Start the next attempt, if any member needs one."""
         ends = self.verified or self.kind == "catch_up" or self.refused
         if not self.needers and ends and not self._without_any:
             self._end(None if self.verified and not self._falls_short else self._refusal(), now)
             return
-        self._ground.retried(reason)
+        self._ground.retried(reason, why)
         self.start(now)
 
     # ------------------------------------------------------------ losses and deadlines
