@@ -176,7 +176,7 @@ def bars(found: Sequence[dict[str, Any]], rate: str, counts: Sequence[int]) -> l
         keys = {"rate": of, "targets_on_each": each, "hosts": count, "contender": LIBRARY}
         return next(float(row[what]) for row in found if keys.items() <= row.items())
 
-    least, most = min(counts), max(counts)
+    least = min(counts)
     speeds = [(limit or "no limit", one("gloo_ratio", limit, 1, least)) for limit in dict.fromkeys((UNLIMITED, rate))]
     sent = max(row["sent_ratio"] for row in found if row["contender"] == LIBRARY)
     into = max(row["received_ratio"] for row in found if row["contender"] == LIBRARY)

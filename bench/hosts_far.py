@@ -1,4 +1,4 @@
-"""How soon is a delta at a target that is far, and what does it cost those that are near?
+"""How soon is a delta at a far target, and what does that cost those that are near?
 
     python bench/bench_hosts.py --only far [--delay S] [--loss SHARE] [--rate R]
 
@@ -48,12 +48,14 @@ async def scene(
                 links.enter_context(far(made, place, shape))
         for place in made.machines if congestion else ():
             command = place._ip("sysctl", "-qw", f"net.ipv4.tcp_congestion_control={congestion}")
-            subprocess.run(command, check=True)
+            subprocess.run(command, check=True)  # noqa: ASYNC221  # before anything runs
         async with AsyncExitStack() as stack:
             where = {"host": made.address, "store_bind": made.address}
             coordinator = Coordinator(channels, groups={"trainer": 1, "rollout": len(names)}, **where)
             await stack.enter_async_context(coordinator)
-            ranks = [await _rank(stack, place, name) for name, place in zip(("trainer", *names), made.machines)]
+            ranks = [
+                await _rank(stack, place, name) for name, place in zip(("trainer", *names), made.machines, strict=True)
+            ]
             await asyncio.gather(*(one.ask("fill", what=what, seed=seed) for seed, one in enumerate(ranks)))
             library = Library(coordinator, ranks)
             await library.grow(len(names))

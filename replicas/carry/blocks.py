@@ -48,9 +48,9 @@ class Asking:
         return sum(end - start for start, end in map(self.range_of, self._left))
 
     @property
-    def idle(self) -> bool:
-        """Whether no block waits to be asked for; some may be on their way."""
-        return not self._waiting
+    def waiting(self) -> int:
+        """How many blocks wait to be asked for; others may be on their way."""
+        return len(self._waiting)
 
     def take(self) -> int | None:
         """The next block to ask for; None: there is none now."""

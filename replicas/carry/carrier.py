@@ -88,6 +88,7 @@ class Carrier:
         self._pulls: dict[int, Pull] = {}
         self._deltas: dict[int, Deltas] = {}
         self._choice = Choice()
+        self._trips: dict[str, float] = {}
         self.server = Server(listener, _start)
 
     def handle(self, request: wire.Request, fds: list[int]) -> None:
@@ -149,7 +150,7 @@ class Carrier:
                 self.reply(wire.Refused(request.id, str(error)))
                 return
             encrypt = request.encrypt
-            pull = Pull(image, memory, transfer, request.secret, request.source, base, encrypt=encrypt)
+            pull = Pull(image, memory, transfer, request.secret, request.source, base, self._trips, encrypt=encrypt)
             self._pulls[transfer], self._images[transfer] = pull, image
             self.server.offer(transfer, image, request.secret, pull.deltas, encrypt=encrypt)
         _start(lambda: self._run(pull, request))

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 
 from replicas.carry import endpoint, greeting, tls
 from replicas.carry.holders import Holder
-from replicas.carry.serve import HEAD, OVER
+from replicas.carry.serve import DELTA_FOLLOWS, FAR_S, HEAD, OVER
+from replicas.linux.sockets import round_trip_s
 
 CONNECT_S, LAST_CONNECT_S = 1.5, 3.0
 """In which a holder must have accepted: a lost first packet is sent again after 1 s.
@@ -106,16 +107,27 @@ class Line:
             raise ConnectionError("does not serve the version any more")
         return int(found)
 
+    def piece(self, most: int) -> int:
+        """How many bytes follow; :data:`DELTA_FOLLOWS`: a delta does."""
+        piece = self.number()
+        if piece > most and piece != DELTA_FOLLOWS:
+            raise ConnectionError("sends more than was asked for")
+        return piece
+
 
 class Dialler:
     """Makes them, for one pull.
 
     :param source: address to connect from; empty: any.
+    :param trips: round trips in seconds by host, kept up to date.
     :param encrypt: in TLS, and never without.
     """
 
-    def __init__(self, transfer: int, secret: bytes, source: str, *, encrypt: bool) -> None:
+    def __init__(
+        self, transfer: int, secret: bytes, source: str, trips: dict[str, float] | None = None, *, encrypt: bool
+    ) -> None:
         self._transfer, self._secret, self._source = transfer, secret, source
+        self._trips = {} if trips is None else trips
         self._tls = tls.client_context() if encrypt else None
         self._lock = threading.RLock()
         self._sockets: dict[socket.socket, Holder] = {}
@@ -135,6 +147,10 @@ class Dialler:
                 if holder in (None, of):
                     self._put_off.add(sock)
                     tls.hang_up(sock)
+
+    def is_far(self, holder: Holder | None) -> bool:
+        """Whether it was far when it was last connected to."""
+        return holder is not None and self._trips.get(holder.host, 0.0) > FAR_S
 
     def begin(self) -> None:
         """Make connections again, after all have ended."""
@@ -179,6 +195,7 @@ class Dialler:
             self._keep(sock, holder)
             sock.settimeout(timeout_s)
             sock.connect(there)
+            self._trips[holder.host] = round_trip_s(sock)
             return sock if self._tls is None else self._sealed(sock, holder, self._tls)
         except OSError as error:
             over = sock in self._put_off

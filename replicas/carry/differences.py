@@ -1,8 +1,9 @@
 """Deltas of an image's blocks against a base, made when they are first asked for.
 
 Who packed a version has the version before in another slot: the delta of a block is
-encoded when the first puller asks for it, and kept for the others. Who has pulled a
-version by deltas serves those on. A block without a delta is sent as bytes.
+encoded when the first puller asks for it, and kept for the others; before that, where
+pullers are far. Who has pulled a version by deltas serves those
+on. A block without a delta is sent as bytes.
 
 *Which is cheaper* (:class:`Choice`) depends on the link: over 100 Gbit/s a version is
 there before its delta is computed. So a carrier remembers how fast versions came from a
@@ -12,11 +13,13 @@ other way again.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 
 from replicas.carry import delta
 from replicas.carry.blocks import BLOCK_NBYTES
+from replicas.carry.image import Image, Withdrawn
 
 AGAIN = 16
 """After so many pulls the slower way is tried again."""
@@ -69,6 +72,15 @@ class Deltas:
                 self._known[number] = known = delta.encode_block(old, new, self._regions, start=start)
                 self._vain += 1 if delta.is_whole(known) else -1
             return None if known is None or delta.is_whole(known) else known
+
+    def make_ahead(self, image: Image) -> None:
+        """Make all, each once it is here, for pullers that take time to ask."""
+        with contextlib.suppress(Withdrawn):
+            for end in range(BLOCK_NBYTES, self._nbytes + BLOCK_NBYTES, BLOCK_NBYTES):
+                last = min(end, self._nbytes)
+                while self._base is not None and not image.here(last - 1, last, 1.0):
+                    pass
+                self.of(end // BLOCK_NBYTES - 1)
 
     def keep(self, number: int, found: bytes) -> None:
         """Keep a delta that was received, for the next hosts."""

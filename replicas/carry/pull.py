@@ -9,9 +9,11 @@ waits for us. A block is digested while its bytes are in the processor's caches;
 chunk that lands is there for whoever pulls from this host
 (:class:`~replicas.carry.image.Image`).
 
-*How many connections.* Two to begin with. As long as blocks wait to be asked for, and
-the rate has grown by :data:`PAYS` since the number last doubled, it doubles again, up
-to :data:`MOST`: a link with a long round trip takes many, one inside a machine none.
+*How many connections.* Two to begin with; :data:`FIRST_FAR` to a holder that was far
+the last time, as each needs round trips to gain speed, and a small delta is over before
+that. As long as blocks wait to be asked for, and the rate has grown by :data:`PAYS`
+since the number last doubled, it doubles again, up to :data:`MOST`. Where there are
+fewer blocks than connections, each takes one.
 
 *Holders* come in order of preference. All connections are to the first one that works;
 one that fails, or is silent (a server sends a sign of life while it waits), is given up
@@ -57,8 +59,8 @@ AGAIN_S = 0.1
 """Before another one, each time twice as long."""
 ASKED = 2
 """Blocks that one connection has asked for at most."""
-FIRST, MOST = 2, 64
-"""Connections to begin with, and at most."""
+FIRST, FIRST_FAR, MOST = 2, 16, 64
+"""Connections to begin with, to a far holder, and at most."""
 PAYS = 1.15
 """By which the rate must have grown for the connections to be doubled again."""
 LOOK_S = 0.2
@@ -81,6 +83,7 @@ class Pull:
     :param memory: the slot's file, mapped for writing.
     :param source: address to connect from; empty: any.
     :param base: the bytes of a version that holders have, too: blocks come as deltas.
+    :param trips: round trips in seconds by host, of this pull and those before.
     :param encrypt: in TLS, and never without.
 
     It has many fields on purpose: its connections share what they have received.
@@ -94,13 +97,14 @@ class Pull:
         secret: bytes,
         source: str = "",
         base: memoryview | None = None,
+        trips: dict[str, float] | None = None,
         *,
         encrypt: bool = False,
     ) -> None:
         self.image, self.deltas = image, Deltas(image.nbytes, comes=base is not None)
         self._base = base
         self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
-        self._dialler = Dialler(transfer, secret, source, encrypt=encrypt)
+        self._dialler = Dialler(transfer, secret, source, trips, encrypt=encrypt)
         self._asking = Asking(image.nbytes)
         self._digests: list[bytes] = [b""] * self._asking.count
         self._by: list[str] = [""] * self._asking.count
@@ -161,13 +165,14 @@ class Pull:
 
     def _wait(self, deadline: float, start: Start) -> None:
         """Keep as many connections as pay, until all is here."""
-        wanted, best, at, nbytes = FIRST, 0.0, time.monotonic(), self.received_nbytes
+        best, at, nbytes = 0.0, time.monotonic(), self.received_nbytes
+        wanted = FIRST_FAR if self._dialler.is_far(self._holders.first) else FIRST
         while not self._asking.done and not self._stopped:
             if not self._running and (self._lack or not self._holders):
                 raise Failed({"": self._lack, **self.why} if self._lack else dict(self.why))
             if (left := deadline - time.monotonic()) <= 0:
                 raise Failed({**self.why, "deadline": "the time was up"})
-            while self._holders and self._running < min(wanted, self._most) and not self._asking.idle:
+            while self._holders and self._running < min(wanted, self._most) and self._asking.waiting:
                 if not self._begin(start):
                     break
             self._changed.wait(min(left, LOOK_S))
@@ -176,7 +181,7 @@ class Pull:
                 self._dialler.hang_up(slow)
             if (elapsed_s := time.monotonic() - at) >= LOOK_S:
                 rate, at, nbytes = (self.received_nbytes - nbytes) / elapsed_s, time.monotonic(), self.received_nbytes
-                if rate > best * PAYS and wanted < MOST and not self._asking.idle:
+                if rate > best * PAYS and wanted < MOST and self._asking.waiting:
                     wanted, best = (2 * wanted if best else wanted), rate
 
     def _begin(self, start: Start) -> bool:
@@ -235,7 +240,7 @@ class Pull:
             while left:
                 if time.monotonic() > deadline:
                     raise TimeoutError("the time was up")
-                if piece := _piece(line, left):
+                if piece := line.piece(left):
                     line.receive_all(memoryview(answer)[-left:][:piece])
                     left -= piece
         return [bytes(answer[at : at + 16]) for at in range(0, len(answer), 16)]
@@ -352,7 +357,8 @@ class Pull:
                 if self._stopped or self._asking.done or line.holder not in self._holders:
                     raise Over
                 new: list[int] = []
-                while len(asked) + len(new) < ASKED and (number := self._asking.take()) is not None:
+                most = ASKED if self._asking.waiting > self._running else 1
+                while len(asked) + len(new) < most and (number := self._asking.take()) is not None:
                     new.append(number)
                 asked.extend(new)
                 if asked:
@@ -373,7 +379,7 @@ class Pull:
         while at < end:
             self._halves[number] = at - start
             if not piece:
-                piece = _piece(line, end - at)
+                piece = line.piece(end - at)
                 if piece == DELTA_FOLLOWS:
                     piece = 0
                     if (found := self._delta(line)) and not self._apply(line.holder, number, found, digest):
@@ -439,11 +445,3 @@ class Pull:
         self._asking.wrong(number)
         self.again += 1
         self.wrong[name] = self.why[name] = f"block {number} is not what was published"
-
-
-def _piece(line: Line, most: int) -> int:
-    """How many bytes follow; :data:`DELTA_FOLLOWS`: a delta does."""
-    piece = line.number()
-    if piece > most and piece != DELTA_FOLLOWS:
-        raise ConnectionError("sends more than was asked for")
-    return piece

@@ -52,6 +52,7 @@ from replicas.carry import greeting, tls
 from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.carry.differences import Deltas
 from replicas.carry.image import Image, Withdrawn
+from replicas.linux.sockets import round_trip_s
 
 PROOF_S = 2.0
 """In which a connection must have proven the secret of its transfer, TLS included."""
@@ -63,6 +64,11 @@ SIGN_S = 0.5
 """Between two signs of life while nothing is here yet."""
 SILENT_MS = 10_000
 """A puller whose machine acknowledges nothing for so long is gone."""
+FAR_S = 0.01
+"""With a longer round trip a connection asks the kernel for BBR: others take each lost
+packet for a full link."""
+AHEAD_S = 600.0
+"""For so long after a far puller has asked for deltas, they are made ahead."""
 PIECE_NBYTES = 4 << 20
 """Bytes behind one head at most."""
 ASK = struct.Struct("<cQQ")
@@ -116,6 +122,8 @@ class Server:
         """Threads of these, and of those turned away that have not ended yet."""
         self._tls: ssl.SSLContext | None = None
         self._binding = b""
+        self._ahead_until = 0.0
+        """Deltas are made ahead, as a far puller has asked for some lately."""
         self._lock = threading.Condition()
 
     def certify(self, context: ssl.SSLContext, certificate_hash: str) -> None:
@@ -134,6 +142,9 @@ class Server:
             self._offered[transfer] = _Offered(image, secret, deltas or Deltas(image.nbytes), encrypt)
             for guest in self._guests:
                 guest.told.set()
+        if deltas is not None and time.monotonic() < self._ahead_until:
+            with contextlib.suppress(RuntimeError):  # no more threads
+                self._started(lambda: deltas.make_ahead(image))
 
     def withdraw(self, transfer: int, why: str) -> int:
         """Serve it no more; return the bytes sent. Nobody reads the slot afterwards.
@@ -257,12 +268,18 @@ class Server:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        if far := round_trip_s(sock) > FAR_S:
+            with contextlib.suppress(OSError):  # it does not have it, or may not use it
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
         while True:
             kind, start, end = ASK.unpack(greeting.read_exactly(sock, ASK.size))
             try:
                 if kind == DIGESTS:
                     self._send_digests(sock, offered.image)
-                elif kind in (RANGE, CHANGES) and start < end <= offered.image.nbytes:
+                    continue
+                if kind == CHANGES and far:
+                    self._ahead_until = time.monotonic() + AHEAD_S
+                if kind in (RANGE, CHANGES) and start < end <= offered.image.nbytes:
                     if kind == RANGE or not self._send_changes(sock, offered, start, end):
                         self._send_range(sock, offered, start, end)
                 else:
@@ -286,8 +303,7 @@ class Server:
         """Send a block as its delta; False: its bytes are to follow."""
         number, found = start // BLOCK_NBYTES, b""
         if offered.deltas.may_have(number):
-            while offered.image.here(start, end, SIGN_S) < end - start:
-                sock.sendall(HEAD.pack(0))
+            _wait_for(sock, offered.image, end)
             found = offered.deltas.of(number) or b""
         sock.sendall(DELTA.pack(DELTA_FOLLOWS, len(found)) + found)
         offered.sent_nbytes += len(found)
@@ -299,8 +315,7 @@ class Server:
         digests = []
         for start in range(0, image.nbytes, BLOCK_NBYTES):
             end = min(image.nbytes, start + BLOCK_NBYTES)
-            while image.here(start, end, SIGN_S) < end - start:
-                sock.sendall(HEAD.pack(0))
+            _wait_for(sock, image, end)
             digests.append(xxhash.xxh3_128_digest(os.pread(image.fd, end - start, image.offset + start)))
         answer = b"".join(digests)
         sock.sendall(HEAD.pack(len(answer)) + answer)
@@ -320,6 +335,12 @@ class Server:
             if not sent:
                 raise ConnectionError("the slot is shorter than its image")
             at += sent
+
+
+def _wait_for(sock: socket.socket, image: Image, end: int) -> None:
+    """Until the block up to ``end`` is here, all of it: blocks come in order."""
+    while not image.here(end - 1, end, SIGN_S):
+        sock.sendall(HEAD.pack(0))
 
 
 def _say_over(sock: socket.socket) -> None:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,6 +27,7 @@ from websockets.server import ServerProtocol
 
 from replicas.common.logs import Log
 from replicas.coordinator.limits import RateLimit
+from replicas.linux.sockets import round_trip_s
 from replicas.messages.bounds import FRAME_NBYTES
 
 CLOSE_TIMEOUT_S = 1.0
@@ -44,8 +43,6 @@ _REASON_NBYTES = 120
 _DATA = (Opcode.BINARY, Opcode.TEXT, Opcode.CONT)
 _NO_MESSAGE = b"\xc1"
 """A byte that MessagePack never uses; it replaces the content of a text frame."""
-_RTT = struct.Struct("<68xI")
-"""``tcpi_rtt`` of Linux's ``struct tcp_info``, in microseconds."""
 quiet = Log("replicas.coordinator.http")
 quiet.setLevel(logging.CRITICAL)  # bad requests of strangers are counted, not logged
 
@@ -240,11 +237,7 @@ class WebSocket(asyncio.BufferedProtocol):
 
     def rtt_s(self) -> float:
         """The kernel's smoothed round-trip time in seconds; 0: unknown."""
-        sock = self._transport.get_extra_info("socket")
-        try:
-            return float(_RTT.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.size))[0]) / 1e6
-        except (OSError, struct.error):  # the socket is closed
-            return 0.0
+        return round_trip_s(self._transport.get_extra_info("socket"))
 
     def pause_writing(self) -> None:
         self._writable = False

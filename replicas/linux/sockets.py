@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _CREDENTIALS = struct.Struct("3i")
+_ROUND_TRIP = struct.Struct("<68xI")
+"""``tcpi_rtt`` of Linux's ``struct tcp_info``, in microseconds."""
 _LISTENS = "0A"
 _PATH_NBYTES = 107
 _BACKLOG = 4096
@@ -31,6 +33,15 @@ def peer_uid(connection: socket.socket) -> int:
     """Effective user of the process that connected or, seen by a client, listens."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+def round_trip_s(connection: socket.socket) -> float:
+    """The kernel's smoothed round-trip time of a TCP connection; 0: unknown."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
+        return float(_ROUND_TRIP.unpack(info)[0]) / 1e6
+    except (OSError, struct.error):  # the socket is closed
+        return 0.0
 
 
 def listener_uids(connection: socket.socket) -> frozenset[int] | None:

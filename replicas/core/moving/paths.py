@@ -24,7 +24,7 @@ the leaders, in order of their hosts. A process group connects every pair of its
 members, so a link that does not work (:mod:`replicas.core.moving.links`) keeps its two
 ends out of one lane: leaders that do not fit the sender and the leaders already chosen
 wait, and get the version in the next attempt from a new holder that reaches them. Slow
-members share no lane with other receivers, and come last.
+members share no lane with other receivers, and come last; far ones behind near ones.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ HOLDERS_MAX = 2
 """Holders that a leader is told of; with more it would only try longer."""
 CHAIN_MAX = 2
 """Leaders before it that it is told of, the nearest first."""
+FAR_S = 0.02
+"""Members with a longer round trip, to the coordinator, come behind the others."""
 Works = Callable[[MemberState, MemberState], bool]
 """Returns whether two members may be in one lane."""
 Pulls = dict[int, tuple[Member, ...]]
@@ -134,7 +136,9 @@ def plan(
     :param last: addresses of the members at the end of the chain.
     :param pulls: leaders pull; else they receive over a lane.
     """
-    ordered = sorted(needers, key=lambda state: (state.slow, state.address in last, state.host, state.member))
+    ordered = sorted(
+        needers, key=lambda state: (state.slow, state.address in last, state.rtt_s > FAR_S, state.host, state.member)
+    )
     if holders:
         return _from_holders(version, ordered, holders, filling, kept, works, pulls=pulls)
     if owners:
@@ -252,11 +256,14 @@ def _pulls(
 ) -> dict[Member, tuple[Member, ...]]:
     """Return from whom each leader pulls: the leader before it, and the best holder.
 
-    A slow leader is nobody's holder.
+    A slow leader is nobody's holder. The first far one pulls from a holder: a leader
+    takes bytes where its own link is fast, and has no deltas for others then.
     """
     pulls: dict[Member, tuple[Member, ...]] = {}
     before: list[MemberState] = []
     for leader in leaders:
+        if leader.rtt_s > FAR_S and not any(state.rtt_s > FAR_S for state in before):
+            before = []
         reached = [state for state in able if works is None or works(state, leader)][:HOLDERS_MAX]
         if not reached:
             continue

@@ -22,7 +22,7 @@ def image(nbytes: int, *, full: bool = False) -> Image:
 def test_the_lowest_block_is_asked_for_first_and_one_that_failed_again() -> None:
     asking = Asking(3 * BLOCK_NBYTES + 5)
     assert [asking.take() for _ in range(5)] == [0, 1, 2, 3, None]
-    assert [asking.idle, asking.done] == [True, False]
+    assert [asking.waiting, asking.done] == [0, False]
     asking.landed(3)
     asking.landed(0)
     asking.give_back(2)
