@@ -6,11 +6,8 @@ A trainer, and on hosts of their own a near and a far target, or a far one alone
 far one's cable has that round trip, loss (each way) and rate
 (``tests/support/machine/cable.py``); the near one is behind it in the order of the
 hosts, and before it. Versions of which 0.35 % of the elements change, measured from the
-call of ``publish`` until each target has read the first value of each tensor. "Ping" is
-the version's own first byte: a TCP connection, a line there and a line back, on the
-same cable at the same time; what takes a few of these is the round trip.
-``--congestion`` is what the kernel does by default on the hosts: a carrier may know
-better.
+call of ``publish`` until each target has read the first value of each tensor: once all
+have committed it. ``--congestion`` is the hosts' default; a carrier may know better.
 """
 
 from __future__ import annotations
@@ -50,8 +47,8 @@ async def scene(
             command = place._ip("sysctl", "-qw", f"net.ipv4.tcp_congestion_control={congestion}")
             subprocess.run(command, check=True)  # noqa: ASYNC221  # before anything runs
         async with AsyncExitStack() as stack:
-            where = {"host": made.address, "store_bind": made.address}
-            coordinator = Coordinator(channels, groups={"trainer": 1, "rollout": len(names)}, **where)
+            groups = {"trainer": 1, "rollout": len(names)}
+            coordinator = Coordinator(channels, groups=groups, host=made.address, store_bind=made.address)
             await stack.enter_async_context(coordinator)
             ranks = [
                 await _rank(stack, place, name) for name, place in zip(("trainer", *names), made.machines, strict=True)

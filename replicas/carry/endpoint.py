@@ -24,9 +24,8 @@ from replicas.common.foreign import one_line
 from replicas.linux.interfaces import interface_of
 from replicas.linux.processes import processes
 from replicas.linux.sockets import listeners
+from replicas.messages.bounds import CARRY_PORTS as PORTS
 
-PORTS = 64
-"""A carrier takes a fixed port, or the first free one of those behind it."""
 NAME = "replicas-carry"
 """Of the process of a carrier."""
 REMEDY = (

@@ -15,7 +15,8 @@ from replicas.config.structs import Config
 from replicas.config.values import size_text
 from replicas.control.socket import SOCKET_FILE
 from replicas.linux.processes import command_line, processes, start_time
-from replicas.linux.sockets import listeners
+from replicas.linux.sockets import Listener, listeners
+from replicas.messages.bounds import CARRY_PORTS as PORTS
 from replicas.supervisor.agent.checks import Demand, Finding, examine_machine, family
 from replicas.supervisor.agent.machine import Machine, look
 from replicas.supervisor.cleanup.inventory import descriptors
@@ -104,6 +105,23 @@ def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
         else:
             text = f"{key}: {host}:{port} is held by {', '.join(sorted(set(holders)))}"
             yield Finding("ports", "problem", text, "end that process, or choose another port (0: any free one)")
+    yield _carriers(config.cluster.carry_port, listening)
+
+
+def _carriers(first: int, listening: Collection[Listener]) -> Finding:
+    """The ports of carriers on this machine, of which one for each rank is enough."""
+    if not first:
+        text = "cluster.carry_port: any free one; where a firewall is between nodes, set it, and open these ports"
+        return Finding("ports", "ok", text)
+    ports = range(first, min(first + PORTS, 1 << 16))
+    holders = {one.port: _holder(f"socket:[{one.inode}]") for one in listening if one.port in ports}
+    others = {port: holder for port, holder in sorted(holders.items()) if "replicas.carry.carrier" not in holder}
+    text = f"cluster.carry_port: {len(ports) - len(others)} of the ports {first} to {ports[-1]} are for carriers here"
+    if not others:
+        return Finding("ports", "ok", f"{text}; all nodes must reach them on all others, through any firewall")
+    text += f"; {', '.join(f'{port} is held by {holder}' for port, holder in others.items())}"
+    remedy = f"end these programs, or set cluster.carry_port so that the {PORTS} ports from it on are free"
+    return Finding("ports", "note" if len(others) < len(ports) else "problem", text, remedy)
 
 
 def _holder(target: str) -> str:

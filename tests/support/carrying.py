@@ -158,12 +158,17 @@ def hosts(threads: Threads, *names: str) -> Iterator[list[Host]]:
 
 
 def a_pull(
-    threads: Threads, nbytes: int, secret: bytes = SECRET, source: str = "", base: bytes | None = None
+    threads: Threads,
+    nbytes: int,
+    secret: bytes = SECRET,
+    source: str = "",
+    base: bytes | None = None,
+    trips: dict[str, float] | None = None,
 ) -> tuple[Pull, mmap.mmap]:
     fd, memory = slot(nbytes)
     image = Image(fd, OFFSET, nbytes, data=memoryview(memory)[OFFSET:] if threads.encrypt else None)
     old = None if base is None else memoryview(base)
-    return Pull(image, memory, NUMBER, secret, source, old, encrypt=threads.encrypt), memory
+    return Pull(image, memory, NUMBER, secret, source, old, trips, encrypt=threads.encrypt), memory
 
 
 def run(one: Pull, threads: Threads, *holders: Holder, timeout_s: float = 30.0, digest: str = "") -> str:

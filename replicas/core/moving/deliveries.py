@@ -219,8 +219,11 @@ class Deliveries:
 
 
 def _newest_base(attempt: Attempt) -> tuple[int, str]:
-    """Return the newest version, with its digest, that the first holder still has."""
+    """Return the newest version, with its digest, that the first holder still has, as
+    one of those that pull does: who has missed a version takes a delta to an older one.
+    """
     first = attempt.plan.servers[0] if attempt.plan.mode == "image" and attempt.plan.servers else None
     state = attempt.ground.roster.get(first) if first is not None else None
-    held = state.held.items() if state is not None else ()
+    theirs = {item for one in attempt.ground.roster.states(attempt.plan.pulls) for item in one.held.items()}
+    held = theirs & state.held.items() if state is not None else ()
     return max(((v, digest) for v, digest in held if digest and v < attempt.payload.version), default=(0, ""))

@@ -22,6 +22,8 @@ TIMEOUT_S = 60.0
 ELEMENTS = 1 << 20
 TENSORS = 4
 """Of 4 MiB each."""
+FEW = 1 << 12
+"""One byte in so many differs from the base's."""
 
 
 class _Rank:
@@ -34,12 +36,14 @@ class _Rank:
         self._channels[channel] = replicas.join(channel, **where)
         return {}
 
-    def publish_bytes(self, seed: int, nbytes: int, channel: str = "policy") -> dict[str, Any]:
-        """One tensor of so many bytes, which follow from ``seed``."""
-        receipt = self._channels[channel].publish({"w": _bytes(seed, nbytes)}, new_manifest=True).wait(TIMEOUT_S)
+    def publish_bytes(self, seed: int, nbytes: int, channel: str = "policy", base: int = -1) -> dict[str, Any]:
+        """One tensor of so many bytes, which follow from ``seed``; ``base``: nearly all
+        are those of that seed."""
+        weights = {"w": _bytes(seed, nbytes, base)}
+        receipt = self._channels[channel].publish(weights, new_manifest=base < 0).wait(TIMEOUT_S)
         return {"version": receipt.version, "lost": receipt.lost, "reasons": receipt.reasons}
 
-    def receive_bytes(self, channel: str = "policy") -> dict[str, Any]:
+    def receive_bytes(self, channel: str = "policy", base: int = -1) -> dict[str, Any]:
         """The newest version, once it is there, all of whose bytes have been looked at.
 
         ``seed``: the one that they follow from; -1 for none.
@@ -47,7 +51,7 @@ class _Rank:
         with self._channels[channel].receive().wait(TIMEOUT_S) as update:
             found = dict(update)["w"]
             seed = int(found[0]) if len(found) else -1
-            if seed >= 0 and not torch.equal(found, _bytes(seed, len(found))):
+            if seed >= 0 and not any(torch.equal(found, _bytes(seed, len(found), one)) for one in (base, -1)):
                 raise RuntimeError(f"version {update.version} has other bytes than those of {seed}")
             return {"version": update.version, "seed": seed, "nbytes": len(found)}
 
@@ -88,9 +92,11 @@ class _Rank:
         return {}
 
 
-def _bytes(seed: int, nbytes: int) -> torch.Tensor:
+def _bytes(seed: int, nbytes: int, base: int = -1) -> torch.Tensor:
     """So many; the first one is ``seed``, up to 250."""
-    return torch.arange(nbytes, dtype=torch.int64).mul_(7).add_(seed).remainder_(251).to(torch.uint8)
+    found = torch.arange(nbytes, dtype=torch.int64).mul_(7).add_(seed if base < 0 else base).remainder_(251)
+    found[:: 1 if base < 0 else FEW] += 0 if base < 0 else seed - base
+    return found.to(torch.uint8)
 
 
 def _main() -> None:

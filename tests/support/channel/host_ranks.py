@@ -9,13 +9,15 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from replicas.coordinator import Coordinator, GroupShape
 from tests.support.channel.host_rank import TIMEOUT_S
+from tests.support.machine.cable import Shape, far
 from tests.support.machine.networks import Machine, Network, hosts
 from tests.support.root import ROOT
 from tests.support.waits import wait_until
@@ -168,12 +170,18 @@ async def host_world(
     carry_port: int = 0,
     channels: Sequence[str] = ("policy",),
     state_dir: Path | None = None,
+    cables: Mapping[int, Shape] = MappingProxyType({}),
+    ipv6: bool = False,
     **groups: GroupShape,
 ) -> AsyncIterator[HostWorld]:
     """So many hosts. ``config``: changes to a trainer and rollouts; ``groups``: their
-    shapes; ``state_dir``: of a coordinator that is to be started again."""
+    shapes; ``state_dir``: of a coordinator that is to be started again; ``cables``: of
+    far hosts; ``ipv6``: there is nothing else."""
     settings = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "40s", **(config or {})}
-    with hosts(size) as network:
+    with ExitStack() as links:
+        network = links.enter_context(hosts(size, ipv6=ipv6))
+        for host, shape in cables.items():
+            links.enter_context(far(network, network.machines[host], shape))
         address = network.address
         token = "secret" if state_dir is not None else None
 

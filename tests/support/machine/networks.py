@@ -102,7 +102,7 @@ class Machine:
 
     def set_up_link(self, *, mtu: int = 1500) -> None:
         """Give its link its address, and set it up."""
-        _run(*self._ip("ip", "addr", "add", f"{self.address}/24", "dev", LINK))
+        _run(*self._ip("ip", "addr", "add", *_within(self.address), "dev", LINK))
         _run(*self._ip("ip", "link", "set", LINK, "mtu", str(mtu), "up"))
 
     @contextmanager
@@ -197,9 +197,10 @@ def network(size: int) -> Iterator[list[Machine]]:
 
 
 @contextmanager
-def hosts(size: int) -> Iterator[Network]:
-    """So many hosts, on a network that this process can reach."""
-    with _network(size, is_host=True, attach=True) as made:
+def hosts(size: int, *, ipv6: bool = False) -> Iterator[Network]:
+    """So many hosts, on a network that this process can reach; ``ipv6``: it has no
+    other addresses."""
+    with _network(size, is_host=True, attach=True, ipv6=ipv6) as made:
         yield made
 
 
@@ -212,27 +213,33 @@ def bare_hosts(addresses: Sequence[str]) -> Iterator[tuple[Machine, ...]]:
 
 
 @contextmanager
-def _network(size: int, *, is_host: bool, attach: bool) -> Iterator[Network]:
-    net = f"10.{random.randint(64, 127)}.{random.randint(0, 255)}"
+def _network(size: int, *, is_host: bool, attach: bool, ipv6: bool = False) -> Iterator[Network]:
+    net = f"10.{random.randint(64, 127)}.{random.randint(0, 255)}."
+    net = f"fd{random.randint(16, 255):x}:{random.randint(1, 65535):x}::" if ipv6 else net
     with ExitStack() as stack:
-        switch = Machine(stack.enter_context(_holder(is_host=False)), f"{net}.254")
+        switch = Machine(stack.enter_context(_holder(is_host=False)), f"{net}254")
         _run(*switch._ip("ip", "link", "add", "bridge", "type", "bridge"))
-        _run(*switch._ip("ip", "addr", "add", f"{switch.address}/24", "dev", "bridge"))
+        _run(*switch._ip("ip", "addr", "add", *_within(switch.address), "dev", "bridge"))
         _run(*switch._ip("ip", "link", "set", "bridge", "up"))
         made: list[Machine] = []
         for index in range(size):
-            machine = Machine(stack.enter_context(_holder(is_host=is_host)), f"{net}.{index + 1}", is_host)
+            machine = Machine(stack.enter_context(_holder(is_host=is_host)), f"{net}{index + 1}", is_host)
             _join(switch, f"port{index}", LINK, str(machine.holder))
             machine.set_up_link()
             made.append(machine)
-        ours = f"{net}.253" if attach else ""
+        ours = f"{net}253" if attach else ""
         if attach:
             link = f"rt{secrets.token_hex(4)}"
             _join(switch, "test", link, str(os.getpid()))
             stack.callback(_run, *switch._ip("ip", "link", "del", "test"))  # and the other end with it
-            _run("ip", "addr", "add", f"{ours}/24", "dev", link)
+            _run("ip", "addr", "add", *_within(ours), "dev", link)
             _run("ip", "link", "set", link, "up")
         yield Network(tuple(made), switch, ours)
+
+
+def _within(address: str) -> list[str]:
+    """With its network, in the words of ip; an IPv6 address is used at once."""
+    return [f"{address}/64", "nodad"] if ":" in address else [f"{address}/24"]
 
 
 def _join(switch: Machine, port: str, link: str, process: str) -> None:

@@ -5,13 +5,16 @@ Covers: carry/differences.py.
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 
 import pytest
 
 from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.carry.delta import apply_block
 from replicas.carry.differences import AGAIN, Choice, Deltas
+from replicas.carry.image import Image
 
 NBYTES = BLOCK_NBYTES + 1000
 
@@ -55,6 +58,25 @@ def test_without_a_base_there_are_those_that_are_known(pair: tuple[bytes, bytes]
 def test_what_has_changed_throughout_is_sent_as_bytes() -> None:
     old, new = (random.Random(seed).randbytes(4096) for seed in (1, 2))
     assert Deltas(4096, memoryview(old), memoryview(new)).of(0) is None
+
+
+def test_deltas_are_made_ahead_once_their_blocks_are_here(pair: tuple[bytes, bytes]) -> None:
+    old, new = pair
+    deltas, image = Deltas(NBYTES, memoryview(old), memoryview(new)), Image(os.memfd_create("test-image"), 0, NBYTES)
+    thread = threading.Thread(target=lambda: deltas.make_ahead(image))
+    thread.start()
+    image.fill(0, BLOCK_NBYTES)
+    image.fill(0, NBYTES)
+    thread.join(30)
+    deltas.without_base()
+    assert deltas.of(0) is not None
+    assert deltas.of(1) is not None
+    gone = Deltas(NBYTES, memoryview(old), memoryview(new))
+    other = Image(os.memfd_create("test-image"), 0, NBYTES)
+    other.withdraw("it is not needed any more")
+    gone.make_ahead(other)
+    gone.without_base()
+    assert gone.of(1) is None
 
 
 @pytest.mark.slow

