@@ -9,6 +9,8 @@ itself; no encoding of such changes is smaller. "copy, compared" is the copy int
 that finds the lines that differ on the way; "encode" looks at these lines alone,
 "encode, all" at everything. Applied "elsewhere" includes the copy of the base. The
 figures are those of one host: what it takes to be sent is for bench_hosts.py to say.
+
+``--trained``: of a model that is being trained, instead (``delta_trained.py``).
 """
 
 from __future__ import annotations
@@ -140,7 +142,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What a delta of a version costs.")
     parser.add_argument("--quick", action="store_true", help=f"a ninth of the bytes, {QUICK} repetitions")
     parser.add_argument("--repetitions", type=int, default=None, help=f"default {REPETITIONS}")
+    parser.add_argument("--trained", action="store_true", help="deltas of a model that is being trained, instead")
+    parser.add_argument("--steps", type=int, default=None, help="trained: how many")
     options = parser.parse_args()
+    if options.trained:
+        from bench.delta_trained import run_trained
+
+        run_trained(options.quick, options.steps)
+        return
     scene = Scene(nbytes_of(SMALL if options.quick else FULL))
     table: list[list[str] | None] = []
     rows: list[dict[str, Any]] = []

@@ -26,8 +26,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from bench.scale_model import PER_HOST, Rates, leaders_of, messages_of, messages_to_commit, model
 from bench.support import Bar, Rank, Spread, busy_ratio, in_words, machine, rank, run_bench, show, write
+from replicas.carry.blocks import BLOCK_NBYTES
+from replicas.carry.delta import apply_block, encode_block
 
 SIZES = (10, 100, 1000)
 QUICK_SIZES = (10, 100)
@@ -37,11 +42,15 @@ CALM_S = 0.5
 EPOCH_LIMIT_S = 0.5
 COMMIT_LIMIT_S = 0.5
 IDLE_LIMIT_RATIO = 0.1
-LINKS = {"10 GbE": 1.25e9, "100 GbE": 12.5e9, "400 Gb/s": 50e9}
+LINKS = {"100 Mb/s": 12.5e6, "10 GbE": 1.25e9, "100 GbE": 12.5e9, "400 Gb/s": 50e9}
 WEIGHTS = {"269 MB": 269_030_016, "16 GB": 16_000_000_000}
 STEP_S = 3e-4
 """Assumed: what passing on one bucket costs a leader beside its bytes (two threads wake
 up, one message of the link)."""
+TRIP_S = {"100 Mb/s": 0.05}
+"""Assumed: the round trip of a link; of the others 0.1 ms."""
+CHANGED = 0.0035
+"""Elements that change from one version to the next, where deltas are pulled."""
 COPIED_NBYTES = 1 << 26
 MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 Found = dict[str, Any]
@@ -136,6 +145,27 @@ def copy_rates() -> tuple[float, float]:
     return COPIED_NBYTES / Spread(copies).median, COPIED_NBYTES / Spread(maps).median
 
 
+def delta_rates() -> tuple[float, float, float]:
+    """Bytes of an image per second of a core of which deltas are made, and
+    applied; their share."""
+    random = np.random.default_rng(1)
+    normal = random.standard_normal(BLOCK_NBYTES // 2, np.float32) * np.float32(0.02)
+    base = (normal.view(np.uint32) >> 16).astype(np.uint16)
+    new, out = base.copy(), np.empty_like(base)
+    where = np.flatnonzero(random.random(len(base), np.float32) < CHANGED)
+    new[where] += random.choice(np.array([1, 0xFFFF], np.uint16), len(where))
+    made, applied, delta = [], [], b""
+    for _ in range(5):
+        began = time.process_time()
+        delta = encode_block(base.view(np.uint8).data, new.view(np.uint8).data)
+        made.append(time.process_time() - began)
+        began = time.process_time()
+        apply_block(base.view(np.uint8).data, delta, out.view(np.uint8).data)
+        xxhash.xxh3_128_digest(out.data)
+        applied.append(time.process_time() - began)
+    return BLOCK_NBYTES / Spread(made).median, BLOCK_NBYTES / Spread(applied).median, len(delta) / BLOCK_NBYTES
+
+
 def checked(found: Sequence[Found]) -> list[Found]:
     """For each size but the first: what the model says from the size before, and what
     it was."""
@@ -156,23 +186,28 @@ def checked(found: Sequence[Found]) -> list[Found]:
 def thousand(largest: Found) -> list[Found]:
     """A sync to 1,000 replicas on 125 hosts, by the figures of the largest size."""
     memory, mapping = copy_rates()
+    encode, apply, delta = delta_rates()
+    ways = {"lane": None, "pull": 1.0, f"pull, {CHANGED:.2%}": delta}
     message_s = largest["commit"]["median_s"] / messages_to_commit(largest["targets"], largest["leaders"])
     rows = []
     for weights, nbytes in WEIGHTS.items():
         for name, link in LINKS.items():
-            sync = model(nbytes, 1000, Rates(message_s, memory, mapping, link, STEP_S))
-            rows.append(
-                {
-                    "weights": weights,
-                    "link": name,
-                    "pack_s": sync.pack_s,
-                    "coordinator_s": sync.coordinator_s,
-                    "chain_s": sync.chain_s,
-                    "link_alone_s": nbytes / link,
-                    "map_s": sync.map_s,
-                    "total_s": sync.total_s,
-                }
-            )
+            rates = Rates(message_s, memory, mapping, link, STEP_S, encode, apply, TRIP_S.get(name, 1e-4))
+            for way, share in ways.items():
+                sync = model(nbytes, 1000, rates, share=share)
+                rows.append(
+                    {
+                        "weights": weights,
+                        "link": name,
+                        "way": way,
+                        "pack_s": sync.pack_s,
+                        "coordinator_s": sync.coordinator_s,
+                        "chain_s": sync.chain_s,
+                        "link_alone_s": nbytes * (share or 1.0) / link,
+                        "map_s": sync.map_s,
+                        "total_s": sync.total_s,
+                    }
+                )
     return rows
 
 
@@ -227,9 +262,9 @@ def report(found: Sequence[Found], predictions: Sequence[Found], syncs: Sequence
         )
     show("The model, from the size before", ("members", "", "predicted", "measured", "ratio"), table)
     keys = ("pack_s", "coordinator_s", "chain_s", "link_alone_s", "map_s", "total_s")
-    shown = [[row["weights"], row["link"], *(in_words(row[key]) for key in keys)] for row in syncs]
+    shown = [[row["weights"], row["link"], row["way"], *(in_words(row[key]) for key in keys)] for row in syncs]
     assumed = f"assumed: the link, and {in_words(STEP_S)} for each bucket that is passed on; all else was measured here"
-    parts = ("weights", "link", "pack", "coordinator", "chain of 125", "(link alone)", "map", "total")
+    parts = ("weights", "link", "way", "pack", "coordinator", "chain of 125", "(link alone)", "map", "total")
     show(f"A sync to 1,000 replicas, {PER_HOST} on each of 125 hosts", parts, shown, assumed)
 
 

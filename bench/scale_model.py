@@ -23,6 +23,11 @@ size that :func:`replicas.sidecar.buckets.bucket_limit` gives. With ``nbytes`` m
 larger than a bucket for each leader this comes close to ``nbytes / link``, however many
 leaders there are.
 
+*Pulls* (``transport = "tcp"``) pass on what has landed: chunks of bytes, or a block's
+delta once it was applied. The last leader has all after the time of the slowest stage
+for all blocks, and one chunk, or block, for each leader before it. The connections of
+all leaders are made at once, in :data:`DOOR_TRIPS` round trips.
+
 *On each host* the leader's memory is mapped by all others at the same time, each on a
 core of its own; copying it into parameters comes on top, and is the same with one
 replica or a thousand.
@@ -32,11 +37,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from replicas.carry.blocks import BLOCK_NBYTES
+from replicas.carry.image import CHUNK_NBYTES
 from replicas.sidecar.buckets import bucket_limit
 
-__all__ = ["Rates", "Sync", "chain_s", "leaders_of", "messages_of", "messages_to_commit", "model"]
+__all__ = [
+    "Rates",
+    "Sync",
+    "chain_s",
+    "delta_pull_s",
+    "leaders_of",
+    "messages_of",
+    "messages_to_commit",
+    "model",
+    "pull_s",
+]
 
 PER_HOST = 8
+DOOR_TRIPS = 3
+"""To connect, to prove both ends, and for the first byte that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,9 @@ class Rates:
     :param memory: bytes per second of one copy within memory; :param mapping: of making
         mapped memory readable.
     :param link: bytes per second between two hosts; :param step_s: what passing on one
-        bucket costs beside its bytes.
+        bucket, chunk or block costs beside its bytes.
+    :param encode: bytes of an image per second of which deltas are made, :param apply:
+        and applied, on one core; :param trip_s: a round trip.
     """
 
     message_s: float
@@ -55,6 +76,9 @@ class Rates:
     mapping: float
     link: float
     step_s: float
+    encode: float = 0.0
+    apply: float = 0.0
+    trip_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,12 +120,36 @@ def chain_s(nbytes: int, leaders: int, link: float, step_s: float) -> float:
     return steps * (bucket / link + step_s)
 
 
-def model(nbytes: int, targets: int, rates: Rates, per_host: int = PER_HOST) -> Sync:
-    """One sync of ``nbytes`` to so many targets."""
+def pull_s(nbytes: int, leaders: int, rates: Rates) -> float:
+    """The same, pulled as bytes."""
+    chunk_s = CHUNK_NBYTES / rates.link + rates.step_s
+    return DOOR_TRIPS * rates.trip_s + nbytes / rates.link + max(0, leaders - 1) * chunk_s
+
+
+def delta_pull_s(nbytes: int, share: float, leaders: int, rates: Rates) -> float:
+    """The same, pulled as deltas of ``share`` of the bytes, block by block."""
+    sent_s, made_s = BLOCK_NBYTES * share / rates.link, BLOCK_NBYTES / rates.encode
+    applied_s = BLOCK_NBYTES / rates.apply
+    blocks = -(-nbytes // BLOCK_NBYTES)
+    first_s = made_s + leaders * (sent_s + applied_s + rates.step_s)
+    return DOOR_TRIPS * rates.trip_s + first_s + (blocks - 1) * max(sent_s, made_s, applied_s)
+
+
+def model(nbytes: int, targets: int, rates: Rates, per_host: int = PER_HOST, share: float | None = None) -> Sync:
+    """One sync of ``nbytes`` to so many targets.
+
+    :param share: pulled: 1.0 as bytes, less as deltas of so much; None: over a lane.
+    """
     leaders = leaders_of(targets, per_host)
+    if share is None:
+        moved_s = chain_s(nbytes, leaders, rates.link, rates.step_s)
+    elif share < 1.0:
+        moved_s = delta_pull_s(nbytes, share, leaders, rates)
+    else:
+        moved_s = pull_s(nbytes, leaders, rates)
     return Sync(
         pack_s=nbytes / rates.memory,
         coordinator_s=messages_to_commit(targets, leaders) * rates.message_s,
-        chain_s=chain_s(nbytes, leaders, rates.link, rates.step_s),
+        chain_s=moved_s,
         map_s=nbytes / rates.mapping,
     )
