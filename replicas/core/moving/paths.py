@@ -41,8 +41,10 @@ HOLDERS_MAX = 2
 """Holders that a leader is told of; with more it would only try longer."""
 CHAIN_MAX = 2
 """Leaders before it that it is told of, the nearest first."""
-FAR_S = 0.02
-"""Members with a longer round trip, to the coordinator, come behind the others."""
+FAR_S = 0.045
+"""Members with a longer round trip, to the coordinator, come behind the others. It is
+more than the 40 ms by which a kernel delays an acknowledgement.
+"""
 Works = Callable[[MemberState, MemberState], bool]
 """Returns whether two members may be in one lane."""
 Pulls = dict[int, tuple[Member, ...]]
