@@ -38,7 +38,6 @@ class Deltas:
     :param base: the base's bytes, as many as the image has; None: it has none here.
     :param data: the image's bytes.
     :param regions: where elements of which size are (:func:`delta.encode_block`).
-    :param comes: the image is pulled as deltas, which are kept (:meth:`keep`).
     """
 
     def __init__(
@@ -47,10 +46,7 @@ class Deltas:
         base: memoryview | None = None,
         data: memoryview | None = None,
         regions: Sequence[delta.Region] = (),
-        *,
-        comes: bool = False,
     ) -> None:
-        self._comes = comes
         self._nbytes, self._base, self._data, self._regions = nbytes, base, data, regions
         self._known: dict[int, bytes] = {}
         self._vain = 0
@@ -58,8 +54,8 @@ class Deltas:
         self._lock = threading.Lock()
 
     def may_have(self, number: int) -> bool:
-        """Return True if the block, once it is here, may have a delta."""
-        return self._comes or number in self._known or (self._base is not None and self._vain < VAIN)
+        """Return True if the block, of which something is here, may have a delta."""
+        return number in self._known or (self._base is not None and self._vain < VAIN)
 
     def of(self, number: int) -> bytes | None:
         """The delta of a block that is here; None: it is to be sent as bytes."""

@@ -101,7 +101,7 @@ class Pull:
         *,
         encrypt: bool = False,
     ) -> None:
-        self.image, self.deltas = image, Deltas(image.nbytes, comes=base is not None)
+        self.image, self.deltas = image, Deltas(image.nbytes)
         self._base = base
         self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
         self._dialler = Dialler(transfer, secret, source, trips, encrypt=encrypt)

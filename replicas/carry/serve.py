@@ -302,8 +302,9 @@ class Server:
     def _send_changes(sock: socket.socket, offered: _Offered, start: int, end: int) -> bool:
         """Send a block as its delta; False: its bytes are to follow."""
         number, found = start // BLOCK_NBYTES, b""
+        _wait_for(sock, offered.image, start)  # a delta is known before it is applied
         if offered.deltas.may_have(number):
-            _wait_for(sock, offered.image, end)
+            _wait_for(sock, offered.image, end - 1)
             found = offered.deltas.of(number) or b""
         sock.sendall(DELTA.pack(DELTA_FOLLOWS, len(found)) + found)
         offered.sent_nbytes += len(found)
@@ -315,7 +316,7 @@ class Server:
         digests = []
         for start in range(0, image.nbytes, BLOCK_NBYTES):
             end = min(image.nbytes, start + BLOCK_NBYTES)
-            _wait_for(sock, image, end)
+            _wait_for(sock, image, end - 1)
             digests.append(xxhash.xxh3_128_digest(os.pread(image.fd, end - start, image.offset + start)))
         answer = b"".join(digests)
         sock.sendall(HEAD.pack(len(answer)) + answer)
@@ -337,9 +338,9 @@ class Server:
             at += sent
 
 
-def _wait_for(sock: socket.socket, image: Image, end: int) -> None:
-    """Until the block up to ``end`` is here, all of it: blocks come in order."""
-    while not image.here(end - 1, end, SIGN_S):
+def _wait_for(sock: socket.socket, image: Image, at: int) -> None:
+    """Until this byte is here; with the last one of a block all of it is."""
+    while not image.here(at, at + 1, SIGN_S):
         sock.sendall(HEAD.pack(0))
 
 

@@ -99,6 +99,17 @@ def test_signs_of_life_are_seldom_while_a_block_is_half_here(
             assert signs[-1] == HEAD.pack(DELTA_FOLLOWS)
 
 
+def test_what_a_holder_receives_as_bytes_it_sends_on_at_once(threads: Threads, data: bytes) -> None:
+    """It was asked for as a delta, which it does not have: nobody waits for whole blocks."""
+    with hosts(threads, "rollout/0/0") as (between,):
+        image = between.serves(data, filled=CHUNK_NBYTES)
+        with closing(between.dial()) as sock:
+            sock.sendall(ASK.pack(CHANGES, 0, BLOCK_NBYTES))
+            heads = [greeting.read_exactly(sock, HEAD.size) for _ in range(3)]
+            assert heads == [HEAD.pack(DELTA_FOLLOWS), HEAD.pack(0), HEAD.pack(CHUNK_NBYTES)]
+        image.fill(0, len(data))
+
+
 def test_a_far_holder_gets_more_connections_at_once_and_makes_its_deltas_ahead(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
