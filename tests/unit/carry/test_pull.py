@@ -100,7 +100,7 @@ def test_signs_of_life_are_seldom_while_a_block_is_half_here(
 
 
 def test_what_a_holder_receives_as_bytes_it_sends_on_at_once(threads: Threads, data: bytes) -> None:
-    """It was asked for as a delta, which it does not have: nobody waits for whole blocks."""
+    """Asked for as a delta that it does not have: nobody waits for whole blocks."""
     with hosts(threads, "rollout/0/0") as (between,):
         image = between.serves(data, filled=CHUNK_NBYTES)
         with closing(between.dial()) as sock:

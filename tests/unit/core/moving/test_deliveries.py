@@ -13,6 +13,7 @@ from replicas import messages as wire
 from replicas.config.structs import ChannelRole
 from replicas.core.base.effects import CaughtUp, MemberQuarantined, SyncEnded, WrongBytes
 from replicas.core.members.hosts import LOCATE_S
+from replicas.core.members.member_state import Held
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.deliveries import _newest_base
 from replicas.core.moving.paths import IMAGE, TransferPlan
@@ -354,7 +355,7 @@ def test_who_has_missed_versions_takes_a_delta_to_an_older_one(pulling: dict[int
     for sim, versions in held.items():
         state = world.state.roster.get(sim.member)
         assert state is not None
-        state.held = versions
+        state.held = Held(versions)
     plan = TransferPlan("image", pulls={far.member: {IMAGE: (trainer.member,)}})
     attempt = SimpleNamespace(plan=plan, ground=SimpleNamespace(roster=world.state.roster))
     attempt.payload = SimpleNamespace(version=4)
