@@ -90,8 +90,8 @@ class WrongBytes(msgspec.Struct, frozen=True, tag=True):
 class Retried(msgspec.Struct, frozen=True, tag=True):
     """A transfer starts another attempt.
 
-    ``reason``: ``lost``, ``frozen``, ``failed``, ``refused`` or ``store``; ``why``: what
-    is known of a process group that was left.
+    ``reason``: ``lost``, ``frozen``, ``failed``, ``refused`` or ``store``. ``why``:
+    what is known of a process group that was left.
     """
 
     channel: str
