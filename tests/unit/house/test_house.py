@@ -64,7 +64,7 @@ LONG = {
     "supervisor/fleet/fleet.py": 573,
     "core/versions/commits.py": 543,
     "coordinator/coordinator.py": 502,
-    "channel/versions/transfers.py": 500,
+    "channel/versions/transfers.py": 458,
     "supervisor/fleet/replica.py": 493,
     "channel/versions/publish.py": 486,
     "channel/channel.py": 476,
