@@ -139,6 +139,7 @@ class Holdings:
         self._facts[version] = msgspec.structs.replace(known, **facts)
         if "digest" in facts:
             self.doubtful.discard(version)
+        self._call(self._wake)  # it is complete, perhaps
 
     def received(self, slot: Slot, digest: str, meta: Meta, device: str) -> None:
         """Record a slot that was received or mapped; keep it until it is decided."""

@@ -1,13 +1,20 @@
-"""Memory in the hands of the carrier: served, or pulled into."""
+"""One transfer as a member sees it, and its memory in the hands of the carrier: served,
+or pulled into."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from replicas.carry.rank_side import Carrier, CarrierDied
 from replicas.carry.wire import Pulled
-from replicas.messages import HolderAddress
+from replicas.channel.session.hub import Hub
+from replicas.channel.session.sidecar_lanes import SidecarLane
+from replicas.messages import HolderAddress, TransferOffer
+from replicas.sidecar.rank_side.sidecar_handle import Sidecar
+from replicas.weights.memory.arena import Arena, Slot
 from replicas.weights.memory.buffers import Buffer
 
 DEATH_TIMEOUT_S = 5.0
@@ -113,3 +120,66 @@ class Carried:
         if self.scratch:
             self.memory.close()
         return True
+
+
+@dataclass(eq=False, repr=False)
+class Transfer:
+    """One transfer of this member.
+
+    ``running``: its slot is worked on. ``cancelled``: it was withdrawn.
+    """
+
+    offer: TransferOffer
+    slot: Slot | None = None
+    pinned: bool = False
+    lane: SidecarLane | None = None
+    streams_to: Sidecar | None = None
+    carried: list[Carried] = field(default_factory=list)
+    base: Slot | None = None
+    manifest: bytes = b""
+    running: bool = False
+    cancelled: bool = False
+
+    @property
+    def sends(self) -> bool:
+        return self.offer.role in ("send", "serve")
+
+    def carry(
+        self, hub: Hub, carrier: Carrier, part: int, memory: Buffer, nbytes: int, base: Buffer | None, *, scratch: bool
+    ) -> Carried:
+        """Put this memory into the hands of the carrier, until :meth:`end_carried`."""
+        name, secret, encrypt = hub.member.name, self.offer.secret, hub.settings.encrypt
+        carried = Carried(carrier, name, secret, part, memory, nbytes, base=base, scratch=scratch, encrypt=encrypt)
+        self.carried.append(carried)
+        return carried
+
+    async def end_carried(self, arena: Arena) -> bool:
+        """Return True if the carrier uses none of its memory any more."""
+        ended = all([await carried.end() for carried in self.carried])
+        if ended:
+            self.unpin_base(arena)
+        return ended
+
+    def pin_base(self, arena: Arena, nbytes: int) -> Buffer | None:
+        """The memory of the version to which there are deltas, if it still fits."""
+        base = arena.find_pinned(self.offer.base) if self.offer.base else None
+        if base is not None and (base.data.numel() != nbytes or base.buffer.device):
+            arena.unpin(base)
+            base = None
+        self.base = base
+        return None if base is None else base.buffer
+
+    def unpin_base(self, arena: Arena) -> None:
+        base, self.base = self.base, None
+        if base is not None:
+            arena.unpin(base)
+
+    async def drop_base(self, arena: Arena) -> None:
+        """Have no more deltas made, and let go of the base."""
+        if all([await carried.drop_base() for carried in self.carried]):
+            self.unpin_base(arena)
+
+
+async def scratch_memory(hub: Hub, version: int, nbytes: int) -> Buffer:
+    """Host memory for bytes that are not in a slot as they travel."""
+    return await asyncio.to_thread(Buffer.allocate, nbytes, f"replicas-{hub.name}-part-of-{version}")

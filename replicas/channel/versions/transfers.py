@@ -24,7 +24,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,19 +31,18 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.carry.rank_side import Carrier, PullFailed, cut_off
+from replicas.carry.rank_side import PullFailed, cut_off
 from replicas.carry.wire import Pulled
 from replicas.channel.session.carriers import Carriers
 from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.channel.session.sidecar_lanes import SidecarLane, SidecarLanes
-from replicas.channel.versions.carried import Carried
+from replicas.channel.versions.carried import Carried, Transfer, scratch_memory
 from replicas.channel.versions.filling import free_slot
 from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.on_device import copy_image, copy_part, put_part, take_out
 from replicas.common.logs import Log
 from replicas.core.base.manifest import Manifest
 from replicas.memory.kept import is_near
-from replicas.sidecar.rank_side.sidecar_handle import Sidecar
 from replicas.sidecar.wire import TransferSpec
 from replicas.weights.copies.digest import digest_of
 from replicas.weights.memory.arena import Slot
@@ -58,33 +56,13 @@ KEPT_FILLED = 8
 """Versions whose fill level is remembered: several publishes may be under way."""
 
 
-@dataclass(eq=False, repr=False)
-class _Transfer:
-    """``running``: its slot is worked on. ``cancelled``: it was withdrawn."""
-
-    offer: wire.TransferOffer
-    slot: Slot | None = None
-    pinned: bool = False
-    lane: SidecarLane | None = None
-    streams_to: Sidecar | None = None
-    carried: list[Carried] = field(default_factory=list)
-    base: Slot | None = None
-    manifest: bytes = b""
-    running: bool = False
-    cancelled: bool = False
-
-    @property
-    def sends(self) -> bool:
-        return self.offer.role in ("send", "serve")
-
-
 class Transfers(Part):
     def __init__(self, hub: Hub, lanes: SidecarLanes, carriers: Carriers, manifests: ManifestExchange) -> None:
         self._hub = hub
         self._lanes = lanes
         self._carriers = carriers
         self._manifests = manifests
-        self._transfers: dict[int, _Transfer] = {}
+        self._transfers: dict[int, Transfer] = {}
         self._filled: dict[int, int] = {}
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
@@ -108,7 +86,7 @@ class Transfers(Part):
                         carried.filled(nbytes)
 
     def _offered(self, offer: wire.TransferOffer) -> None:
-        transfer = self._transfers.setdefault(offer.transfer, _Transfer(offer))  # known: what was pulled is wrong
+        transfer = self._transfers.setdefault(offer.transfer, Transfer(offer))  # known: what was pulled is wrong
         transfer.offer = offer
         if offer.role == "map":
             self._begin(transfer, self._copy_image(transfer) if self._hub.device else self._map(transfer), "map")
@@ -129,10 +107,10 @@ class Transfers(Part):
         transfer.running = True
         self._begin(transfer, self._move(transfer, transfer.slot, go), "transfer")
 
-    def _begin(self, transfer: _Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:
+    def _begin(self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:
         self._hub.spawn(self._run(transfer, work, phase), f"transfer {transfer.offer.transfer}")
 
-    async def _run(self, transfer: _Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:
+    async def _run(self, transfer: Transfer, work: Coroutine[Any, Any, wire.TransferDone | None], phase: str) -> None:
         """Do one step, the last one if it returns the answer or fails."""
         offer, hub = transfer.offer, self._hub
         try:
@@ -143,7 +121,7 @@ class Transfers(Part):
                 told = as_wire_error(error, channel=hub.name, phase=phase, version=offer.version)
                 holders = error.cut if isinstance(error, PullFailed) else {}
                 hub.send(wire.TransferFailed(offer.transfer, told, holders))
-            if not await self._end_carried(transfer):
+            if not await transfer.end_carried(hub.arena):
                 logger.warning("%s: %r is retired: its carrier did not die", hub.name, transfer.slot)
             elif transfer.lane is not None and not await transfer.lane.gone():
                 logger.warning("%s: %r is retired: its sidecar did not die", hub.name, transfer.slot)
@@ -157,7 +135,7 @@ class Transfers(Part):
         else:
             hub.send(wire.TransferReady(offer.transfer))
 
-    def _ended(self, transfer: _Transfer, slot: Slot, done: wire.TransferDone) -> None:
+    def _ended(self, transfer: Transfer, slot: Slot, done: wire.TransferDone) -> None:
         offer, hub = transfer.offer, self._hub
         if offer.role == "pull":
             self._pulled(transfer, slot, done)
@@ -177,56 +155,41 @@ class Transfers(Part):
 
     # ------------------------------------------------------------ through the carrier
 
-    async def _serve(self, transfer: _Transfer) -> None:
+    async def _serve(self, transfer: Transfer) -> None:
         """Serve a version until the transfer is cancelled."""
         self._pin(transfer)
         carrier = await self._carriers.get()
         slot, offer = transfer.slot, transfer.offer
         if transfer.cancelled or slot is None:
             return
-        nbytes, memory, device = slot.data.numel(), slot.buffer, self._hub.device
+        hub, nbytes, memory, device = self._hub, slot.data.numel(), slot.buffer, self._hub.device
         filled = nbytes if slot.state == "held" else self._filled.get(slot.version, 0)
         if device:  # its bytes travel through host memory
-            memory, filled = await self._scratch(slot.version, nbytes), 0
-            if self._transfers.get(offer.transfer) is not transfer:  # cancelled meanwhile
+            memory, filled = await scratch_memory(hub, slot.version, nbytes), 0
+            if self._is_over(transfer):
                 memory.close()
                 return
-        base = self._pin_base(transfer, nbytes)
-        carried = self._carry(transfer, carrier, offer.part, memory, nbytes, base, scratch=bool(device))
+        base = transfer.pin_base(hub.arena, nbytes)
+        carried = transfer.carry(hub, carrier, offer.part, memory, nbytes, base, scratch=bool(device))
         carried.serve(filled, slot.manifest.regions if slot.manifest is not None and base is not None else ())
         if device:
-            while slot.state == "filling" and not transfer.cancelled:
-                await self._hub.holdings.changed.wait()
-            if not transfer.cancelled:
+            while slot.state == "filling" and not self._is_over(transfer):
+                await hub.holdings.changed.wait()
+            if not self._is_over(transfer):
                 await asyncio.to_thread(take_out, slot, memory.readable(), device)
-            if not transfer.cancelled:
+            if not self._is_over(transfer):
                 carried.filled(nbytes)
 
-    def _pin_base(self, transfer: _Transfer, nbytes: int) -> Buffer | None:
-        """The memory of the version to which there are deltas, if it still fits."""
-        base = self._hub.arena.find_pinned(transfer.offer.base) if transfer.offer.base else None
-        if base is not None and (base.data.numel() != nbytes or base.buffer.device):
-            self._hub.arena.unpin(base)
-            base = None
-        transfer.base = base
-        return None if base is None else base.buffer
-
-    def _unpin_base(self, transfer: _Transfer) -> None:
-        base, transfer.base = transfer.base, None
-        if base is not None:
-            self._hub.arena.unpin(base)
+    def _is_over(self, transfer: Transfer) -> bool:
+        return self._transfers.get(transfer.offer.transfer) is not transfer
 
     def slot_wanted(self) -> None:
         """A base is no longer kept from being replaced: there are no more deltas."""
         for transfer in self._transfers.values():
             if transfer.base is not None and transfer.sends:
-                self._hub.spawn(self._drop_base(transfer), f"the base of transfer {transfer.offer.transfer}")
+                self._hub.spawn(transfer.drop_base(self._hub.arena), f"the base of transfer {transfer.offer.transfer}")
 
-    async def _drop_base(self, transfer: _Transfer) -> None:
-        if all([await carried.drop_base() for carried in transfer.carried]):
-            self._unpin_base(transfer)
-
-    async def _pull(self, transfer: _Transfer) -> wire.TransferDone | None:
+    async def _pull(self, transfer: Transfer) -> wire.TransferDone | None:
         """Pull the version into a slot of our own, and serve it meanwhile."""
         offer, hub = transfer.offer, self._hub
         manifest = await self._manifests.decoded(offer.manifest_hash)
@@ -276,7 +239,7 @@ class Transfers(Part):
             wrong={name: why for pulled in found for name, why in pulled.wrong.items()},
         )
 
-    async def _lay_out(self, transfer: _Transfer, manifest: Manifest) -> None:
+    async def _lay_out(self, transfer: Transfer, manifest: Manifest) -> None:
         """Reserve the slot, copy the parts of this host, and get memory for others."""
         offer = transfer.offer
         slot = await self._reserve(transfer)
@@ -287,30 +250,9 @@ class Transfers(Part):
             memory, nbytes, scratch = slot.buffer, slot.data.numel(), one.part >= 0 or bool(self._hub.device)
             if scratch:
                 nbytes = manifest.part_nbytes(one.part) if one.part >= 0 else nbytes
-                memory = await self._scratch(offer.version, nbytes)
-            base = None if scratch else self._pin_base(transfer, nbytes)
-            self._carry(transfer, carrier, one.part, memory, nbytes, base, scratch=scratch)
-
-    def _carry(
-        self,
-        transfer: _Transfer,
-        carrier: Carrier,
-        part: int,
-        memory: Buffer,
-        nbytes: int,
-        base: Buffer | None,
-        *,
-        scratch: bool,
-    ) -> Carried:
-        name, secret, encrypt = self._hub.member.name, transfer.offer.secret, self._hub.settings.encrypt
-        carried = Carried(carrier, name, secret, part, memory, nbytes, base=base, scratch=scratch, encrypt=encrypt)
-        transfer.carried.append(carried)
-        return carried
-
-    async def _scratch(self, version: int, nbytes: int) -> Buffer:
-        """Memory for bytes that are not in a slot as they travel."""
-        name = f"replicas-{self._hub.name}-part-of-{version}"
-        return await asyncio.to_thread(Buffer.allocate, nbytes, name)
+                memory = await scratch_memory(self._hub, offer.version, nbytes)
+            base = None if scratch else transfer.pin_base(self._hub.arena, nbytes)
+            transfer.carry(self._hub, carrier, one.part, memory, nbytes, base, scratch=scratch)
 
     async def _copy_places(self, places: Sequence[wire.SlotPlace], manifest: Manifest, slot: Slot) -> None:
         """Copy parts that lie on this host, or GPU."""
@@ -323,16 +265,16 @@ class Transfers(Part):
         if places:
             await asyncio.to_thread(copy)
 
-    def _pulled(self, transfer: _Transfer, slot: Slot, done: wire.TransferDone) -> None:
+    def _pulled(self, transfer: Transfer, slot: Slot, done: wire.TransferDone) -> None:
         """It is held like any other version, and served until the transfer is over."""
         hub, offer = self._hub, transfer.offer
-        self._unpin_base(transfer)  # what is wrong comes as bytes; the next version may need its slot
+        transfer.unpin_base(hub.arena)  # what is wrong comes as bytes; the next version may need its slot
         if slot.state == "held":
             hub.arena.mended(slot, done.image_digest)
             hub.holdings.note(offer.version, digest=done.image_digest)
         else:
             hub.holdings.received(slot, done.image_digest, offer.meta, "cuda" if hub.device else "cpu")
-        if self._transfers.get(offer.transfer) is not transfer:  # cancelled at its end: nobody asks for it any more
+        if self._is_over(transfer):  # cancelled at its end: nobody asks for it any more
             hub.spawn(self._stop_carrying(transfer), f"transfer {offer.transfer} ends")
             return
         if not transfer.pinned:
@@ -341,16 +283,9 @@ class Transfers(Part):
         hub.version_held()
         hub.send(msgspec.structs.replace(done, place=slot.place))
 
-    async def _end_carried(self, transfer: _Transfer) -> bool:
-        """Return True if the carrier uses none of its memory any more."""
-        ended = all([await carried.end() for carried in transfer.carried])
-        if ended:
-            self._unpin_base(transfer)
-        return ended
-
-    async def _stop_carrying(self, transfer: _Transfer) -> None:
+    async def _stop_carrying(self, transfer: Transfer) -> None:
         """Let go of the slot once the carrier does not use it any more."""
-        if not await self._end_carried(transfer):
+        if not await transfer.end_carried(self._hub.arena):
             logger.warning("%s: %r is kept: its carrier did not die", self._hub.name, transfer.slot)
             return
         slot = transfer.slot
@@ -362,7 +297,7 @@ class Transfers(Part):
 
     # ------------------------------------------------------------ over a lane
 
-    async def _prepare(self, transfer: _Transfer) -> None:
+    async def _prepare(self, transfer: Transfer) -> None:
         if self._hub.settings.encrypt:
             text = f"version {transfer.offer.version} was to pass a process group, and the channel is encrypted"
             raise self._hub.error(errors.InternalError, text)
@@ -372,7 +307,7 @@ class Transfers(Part):
         elif not transfer.cancelled:
             await self._reserve(transfer)
 
-    async def _map(self, transfer: _Transfer) -> wire.TransferDone | None:
+    async def _map(self, transfer: Transfer) -> wire.TransferDone | None:
         """Map the offered version; it is that version, however late the offer."""
         offer, hub, started = transfer.offer, self._hub, time.monotonic()
         manifest = await self._manifests.decoded(offer.manifest_hash)
@@ -402,7 +337,7 @@ class Transfers(Part):
                 hub.arena.unpin(slot)
         return wire.TransferDone(offer.transfer, digest, {}, mapped - started, time.monotonic() - mapped, own)
 
-    async def _copy_image(self, transfer: _Transfer) -> wire.TransferDone | None:
+    async def _copy_image(self, transfer: Transfer) -> wire.TransferDone | None:
         """Copy the version from a holder on the same GPU into a slot of our own."""
         offer, hub = transfer.offer, self._hub
         place = self._place_of(offer)
@@ -417,7 +352,7 @@ class Transfers(Part):
             raise self._hub.error(errors.InternalError, f"transfer {offer.transfer} names no place")
         return offer.place
 
-    def _pin(self, transfer: _Transfer) -> None:
+    def _pin(self, transfer: Transfer) -> None:
         offer = transfer.offer
         if offer.streaming and (filling := self._hub.arena.find_filling(offer.version)) is not None:
             transfer.slot = filling  # its publish keeps it, and pins it when it is full
@@ -431,7 +366,7 @@ class Transfers(Part):
             raise self._hub.error(errors.Gone, text, version=offer.version)
         transfer.slot, transfer.pinned = slot, True
 
-    async def _reserve(self, transfer: _Transfer) -> Slot:
+    async def _reserve(self, transfer: Transfer) -> Slot:
         hub, offer = self._hub, transfer.offer
         until = time.monotonic() + max(0.0, offer.deadline_s - MARGIN_S)
         manifest = await self._manifests.decoded(offer.manifest_hash)
@@ -447,7 +382,7 @@ class Transfers(Part):
         transfer.slot = slot
         return slot
 
-    async def _move(self, transfer: _Transfer, slot: Slot, go: wire.TransferGo) -> wire.TransferDone:
+    async def _move(self, transfer: Transfer, slot: Slot, go: wire.TransferGo) -> wire.TransferDone:
         if go.places:
             manifest = await self._manifests.decoded(transfer.offer.manifest_hash)
             await self._copy_places(go.places, manifest, slot)
@@ -459,7 +394,7 @@ class Transfers(Part):
         return wire.TransferDone(go.transfer, digest, {}, 0.0, time.monotonic() - started)
 
     async def _through(
-        self, lane: SidecarLane, transfer: _Transfer, slot: Slot, go: wire.TransferGo
+        self, lane: SidecarLane, transfer: Transfer, slot: Slot, go: wire.TransferGo
     ) -> wire.TransferDone:
         if lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {go.lane} is gone", hint="")
@@ -500,7 +435,7 @@ class Transfers(Part):
             self._let_go(transfer)
         self._hub.holdings.protect()
 
-    def _forget(self, transfer: _Transfer) -> bool:
+    def _forget(self, transfer: Transfer) -> bool:
         """Remove it; False: it was withdrawn, and its number may be reused."""
         number = transfer.offer.transfer
         if self._transfers.get(number) is not transfer:
@@ -508,7 +443,7 @@ class Transfers(Part):
         del self._transfers[number]
         return True
 
-    def _let_go(self, transfer: _Transfer) -> None:
+    def _let_go(self, transfer: Transfer) -> None:
         slot, transfer.slot = transfer.slot, None
         if transfer.sends:
             if slot is not None and transfer.pinned:

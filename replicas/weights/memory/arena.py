@@ -212,7 +212,6 @@ class Arena:
                 raise ValueError(f"{slot!r} is not being filled")
             slot.buffer.offer(slot.version)
             slot.state, slot.digest = SLOT.next(slot.state, "completed"), digest
-        self.on_change()
 
     def mended(self, slot: Slot, digest: str) -> None:
         """Wrong bytes of a version that nobody has seen were replaced in its slot."""
