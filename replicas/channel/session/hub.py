@@ -47,8 +47,8 @@ from replicas.weights.memory.arena import Arena
 
 logger = Log("replicas.channel")
 _APART = (
-    "other members are on this machine, but this process cannot share memory with them: versions reach it through the "
-    "process group, which is slower. Containers share memory if they have one network namespace or one pid namespace "
+    "other members are on this machine, but this process cannot share memory with them: versions reach it over the "
+    "network, which is slower. Containers share memory if they have one network namespace or one pid namespace "
     "(docker: --network or --pid = host or container:NAME; Kubernetes: one Pod, or hostNetwork), and one user"
 )
 
