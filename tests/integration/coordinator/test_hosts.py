@@ -6,9 +6,6 @@ bytes to whom, and how many; also over process groups (``transport = "group"``).
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -130,31 +127,3 @@ async def test_a_process_group_sends_every_byte_once(ranks: str) -> None:
         assert all(1.0 / size <= ratio < ONCE / size for ratio in links.sent()[:size])
         assert all(1.0 <= ratio < ONCE for ratio in links.received()[size:])
         assert world.sidecars() == [1] * (size + 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-async def test_a_process_group_that_fails_costs_nobody_the_version() -> None:
-    """Whichever of its sidecars is killed or stops: what it did not bring is pulled;
-    later versions have a process group again, once no link is in doubt."""
-    faults = ((0.05, signal.SIGKILL), (0.5, signal.SIGSTOP), (0.9, signal.SIGKILL))
-    async with host_world(3, GROUP, rollout=GroupShape(2)) as world:
-        trainer, targets = await world.chain()
-        await sync([trainer], targets, 10)
-        with ExitStack() as stack:
-            slowed(stack, world.hosts)
-            seed = 20
-            for victim in (trainer, *targets):
-                for share, signum in faults:
-                    links = Links(world.hosts)
-                    syncing = asyncio.create_task(sync([trainer], targets, seed))
-                    await came((victim if victim is not trainer else targets[0]).host, links, world, share)
-                    os.kill(victim.sidecar(), signum)
-                    began = time.monotonic()
-                    await syncing
-                    assert time.monotonic() - began < SOON_S, (victim.name, share)
-                    seed += 1
-        async with asyncio.timeout(60):
-            while world.sidecars() != [1, 1, 1]:
-                await sync([trainer], targets, seed)
-                seed += 1

@@ -8,6 +8,7 @@ core/moving/deliveries.py.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import mmap
 import os
 import signal
@@ -20,7 +21,7 @@ import pytest
 from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.coordinator import GroupShape
 from tests.chaos.syncs.supervisor_under_test import limit_memory
-from tests.integration.coordinator.test_hosts import LITTLE, NBYTES, ONCE, SOON_S, Links, came, slowed, sync
+from tests.integration.coordinator.test_hosts import GROUP, LITTLE, NBYTES, ONCE, SOON_S, Links, came, slowed, sync
 from tests.support.channel.host_ranks import HostRank, host_world
 from tests.support.machine.networks import why_no_hosts
 from tests.support.waits import wait_until
@@ -340,3 +341,30 @@ def falsify(pid: int, nbytes: int) -> None:
                 memory[known.st_size - BLOCK_NBYTES // 2] ^= 0xFF
             found.add(known.st_ino)
     assert found, "no slot is known"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_a_process_group_that_fails_costs_nobody_the_version() -> None:
+    """Whichever of its sidecars is killed or stops: what it did not bring is pulled;
+    later versions have a process group again, once it has rested and no link is in
+    doubt."""
+    faults = ((0.05, signal.SIGKILL), (0.5, signal.SIGSTOP), (0.9, signal.SIGKILL))
+    async with host_world(3, GROUP, rollout=GroupShape(2)) as world:
+        trainer, targets = await world.chain()
+        await sync([trainer], targets, 10)
+        seeds = itertools.count(20)
+        for victim in (trainer, *targets):
+            for share, signum in faults:
+                with ExitStack() as stack:
+                    slowed(stack, world.hosts)
+                    links = Links(world.hosts)
+                    syncing = asyncio.create_task(sync([trainer], targets, next(seeds)))
+                    await came((victim if victim is not trainer else targets[0]).host, links, world, share)
+                    os.kill(victim.sidecar(), signum)
+                    began = time.monotonic()
+                    await syncing
+                    assert time.monotonic() - began < SOON_S, (victim.name, share)
+                async with asyncio.timeout(60):
+                    while world.sidecars() != [1, 1, 1]:
+                        await sync([trainer], targets, next(seeds))

@@ -61,14 +61,17 @@ class HostRank:
 
     def sidecar(self) -> int:
         """Its sidecar that has a process group: a child of its forkserver, which is a
-        child of the rank. 0: it has none."""
-        own = self.pid
-        return next((pid for pid in self.host.processes("replica-sidecar") if parent_of(parent_of(pid)) == own), 0)
+        child of the rank."""
+        return self._helper("replica-sidecar", lambda pid: parent_of(parent_of(pid)))
 
     def carrier(self) -> int:
-        """Its carrier; 0: it has none now."""
-        own = self.pid
-        return next((pid for pid in self.host.processes("replicas-carry") if parent_of(pid) == own), 0)
+        return self._helper("replicas-carry", parent_of)
+
+    def _helper(self, name: str, owner: Callable[[int], int]) -> int:
+        """Never 0: a signal to that would be one to all of this test's processes."""
+        found = [pid for pid in self.host.processes(name) if owner(pid) == self.pid]
+        assert found, f"{self.name} has no {name}"
+        return found[0]
 
     def kill(self) -> None:
         """SIGKILL to the rank."""
