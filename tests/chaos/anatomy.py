@@ -28,11 +28,12 @@ class Body:
     ranks: list[int]
     pump: int = 0
     sidecars: list[int] = field(default_factory=list)
+    carriers: list[int] = field(default_factory=list)
 
     @property
     def pids(self) -> set[int]:
         """All of them."""
-        return {self.shim, self.launcher, self.pump, *self.ranks, *self.sidecars} - {0}
+        return {self.shim, self.launcher, self.pump, *self.ranks, *self.sidecars, *self.carriers} - {0}
 
 
 class Anatomy:
@@ -72,6 +73,7 @@ class Anatomy:
         known = {run.pid, self.store, self.agent, self.forkserver, *guests}
         for body in self.bodies.values():
             known |= body.pids
+        known |= {pid for guest in guests for pid in _carriers(guest, below, lines)}
         self.orphans = {pid: line for pid, line in lines.items() if pid not in known}
         for name, pid in (("store", self.store), ("agent", self.agent)):
             if not pid:
@@ -93,7 +95,12 @@ def _body(
     ranks = sorted(below.get(launcher, []), key=_rank) if launcher else [main]
     if not ranks:
         raise Unfinished(f"{name} has no ranks")
-    return Body(name, shim, launcher, ranks, pump, sidecars_of(main))
+    carriers = [pid for rank in ranks for pid in _carriers(rank, below, lines)]
+    return Body(name, shim, launcher, ranks, pump, sidecars_of(main), carriers)
+
+
+def _carriers(rank: int, below: Mapping[int, list[int]], lines: Mapping[int, str]) -> list[int]:
+    return [pid for pid in below.get(rank, []) if "replicas.carry.carrier" in lines[pid]]
 
 
 def _rank(pid: int) -> int:

@@ -182,7 +182,7 @@ def progress(run: Run) -> tuple[int, int]:
     return channel.committed_version, channel.epoch
 
 
-@pytest.mark.timeout(300 + 3 * ROUNDS)
+@pytest.mark.timeout(600 + 6 * ROUNDS)
 def test_nothing_piles_up(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
@@ -196,10 +196,10 @@ def test_nothing_piles_up(tmp_path: Path) -> None:
         def past(start: tuple[int, int], rounds: int) -> bool:
             return all(now - then >= rounds for now, then in zip(progress(run), start, strict=True))
 
-        eventually(lambda: past((0, 0), WARM_UP), "the end of the warm-up", timeout_s=120 + 3 * WARM_UP)
+        eventually(lambda: past((0, 0), WARM_UP), "the end of the warm-up", timeout_s=240 + 3 * WARM_UP)
         start = progress(run)
         before, keys_before = hold(run, out)
-        eventually(lambda: past(start, ROUNDS), "so many rounds", timeout_s=120 + 3 * ROUNDS)
+        eventually(lambda: past(start, ROUNDS), "so many rounds", timeout_s=240 + 3 * ROUNDS)
         after, keys = hold(run, out)
         status = run.status()
         assert {one.name: one.restarts for one in status.groups} == {"trainer": {}, "rollout": {}, "guest": {}}

@@ -52,6 +52,7 @@ class Invariants(Written):
             found = self.world.anatomy()
             whole = all(len(body.ranks) == sizes[name] for name, body in found.bodies.items())
             few = all(len(body.sidecars) <= 3 * sizes[name] for name, body in found.bodies.items())
+            few &= all(len(body.carriers) <= len(body.ranks) for body in found.bodies.values())
             return found if whole and few and not found.orphans and self.world.guest.fenced() else None
 
         try:
