@@ -2,8 +2,8 @@
 
 Who packed a version has the version before in another slot: the delta of a block is
 encoded when the first puller asks for it, and kept for the others; before that, where
-pullers are far. Who has pulled a version by deltas serves those
-on. A block without a delta is sent as bytes.
+pullers are far. Who has pulled a version by deltas serves those on. A block without a
+delta is sent as bytes.
 
 *Which is cheaper* (:class:`Choice`) depends on the link: over 100 Gbit/s a version is
 there before its delta is computed. So a carrier remembers how fast versions came from a

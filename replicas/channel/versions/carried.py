@@ -4,6 +4,7 @@ or pulled into."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -143,6 +144,14 @@ class Transfer:
     @property
     def sends(self) -> bool:
         return self.offer.role in ("send", "serve")
+
+    async def is_filled(self, hub: Hub, slot: Slot) -> bool:
+        """Wait until the slot is complete; False: it is not in time, or withdrawn."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.offer.deadline_s):
+                while slot.state == "filling" and not self.cancelled:
+                    await hub.holdings.changed.wait()
+        return slot.state in ("held", "leaving") and not self.cancelled
 
     def carry(
         self, hub: Hub, carrier: Carrier, part: int, memory: Buffer, nbytes: int, base: Buffer | None, *, scratch: bool

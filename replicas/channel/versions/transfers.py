@@ -172,11 +172,8 @@ class Transfers(Part):
         base = transfer.pin_base(hub.arena, nbytes)
         carried = transfer.carry(hub, carrier, offer.part, memory, nbytes, base, scratch=bool(device))
         carried.serve(filled, slot.manifest.regions if slot.manifest is not None and base is not None else ())
-        if device:
-            while slot.state == "filling" and not self._is_over(transfer):
-                await hub.holdings.changed.wait()
-            if not self._is_over(transfer):
-                await asyncio.to_thread(take_out, slot, memory.readable(), device)
+        if device and await transfer.is_filled(hub, slot):
+            await asyncio.to_thread(take_out, slot, memory.readable(), device)
             if not self._is_over(transfer):
                 carried.filled(nbytes)
 

@@ -119,7 +119,7 @@ class MemberState:
     :ivar told_from: that it has missed an operation is told from this time on.
     :ivar rtt_s: recent round-trip time to it; 0: unknown.
     :ivar slow: the others went on without it, because it would have delayed them.
-        :ivar draining: it is being ended (:mod:`replicas.core.draining`).
+    :ivar draining: it is being ended (:mod:`replicas.core.draining`).
     :ivar resumed: it has reported all of its work in progress (at once, unless it comes
         from another coordinator).
     :ivar cut_at: when its connection ended; 0 while it has one.

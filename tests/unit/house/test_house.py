@@ -65,7 +65,7 @@ LONG = {
     "supervisor/fleet/fleet.py": 573,
     "core/versions/commits.py": 537,
     "coordinator/coordinator.py": 468,
-    "channel/versions/transfers.py": 458,
+    "channel/versions/transfers.py": 455,
     "supervisor/fleet/replica.py": 493,
     "channel/versions/publish.py": 486,
     "channel/channel.py": 476,
