@@ -57,6 +57,9 @@ _LEVEL = 1
 _HEAD, _COUNTS, _REGION = struct.Struct("<BBI"), struct.Struct("<IBB"), struct.Struct("<IB")
 _PLANES_MAX, _REGIONS_MAX = 3, 255
 """A block has 2^24 elements at most."""
+_SAMPLES, _SAMPLE_NBYTES = 256, 128
+_THROUGHOUT = 0.8
+"""A delta of elements of 2 bytes is no smaller than these when 0.67 have changed."""
 
 Region = tuple[int, int, int]
 """First byte, the one behind the last, and the bytes of an element."""
@@ -112,6 +115,8 @@ def encode_block(
         raise ValueError(f"{words.nbytes * 8} bits of lines for a block of {nbytes} bytes")
     places = _layout(regions, start, nbytes)
     whole = _HEAD.pack(VERSION, WHOLE, nbytes)
+    if _differ_throughout(old, now):
+        return whole
     positions, planes = [np.empty(0, np.uint32)], []
     at = before = 0
     room = nbytes
@@ -135,6 +140,16 @@ def encode_block(
     counts = _COUNTS.pack(len(gaps), count, len(places)) + b"".join(_REGION.pack(*place) for place in places)
     delta = _HEAD.pack(VERSION, CHANGED, nbytes) + counts + zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
     return delta if len(delta) <= nbytes // 2 else whole
+
+
+def _differ_throughout(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -> bool:
+    """Whether a delta is no use, judged by samples; a small block is not sampled."""
+    count = len(new) // _SAMPLE_NBYTES
+    if count < _SAMPLES:
+        return False
+    runs = (one[: count * _SAMPLE_NBYTES].view("<u2").reshape(count, -1) for one in (old, new))
+    before, now = (run[:: count // _SAMPLES] for run in runs)
+    return bool((before != now).mean() > _THROUGHOUT)
 
 
 def is_whole(delta: bytes) -> bool:

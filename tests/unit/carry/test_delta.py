@@ -137,6 +137,18 @@ def test_a_block_that_has_nothing_in_common_comes_as_bytes() -> None:
     assert is_whole(delta)
 
 
+def test_changes_throughout_are_known_by_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared(*_: object) -> None:
+        raise AssertionError("all of the block was compared")
+
+    old, new = block(1 << 20, 1), block(1 << 20, 2)
+    monkeypatch.setattr(lines, "changed", compared)
+    assert is_whole(encode_block(old.data, new.data))
+    new[: 3 << 18] = old[: 3 << 18]
+    with pytest.raises(AssertionError, match="was compared"):
+        encode_block(old.data, new.data)
+
+
 def test_one_delta_behind_another() -> None:
     first = block(MOST)
     second, third = first.copy(), first.copy()
