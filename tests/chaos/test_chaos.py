@@ -71,6 +71,9 @@ class Chaos:
         with ExitStack() as undo:
             attacks = self._attack(faults, undo)
             what = f"seed {SEED} round {number}: {' + '.join(map(str, attacks))}"
+            if not attacks:
+                print(f"{what}none of {', '.join(map(str, faults))}: there is no such process now", flush=True)
+                return
             print(what, end="", flush=True)
             seconds = self._recovered(attacks, what)
         self._note(attacks, seconds)
