@@ -5,10 +5,10 @@
 269 MB of bfloat16 from a normal distribution, of which a random 0.35, 1 and 3 % go to
 the next value above or below. One thread, block by block, all in memory that was
 touched before. "entropy": of the places and the values, as if each element changed by
-itself; no encoding of such changes is smaller. "copy, compared" is the copy into a slot
-that finds the lines that differ on the way; "encode" looks at these lines alone,
-"encode, all" at everything. Applied "elsewhere" includes the copy of the base. The
-figures are those of one host: what it takes to be sent is for bench_hosts.py to say.
+itself; no encoding of such changes is smaller. "copy" is that into a slot; "compare"
+finds the lines that differ, for changes by tensor. Applied "elsewhere" includes the
+copy of the base. The figures are those of one host: what it takes to be sent is for
+bench_hosts.py to say.
 
 ``--trained``: of a model that is being trained, instead (``delta_trained.py``).
 """
@@ -28,7 +28,7 @@ from bench.shapes import FULL, ITEM_NBYTES, SMALL, nbytes_of
 from bench.support import Bar, Spread, machine, rotated, show, write
 from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.carry.delta import apply_block, encode_block
-from replicas.memory.lines import LINE_NBYTES, WORD_NBYTES, Bytes, Lines
+from replicas.memory.lines import LINE_NBYTES, Bytes, Lines
 from replicas.weights.copies import streaming
 
 RATIOS = {0.0035: 0.0029, 0.01: 0.0070, 0.03: 0.0172}
@@ -68,28 +68,17 @@ class Scene:
         self.entropy = bits / 8 / self.nbytes
         self.out[:] = self.base
 
-    def copy(self, lines: Lines | None = None) -> None:
+    def copy(self) -> None:
         for start in range(0, self.nbytes, STEP_NBYTES):
             to = np.array([self.slot.ctypes.data + start], np.uintp)
             source = np.array([self.source.ctypes.data + start], np.uintp)
             size = np.array([min(STEP_NBYTES, self.nbytes - start)], np.uintp)
-            streaming.copy_runs(lambda: True, to, source, size, past_caches=True, lines=lines)
-
-    def copy_compared(self) -> None:
-        self.lines = Lines(self.slot, self.base)
-        self.copy(self.lines)
+            streaming.copy_runs(lambda: True, to, source, size, past_caches=True)
 
     def compare(self) -> None:
         Lines(self.slot, self.base).compare(0, self.nbytes)
 
     def encode(self) -> None:
-        words = [self.lines.words[one.start // WORD_NBYTES : one.stop // WORD_NBYTES].data for one in self._blocks]
-        self.deltas = [
-            encode_block(self.base[one].data, self.slot[one].data, (), bits)
-            for one, bits in zip(self._blocks, words, strict=True)
-        ]
-
-    def encode_all(self) -> None:
         self.deltas = [encode_block(self.base[one].data, self.slot[one].data) for one in self._blocks]
 
     def apply_elsewhere(self) -> None:
@@ -116,15 +105,13 @@ def _entropy(parts: npt.NDArray[np.float64]) -> float:
 
 def measure(scene: Scene, repetitions: int) -> dict[str, Spread]:
     """CPU seconds of each step; they take turns."""
-    scene.copy_compared()
+    scene.copy()
     scene.encode()
     scene.check()
     steps: dict[str, Callable[[], None]] = {
         "copy": scene.copy,
-        "copy, compared": scene.copy_compared,
         "compare": scene.compare,
         "encode": scene.encode,
-        "encode, all": scene.encode_all,
         "apply elsewhere": scene.apply_elsewhere,
         "apply in place": scene.apply_in_place,
         "digest": scene.digest,

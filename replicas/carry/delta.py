@@ -85,34 +85,22 @@ class Changes:
     values: npt.NDArray[Any]
 
 
-def encode_block(
-    base: memoryview,
-    new: memoryview,
-    regions: Iterable[Region] = (),
-    lines: memoryview | None = None,
-    *,
-    start: int = 0,
-) -> bytes:
+def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = (), *, start: int = 0) -> bytes:
     """The delta of a block.
 
     :param regions: where elements of which size are in the image; none: all have
         :data:`DEFAULT_WIDTH`. Bytes in no region are elements themselves.
-    :param lines: bits of the block's lines that may differ
-        (:class:`replicas.memory.lines.Lines`); None: all may.
     :param start: the block's first byte in the image.
     """
     import numpy as np
     import zstandard
 
-    from replicas.memory.lines import LINE_NBYTES, changed
+    from replicas.memory.lines import changed
 
     nbytes = new.nbytes
     if base.nbytes != nbytes or nbytes > BLOCK_NBYTES:
         raise ValueError(f"{base.nbytes} bytes are no base of a block of {nbytes}")
     old, now = np.frombuffer(base, np.uint8), np.frombuffer(new, np.uint8)
-    words = None if lines is None else np.frombuffer(lines, np.uint64)
-    if words is not None and words.nbytes * 8 * LINE_NBYTES < nbytes:
-        raise ValueError(f"{words.nbytes * 8} bits of lines for a block of {nbytes} bytes")
     places = _layout(regions, start, nbytes)
     whole = _HEAD.pack(VERSION, WHOLE, nbytes)
     if _differ_throughout(old, now):
@@ -121,7 +109,7 @@ def encode_block(
     at = before = 0
     room = nbytes
     for end, width in places:
-        found = changed(now, old, words, at, end, width, room // (1 + width))
+        found = changed(now, old, None, at, end, width, room // (1 + width))
         if found is None:
             return whole
         numbers, xors = found

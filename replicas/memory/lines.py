@@ -1,10 +1,9 @@
 """Which lines of 64 bytes of two runs of memory differ, and which elements in them.
 
 A version differs from the one before in few elements. A bit for each line says where to
-look for them: an eighth of a byte for 64. The bits are set while the version is copied
-into its slot, which costs one more stream of reads (:mod:`replicas.weights.copies`), or
-by a pass over both runs. The C code is that of the copies, loaded without torch, and
-called without the GIL; where it was not compiled, numpy is slower, and as right.
+look for them: an eighth of a byte for 64. The bits are set by a pass over both runs.
+The C code lies with that of the copies, is loaded without torch, and called without the
+GIL; where it was not compiled, numpy is slower, and as right.
 """
 
 from __future__ import annotations
@@ -57,17 +56,13 @@ class Lines:
         self._run, self._base, self._lock = run, base, threading.Lock()
         self.words = np.zeros(-(-run.nbytes // WORD_NBYTES), np.uint64)
 
-    @property
-    def addresses(self) -> tuple[int, int, int]:
-        """Of the run, its base, and the words: what the C code takes."""
-        return self._run.ctypes.data, self._base.ctypes.data, self.words.ctypes.data
-
     def compare(self, first: int, last: int, threads: int = 1) -> None:
         """Set the bits of the bytes ``first`` to ``last``. Thread-safe."""
         if not 0 <= first <= last <= self._run.nbytes:
             raise ValueError(f"bytes {first} to {last} of {self._run.nbytes}")
         if _library is not None:
-            _library.replicas_compare(*self.addresses, first, last, threads)
+            data = self._run.ctypes.data, self._base.ctypes.data, self.words.ctypes.data
+            _library.replicas_compare(*data, first, last, threads)
             return
         numbers = np.unique((np.flatnonzero(self._run[first:last] != self._base[first:last]) + first) // LINE_NBYTES)
         with self._lock:

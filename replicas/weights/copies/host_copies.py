@@ -33,7 +33,6 @@ import numpy.typing as npt
 import torch
 
 from replicas.errors import ManifestMismatch, ReplicasError
-from replicas.memory.lines import Lines
 from replicas.messages.bounds import text_of
 from replicas.weights.copies import streaming
 from replicas.weights.copies.streaming import Addresses, MemoryMoved, Private
@@ -219,11 +218,7 @@ class HostCopies:
     :param kinds: of the tensors that were found.
     :param load: copy to the tensors; False: from them.
     :param name: tells the name of a piece's tensor.
-    :ivar lines: of the pieces' run of bytes, from the byte 0 of ``starts``; set before
-        a copy from the tensors, it is compared with its base meanwhile.
     """
-
-    lines: Lines | None = None
 
     def __init__(
         self,
@@ -285,8 +280,6 @@ class HostCopies:
                     self._copy_runs(cut, numbers, threads, past_caches)
                 if len(numbers) < cut.last - cut.first:
                     self._copy_others(cut, np.flatnonzero(~self._found.runs[some]))
-                    if self.lines is not None:
-                        self.lines.compare(cut.start, cut.end, threads)
                 if self._load:
                     _written(self._found.tensors[some])
                 return
@@ -322,7 +315,7 @@ class HostCopies:
             addresses, ours, sizes = addresses + skipped, ours + skipped, np.array([cut.end - cut.start], np.uintp)
         check = streaming.still_there(tensors, found.addresses[those], found.needed[those])
         to, sources = (addresses, ours) if self._load else (ours, addresses)
-        streaming.copy_runs(check, to, sources, sizes, threads=threads, past_caches=past_caches, lines=self.lines)
+        streaming.copy_runs(check, to, sources, sizes, threads=threads, past_caches=past_caches)
 
     def _copy_others(self, cut: Cut, numbers: npt.NDArray[np.intp]) -> None:
         """By torch, and private memory: with casts and strides."""

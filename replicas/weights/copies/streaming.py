@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from replicas.memory.lines import LIBRARY, Lines
+from replicas.memory.lines import LIBRARY
 from replicas.weights.copies.tensors import span_nbytes
 
 Addresses = npt.NDArray[np.uintp]
@@ -62,11 +62,10 @@ class MemoryMoved(Exception):
 def _load() -> Any:
     try:
         library = ctypes.PyDLL(str(LIBRARY))
-        function, _ = library.replicas_checked_copy, library.replicas_compare
+        function = library.replicas_copy_runs
     except (OSError, AttributeError):  # not compiled, for another kind of machine, or by an older version
         return None
-    pointers = [ctypes.c_void_p] * 3
-    function.argtypes = [ctypes.py_object, *pointers, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, *pointers]
+    function.argtypes = [ctypes.py_object, *[ctypes.c_void_p] * 3, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
     return function
 
 
@@ -114,20 +113,16 @@ def copy_runs(
     *,
     threads: int = 1,
     past_caches: bool = False,
-    lines: Lines | None = None,
 ) -> None:
     """Copy runs of bytes that do not overlap, with the GIL held.
 
     It needs :data:`available`.
 
     :param past_caches: the result of :func:`pays` for the whole copy.
-    :param lines: of the run of bytes that holds all destinations: compare what is
-        written with its base.
     :raises MemoryMoved: ``check`` is not true.
     """
-    with_base = (None, None, None) if lines is None else lines.addresses
     runs = to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)
-    if not _copy(check, *runs, threads, int(past_caches), *with_base):
+    if not _copy(check, *runs, threads, int(past_caches)):
         raise MemoryMoved
 
 

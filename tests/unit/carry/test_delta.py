@@ -29,7 +29,7 @@ from replicas.carry.delta import (
     is_whole,
 )
 from replicas.memory import lines
-from replicas.memory.lines import LINE_NBYTES, Bytes, Lines
+from replicas.memory.lines import LINE_NBYTES, Bytes
 
 MOST = 6_000
 SMALL = 4 << 20
@@ -77,13 +77,10 @@ def blocks(draw: st.DrawFn) -> tuple[Bytes, Bytes, list[Region], int]:
 
 
 @pytest.mark.slow
-@given(given=blocks(), with_lines=st.booleans())
-def test_the_same_bytes_whatever_has_changed(given: tuple[Bytes, Bytes, list[Region], int], with_lines: bool) -> None:
+@given(given=blocks())
+def test_the_same_bytes_whatever_has_changed(given: tuple[Bytes, Bytes, list[Region], int]) -> None:
     base, new, regions, start = given
-    found = Lines(new, base)
-    found.compare(0, len(new))
-    words = found.words.data if with_lines else None
-    delta = encode_block(base.data, new.data, regions, words, start=start)
+    delta = encode_block(base.data, new.data, regions, start=start)
     assert len(delta) <= max(HEAD.size, len(new) // 2)
     if is_whole(delta):
         with pytest.raises(DeltaError, match="of kind 1"):
@@ -94,7 +91,7 @@ def test_the_same_bytes_whatever_has_changed(given: tuple[Bytes, Bytes, list[Reg
     assert xxhash.xxh3_128_digest(result.data) == xxhash.xxh3_128_digest(new.data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "_library", None)
-        assert encode_block(base.data, new.data, regions, words, start=start) == delta
+        assert encode_block(base.data, new.data, regions, start=start) == delta
         assert np.array_equal(applied(base, delta), new)
     seen = base.copy()
     for one in changes_of(base.data, delta):
@@ -159,18 +156,6 @@ def test_one_delta_behind_another() -> None:
     assert np.array_equal(applied(applied(first, to_second), to_third), third)
 
 
-@pytest.mark.skipif(lines._library is None, reason="numpy looks at all lines")
-def test_only_lines_with_a_bit_are_looked_at() -> None:
-    base = block(MOST)
-    new = base.copy()
-    new[[10, 100, 5_000]] ^= 1
-    words = np.array([0b10, 0], np.uint64)
-    delta = encode_block(base.data, new.data, (), words.data)
-    expected = base.copy()
-    expected[100] ^= 1
-    assert np.array_equal(applied(base, delta), expected)
-
-
 def test_too_many_regions_are_single_bytes() -> None:
     base = block(MOST)
     new = base.copy()
@@ -187,8 +172,6 @@ def test_what_cannot_be_encoded_is_an_error_of_the_caller() -> None:
         encode_block(memoryview(bytes(BLOCK_NBYTES + 1)), memoryview(bytes(BLOCK_NBYTES + 1)))
     with pytest.raises(ValueError, match="elements of 3 bytes"):
         encode_block(base.data, base.data, [(0, 99, 3)])
-    with pytest.raises(ValueError, match="64 bits of lines"):
-        encode_block(block(MOST).data, block(MOST).data, (), np.zeros(1, np.uint64).data)
     with pytest.raises(ValueError, match="does not go into"):
         apply_block(base.data, encode_block(base.data, base.data), base[:99].data)
 

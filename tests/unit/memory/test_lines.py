@@ -9,15 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.memory import lines
 from replicas.memory.lines import LINE_NBYTES, Bytes, Lines, change, changed
-from replicas.weights.copies import streaming
-from replicas.weights.copies.copying import Copier
-from replicas.weights.copies.host_copies import HostCopies, Kinds, cuts_of
 
 
 @pytest.fixture(params=["C", "numpy"])
@@ -93,6 +89,15 @@ def test_the_elements_that_differ_are_found_and_changed_back(
     assert np.array_equal(np.delete(run, np.s_[first:last]), np.delete(outside, np.s_[first:last]))
 
 
+@pytest.mark.skipif(lines._library is None, reason="numpy looks at all lines")
+def test_only_lines_with_a_bit_are_looked_at() -> None:
+    run, base = placed(6_000), placed(6_000)
+    run[[10, 100, 5_000]] = 1
+    changes = changed(run, base, np.array([0b10, 0], np.uint64), 0, 6_000, 1, 3)
+    assert changes is not None
+    assert changes[0].tolist() == [100]
+
+
 def test_no_memory_beyond_the_runs_is_compared() -> None:
     run = placed(100)
     with pytest.raises(ValueError, match="no base"):
@@ -101,47 +106,3 @@ def test_no_memory_beyond_the_runs_is_compared() -> None:
         Lines(placed(100, 1), run)
     with pytest.raises(ValueError, match="bytes 90 to 101 of 100"):
         Lines(run, placed(100)).compare(90, 101)
-
-
-@pytest.mark.parametrize("past_caches", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_copied_is_compared_meanwhile(
-    past_caches: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs of any alignment, and what torch has to copy."""
-    monkeypatch.setattr(streaming, "pays", lambda nbytes: past_caches)
-    if not compiled:
-        monkeypatch.setattr(streaming, "available", False)
-        monkeypatch.setattr(lines, "_library", None)
-    torch.manual_seed(1)
-    tensors = [torch.randn(count).to(torch.bfloat16) for count in (3, 50_000, 31, 4096, 1)]
-    tensors += [torch.randn(60, 50).to(torch.bfloat16).t(), torch.randn(700)]
-    sizes = [2 * one.numel() for one in tensors]
-    starts, ends = [sum(sizes[:number]) for number in range(len(sizes))], np.cumsum(sizes).tolist()
-    slot, base = placed(ends[-1]), placed(ends[-1], 16)
-
-    def copied(with_lines: Lines | None) -> None:
-        views = [
-            torch.from_numpy(slot[start:end]).view(torch.bfloat16).view(one.shape)
-            for start, end, one in zip(starts, ends, tensors, strict=True)
-        ]
-        kinds = Kinds([one.shape for one in tensors], [one.dtype for one in tensors], [torch.bfloat16] * len(tensors))
-        found = kinds.look(tensors)
-        assert found is not None
-        ours = np.array(starts, np.uintp) + np.uintp(slot.ctypes.data)
-        copies = HostCopies(found, kinds, ours, starts, lambda: views, load=False, name=str)
-        copies.lines = with_lines
-        with Copier(torch.from_numpy(slot), helpers=1) as copier:
-            copier.run_host(copies, lambda nbytes: cuts_of(starts, ends, kinds.shapes, 10_000))
-            copier.finish()
-
-    copied(None)
-    base[:] = slot
-    for one, number in ((1, 12_345), (1, 49_999), (4, 0), (6, 350)):
-        tensors[one][number] += 1
-    tensors[5][7, 7] += 1
-    found = Lines(slot, base)
-    copied(found)
-    expected = np.unique(np.flatnonzero(slot != base) // LINE_NBYTES).tolist()
-    assert lines_of(found) == expected
-    assert len(expected) == 5
