@@ -66,7 +66,7 @@ class Certificate:
 
 def slot(data: bytes | int) -> tuple[int, mmap.mmap]:
     """A memfd with a header of :data:`OFFSET` bytes, and its mapping."""
-    fd = os.memfd_create("test-slot")
+    fd = os.memfd_create("a slot")
     nbytes = data if isinstance(data, int) else len(data)
     os.ftruncate(fd, OFFSET + nbytes)
     memory = mmap.mmap(fd, OFFSET + nbytes)

@@ -16,7 +16,7 @@ from replicas.carry.image import CHUNK_NBYTES, Image, Withdrawn
 
 
 def image(nbytes: int, *, full: bool = False) -> Image:
-    return Image(os.memfd_create("test-image"), 0, nbytes, full=full)
+    return Image(os.memfd_create("an image"), 0, nbytes, full=full)
 
 
 def test_the_lowest_block_is_asked_for_first_and_one_that_failed_again() -> None:

@@ -62,7 +62,7 @@ def test_what_has_changed_throughout_is_sent_as_bytes() -> None:
 
 def test_deltas_are_made_ahead_once_their_blocks_are_here(pair: tuple[bytes, bytes]) -> None:
     old, new = pair
-    deltas, image = Deltas(NBYTES, memoryview(old), memoryview(new)), Image(os.memfd_create("test-image"), 0, NBYTES)
+    deltas, image = Deltas(NBYTES, memoryview(old), memoryview(new)), Image(os.memfd_create("an image"), 0, NBYTES)
     thread = threading.Thread(target=lambda: deltas.make_ahead(image))
     thread.start()
     image.fill(0, BLOCK_NBYTES)
@@ -72,7 +72,7 @@ def test_deltas_are_made_ahead_once_their_blocks_are_here(pair: tuple[bytes, byt
     assert deltas.of(0) is not None
     assert deltas.of(1) is not None
     gone = Deltas(NBYTES, memoryview(old), memoryview(new))
-    other = Image(os.memfd_create("test-image"), 0, NBYTES)
+    other = Image(os.memfd_create("an image"), 0, NBYTES)
     other.withdraw("it is not needed any more")
     gone.make_ahead(other)
     gone.without_base()
