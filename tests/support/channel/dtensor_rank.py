@@ -29,6 +29,7 @@ from replicas.weights.feed import Feed
 from replicas.weights.loading import load_into, views
 from replicas.weights.packing import stage
 from tests.support.channel.packing import pack
+from tests.support.channel.pairs import Pair
 
 WORLD = 4
 
@@ -136,6 +137,18 @@ def check_load(mesh: DeviceMesh) -> None:
     dist.all_reduce(total)
 
 
+def check_changes(mesh: DeviceMesh) -> None:
+    """A tensor of which something has changed is written whole, to this rank's part."""
+    pair = Pair(same=("float32", (5, 3)), changed=("float32", (6, 4)))
+    placements = [Shard(0), Shard(1)]
+    model = {name: distribute_tensor(value, mesh, placements) for name, value in pair.model.items()}
+    kept = model["same"].to_local().add_(1).clone()
+    pair.new["changed"][4, 3] += 1
+    pair.load(model)
+    assert torch.equal(model["changed"].full_tensor(), pair.new["changed"])
+    assert torch.equal(model["same"].to_local(), kept), "nothing had changed there"
+
+
 def check_placements(mesh: DeviceMesh) -> None:
     torch.manual_seed(5)
     whole = {
@@ -168,7 +181,7 @@ def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for check in (check_placements, check_parts, check_image, check_failure_of_the_leader, check_load):
+    for check in (check_placements, check_parts, check_image, check_failure_of_the_leader, check_load, check_changes):
         check(mesh)
     dist.destroy_process_group()
     print("passed", flush=True)

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from replicas.core.base.manifest import ITEM_NBYTES, Manifest, TensorSpec
+from replicas.core.base.manifest import ITEM_NBYTES, Manifest
 from replicas.errors import ManifestMismatch
 from replicas.memory import lines
-from replicas.weights import changes, loading
-from replicas.weights.changes import SHARE, Change, Difference
+from replicas.weights import changes
+from replicas.weights.changes import SHARE
 from replicas.weights.copies.tensors import bits, torch_dtype
-from replicas.weights.loading import load_changes, views
-from replicas.weights.memory.buffers import Buffer
+from replicas.weights.loading import views
+from tests.support.channel.pairs import Pair
 from tests.support.devices.fake_accelerator import NAME, FakeAccelerator
 
 DTYPES = [name for name in ITEM_NBYTES if hasattr(torch, name)]
@@ -35,42 +35,6 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
         elif lines._library is None:
             pytest.skip("not compiled")
         yield
-
-
-class Pair:
-    """A version that others may see, and an image of the next one, alike at first."""
-
-    def __init__(self, **shapes: tuple[str, tuple[int, ...]]) -> None:
-        self.manifest = Manifest(tuple(TensorSpec(name, *shape) for name, shape in shapes.items()))
-        self.old = Buffer.allocate(self.manifest.image_nbytes, "test")
-        assert self.old.claim() == "claimed"
-        generator = torch.Generator().manual_seed(1)
-        raw = torch.randint(0, 2, (self.manifest.image_nbytes,), dtype=torch.uint8, generator=generator)
-        self.old.tensor().copy_(raw)
-        self.old.offer(1)
-        self.image = raw.clone() if raw.data_ptr() % 64 == 0 else _aligned(raw)
-        self.new = views(self.image, self.manifest)
-
-    @property
-    def model(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in views(self.old.tensor(), self.manifest).items()}
-
-    def difference(self) -> Difference:
-        return Difference(self.image, self.manifest, Buffer.open(self.old.place, 1, lock=False))
-
-    def found(self) -> dict[str, Change]:
-        with self.difference() as difference:
-            return {name: difference.of(name, tensor) for name, tensor in self.new.items()}
-
-    def load(self, model: Any) -> None:
-        with self.difference() as difference:
-            load_changes(model, self.image, self.manifest, difference)
-
-
-def _aligned(raw: torch.Tensor) -> torch.Tensor:
-    memory = torch.empty(len(raw) + 64, dtype=torch.uint8)
-    start = -memory.data_ptr() % 64
-    return memory[start : start + len(raw)].copy_(raw)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -178,17 +142,6 @@ def test_models_of_any_kind(case: str) -> None:
     pair.load(model)
     written = model.w.detach() if case == "module" else model["w"]
     assert torch.equal(written.resolve_conj().resolve_neg(), pair.new["w"].to(written.dtype))
-
-
-def test_a_part_of_a_changed_tensor_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a DTensor, of which a rank has some rows."""
-    pair = Pair(w=("float32", (16, 8)))
-    pair.new["w"][9, 3] += 1
-    rows = {"w": pair.model["w"][8:].clone()}
-    checked = loading._checked
-    monkeypatch.setattr(loading, "_checked", lambda name, value, source: checked(name, value, source[8:]))
-    pair.load(rows)
-    assert torch.equal(rows["w"], pair.new["w"][8:])
 
 
 def test_a_misfit_is_named_before_anything_is_written() -> None:
