@@ -9,10 +9,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from replicas import errors
 from replicas.carry.rank_side import Carrier, CarrierDied
 from replicas.carry.wire import Pulled
 from replicas.channel.session.hub import Hub
 from replicas.channel.session.sidecar_lanes import SidecarLane
+from replicas.channel.versions.on_device import take_out
 from replicas.messages import HolderAddress, TransferOffer
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar
 from replicas.weights.memory.arena import Arena, Slot
@@ -137,6 +139,7 @@ class Transfer:
     streams_to: Sidecar | None = None
     carried: list[Carried] = field(default_factory=list)
     base: Slot | None = None
+    _copied: Buffer | None = None
     manifest: bytes = b""
     running: bool = False
     cancelled: bool = False
@@ -169,19 +172,35 @@ class Transfer:
             self.unpin_base(arena)
         return ended
 
-    def pin_base(self, arena: Arena, nbytes: int) -> Buffer | None:
-        """The memory of the version to which there are deltas, if it still fits."""
-        base = arena.find_pinned(self.offer.base) if self.offer.base else None
-        if base is not None and (base.data.numel() != nbytes or base.buffer.device):
-            arena.unpin(base)
+    async def take_base(self, hub: Hub, nbytes: int) -> Buffer | None:
+        """The memory of the version to which there are deltas, if it still fits.
+
+        What lies on a GPU is copied out: a delta is made, and applied, in host memory.
+        """
+        base = hub.arena.find_pinned(self.offer.base) if self.offer.base else None
+        if base is not None and base.data.numel() != nbytes:
+            hub.arena.unpin(base)
             base = None
         self.base = base
-        return None if base is None else base.buffer
+        if base is None or not base.buffer.device:
+            return None if base is None else base.buffer
+        try:
+            self._copied = await scratch_memory(hub, base.version, nbytes)
+            await asyncio.to_thread(take_out, base, self._copied.readable(), hub.device)
+        except errors.NoCapacity:  # then all comes as bytes
+            return None
+        finally:
+            self.base = None
+            hub.arena.unpin(base)
+        return self._copied
 
     def unpin_base(self, arena: Arena) -> None:
         base, self.base = self.base, None
         if base is not None:
             arena.unpin(base)
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            copied.close()
 
     async def drop_base(self, arena: Arena) -> None:
         """Have no more deltas made, and let go of the base."""

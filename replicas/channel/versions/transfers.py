@@ -164,12 +164,14 @@ class Transfers(Part):
             return
         hub, nbytes, memory, device = self._hub, slot.data.numel(), slot.buffer, self._hub.device
         filled = nbytes if slot.state == "held" else self._filled.get(slot.version, 0)
+        base = await transfer.take_base(hub, nbytes)
         if device:  # its bytes travel through host memory
             memory, filled = await scratch_memory(hub, slot.version, nbytes), 0
-            if self._is_over(transfer):
+        if self._is_over(transfer):
+            transfer.unpin_base(hub.arena)
+            if device:
                 memory.close()
-                return
-        base = transfer.pin_base(hub.arena, nbytes)
+            return
         carried = transfer.carry(hub, carrier, offer.part, memory, nbytes, base, scratch=bool(device))
         carried.serve(filled, slot.manifest.regions if slot.manifest is not None and base is not None else ())
         if device and await transfer.is_filled(hub, slot):
@@ -245,10 +247,10 @@ class Transfers(Part):
         for one in offer.pulls:
             carrier = await self._carriers.get()
             memory, nbytes, scratch = slot.buffer, slot.data.numel(), one.part >= 0 or bool(self._hub.device)
+            base = None if one.part >= 0 else await transfer.take_base(self._hub, nbytes)
             if scratch:
                 nbytes = manifest.part_nbytes(one.part) if one.part >= 0 else nbytes
                 memory = await scratch_memory(self._hub, offer.version, nbytes)
-            base = None if scratch else transfer.pin_base(self._hub.arena, nbytes)
             transfer.carry(self._hub, carrier, one.part, memory, nbytes, base, scratch=scratch)
 
     async def _copy_places(self, places: Sequence[wire.SlotPlace], manifest: Manifest, slot: Slot) -> None:

@@ -210,6 +210,29 @@ async def test_a_version_is_pulled_through_host_memory_where_a_lane_has_failed()
         assert accelerator_allocated() <= allocated + len(members) * (IMAGE_NBYTES + 28)
 
 
+async def test_what_lies_on_gpus_is_pulled_as_a_delta() -> None:
+    """Both ends have the version before on a GPU."""
+    async with channel_world(DEVICE) as world:
+        trainer = await join(world, "trainer", 0, "FAKE-0")
+        rollout = await join(world, "rollout", 0, "FAKE-1")
+        await publish(trainer, 1)
+        for version in (2, 3):
+            if version == 2:
+                kill_next(rollout)
+            changed = weights(1)
+            changed["w"].view(-1)[version] = 7.0
+            receipt = await asyncio.to_thread(lambda given: trainer.publish(given).wait(40), changed)
+            assert (receipt.version, receipt.lost, receipt.staging) == (version, (), "device")
+            assert receipt.wire_nbytes < receipt.nbytes / 20
+            update: Update = await rollout.receive(deadline=40)
+            with update:
+                assert update.version == version
+                model = {name: torch.zeros_like(tensor) for name, tensor in changed.items()}
+                update.load_into(model)
+            assert all(torch.equal(model[name], tensor) for name, tensor in changed.items())
+        await wait_until(lambda: not part_memory(), "the host memory is given back")
+
+
 def part_memory() -> list[str]:
     """Host memory of this process in which versions of GPUs travel."""
     names: list[str] = []
