@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute
 
 from replicas import errors
 from replicas.common import own_loop
+from replicas.common.tasks import cancelled
 from replicas.config.file import channels_from
 from replicas.config.structs import ChannelConfig
 from replicas.config.values import Form, Place, address, folder, is_loopback, listen, path
@@ -211,8 +212,7 @@ class Coordinator:
 
     async def _end_store(self) -> None:
         if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+            await cancelled(self._starting)
         await self._store.aclose()
 
     async def __aexit__(
@@ -220,8 +220,7 @@ class Coordinator:
     ) -> None:
         own_loop.end(self)
         if self._tick is not None:
-            self._tick.cancel()
-            await asyncio.gather(self._tick, return_exceptions=True)
+            await cancelled(self._tick)
         if self._server is not None:
             await self._server.aclose()
         self.engine.close()
