@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
+from replicas import errors
 from replicas.common.foreign import one_line, visible
 from replicas.messages.bounds import RANKS_MAX, SECONDS_MAX, encodable, shown
 
@@ -83,6 +84,18 @@ class Form(NamedTuple):
     read: Callable[[Place, object], Any]
     type: str
     range: str = ""
+
+
+def checked(what: str, form: Form, value: object) -> Any:
+    """A value of this form, outside of a file; ``what``: its name in the message.
+
+    :raises replicas.errors.UsageError: it has another form.
+    """
+    place = Place(Path(), (what,))
+    found = form.read(place, value)
+    if place.problems:
+        raise errors.UsageError(place.problems[0][1])
+    return found
 
 
 def form(type: str, range: str = "") -> Callable[[Callable[[Place, object], Any]], Form]:
