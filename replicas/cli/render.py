@@ -151,25 +151,12 @@ def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]
 
 def _timeout_row(group: GroupConfig) -> tuple[str, ...]:
     health = group.health
+    beat, drain = duration_text(health.heartbeat_timeout_s), duration_text(group.drain_timeout_s)
     if group.external:
-        return (
-            group.name,
-            "-",
-            duration_text(health.heartbeat_timeout_s),
-            "-",
-            "-",
-            duration_text(group.drain_timeout_s),
-            "-",
-        )
-    times = (
-        health.start_timeout_s,
-        health.heartbeat_timeout_s,
-        health.progress_timeout_s,
-        health.load_deadline_s,
-        group.drain_timeout_s,
-        group.stop_timeout_s,
-    )
-    return group.name, *map(duration_text, times)
+        return group.name, "-", beat, "-", "-", drain, "-"
+    others = (health.start_timeout_s, health.progress_timeout_s, health.load_deadline_s, group.stop_timeout_s)
+    start, progress, load, stop = map(duration_text, others)
+    return group.name, start, beat, progress, load, drain, stop
 
 
 def _resource_row(group: GroupConfig) -> tuple[str, ...]:
