@@ -360,11 +360,8 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
             nodes = ", ".join(node or "an unknown node" for node in event.nodes)
             return "run", f"waits up to {duration_text(event.seconds)} for the leases of {nodes}", "yellow"
         case happened.NodeChanged():
-            return (
-                f"node {event.node}",
-                f"{event.after}{_because(event.reason)}",
-                "" if event.after == "up" else "yellow",
-            )
+            style = "" if event.after == "up" else "yellow"
+            return f"node {event.node}", f"{event.after}{_because(event.reason)}", style
         case happened.TokenChanged():
             return "run", f"{event.role} token {event.change}", "yellow" if event.change == "revoked" else ""
     return _channel_words(who, event)
@@ -393,11 +390,8 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
             sync = event.record
             lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
             what = f"version {sync.version} {sync.outcome} in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
-            return (
-                event.channel,
-                f"{what}, {_count(sync.members, 'member')}{lost}",
-                "" if sync.outcome == "committed" else "red",
-            )
+            style = "" if sync.outcome == "committed" else "red"
+            return event.channel, f"{what}, {_count(sync.members, 'member')}{lost}", style
         case effects.StepFell():
             return event.channel, f"version {event.version} has step {event.step:g} after {event.before:g}", "bold red"
         case effects.CaughtUp():
