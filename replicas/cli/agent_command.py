@@ -10,16 +10,13 @@ import typer
 
 from replicas import environ, errors
 from replicas.cli.base import command
-from replicas.config.values import Place, labels, name
+from replicas.config.values import checked, labels, name
 
 
 def _labels(words: list[str]) -> dict[str, str]:
-    place = Place(Path(), ("--label",))
     if odd := next((word for word in words if "=" not in word), None):
         raise errors.UsageError(f"--label {odd}: a label is NAME=VALUE")
-    read: dict[str, str] = labels.read(place, dict(word.split("=", 1) for word in words))
-    if place.problems:
-        raise errors.UsageError(place.problems[0][1])
+    read: dict[str, str] = checked("--label", labels, dict(word.split("=", 1) for word in words))
     return read
 
 
@@ -54,15 +51,10 @@ def agent(
     from replicas.supervisor.agent.machine import node_name
     from replicas.supervisor.agent.remote import Invitation, serve_node  # heavy: imported by this command only
 
-    text = join or os.environ.pop(environ.JOIN, "")
-    if not text:
+    text = os.environ.pop(environ.JOIN, "")
+    if not (text := join or text):
         raise errors.UsageError("where to join is missing", hint=f"pass --join TOKEN@HOST:PORT, or set {environ.JOIN}")
-    os.environ.pop(environ.JOIN, None)
-    chosen = node or node_name()
-    place = Place(Path(), ("--name",))
-    name.read(place, chosen)
-    if place.problems:
-        raise errors.UsageError(place.problems[0][1])
+    chosen = checked("--name", name, node or node_name())
     try:
         folder = (state_dir or Path(".replicas") / f"agent-{chosen}").absolute()
     except FileNotFoundError as error:

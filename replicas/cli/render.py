@@ -151,25 +151,12 @@ def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]
 
 def _timeout_row(group: GroupConfig) -> tuple[str, ...]:
     health = group.health
+    beat, drain = duration_text(health.heartbeat_timeout_s), duration_text(group.drain_timeout_s)
     if group.external:
-        return (
-            group.name,
-            "-",
-            duration_text(health.heartbeat_timeout_s),
-            "-",
-            "-",
-            duration_text(group.drain_timeout_s),
-            "-",
-        )
-    times = (
-        health.start_timeout_s,
-        health.heartbeat_timeout_s,
-        health.progress_timeout_s,
-        health.load_deadline_s,
-        group.drain_timeout_s,
-        group.stop_timeout_s,
-    )
-    return group.name, *map(duration_text, times)
+        return group.name, "-", beat, "-", "-", drain, "-"
+    others = (health.start_timeout_s, health.progress_timeout_s, health.load_deadline_s, group.stop_timeout_s)
+    start, progress, load, stop = map(duration_text, others)
+    return group.name, start, beat, progress, load, drain, stop
 
 
 def _resource_row(group: GroupConfig) -> tuple[str, ...]:
@@ -373,11 +360,8 @@ def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
             nodes = ", ".join(node or "an unknown node" for node in event.nodes)
             return "run", f"waits up to {duration_text(event.seconds)} for the leases of {nodes}", "yellow"
         case happened.NodeChanged():
-            return (
-                f"node {event.node}",
-                f"{event.after}{_because(event.reason)}",
-                "" if event.after == "up" else "yellow",
-            )
+            style = "" if event.after == "up" else "yellow"
+            return f"node {event.node}", f"{event.after}{_because(event.reason)}", style
         case happened.TokenChanged():
             return "run", f"{event.role} token {event.change}", "yellow" if event.change == "revoked" else ""
     return _channel_words(who, event)
@@ -406,11 +390,8 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
             sync = event.record
             lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
             what = f"version {sync.version} {sync.outcome} in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
-            return (
-                event.channel,
-                f"{what}, {_count(sync.members, 'member')}{lost}",
-                "" if sync.outcome == "committed" else "red",
-            )
+            style = "" if sync.outcome == "committed" else "red"
+            return event.channel, f"{what}, {_count(sync.members, 'member')}{lost}", style
         case effects.StepFell():
             return event.channel, f"version {event.version} has step {event.step:g} after {event.before:g}", "bold red"
         case effects.CaughtUp():

@@ -284,7 +284,7 @@ def _agent(config: Config, task: Task) -> int:
 
     text = _wait_for(path, came)
     while text:
-        code = os.waitstatus_to_exitcode(_waited(_forked(serve, signal.SIGTERM)))
+        code = os.waitstatus_to_exitcode(os.waitpid(_forked(serve, signal.SIGTERM), 0)[1])
         reason = "" if came else _why_again(code, text, _read(path))
         if not reason:
             return max(code, DONE)
@@ -342,10 +342,6 @@ def _forked(work: Callable[[], int], last: signal.Signals) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _waited(pid: int) -> int:
-    return os.waitpid(pid, 0)[1]
 
 
 def _noted_signals() -> list[int]:

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from replicas.cli.base import Json, ThisRun, command, json_text
-from replicas.cli.find_run import RunAddress
 from replicas.control.commands import TokensOrder
 from replicas.errors import UsageError
 from replicas.linux import private
@@ -54,7 +53,8 @@ def token(
     chosen: Role | None = "operator" if join else role
     if rotate and chosen is None:
         raise UsageError("which token is to be replaced?", hint="add --role member or --role operator")
-    found = _asked(place, TokensOrder(role=chosen, rotate=rotate, revoke_old=revoke_old, force=force))
+    order = TokensOrder(role=chosen, rotate=rotate, revoke_old=revoke_old, force=force)
+    found: dict[Role, dict[str, str]] = place.client().order(order).result or {}
     if join:
         print(f"{found['operator']['token']}@{place.status().endpoint}")
     elif as_json:
@@ -64,10 +64,6 @@ def token(
     else:
         for name, one in found.items():
             print(f"{name:10}{one['token']}{'  (the one before is valid, too)' if one['old_is_valid'] else ''}")
-
-
-def _asked(place: RunAddress, order: TokensOrder) -> dict[Role, dict[str, str]]:
-    return place.client().order(order).result or {}
 
 
 def make(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The exceptions that msgspec raises for malformed input.
+"""The exceptions that msgspec raises for malformed input, and one for all of them.
 
 Three of them are not msgspec's own: for text that is not UTF-8, for nesting that is too
 deep, and, up to msgspec 0.19, for a map whose key cannot be hashed.
@@ -6,6 +6,17 @@ deep, and, up to msgspec 0.19, for a map whose key cannot be hashed.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
+T = TypeVar("T")
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    """Decode a message. msgspec.DecodeError: it is malformed, in whatever way."""
+    try:
+        return decoder.decode(data)
+    except MALFORMED as error:
+        raise msgspec.DecodeError(str(error)) from error

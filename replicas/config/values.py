@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
+from replicas import errors
 from replicas.common.foreign import one_line, visible
 from replicas.messages.bounds import RANKS_MAX, SECONDS_MAX, encodable, shown
 
@@ -83,6 +84,18 @@ class Form(NamedTuple):
     read: Callable[[Place, object], Any]
     type: str
     range: str = ""
+
+
+def checked(what: str, form: Form, value: object) -> Any:
+    """A value of this form, outside of a file; ``what``: its name in the message.
+
+    :raises replicas.errors.UsageError: it has another form.
+    """
+    place = Place(Path(), (what,))
+    found = form.read(place, value)
+    if place.problems:
+        raise errors.UsageError(place.problems[0][1])
+    return found
 
 
 def form(type: str, range: str = "") -> Callable[[Callable[[Place, object], Any]], Form]:
@@ -306,7 +319,7 @@ folder = path("folder")
 @form("IP address or host name", "one address of this machine")
 def address(place: Place, value: object) -> Any:
     """An IP address to listen on, or a name that has one when it is listened on."""
-    found = _ip_address(value)
+    found = ip_address(value)
     if found is None and not (isinstance(value, str) and _HOST_NAME.fullmatch(value)):
         return place.problem(f'expected an IP address such as "127.0.0.1", or a host name, got {show(value)}')
     return _every_address(place, found) if found is not None and found.is_unspecified else str(found or value)
@@ -318,7 +331,7 @@ def listen(place: Place, value: object) -> Any:
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
-    found = _ip_address(host)
+    found = ip_address(host)
     numeric = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
     if not numeric or not (found is not None and found.version == 6 if bracketed else _HOST_NAME.fullmatch(host)):
         return place.problem(f'expected "host:port" such as "127.0.0.1:9477" (port 0 to 65535), got {show(value)}')
@@ -327,7 +340,8 @@ def listen(place: Place, value: object) -> Any:
     return host, int(port)
 
 
-def _ip_address(text: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def ip_address(text: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that this text is; None: it is none."""
     try:
         return ipaddress.ip_address(text) if isinstance(text, str) else None
     except ValueError:
@@ -336,7 +350,7 @@ def _ip_address(text: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
 
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach this address, or this well-known name."""
-    found = _ip_address(host)
+    found = ip_address(host)
     return host == "localhost" if found is None else found.is_loopback
 
 

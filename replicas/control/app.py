@@ -22,6 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from replicas import errors
+from replicas.common.tasks import cancelled
 from replicas.control.access import Access, Cached, Lasting, everyone, hiding_store, public, public_record
 from replicas.control.commands import ORDERS, Commands
 from replicas.control.log_files import POLL_S, LogLine, LogReader, Selection, prefixed
@@ -233,7 +234,7 @@ async def _events(source: ControlledRun, after: int | None, until: int | None, *
     try:
         yield b": events of a run\n\n"
         while True:
-            pending = pending or asyncio.ensure_future(_next(records))
+            pending = pending or asyncio.ensure_future(anext(records))
             if not (await asyncio.wait({pending}, timeout=STREAM_BEAT_S))[0]:
                 yield b":\n\n"
                 continue
@@ -246,14 +247,9 @@ async def _events(source: ControlledRun, after: int | None, until: int | None, *
         return
     finally:
         if pending is not None:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
+            await cancelled(pending)
         if (aclose := getattr(records, "aclose", None)) is not None:
             await aclose()
-
-
-async def _next(records: AsyncIterator[Record]) -> Record:
-    return await anext(records)
 
 
 async def _logs(reader: LogReader, lines: list[LogLine], *, follow: bool, as_json: bool) -> AsyncIterator[bytes]:

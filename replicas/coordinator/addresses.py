@@ -11,11 +11,12 @@ other machines reach it.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Iterable
 
 from replicas import errors
+from replicas.config.values import ip_address
+from replicas.linux.sockets import tcp_socket
 from replicas.messages import Hello
 from replicas.messages.identity import ProcessIdentity
 
@@ -74,7 +75,7 @@ class AllowedHosts:
         """Error text for these values of Host and Origin; empty: allowed."""
         for name in map(_name, () if self._any else values):
             # no browser page can own an IP address
-            if name not in self._names and not name.endswith(".localhost") and _address(name) is None:
+            if name not in self._names and not name.endswith(".localhost") and ip_address(name) is None:
                 return (
                     f"this port is for this machine, and does not answer to the name {name[:100]!r}: "
                     "speak to it as localhost, or show the run's token"
@@ -90,22 +91,14 @@ def _name(value: str) -> str:
     return rest.partition(":")[0].lower().rstrip(".")
 
 
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(text)
-    except ValueError:
-        return None
-
-
 def _is_loopback(address: str) -> bool:
-    found = _address(address.partition("%")[0])
+    found = ip_address(address.partition("%")[0])
     return found is None or found.is_loopback  # the address of a Unix socket is none
 
 
 def _is_ours(address: str) -> bool:
     """True if an interface of this machine (or network namespace) has the address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
+    with tcp_socket(address) as sock:
         try:
             sock.bind((address, 0))
         except OSError:

@@ -11,14 +11,14 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import anyio
-from msgspec import UNSET
 from starlette.routing import BaseRoute
 
 from replicas import errors
 from replicas.common import own_loop
+from replicas.common.tasks import cancelled
 from replicas.config.file import channels_from
 from replicas.config.structs import ChannelConfig
-from replicas.config.values import Form, Place, address, folder, is_loopback, listen, path
+from replicas.config.values import address, checked, folder, is_loopback, listen, path
 from replicas.coordinator.addresses import AllowedHosts
 from replicas.coordinator.channel_status import channel_status
 from replicas.coordinator.decisions import DecisionLog
@@ -120,14 +120,14 @@ class Coordinator:
         }
         configs = channels_from(channels, {name: shape.replicas for name, shape in self._shapes.items()})
         brackets = "[{}]:0" if isinstance(host, str) and ":" in host else "{}:0"
-        host, _ = _read("host", listen, brackets.format(host) if isinstance(host, str) else host)
+        host, _ = checked("host", listen, brackets.format(host) if isinstance(host, str) else host)
         port = _port("port", port)
-        bind = _read("store_bind", address, store_bind)
+        bind = checked("store_bind", address, store_bind)
         self._store = StoreWatcher(bind, _port("store_port", store_port), lambda up: self.engine.store_changed(up))
         pages = _checked_routes(routes)
         if live is not None and not callable(live):
             raise errors.UsageError(f"live must be a function without arguments, not {shown(live)}")
-        home = None if state_dir is None else _read("state_dir", folder, state_dir)
+        home = None if state_dir is None else checked("state_dir", folder, state_dir)
         run = arguments.text("run", run)
         newest = {
             name: arguments.integer(f"epochs[{shown(name)}]", one, least=0)
@@ -211,8 +211,7 @@ class Coordinator:
 
     async def _end_store(self) -> None:
         if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+            await cancelled(self._starting)
         await self._store.aclose()
 
     async def __aexit__(
@@ -220,8 +219,7 @@ class Coordinator:
     ) -> None:
         own_loop.end(self)
         if self._tick is not None:
-            self._tick.cancel()
-            await asyncio.gather(self._tick, return_exceptions=True)
+            await cancelled(self._tick)
         if self._server is not None:
             await self._server.aclose()
         self.engine.close()
@@ -401,13 +399,10 @@ def _port_key(host: str, tls: object, certificate: object, key: object, home: Pa
     if tls == "off" or (tls == "auto" and certificate is None and is_loopback(host)):
         return None
     if certificate is not None:
-        return PortKey.configured(_file("certificate", certificate), None if key is None else _file("key", key))
+        file = path("file")
+        own_key = None if key is None else checked("key", file, key)
+        return PortKey.configured(checked("certificate", file, certificate), own_key)
     return PortKey.of_folder(home) if home is not None else PortKey.of_pem(make_pem())
-
-
-def _file(what: str, value: object) -> Path:
-    found: Path = _read(what, path("file"), value)
-    return found
 
 
 def _tokens(given: object, port_key: PortKey | None, host: str) -> Tokens:
@@ -447,14 +442,6 @@ def _shape(what: str, shape: object) -> GroupShape:
 
 def _port(what: str, port: object) -> int:
     return arguments.integer(what, port, least=0, most=65535)
-
-
-def _read(what: str, form: Form, value: object) -> Any:
-    place = Place(Path(), (what,))
-    found = form.read(place, value)
-    if found is UNSET:
-        raise errors.UsageError(place.problems[0][1])
-    return found
 
 
 def _checked_routes(routes: Sequence[BaseRoute]) -> list[BaseRoute]:

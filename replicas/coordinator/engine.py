@@ -25,6 +25,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
+from replicas.common.tasks import kept
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.addresses import check_reach
 from replicas.coordinator.decisions import DecisionLog
@@ -347,9 +348,7 @@ class Engine:
                 place = self._keeper.keep((effect.channel, effect.owner), effect.place, effect.version)
                 channel.keeping.kept(effect.owner, effect.version, place)
             case effects.Read():
-                task = asyncio.create_task(self._read(channel, effect), name="manifest")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                kept(asyncio.create_task(self._read(channel, effect), name="manifest"), self._tasks)
             case effects.LetGo():
                 self._keeper.let_go((effect.channel, effect.owner))
             case CommitDecision():

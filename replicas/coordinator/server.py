@@ -29,6 +29,7 @@ from starlette.routing import BaseRoute
 
 from replicas import errors
 from replicas.common.logs import Log
+from replicas.common.tasks import cancelled, kept
 from replicas.config.values import NAME_ONE
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
@@ -120,9 +121,7 @@ async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket
                     await session.written(websocket)
     finally:
         engine.detach(session, websocket)
-        for task in tasks:
-            task.cancel()
-        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        for ended in await cancelled(*tasks):
             if isinstance(ended, Exception) and not isinstance(ended, _Refusal):
                 log.error("a bug: the session of %s failed", session.member, exc_info=ended)
     if reader.done() and not reader.cancelled() and isinstance(refusal := reader.exception(), _Refusal):
@@ -314,10 +313,7 @@ class Server:
                 visit.left()
 
     def _begin(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return kept(asyncio.create_task(work), self._tasks)
 
     def pages(self, visit: Visit) -> asyncio.Protocol:
         """uvicorn's protocol for one connection, made as its own server does."""
@@ -344,8 +340,5 @@ class Server:
             self._accepting.close()
         for visit in tuple(self.visits):  # cutting one changes the set
             visit.cut()
-        pages = self._uvicorn.server_state.tasks
-        for task in (*self._tasks, *pages):
-            task.cancel()
-        await asyncio.gather(*self._tasks, *pages, return_exceptions=True)
+        await cancelled(*self._tasks, *self._uvicorn.server_state.tasks)
         self._listener.close()

@@ -8,7 +8,7 @@ import ipaddress
 import itertools
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 import anyio
 import msgspec
@@ -19,6 +19,7 @@ from replicas.common.child import ChildLife
 from replicas.common.decoding import MALFORMED
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
+from replicas.common.tasks import cancelled, kept
 from replicas.coordinator.store_process import Reply, Request
 from replicas.linux.helpers import apart, python_module
 
@@ -77,13 +78,8 @@ class StoreWatcher:
         """
         await self.resolve()
         await self._spawn(self._port)
-        self._spawn_task(self._watch())
-        self._spawn_task(self._sweep_forever())
-
-    def _spawn_task(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept(asyncio.create_task(self._watch()), self._tasks)
+        kept(asyncio.create_task(self._sweep_forever()), self._tasks)
 
     async def _spawn(self, port: int) -> None:
         self._life.start(asyncio.get_running_loop().time())
@@ -116,7 +112,7 @@ class StoreWatcher:
             raise errors.WorldError(f"store: {hello.error}", hint=hello.hint or None)
         self.address = (self._bind, hello.port)
         self._life.ready()
-        self._spawn_task(self._read(reader))
+        kept(asyncio.create_task(self._read(reader)), self._tasks)
         self._on_change(True)
 
     @staticmethod
@@ -255,9 +251,7 @@ class StoreWatcher:
     async def aclose(self) -> None:
         """End the process, and its keys with it."""
         self._life.stop()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
         await self._kill()
 
 

@@ -38,6 +38,7 @@ import msgspec
 from replicas.common.decoding import MALFORMED
 from replicas.linux import inherited
 from replicas.linux.processes import die_with_parent
+from replicas.linux.sockets import tcp_socket
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -78,8 +79,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def listen(bind: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = tcp_socket(bind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((bind, port))
     listener.listen(4096)

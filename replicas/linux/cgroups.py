@@ -94,16 +94,14 @@ def enter(group: Path, pid: int) -> None:
     _write(group / "cgroup.procs", str(pid))
 
 
-def kill(group: Path) -> bool:
-    """SIGKILL every process in the group and below it; False: there was none."""
-    pids = members(group)
-    if not pids:
-        return False
+def kill(group: Path) -> None:
+    """SIGKILL every process in the group and below it."""
+    if not (pids := members(group)):
+        return
     try:
         _write(group / "cgroup.kill", "1")
     except OSError:  # a kernel before 5.14, no right to write it, or the group is gone
         signal_each(pids, signal.SIGKILL, lambda pid: pid in members(group))
-    return True
 
 
 def remove(group: Path) -> bool:

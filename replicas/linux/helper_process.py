@@ -26,6 +26,7 @@ import msgspec
 
 from replicas.common.child import ChildLife
 from replicas.common.patience import Silence
+from replicas.common.tasks import is_set_within
 from replicas.linux import frames
 from replicas.linux.processes import send_signal
 
@@ -142,9 +143,7 @@ class HelperProcess:
 
     async def wait_dead(self, timeout_s: float = 5.0) -> bool:
         """True if the process is dead within ``timeout_s``: it accesses no memory."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._gone.wait()
+        await is_set_within(self._gone, timeout_s)
         return self.dead
 
     @property

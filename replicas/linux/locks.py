@@ -41,7 +41,7 @@ def hold_shared(fd: int) -> bool:
 
 
 def hold_exclusive(fd: int) -> bool:
-    """Start to fill, by the exclusive lock; False while a process holds the content."""
+    """Take the exclusive lock, to fill or to have it alone; False while it is held."""
     return _flock(fd, fcntl.LOCK_EX)
 
 

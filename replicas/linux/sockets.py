@@ -35,6 +35,11 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
+def tcp_socket(address: str) -> socket.socket:
+    """A TCP socket of the family of this address."""
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+
+
 def round_trip_s(connection: socket.socket) -> float:
     """The kernel's smoothed round-trip time of a TCP connection; 0: unknown."""
     try:

@@ -77,11 +77,9 @@ two clocks are compared.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
-from replicas.common.decoding import MALFORMED
+from replicas.common.decoding import decoded
 from replicas.messages import carried, from_coordinator, from_member
 from replicas.messages.carried import *  # noqa: F403
 from replicas.messages.from_coordinator import *  # noqa: F403  # the names of their __all__
@@ -127,8 +125,6 @@ class _EncodedFrame(msgspec.Struct, frozen=True, array_like=True):
     body: msgspec.Raw
 
 
-Frame = TypeVar("Frame", MemberFrame, ServerFrame)
-
 _encoder = msgspec.msgpack.Encoder()
 _member_decoder = msgspec.msgpack.Decoder(MemberFrame)
 _server_decoder = msgspec.msgpack.Decoder(ServerFrame)
@@ -149,16 +145,8 @@ def encode_frame(seq: int, ack: int, body: bytes) -> bytes:
 
 
 def decode_member_frame(data: bytes) -> MemberFrame:
-    return _decode(_member_decoder, data)
+    return decoded(_member_decoder, data)
 
 
 def decode_server_frame(data: bytes) -> ServerFrame:
-    return _decode(_server_decoder, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Frame], data: bytes) -> Frame:
-    """:raises msgspec.DecodeError: it is malformed."""
-    try:
-        return decoder.decode(data)
-    except MALFORMED as error:
-        raise msgspec.DecodeError(str(error)) from error
+    return decoded(_server_decoder, data)

@@ -85,7 +85,7 @@ class Mailbox:
         self._requests: queue.SimpleQueue[tuple[wire.Request, list[int]]] = queue.SimpleQueue()
         self._writing = threading.Lock()
         self._reading = threading.Lock()
-        self._progress = PackingProgress()
+        self.progress: PackingProgress = PackingProgress()
         self.traffic = Traffic()
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._working = threading.Event()
@@ -112,16 +112,13 @@ class Mailbox:
         :param deadline: of the monotonic clock.
         :raises TimeoutError: the deadline passed.
         """
-        if self._progress.of(transfer) >= nbytes:
+        if self.progress.of(transfer) >= nbytes:
             return
         with self.traffic.paused():
-            self._read_until(lambda: self._progress.of(transfer) >= nbytes, deadline)
-        packed = self._progress.of(transfer)
+            self._read_until(lambda: self.progress.of(transfer) >= nbytes, deadline)
+        packed = self.progress.of(transfer)
         if packed < nbytes:
             raise TimeoutError(f"the image was packed up to byte {packed}, not {nbytes}, when the time was up")
-
-    def transfer_ended(self, transfer: int) -> None:
-        self._progress.forget(transfer)
 
     def _read_until(self, found: Callable[[], bool], deadline: float = math.inf) -> None:
         """Make the main thread the reader, until ``found`` or the deadline."""
@@ -158,7 +155,7 @@ class Mailbox:
                 case wire.Ping(id=number):
                     self.reply(wire.Pong(number, self.traffic.look()))
                 case wire.TransferProgress(transfer=transfer, nbytes=nbytes):
-                    self._progress.tell(transfer, nbytes)
+                    self.progress.tell(transfer, nbytes)
                 case _:
                     self._requests.put((request, fds))
 

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from replicas.common.decoding import MALFORMED
 from replicas.errors import Preflight
 from replicas.linux.processes import boot_id, namespace
+from replicas.linux.sockets import tcp_socket
 from replicas.messages import Backend
 from replicas.sidecar.signed_store import SignedStore
 from replicas.sidecar.wire import GroupSpec
@@ -160,16 +161,12 @@ def _collect(
     return found
 
 
-def _socket(address: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-
-
 @contextmanager
 def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
     """Bind, and greet every caller until the end; yield the port and the bind error."""
     with ExitStack() as stack:
         try:
-            listener = stack.enter_context(_socket(spec.address))
+            listener = stack.enter_context(tcp_socket(spec.address))
             listener.bind((spec.address, 0))
             if listen:
                 listener.listen(min(spec.size, socket.SOMAXCONN))
@@ -223,7 +220,7 @@ async def _call(card: _Card, greeting: bytes) -> str:
     loop = asyncio.get_running_loop()
     began, heard = loop.time(), b""
     awaited, limit_s = "connection", CONNECT_S
-    with _socket(card.address) as sock:
+    with tcp_socket(card.address) as sock:
         sock.setblocking(False)
         try:
             async with asyncio.timeout(limit_s) as limit:

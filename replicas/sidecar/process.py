@@ -122,7 +122,7 @@ class SidecarProcess:
                     result = run_transfer(group, spec, manifest, memory, wait_packed, gpu, mailbox.traffic.worked)
                     self._settle(buffer)
         finally:
-            mailbox.transfer_ended(spec.transfer)
+            mailbox.progress.forget(spec.transfer)
         return wire.Transferred(request.id, result)
 
     def _collective(self, request: wire.RunCollective) -> wire.Reply:

@@ -161,21 +161,23 @@ class OtherRelease(msgspec.Struct, frozen=True, tag=True):
     release: str
 
 
-class Fork(msgspec.Struct, frozen=True, tag=True):
+class _Numbered(msgspec.Struct, frozen=True):
+    """A request, or the reply with its number."""
+
+    id: int
+
+
+class Fork(_Numbered, frozen=True, tag=True):
     """Descriptor: the sidecar's end of its channel."""
 
-    id: int
 
-
-class Forked(msgspec.Struct, frozen=True, tag=True):
+class Forked(_Numbered, frozen=True, tag=True):
     """Descriptor: a pidfd of the sidecar."""
 
-    id: int
     pid: int
 
 
-class ForkFailed(msgspec.Struct, frozen=True, tag=True):
-    id: int
+class ForkFailed(_Numbered, frozen=True, tag=True):
     error: str
 
 
@@ -194,20 +196,17 @@ class ForgetBuffer(msgspec.Struct, frozen=True, tag=True):
     key: int
 
 
-class ProbeBuffer(msgspec.Struct, frozen=True, tag=True):
+class ProbeBuffer(_Numbered, frozen=True, tag=True):
     """Read a small buffer, to check that the sidecar can open the rank's memory."""
 
-    id: int
     buffer: int
 
 
-class BuildGroup(msgspec.Struct, frozen=True, tag=True):
-    id: int
+class BuildGroup(_Numbered, frozen=True, tag=True):
     spec: GroupSpec
 
 
-class RunTransfer(msgspec.Struct, frozen=True, tag=True):
-    id: int
+class RunTransfer(_Numbered, frozen=True, tag=True):
     buffer: int
     spec: TransferSpec
 
@@ -222,17 +221,14 @@ class TransferProgress(msgspec.Struct, frozen=True, tag=True):
     nbytes: int
 
 
-class RunCollective(msgspec.Struct, frozen=True, tag=True):
-    id: int
+class RunCollective(_Numbered, frozen=True, tag=True):
     inputs: int | None
     outputs: int | None
     spec: CollectiveSpec
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True):
+class Ping(_Numbered, frozen=True, tag=True):
     """Answered by :class:`Pong` at once, before earlier requests."""
-
-    id: int
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -253,36 +249,31 @@ class Moved(msgspec.Struct, frozen=True):
     held_up: tuple[str, ...] = ()
 
 
-class Pong(msgspec.Struct, frozen=True, tag=True):
+class Pong(_Numbered, frozen=True, tag=True):
     """:ivar moved: None while no bytes are to move."""
 
-    id: int
     moved: Moved | None = None
 
 
-class Built(msgspec.Struct, frozen=True, tag=True):
-    id: int
+class Built(_Numbered, frozen=True, tag=True):
     seconds: float
 
 
-class Transferred(msgspec.Struct, frozen=True, tag=True):
-    id: int
+class Transferred(_Numbered, frozen=True, tag=True):
     result: TransferResult
 
 
-class Collected(msgspec.Struct, frozen=True, tag=True):
-    id: int
+class Collected(_Numbered, frozen=True, tag=True):
     seconds: float
 
 
-class Probed(msgspec.Struct, frozen=True, tag=True):
+class Probed(_Numbered, frozen=True, tag=True):
     """:ivar seen: all bytes of the buffer."""
 
-    id: int
     seen: bytes
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class Failed(_Numbered, frozen=True, tag=True):
     """A request has failed.
 
     :ivar over: True if the group is unusable, and the sidecar exits; False if the
@@ -292,7 +283,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     :ivar links: pairs of addresses between which members could not connect.
     """
 
-    id: int
     error: str
     over: bool = True
     kind: str = ""

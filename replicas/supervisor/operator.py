@@ -36,6 +36,7 @@ import anyio
 from replicas import environ, errors
 from replicas.common.foreign import one_line
 from replicas.common.logs import Log
+from replicas.common.tasks import kept
 from replicas.config.structs import Config
 from replicas.control.exit_codes import CUT, DONE, PREEMPTED, SUPERVISED, USAGE
 from replicas.linux import inherited
@@ -280,9 +281,7 @@ class _Operator:
             self._reload_again = False
             self._say(f"{name}: reading {self._supervisor.config.source} again")
             decided = asyncio.Event()
-            change = self.spawn(self._change(name, decided))
-            self._changing.add(change)
-            change.add_done_callback(self._changing.discard)
+            kept(self.spawn(self._change(name, decided)), self._changing)
             with self._notifier.reloading():
                 await decided.wait()
 
@@ -301,10 +300,7 @@ class _Operator:
             decided.set()
 
     def spawn(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(self._reporting(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return kept(asyncio.create_task(self._reporting(work)), self._tasks)
 
     async def _reporting(self, work: Coroutine[object, object, object]) -> None:
         """Report the work's error at once: nothing awaits it before the run's end."""

@@ -122,21 +122,26 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class ReplicaExited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class _OfGeneration(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one generation of a replica."""
+
+    group: str
+    replica: int
+    generation: int
+
+
+class ReplicaExited(_OfGeneration, frozen=True, kw_only=True, tag=True):
     """The programs of one generation of a replica have ended.
 
     ``ranks``: those that failed, in the order of their failures.
     """
 
-    group: str
-    replica: int
-    generation: int
     outcome: Literal["ok", "failed", "stopped", "lost"]
     reason: str = ""
     ranks: tuple[RankEnd, ...] = ()
 
 
-class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class HeldUp(_OfGeneration, frozen=True, kw_only=True, tag=True):
     """A replica waits with its start for what is left of its old generation.
 
     ``what``: GPU memory, or a process that does not die: then ``pid`` names it,
@@ -144,9 +149,6 @@ class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     no longer waits.
     """
 
-    group: str
-    replica: int
-    generation: int
     what: str
     holder: str = ""
     gave_up: bool = False
@@ -154,29 +156,23 @@ class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     since: float = 0.0
 
 
-class StacksSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StacksSaved(_OfGeneration, frozen=True, kw_only=True, tag=True):
     """The stacks of a replica's ranks were written to their logs.
 
     ``reason``: why they were asked for.
     """
 
-    group: str
-    replica: int
-    generation: int
     reason: str
     path: str = ""
 
 
-class LogLinesDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class LogLinesDropped(_OfGeneration, frozen=True, kw_only=True, tag=True):
     """Lines of output are missing from a log.
 
     ``where``: ``file`` (a full disk, for example) or ``tee`` (a terminal that does not
     keep up).
     """
 
-    group: str
-    replica: int
-    generation: int
     count: int
     where: Literal["file", "tee"] = "file"
     reason: str = ""

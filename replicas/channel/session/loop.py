@@ -55,6 +55,7 @@ from replicas import errors
 from replicas.carry.rank_side import Carrier
 from replicas.channel.session.pending import Promise, SessionEnd
 from replicas.common.logs import Log
+from replicas.common.tasks import cancelled
 from replicas.common.waits import locked
 from replicas.linux.sockets import SocketAddress
 from replicas.messages.bounds import text_of
@@ -264,10 +265,7 @@ class SessionLoop:
             if starting.done() and not starting.cancelled() and starting.exception() is None:
                 starting.result().kill()
             starting.cancel()
-        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
+        await cancelled(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     def abandon(self) -> None:
         """In a forked child: drop every connection of the parent."""

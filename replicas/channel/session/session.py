@@ -31,7 +31,6 @@ without a good one in between.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
@@ -48,6 +47,7 @@ from replicas.channel.session.outbox import Outbox
 from replicas.common.backoff import Backoff
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
+from replicas.common.tasks import cancelled, is_set_within
 from replicas.messages.bounds import clean, most_nbytes, text_of
 
 logger = Log("replicas.channel")
@@ -188,9 +188,7 @@ class Session:
         if self.connected:
             self._flushed.clear()
             self._wake.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._flushed.wait()
+            await is_set_within(self._flushed, timeout_s)
         self._task.cancel()
         await asyncio.wait([self._task], timeout=timeout_s + CLOSE_TIMEOUT_S)
 
@@ -312,9 +310,7 @@ class Session:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            results = await cancelled(*tasks)
         for kind in (_Over, Exception):  # an end for good counts more than a lost connection
             for result in results:
                 if isinstance(result, kind):
@@ -352,9 +348,7 @@ class Session:
                 beat = now + self.heartbeat_interval_s
                 self._handler.before_heartbeat()
                 await self._put(connection, 0, _HEARTBEAT)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, beat - time.monotonic())):
-                    await self._wake.wait()
+            await is_set_within(self._wake, max(0.0, beat - time.monotonic()))
 
     async def _put(self, connection: FrameConnection, number: int, body: bytes) -> None:
         self._unacked = 0

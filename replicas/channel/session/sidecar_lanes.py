@@ -17,6 +17,7 @@ from typing import Any
 from replicas import errors
 from replicas.channel.session.hub import Hub, Part, as_wire_error
 from replicas.common.logs import Log
+from replicas.common.tasks import kept
 from replicas.messages import Backend, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
 from replicas.sidecar.rank_side.sidecar_handle import Sidecar, SidecarDied, SidecarFailed
 from replicas.sidecar.wire import GroupSpec, Moved
@@ -163,9 +164,7 @@ class SidecarLanes(Part):
         if lane is None:
             return
         lane.end()
-        task = self._hub.spawn(self._bury(lane), f"lane {lane.name} ends")
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        kept(self._hub.spawn(self._bury(lane), f"lane {lane.name} ends"), self._ending)
 
     async def _bury(self, lane: SidecarLane) -> None:
         gone = await lane.gone()

@@ -6,7 +6,6 @@ A free slot is waited for to fill it here, or to lend it to the trainer (`arena_
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
@@ -21,6 +20,7 @@ from replicas.channel.session.holdings import Holder
 from replicas.channel.session.hub import Hub, as_wire_error
 from replicas.channel.session.pending import Promise, Receipt, SessionEnd, afresh
 from replicas.common import own_loop
+from replicas.common.tasks import is_set_within
 from replicas.core.base.manifest import Manifest, PartManifest, check_size
 from replicas.core.base.membership import PUBLISH_JOB, PublishJobEvent, PublishJobState
 from replicas.messages import Meta, Packed, PackFailed, PublishBegin, arguments
@@ -354,9 +354,7 @@ async def free_slot(
                 phase=phase,
                 members=[hub.member.name],
             )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(left, BEAT_S)):
-                await changed.wait()
+        await is_set_within(changed, min(left, BEAT_S))
 
 
 def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, deadline_s: float) -> WritableSlot:

@@ -11,25 +11,29 @@ from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 
 
-class MemberJoined(msgspec.Struct, frozen=True, tag=True):
-    """A rank has joined a channel."""
+class _OnChannel(msgspec.Struct, frozen=True):
+    """What happens on one channel."""
 
     channel: str
+
+
+class MemberJoined(_OnChannel, frozen=True, tag=True):
+    """A rank has joined a channel."""
+
     member: Member
 
 
-class MemberQuarantined(msgspec.Struct, frozen=True, tag=True):
+class MemberQuarantined(_OnChannel, frozen=True, tag=True):
     """A member is excluded from process groups, because no group with it works.
 
     It is served alone, and released once that has worked.
     """
 
-    channel: str
     member: Member
     reason: str
 
 
-class MemberLost(msgspec.Struct, frozen=True, tag=True):
+class MemberLost(_OnChannel, frozen=True, tag=True):
     """A member has left a channel, died, or lost its lease.
 
     ``reason``: ``absent`` if it did not come back to a new coordinator in time.
@@ -37,28 +41,25 @@ class MemberLost(msgspec.Struct, frozen=True, tag=True):
     one; no replica is affected.
     """
 
-    channel: str
     member: Member
     reason: str
     observes: bool = False
 
 
-class EpochStarted(msgspec.Struct, frozen=True, tag=True):
+class EpochStarted(_OnChannel, frozen=True, tag=True):
     """A channel has a new membership: these members, until the next epoch."""
 
-    channel: str
     epoch: int
     members: tuple[Member, ...]
 
 
-class SyncEnded(msgspec.Struct, frozen=True, tag=True):
+class SyncEnded(_OnChannel, frozen=True, tag=True):
     """A publish has ended: committed, or failed with the error named in the record."""
 
-    channel: str
     record: SyncRecord
 
 
-class CaughtUp(msgspec.Struct, frozen=True, tag=True):
+class CaughtUp(_OnChannel, frozen=True, tag=True):
     """Members that had missed a version have it now.
 
     ``moved_nbytes``: bytes that were sent over the network for it, and ``moved_to``: of
@@ -66,7 +67,6 @@ class CaughtUp(msgspec.Struct, frozen=True, tag=True):
     pulled and the one that served them.
     """
 
-    channel: str
     version: int
     members: tuple[Member, ...]
     moved_nbytes: int
@@ -74,60 +74,55 @@ class CaughtUp(msgspec.Struct, frozen=True, tag=True):
     pulled: dict[str, dict[str, int]] = {}
 
 
-class WrongBytes(msgspec.Struct, frozen=True, tag=True):
+class WrongBytes(_OnChannel, frozen=True, tag=True):
     """A member has pulled bytes that are not the published ones, and asked again.
 
     ``holder``: name of the member that served them. ``reason``: which bytes.
     """
 
-    channel: str
     version: int
     member: Member
     holder: str
     reason: str
 
 
-class Retried(msgspec.Struct, frozen=True, tag=True):
+class Retried(_OnChannel, frozen=True, tag=True):
     """A transfer starts another attempt.
 
     ``reason``: ``lost``, ``frozen``, ``failed``, ``refused`` or ``store``. ``why``:
     what is known of a process group that was left.
     """
 
-    channel: str
     reason: str
     why: str = ""
 
 
-class SidecarReplaced(msgspec.Struct, frozen=True, tag=True):
+class SidecarReplaced(_OnChannel, frozen=True, tag=True):
     """Sidecars of one lane, ``count`` of them, were killed and will be replaced."""
 
-    channel: str
     reason: str
     count: int
 
 
-class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
+class ReplicaLoaded(_OnChannel, frozen=True, tag=True):
     """All ranks of a replica have loaded ``version``; 0: they differ.
 
     ``load_s``: how long the slowest of them had the update open, in seconds.
     """
 
-    channel: str
     group: str
     replica: int
     version: int
     load_s: float = 0.0
 
 
-class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+class LoadFailed(_OnChannel, frozen=True, tag=True):
     """A replica failed to load ``version``.
 
     ``kept``: it refused the version before anything of it was loaded, and goes on with
     the one that it has.
     """
 
-    channel: str
     group: str
     replica: int
     version: int
@@ -135,45 +130,41 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     kept: bool = False
 
 
-class ReplicaIdle(msgspec.Struct, frozen=True, tag=True):
+class ReplicaIdle(_OnChannel, frozen=True, tag=True):
     """A draining replica has finished its work in progress on this channel."""
 
-    channel: str
     group: str
     replica: int
     generation: int
 
 
-class OperationEnded(msgspec.Struct, frozen=True, tag=True):
+class OperationEnded(_OnChannel, frozen=True, tag=True):
     """A collective between peers has ended.
 
     ``kind``: its name, such as ``all_reduce``. ``outcome``: ``ok``, or the name of an
     error.
     """
 
-    channel: str
     kind: str
     outcome: str
     seconds: float
 
 
-class StepFell(msgspec.Struct, frozen=True, tag=True):
+class StepFell(_OnChannel, frozen=True, tag=True):
     """A committed version has a lower ``meta["step"]`` than an earlier one.
 
     A trainer that restarts without its checkpoint does that. Told once, until the steps
     have reached ``before`` again.
     """
 
-    channel: str
     version: int
     step: int | float
     before: int | float
 
 
-class StoreChanged(msgspec.Struct, frozen=True, tag=True):
+class StoreChanged(_OnChannel, frozen=True, tag=True):
     """The rendezvous store answers again (``up``), or no longer answers."""
 
-    channel: str
     up: bool
 
 

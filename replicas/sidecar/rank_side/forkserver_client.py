@@ -41,6 +41,7 @@ import tenacity
 from replicas import __version__
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
+from replicas.common.tasks import is_set_within
 from replicas.linux import frames, place
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import pid_of, send_signal
@@ -397,10 +398,8 @@ async def _reap(process: subprocess.Popen[bytes]) -> None:
     pidfd = os.pidfd_open(process.pid)
     loop.add_reader(pidfd, ended.set)
     try:
-        async with asyncio.timeout(REAP_TIMEOUT_S):
-            await ended.wait()
-    except TimeoutError:
-        logger.warning("process %d was killed and has not ended within %g s", process.pid, REAP_TIMEOUT_S)
+        if not await is_set_within(ended, REAP_TIMEOUT_S):
+            logger.warning("process %d was killed and has not ended within %g s", process.pid, REAP_TIMEOUT_S)
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)

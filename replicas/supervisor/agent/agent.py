@@ -30,12 +30,11 @@ Whatever a dead agent has left is ended by its shims, by the next agent of the n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
@@ -45,6 +44,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from replicas import __version__, errors
 from replicas.common.backoff import Backoff
 from replicas.common.logs import Log
+from replicas.common.tasks import cancelled, is_set_within
 from replicas.core.lives.lease_times import BEAT_S, END_S, local_patience_s
 from replicas.core.lives.tenancy import Tenancy
 from replicas.linux.processes import start_time
@@ -168,16 +168,10 @@ class Agent:
         finally:
             with anyio.CancelScope(shield=True):
                 await self._end_everything()
-                await self._cancelled(*work, *self._long.tasks)
+                await cancelled(*work, *self._long.tasks)
                 self._shims.groups.close()
         log.info("node %s: %s", self.node, self._reason)
         return self._code
-
-    @staticmethod
-    async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _end(self, reason: str, code: int = 0) -> None:
         if not self._tenancy.ended:
@@ -188,9 +182,7 @@ class Agent:
     async def _end_everything(self) -> None:
         """End all processes, and wait until none is left."""
         self._shims.end(_GRACE_S)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KILL_S):
-                await self._shims.empty.wait()
+        await is_set_within(self._shims.empty, _KILL_S)
         self._shims.kill_all()
         await self._shims.empty.wait()  # what SIGKILL does not end now is swept until it is gone
         await self._shims.aclose()
@@ -341,7 +333,7 @@ class Agent:
                 else:
                     self._obey(order)
         finally:
-            await self._cancelled(writer)
+            await cancelled(writer)
 
     def _take(self, welcome: wire.Welcome, asked_at: float) -> None:
         before = self._tenancy.until

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from replicas import errors
 from replicas.common.logs import Log
-from replicas.linux import private
+from replicas.linux import locks, private
 from replicas.linux.processes import command_line
 from replicas.supervisor.cleanup.sweeping import Sweep, finder
 from replicas.supervisor.state import leftovers
-from replicas.supervisor.state.locked_folder import SWEEP_S, LockedFolder, Owner, give_identity, take_lock
+from replicas.supervisor.state.locked_folder import SWEEP_S, LockedFolder, Owner, give_identity
 
 log = Log("replicas.agent")
 
@@ -70,7 +70,7 @@ class AgentFolder(LockedFolder):
         holders = leftovers.lock_holders(self.path / "lock")
         orphans = [pid for pid in holders if leftovers.is_orphan(pid)]
         others = [command_line(pid) for pid in holders if pid not in orphans]
-        if any(line and not line.startswith("[") for line in others) or not (holders or take_lock(lock)):
+        if any(line and not line.startswith("[") for line in others) or not (holders or locks.hold_exclusive(lock)):
             raise self._taken(Owner())
         if orphans and time.monotonic() - self._said_at > _SAY_INTERVAL_S:
             self._said_at = time.monotonic()

@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from replicas.common.logs import Log
+from replicas.common.tasks import kept
 from replicas.supervisor.agent import messages as wire
 from replicas.supervisor.agent.checks import examine_node
 from replicas.supervisor.agent.log_reader import NodeLogReaders
@@ -35,9 +36,7 @@ class LongOrders:
 
     def begin(self, order: wire.Clean | wire.Query) -> None:
         """Begin to carry an order out."""
-        task = asyncio.create_task(self._carry_out(order))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        kept(asyncio.create_task(self._carry_out(order)), self.tasks)
 
     async def _carry_out(self, order: wire.Clean | wire.Query) -> None:
         match order:

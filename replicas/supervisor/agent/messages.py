@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from replicas.common.decoding import MALFORMED
+from replicas.common.decoding import decoded
 from replicas.messages.bounds import TEXT_LENGTH
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.machine import Machine
@@ -250,18 +250,12 @@ def encode(message: Order | AgentMessage) -> bytes:
 
 def decode_order(data: bytes) -> Order:
     """:raises msgspec.DecodeError: it is no order of this protocol."""
-    try:
-        return _orders.decode(data)
-    except MALFORMED as error:
-        raise msgspec.DecodeError(str(error)) from None
+    return decoded(_orders, data)
 
 
 def decode_from_agent(data: bytes) -> AgentMessage:
     """:raises msgspec.DecodeError: it is no message of this protocol, or too large."""
-    try:
-        message = _from_agent.decode(data)
-    except MALFORMED as error:
-        raise msgspec.DecodeError(str(error)) from None
+    message = decoded(_from_agent, data)
     if isinstance(message, PartNews) and len(data) > STATE_NBYTES:
         raise msgspec.DecodeError(f"the state of a part has {len(data):,} bytes, of {STATE_NBYTES:,} allowed")
     return message

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from replicas.common.logs import Log
+from replicas.common.tasks import cancelled
 from replicas.coordinator.websocket import Ended, SocketRoute, WebSocket
 from replicas.supervisor.agent.messages import Hello, Refused, decode_from_agent, encode
 from replicas.supervisor.fleet.admission import AgentLink
@@ -84,9 +85,7 @@ async def _serve(
     finally:
         link.close()
         cluster.closed(node, link)
-        for task in (reading, closed):
-            task.cancel()
-        ended, _ = await asyncio.gather(reading, closed, return_exceptions=True)
+        ended, _ = await cancelled(reading, closed)
         if isinstance(ended, msgspec.DecodeError):
             refused("malformed")
             log.error("the agent of node %s is disconnected: %s", node, ended)

@@ -19,7 +19,6 @@ waited for, too (:mod:`replicas.supervisor.fleet.awaited`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
 import secrets
@@ -31,6 +30,7 @@ import msgspec
 from replicas.common.foreign import one_line
 from replicas.common.logs import Log
 from replicas.common.patience import PauseClock
+from replicas.common.tasks import is_set_within
 from replicas.core.lives.lease_times import BEAT_S, lost_after_s
 from replicas.core.lives.node_life import DutyEvent, NodeState
 from replicas.status import NodeStatus
@@ -519,9 +519,7 @@ class Cluster:
             if left <= 0:
                 return
             self._hung_up.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._hung_up.wait()
+            await is_set_within(self._hung_up, left)
 
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
         """The reply of this node's agent. TimeoutError: it is away, or silent."""

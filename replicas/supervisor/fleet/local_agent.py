@@ -23,6 +23,7 @@ from replicas.common.backoff import Backoff
 from replicas.common.child import ChildLife
 from replicas.common.logs import Log
 from replicas.common.patience import Patience, PauseClock
+from replicas.common.tasks import is_set_within
 from replicas.core.lives.lease_times import BEAT_S, FROZEN_S
 from replicas.linux.helpers import apart, python_module
 from replicas.linux.processes import send_signal
@@ -114,7 +115,7 @@ class LocalAgent:
         unheard = Patience(self._loop.time(), _LOOK_S)
         try:
             async with asyncio.timeout(JOIN_S):
-                while not await _is_set_within(self._cluster.joined, _LOOK_S):
+                while not await is_set_within(self._cluster.joined, _LOOK_S):
                     found_alive = self._popen is None and self._life.state == "starting"
                     if unheard.lasts(self._loop.time(), found_alive) > FROZEN_S:
                         self._replace()
@@ -173,11 +174,11 @@ class LocalAgent:
             return
         if not self._cluster.joined.is_set():
             send_signal(self._pidfd, signal.SIGKILL)
-        if await _is_set_within(self._ended, _END_S if self._cluster.is_empty(self._node) else 0.0):
+        if await is_set_within(self._ended, _END_S if self._cluster.is_empty(self._node) else 0.0):
             return
         if self._cluster.is_empty(self._node):
             send_signal(self._pidfd, signal.SIGKILL)
-            if await _is_set_within(self._ended, _KILLED_S):
+            if await is_set_within(self._ended, _KILLED_S):
                 return
             log.error("the agent of this machine, process %d, survives SIGKILL", self.pid)
         self._let_go()
@@ -202,10 +203,3 @@ class LocalAgent:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.pid, self._popen, self._pidfd = None, None, -1
-
-
-async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    return event.is_set()

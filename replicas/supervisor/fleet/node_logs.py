@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from replicas import errors
+from replicas.common.tasks import cancelled
 from replicas.control.log_files import POLL_S, FolderReader, LogLine, LogReader, Selection
 from replicas.supervisor.agent.messages import LogQuery, LogReply
 from replicas.supervisor.fleet.cluster import Cluster
@@ -119,9 +120,7 @@ class NodesReader:
         return [line for line in lines if self._older or line.generation >= self._newest(line.replica)]
 
     async def aclose(self) -> list[LogLine]:
-        polls, self._polls = [*self._polls.values()], {}
-        for poll in polls:
-            poll.cancel()
-        await asyncio.gather(*polls, return_exceptions=True)
+        polls, self._polls = self._polls, {}
+        await cancelled(*polls.values())
         found = await asyncio.gather(*(reader.aclose() for reader in self._readers))
         return self._wanted([line for lines in found for line in lines])

@@ -36,6 +36,7 @@ from replicas.core.lives.lease_times import BEAT_S, outlives_s
 from replicas.core.lives.placement import Share
 from replicas.linux import cgroups
 from replicas.linux.cgroups import LIMITS
+from replicas.linux.sockets import tcp_socket
 from replicas.status import NodeStatus
 from replicas.supervisor.agent.checks import Demand, Finding
 from replicas.supervisor.agent.messages import Examine, Examined
@@ -202,11 +203,11 @@ class Nodes:
         saved = self._context.state.saved
         if saved is None or not saved.port:
             return 0
-        family = socket.AF_INET6 if ":" in self._context.config.control.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        host = self._context.config.control.host
+        with tcp_socket(host) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((self._context.config.control.host, saved.port))
+                probe.bind((host, saved.port))
             except OSError:
                 return 0
         return saved.port

@@ -7,13 +7,13 @@ never run at the same time (``depends_on = ["other:finished"]``) may have the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from replicas.config.structs import Config, GroupConfig
+from replicas.config.structs import Config
 from replicas.core.lives.ordering import start_levels
 from replicas.core.lives.placement import Offer, Share, place
 from replicas.status import NodeStatus
-from replicas.supervisor.fleet.plans import may_grow
+from replicas.supervisor.fleet.plans import may_grow, over_before
 from replicas.supervisor.fleet.resources import need_of
 
 
@@ -40,7 +40,7 @@ def outlook(config: Config, nodes: Iterable[NodeStatus]) -> tuple[dict[str, tupl
     are placed by others.
     """
     offers = [_offer(config, node) for node in sorted(nodes, key=lambda one: not one.local) if node.state != "lost"]
-    over = _over_before(config.groups)
+    over = over_before(config.groups)
     taken: dict[str, list[Share]] = {}
     where: dict[str, tuple[str, ...]] = {}
     found: dict[str, str] = {}
@@ -67,13 +67,3 @@ def _offer(config: Config, node: NodeStatus) -> Offer:
         labels=config.cluster.labels if node.local else node.labels,
         open=node.state == "up",
     )
-
-
-def _over_before(groups: Mapping[str, GroupConfig]) -> dict[str, frozenset[str]]:
-    """The groups that have finished before each of them starts, by its name."""
-    found: dict[str, frozenset[str]] = {}
-    for name in (name for names in start_levels(groups) for name in names):
-        before = groups[name].depends_on
-        done = frozenset(one.group for one in before if one.condition == "finished")
-        found[name] = done.union(*(found[one.group] for one in before))
-    return found

@@ -10,13 +10,13 @@ greatest sum over such groups counts. A plan that does not fit is refused by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from graphlib import TopologicalSorter
 
 import msgspec
 
 from replicas import errors
 from replicas.config.structs import Config, GroupConfig
 from replicas.config.values import is_loopback
+from replicas.core.lives.ordering import start_levels
 from replicas.supervisor.agent.machine import Machine, look
 from replicas.supervisor.state.run_state import SavedGroup
 
@@ -134,16 +134,21 @@ def _peak(config: Config, weights: Mapping[str, int]) -> tuple[int, tuple[str, .
     sum is never too small; it may be too large, by a group or more, only if four of
     them wait in the shape of an N (c for a and b, d for b alone).
     """
-    dependencies = {name: group.depends_on for name, group in config.groups.items()}
-    order = TopologicalSorter({name: {one.group for one in found} for name, found in dependencies.items()})
-    ended: dict[str, set[str]] = {}  # which groups have ended when one starts
-    for name in order.static_order():
-        ended[name] = {one.group for one in dependencies[name] if one.condition == "finished"}
-        ended[name].update(*(ended[one.group] for one in dependencies[name]))
+    ended = over_before(config.groups)
     there = {name for name in config.groups if weights.get(name)}
     apart = {one: {other for other in there if one in ended[other] or other in ended[one]} for one in there}
     chosen = _heaviest(there, apart, weights)
     return sum(weights[name] for name in chosen), tuple(name for name in config.groups if name in chosen)
+
+
+def over_before(groups: Mapping[str, GroupConfig]) -> dict[str, frozenset[str]]:
+    """The groups that have finished before each of them starts, by its name."""
+    found: dict[str, frozenset[str]] = {}
+    for name in (name for names in start_levels(groups) for name in names):
+        before = groups[name].depends_on
+        done = frozenset(one.group for one in before if one.condition == "finished")
+        found[name] = done.union(*(found[one.group] for one in before))
+    return found
 
 
 def _heaviest(names: set[str], apart: _Graph, weights: Mapping[str, int]) -> set[str]:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from replicas import errors
 from replicas.common.table import StateMachine
+from replicas.common.tasks import is_set_within
 from replicas.config.diff import digest_of_start
 from replicas.config.structs import GroupConfig
 from replicas.core.lives.ending import ASKED, ASKED_ACTIONS, LEAVING, UNWANTED, Asked, Request, request_of
@@ -381,12 +382,8 @@ class Replica:
 
     async def poked(self, until: float | None = None) -> None:
         """Wait for :meth:`poke`, or for this time."""
-        try:
-            async with asyncio.timeout(None if until is None else max(0.0, until - self._now())):
-                await self._poke.wait()
-        except TimeoutError:
-            return
-        self._poke.clear()
+        if await is_set_within(self._poke, None if until is None else max(0.0, until - self._now())):
+            self._poke.clear()
 
     def held_up(self) -> None:
         """Show that processes of the generation take long to die."""

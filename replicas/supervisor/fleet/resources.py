@@ -155,14 +155,10 @@ class Resources:
         self._taken, self._min_nodes = True, 0
         self._held[group.name, index] = shares
 
-    def hold(self, name: str, share: Share) -> Callable[[], None]:
+    def hold(self, name: str, share: Share) -> Callable[[], object]:
         """Hold a share for ending processes of no replica; return what frees it."""
         self._ending[name] = share
-
-        def let_go() -> None:
-            self._ending.pop(name, None)
-
-        return let_go
+        return lambda: self._ending.pop(name, None)
 
     def shares(self, group: str, index: int) -> tuple[Share, ...]:
         return self._held.get((group, index), ())

@@ -54,7 +54,7 @@ class PumpWatcher:
         self._tee = tee
         self._tell_dropped = dropped
         self.pipes: LogPipes = LogPipes(spec)
-        self._pid = 0
+        self.pid = 0
         self._pidfd: int | None = None
         self._control: socket.socket | None = None
         self._life = ChildLife(AGAIN, steady_s=_STEADY_S)
@@ -66,10 +66,6 @@ class PumpWatcher:
         self._drains = 0
         self._on_drained: Callable[[], None] | None = None
         self._drained_by: float | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._pid
 
     @property
     def over(self) -> bool:
@@ -102,7 +98,7 @@ class PumpWatcher:
             self._become_pump(theirs)
         theirs.close()
         self._life.ready()
-        self._pid, self._pidfd, self._control = pid, os.pidfd_open(pid), ours
+        self.pid, self._pidfd, self._control = pid, os.pidfd_open(pid), ours
         self._selector.register(ours, selectors.EVENT_READ, self._on_message)
         if self._on_drained is not None:  # the former pump did not get to answer
             self._ask()
@@ -146,7 +142,7 @@ class PumpWatcher:
             self.start()
 
     def _forget(self) -> None:
-        self._pid = 0
+        self.pid = 0
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -223,7 +219,7 @@ class PumpWatcher:
             return
         self._closed = True
         self._kill_at = time.monotonic() + _CLOSE_S
-        if self._pid == 0:
+        if self.pid == 0:
             self.start()
         self.pipes.close()
 

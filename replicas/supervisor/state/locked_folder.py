@@ -12,7 +12,6 @@ they certainly are a dead owner's: each kind of folder tells by its own finders.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from replicas import errors
-from replicas.linux import private
+from replicas.linux import locks, private
 from replicas.linux.processes import start_time
 from replicas.supervisor.state import leftovers
 from replicas.supervisor.state.run_state import machine
@@ -72,7 +71,7 @@ class LockedFolder:
 
     def _wait_for(self, lock: int) -> None:
         settled_at = time.monotonic() + SETTLE_S
-        while not take_lock(lock):
+        while not locks.hold_exclusive(lock):
             owner, late_s = Owner.of(lock), time.monotonic() - settled_at
             if owner.alive or (owner.elsewhere and late_s > 0):
                 raise self._taken(owner)
@@ -99,15 +98,6 @@ class LockedFolder:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
-
-
-def take_lock(lock: int) -> bool:
-    """Try to take the lock; return True if it is ours."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def identity_of(folder: Path) -> str:

@@ -42,7 +42,8 @@ def body() -> str:
 
 def struct(kind: type[msgspec.Struct]) -> str:
     """A struct with its sentence and its fields."""
-    annotations = {name: re.sub(r"Literal\[.*?\]", "str", text) for name, text in inspect.get_annotations(kind).items()}
+    written = {name: text for one in reversed(kind.__mro__) for name, text in inspect.get_annotations(one).items()}
+    annotations = {name: re.sub(r"Literal\[.*?\]", "str", str(text)) for name, text in written.items()}
     lines = [
         f"``{one.name}``: ``{annotations[one.name]}``{_default(one)}{_values(one)}"
         for one in msgspec.structs.fields(kind)

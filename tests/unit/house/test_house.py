@@ -53,7 +53,7 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 36_812
+CODE_LINES_MAX = 36_700
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
 the default, lanes for weights in host memory go."""
@@ -61,19 +61,19 @@ LINES_MAX = 450
 LONG = {
     "core/moving/transfer.py": 797,
     "supervisor/supervisor.py": 686,
-    "supervisor/fleet/cluster.py": 578,
+    "supervisor/fleet/cluster.py": 576,
     "supervisor/fleet/fleet.py": 573,
     "core/versions/commits.py": 537,
-    "coordinator/coordinator.py": 468,
+    "coordinator/coordinator.py": 467,
     "channel/versions/transfers.py": 455,
-    "supervisor/fleet/replica.py": 493,
+    "supervisor/fleet/replica.py": 490,
     "channel/versions/publish.py": 486,
     "channel/channel.py": 476,
     "supervisor/shim/shim.py": 455,
     "core/operations/pairing.py": 454,
     "channel/session/hub.py": 453,
     "weights/memory/arena.py": 454,
-    "coordinator/engine.py": 452,
+    "coordinator/engine.py": 451,
 }
 """Longer files may not grow. Each holds one table or one class that is not yet cut."""
 ATTRIBUTES_MAX, METHODS_MAX = 15, 20

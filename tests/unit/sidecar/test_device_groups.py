@@ -27,6 +27,7 @@ from replicas.core.versions.manifests import merge_parts
 from replicas.errors import Preflight, WorldError
 from replicas.sidecar import building, wire
 from replicas.sidecar.groups import CollectiveGroup, GlooGroup, NcclGroup, StartedWork
+from replicas.sidecar.mailbox import PackingProgress
 from replicas.sidecar.process import SidecarProcess
 from replicas.sidecar.transfer import run_transfer
 from replicas.weights.copies.digest import DeviceDigest, device_digest_of, digest_of
@@ -386,7 +387,7 @@ def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProcess]:
     monkeypatch.setattr("replicas.weights.copies.accelerator._chosen", (0, "", None))  # as in a process of its own
     monkeypatch.setenv("REPLICAS_ACCELERATOR", NAME)
     monkeypatch.setenv("FAKE_GPUS", "FAKE-0,FAKE-1")
-    made = SidecarProcess(SimpleNamespace(transfer_ended=lambda transfer: None))  # type: ignore[arg-type]  # a fake
+    made = SidecarProcess(SimpleNamespace(progress=PackingProgress()))  # type: ignore[arg-type]  # a fake
     yield made
     for key in list(made._buffers):
         made.handle(wire.ForgetBuffer(key), [])

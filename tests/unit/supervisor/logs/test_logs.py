@@ -289,7 +289,7 @@ def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
     def start(keeper: PumpWatcher) -> None:
         started.append(1)
         keeper._life.start(0.0)
-        keeper._pid = 4000001
+        keeper.pid = 4000001
 
     monkeypatch.setattr(PumpWatcher, "start", start)
     os.write(keeper.pipes.streams("rank 0")[0], b"last words\n")

@@ -1,0 +1,31 @@
+"""Tasks and events of asyncio: waits with an end, and tasks that somebody keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def is_set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Wait for the event up to ``timeout_s`` (None: no limit); True: it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
+
+
+async def cancelled(*tasks: asyncio.Future[Any]) -> list[Any]:
+    """Cancel tasks and wait for their ends; their results or errors, in order."""
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def kept(task: asyncio.Task[T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:
+    """Keep a task in ``tasks`` until it ends: the loop has only a weak reference."""
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
