@@ -167,12 +167,10 @@ class Transfers(Part):
         base = await transfer.take_base(hub, nbytes)
         if device:  # its bytes travel through host memory
             memory, filled = await scratch_memory(hub, slot.version, nbytes), 0
-        if self._is_over(transfer):
-            transfer.unpin_base(hub.arena)
-            if device:
-                memory.close()
-            return
         carried = transfer.carry(hub, carrier, offer.part, memory, nbytes, base, scratch=bool(device))
+        if self._is_over(transfer):
+            await self._stop_carrying(transfer)
+            return
         carried.serve(filled, slot.manifest.regions if slot.manifest is not None and base is not None else ())
         if device and await transfer.is_filled(hub, slot):
             await asyncio.to_thread(take_out, slot, memory.readable(), device)
