@@ -14,6 +14,7 @@ other way again.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ MARGIN = 2.0
 link to others."""
 VAIN = 2
 """So many more blocks without a delta than with one, and no more are looked for."""
+AT_ONCE = max(2, (os.cpu_count() or 1) // 8)
+"""Deltas of one image that are made at the same time: the host has other work."""
 SHORT_S = 0.2
 """What took less proves nothing, and is fast enough."""
 
@@ -49,9 +52,10 @@ class Deltas:
     ) -> None:
         self._nbytes, self._base, self._data, self._regions = nbytes, base, data, regions
         self._known: dict[int, bytes] = {}
+        self._making: set[int] = set()
         self._vain = 0
         """Blocks that had changed throughout, less those that had not."""
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def may_have(self, number: int) -> bool:
         """Return True if the block, of which something is here, may have a delta."""
@@ -59,15 +63,34 @@ class Deltas:
 
     def of(self, number: int) -> bytes | None:
         """The delta of a block that is here; None: it is to be sent as bytes."""
-        with self._lock:  # one at a time: the publisher's host has other work
-            known = self._known.get(number)
-            if known is None and self._base is not None and self._data is not None and self._vain < VAIN:
-                start = number * BLOCK_NBYTES
-                end = min(start + BLOCK_NBYTES, self._nbytes)
-                old, new = self._base[start:end], self._data[start:end]
-                self._known[number] = known = delta.encode_block(old, new, self._regions, start=start)
-                self._vain += 1 if delta.is_whole(known) else -1
-            return None if known is None or delta.is_whole(known) else known
+        with self._changed:
+            self._changed.wait_for(lambda: number not in self._making and len(self._making) < AT_ONCE)
+            pair = None if number in self._known else self._pair(number)
+            if pair is not None:
+                self._making.add(number)
+        if pair is not None:
+            self._make(number, *pair)
+        known = self._known.get(number)
+        return None if known is None or delta.is_whole(known) else known
+
+    def _pair(self, number: int) -> tuple[memoryview, memoryview] | None:
+        """The block in base and image; None: no delta is made of it."""
+        if self._base is None or self._data is None or self._vain >= VAIN:
+            return None
+        block = slice(number * BLOCK_NBYTES, min((number + 1) * BLOCK_NBYTES, self._nbytes))
+        return self._base[block], self._data[block]
+
+    def _make(self, number: int, old: memoryview, new: memoryview) -> None:
+        found = b""
+        try:
+            found = delta.encode_block(old, new, self._regions, start=number * BLOCK_NBYTES)
+        finally:
+            with self._changed:
+                self._making.discard(number)
+                if found:
+                    self._known[number] = found
+                    self._vain += 1 if delta.is_whole(found) else -1
+                self._changed.notify_all()
 
     def make_ahead(self, image: Image) -> None:
         """Make all, each once it is here, for pullers that take time to ask."""
@@ -80,21 +103,22 @@ class Deltas:
 
     def keep(self, number: int, found: bytes) -> None:
         """Keep a delta that was received, for the next hosts."""
-        with self._lock:
+        with self._changed:
             self._known[number] = found
 
     def drop(self, number: int) -> None:
         """A block came wrong by its delta."""
-        with self._lock:
+        with self._changed:
             self._known.pop(number, None)
 
     def without_base(self) -> None:
         """Make no more deltas; when this returns, nobody reads the base."""
-        with self._lock:
-            for view in (self._base, self._data):
+        with self._changed:
+            views, self._base, self._data = (self._base, self._data), None, None
+            self._changed.wait_for(lambda: not self._making)
+            for view in views:
                 if view is not None:
                     view.release()
-            self._base = self._data = None
 
 
 class Choice:

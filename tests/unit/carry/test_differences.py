@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import random
 import threading
+from typing import Any
 
 import pytest
 
+from replicas.carry import delta
 from replicas.carry.blocks import BLOCK_NBYTES
 from replicas.carry.delta import apply_block
 from replicas.carry.differences import AGAIN, Choice, Deltas
@@ -53,6 +55,36 @@ def test_without_a_base_there_are_those_that_are_known(pair: tuple[bytes, bytes]
     assert other.of(1) == known
     other.drop(1)
     assert other.of(1) is None
+
+
+def test_blocks_are_encoded_side_by_side_and_the_base_is_kept_meanwhile(
+    pair: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = pair
+    deltas = Deltas(NBYTES, memoryview(old), memoryview(new))
+    both, go_on, encode = threading.Barrier(3), threading.Event(), delta.encode_block
+
+    def slow(*args: Any, **more: Any) -> bytes:
+        both.wait(30)
+        assert go_on.wait(30)
+        return encode(*args, **more)
+
+    monkeypatch.setattr(delta, "encode_block", slow)
+    found: list[bytes | None] = []
+    askers = [threading.Thread(target=lambda number=number: found.append(deltas.of(number))) for number in (0, 1, 1)]
+    for asker in askers:
+        asker.start()
+    both.wait(30)
+    ending = threading.Thread(target=deltas.without_base)
+    ending.start()
+    ending.join(0.05)
+    assert ending.is_alive()
+    go_on.set()
+    for thread in (*askers, ending):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert None not in found
+    assert len(set(found)) == 2, "one block is encoded once"
 
 
 def test_what_has_changed_throughout_is_sent_as_bytes() -> None:
