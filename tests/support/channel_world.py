@@ -710,8 +710,10 @@ class World:
         return sims
 
     def expect(self) -> None:
-        """The new coordinator is told who was a member, as far as the events go."""
-        self.state.recovery.expect(self.tally.members.get(self.config.name, ()))
+        """The new coordinator is told who was a member, and what had been committed, as
+        far as the events go."""
+        name = self.config.name
+        self.state.recovery.expect(self.tally.members.get(name, ()), self.tally.commits.get(name, ()))
 
     def rejoin(self, sim: SimMember) -> None:
         """The member's session comes back: it says what it knows, and what is under

@@ -52,7 +52,10 @@ class EpochStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class SyncEnded(msgspec.Struct, frozen=True, tag=True):
-    """A publish has ended: committed, or failed with the error named in the record."""
+    """A publish has ended: committed, or failed with the error named in the record.
+
+    Told once, by the coordinator that decided it.
+    """
 
     channel: str
     record: SyncRecord
@@ -110,7 +113,8 @@ class SidecarReplaced(msgspec.Struct, frozen=True, tag=True):
 class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
     """All ranks of a replica have loaded ``version``; 0: they differ.
 
-    ``load_s``: how long the slowest of them had the update open, in seconds.
+    ``load_s``: how long the slowest of them had the update open, in seconds; 0: not
+    known, as they had loaded it when a new coordinator began, which tells it again.
     """
 
     channel: str
