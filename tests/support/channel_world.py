@@ -452,6 +452,9 @@ class SimMember:
             if giver is None or number not in giver.serving:
                 continue  # its host refuses the connection
             if self.world.cuts_between((giver.address, self.address)):
+                tried_s += self.world.connect_s / len(pull.holders)
+                if elapsed_s < tried_s:
+                    return "later"
                 why[holder.name] = "timed out"
                 continue
             if frozenset((giver.address, self.address)) in self.world.holes:
@@ -621,6 +624,8 @@ class World:
         self.cuts: set[frozenset[str]] = set()
         """Pairs of addresses between which no byte goes any more: who is at work in a
         lane does not fail, and nothing moves."""
+        self.connect_s = 0.0
+        """For so long a member tries to connect to its holders over cut links."""
         self.rates: dict[frozenset[str], float] = {}
         """Bytes a second of slow links, by their addresses; a version has
         :data:`NBYTES`."""

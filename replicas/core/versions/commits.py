@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from replicas import errors
 from replicas import messages as wire
@@ -20,7 +20,7 @@ from replicas.core.members.member_state import MemberState, Reading
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.ground import Ground
 from replicas.core.moving.transfer import Transfer
-from replicas.core.versions.catch_up import CatchUp
+from replicas.core.versions.catch_up import CatchUp, Served
 from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifests import Manifests
 from replicas.core.versions.publishes import Publish, Publishes
@@ -60,7 +60,7 @@ class Commits:
 
         Then no other source can have published that number.
         """
-        self.catch_ups = tuple(CatchUp(ground, self._assembled, slow=slow) for slow in (False, True))
+        self.catch_ups = [CatchUp(ground, self._assembled, whom) for whom in get_args(Served)]
         self.manifests = Manifests(config.name, ground.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
         """Messages about publishes whose manifest is still missing here, in order."""
