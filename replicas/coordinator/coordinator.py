@@ -317,10 +317,10 @@ class Coordinator:
         channels = self.engine.channels.values()
         return self._book.of(channels, group, replica, generation, world, now, external=external)
 
-    def expect(self, members: Mapping[str, Collection[Member]]) -> None:
-        """Wait for these members of an earlier coordinator, by channel, alone."""
+    def expect(self, members: Mapping[str, Collection[Member]], told: Tally | None = None) -> None:
+        """Wait for these members of the one before alone. ``told``: its events."""
         for name, channel in self.engine.channels.items():
-            channel.recovery.expect(members.get(name, ()))
+            channel.recovery.expect(members.get(name, ()), (told or Tally()).commits.get(name, ()))
 
     @property
     def recovering(self) -> bool:

@@ -241,7 +241,7 @@ class Supervisor:
         self._fleet = Fleet(self._context, saved=groups, wall=time.time())
         self._fleet.start(self._nodes.adopted(config))
         if saved is not None:  # else older events may be missing
-            coordinator.expect(events.tally.members)
+            coordinator.expect(events.tally.members, events.tally)
         events.on_rotate = self.save
         self.state.write(endpoint=coordinator.endpoint, tokens=coordinator.tokens, socket=self._context.door)
         self.spawn(self._nodes.tend)

@@ -117,7 +117,7 @@ class Tally(msgspec.Struct):
                 self._received(event.channel, event.moved_to)
             case WrongBytes(channel):
                 _add(self.wrong, channel)
-            case ReplicaLoaded() if event.version:
+            case ReplicaLoaded() if event.version and event.load_s:  # else another coordinator has told it
                 spread = self.loads.setdefault(event.channel, {}).setdefault(event.group, Histogram())
                 spread.observe(event.load_s, SYNC_BUCKETS)
             case OperationEnded(channel, kind):

@@ -452,6 +452,9 @@ class SimMember:
             if giver is None or number not in giver.serving:
                 continue  # its host refuses the connection
             if self.world.cuts_between((giver.address, self.address)):
+                tried_s += self.world.connect_s / len(pull.holders)
+                if elapsed_s < tried_s:
+                    return "later"
                 why[holder.name] = "timed out"
                 continue
             if frozenset((giver.address, self.address)) in self.world.holes:
@@ -621,6 +624,8 @@ class World:
         self.cuts: set[frozenset[str]] = set()
         """Pairs of addresses between which no byte goes any more: who is at work in a
         lane does not fail, and nothing moves."""
+        self.connect_s = 0.0
+        """For so long a member tries to connect to its holders over cut links."""
         self.rates: dict[frozenset[str], float] = {}
         """Bytes a second of slow links, by their addresses; a version has
         :data:`NBYTES`."""
@@ -710,8 +715,10 @@ class World:
         return sims
 
     def expect(self) -> None:
-        """The new coordinator is told who was a member, as far as the events go."""
-        self.state.recovery.expect(self.tally.members.get(self.config.name, ()))
+        """The new coordinator is told who was a member, and what had been committed, as
+        far as the events go."""
+        name = self.config.name
+        self.state.recovery.expect(self.tally.members.get(name, ()), self.tally.commits.get(name, ()))
 
     def rejoin(self, sim: SimMember) -> None:
         """The member's session comes back: it says what it knows, and what is under

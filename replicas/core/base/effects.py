@@ -54,7 +54,10 @@ class EpochStarted(_OnChannel, frozen=True, tag=True):
 
 
 class SyncEnded(_OnChannel, frozen=True, tag=True):
-    """A publish has ended: committed, or failed with the error named in the record."""
+    """A publish has ended: committed, or failed with the error named in the record.
+
+    Told once, by the coordinator that decided it.
+    """
 
     record: SyncRecord
 
@@ -107,7 +110,8 @@ class SidecarReplaced(_OnChannel, frozen=True, tag=True):
 class ReplicaLoaded(_OnChannel, frozen=True, tag=True):
     """All ranks of a replica have loaded ``version``; 0: they differ.
 
-    ``load_s``: how long the slowest of them had the update open, in seconds.
+    ``load_s``: how long the slowest of them had the update open, in seconds; 0: not
+    known, as they had loaded it when a new coordinator began, which tells it again.
     """
 
     group: str

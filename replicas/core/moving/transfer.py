@@ -88,14 +88,13 @@ class Transfer:
         deadline: float,
         on_end: Callable[[Transfer, errors.ReplicasError | None, float], None],
         avoid: Member | None = None,
+        tries: int = PULL_TRIES,
     ) -> None:
         self._ground = ground
         self.payload = payload
         self.needers = set(needers)
-        self.kind = kind
-        self.deadline = deadline
-        self._on_end = on_end
-        self._avoid = avoid
+        self.kind, self.deadline = kind, deadline
+        self._on_end, self._avoid, self._tries = on_end, avoid, tries
         self.state: TransferState = "offering"
         self.attempt = Attempt(ground, payload, TransferPlan("image"))
         self.deliveries = Deliveries(self.attempt, deadline)
@@ -421,7 +420,7 @@ class Transfer:
         self.attempt.mapping.discard(member)
         self._misses[member] = self._misses.get(member, 0) + 1
         if isinstance(error, errors.NoCapacity | errors.Busy | errors.InternalError) or (
-            self._misses[member] >= PULL_TRIES
+            self._misses[member] >= self._tries
         ):
             self._refuse(member, error)
 
@@ -714,8 +713,7 @@ class Transfer:
         if not givers or self.kind != "main" or ground.others_wait(now):
             return False
         version = self.payload.version
-        holders = (one.member for one in ground.roster if version in one.held)
-        others = any(member not in silent and member not in self.refused for member in holders)
+        others = any(version in s.held and s.member not in silent | self.refused.keys() for s in ground.roster)
         return not others and not ground.keeping.of(version)
 
     def _suspects(self, members: Iterable[Member], now: float) -> set[Member]:
@@ -724,8 +722,7 @@ class Transfer:
 
     def cancel(self, reason: str = "failed") -> None:
         """Withdraw the current attempt, and kill its lane: bytes may have moved."""
-        attempt = self.attempt
-        pulling = set(self.plan.pulls)
+        attempt, pulling = self.attempt, set(self.plan.pulls)
         attempt.withdraw({one for one in attempt.movers if one not in attempt.done} | (attempt.mapping - pulling))
         attempt.mapping -= pulling
         self.deliveries.close()

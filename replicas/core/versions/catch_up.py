@@ -2,9 +2,11 @@
 
 One transfer at a time, over a lane of its own and concurrent with publishes, from any
 holder, targets first, to leave trainers alone. After a failure the next attempt comes
-later, and from another holder if there is one. Members behind slow links have a
-catch-up of their own, which delays no other member, and has no deadline as long as
-bytes move.
+later, and from another holder if there is one: soon if no byte came, as of a member
+whose links are cut, and else later each time. Members behind slow links have a catch-up
+of their own, which delays no other member, and has no deadline as long as bytes move;
+and so have those that were tried in vain, as each try of one that nobody reaches takes
+seconds.
 
 No host gets the bytes of two versions at once. A publish that serves all hosts of a
 catch-up ends it, and members on a host that a newer version serves are not caught up,
@@ -17,6 +19,7 @@ next version the older one is not needed any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 from replicas import errors
 from replicas.common.backoff import Backoff
@@ -24,10 +27,14 @@ from replicas.core.base.effects import CaughtUp
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.ground import Ground
-from replicas.core.moving.transfer import Transfer
+from replicas.core.moving.transfer import PULL_TRIES, Transfer
 from replicas.messages.identity import Member
 
 RETRY = Backoff(1.0, 30.0)
+REACH_S = 3.0
+"""Until the next try of a member to which no byte came: such a one is some messages."""
+Served = Literal["new", "missed", "slow"]
+"""Each kind of members has a catch-up; missed: tried in vain before."""
 PATIENCE_S = 5.0
 """How long ready members wait for unready ones."""
 MUTE_S, MUTE_TRIPS = 1.0, 4.0
@@ -42,11 +49,11 @@ class CatchUp:
     """A catch-up of one channel.
 
     :param on_end: called with the payload at the end of each transfer.
-    :param slow: serves the members that would hold up the others.
+    :param whom: the members that it serves.
     """
 
-    def __init__(self, ground: Ground, on_end: Callable[[Payload], None], *, slow: bool = False) -> None:
-        self._ground, self._on_end, self._slow = ground, on_end, slow
+    def __init__(self, ground: Ground, on_end: Callable[[Payload], None], whom: Served) -> None:
+        self._ground, self._on_end, self._whom = ground, on_end, whom
         self.transfer: Transfer | None = None
         self._bad_holder: Member | None = None
         self._unready: set[Member] = set()
@@ -87,6 +94,7 @@ class CatchUp:
             deadline=now + ground.config.deadline_s,
             on_end=self._ended,
             avoid=self._bad_holder,
+            tries=1 if self._whom == "missed" else PULL_TRIES,
         )
         self._unready, self._waits_since = set(), now
         transfer.start(now)
@@ -114,9 +122,8 @@ class CatchUp:
     def _lacking(self, version: int, now: float) -> list[MemberState]:
         """Return the targets that lack it and are to be served now."""
         roster = self._ground.roster
-        due = [s for s in roster.holders.lacking(version) if s.slow == self._slow and now >= s.retry_at]
-        due = [s for s in due if s.slow or now >= s.not_before]
-        return [state for state in due if roster.available(state, now)]
+        due = [s for s in roster.holders.lacking(version) if _served_as(s) == self._whom and now >= s.retry_at]
+        return [s for s in due if (s.slow or now >= s.not_before) and roster.available(s, now)]
 
     def tick(self, now: float) -> None:
         """Give up at the deadline, and on unready members while others wait."""
@@ -145,8 +152,7 @@ class CatchUp:
     def _ended(
         self, transfer: Transfer, error: errors.ReplicasError | None, now: float, *, superseded: bool = False
     ) -> None:
-        ground = self._ground
-        self.transfer = None
+        ground, self.transfer = self._ground, None
         transfer.close_lane()
         self._bad_holder = transfer.plan.givers[0] if error is not None and transfer.plan.givers else None
         self._on_end(transfer.payload)
@@ -156,9 +162,15 @@ class CatchUp:
             ground.emit(CaughtUp(ground.config.name, transfer.payload.version, served, *moved))
         for state in ground.roster:
             if state.member in transfer.verified or superseded:
-                continue
-            if state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
+                state.retry_at = 0.0 if state.member in transfer.verified else state.retry_at
+            elif state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
                 state.retry_at = now + RETRY.first_s
             elif state.member in transfer.asked and state.is_target:
-                state.failures += 1
-                state.retry_at = now + RETRY.after(state.failures)
+                one = transfer.deliveries.get(state.member)
+                costly = one is not None and bool(one.reply or one.received)
+                state.failures += costly
+                state.retry_at = now + (RETRY.after(state.failures) if costly else REACH_S)
+
+
+def _served_as(state: MemberState) -> Served:
+    return "slow" if state.slow else "missed" if state.retry_at else "new"

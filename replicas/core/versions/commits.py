@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from replicas import errors
 from replicas import messages as wire
@@ -20,7 +20,7 @@ from replicas.core.members.member_state import MemberState, Reading
 from replicas.core.moving.attempt import Payload
 from replicas.core.moving.ground import Ground
 from replicas.core.moving.transfer import Transfer
-from replicas.core.versions.catch_up import CatchUp
+from replicas.core.versions.catch_up import CatchUp, Served
 from replicas.core.versions.fetching import pieces
 from replicas.core.versions.manifests import Manifests
 from replicas.core.versions.publishes import Publish, Publishes
@@ -49,6 +49,9 @@ class Commits:
         self.publishes = Publishes(config.name, source_ranks, ground.past.floor)  # type: ignore[arg-type]  # one of the two literals
         self.latest, self.decided = ground.past.decided
         """Number and digest of the newest committed version."""
+        self.told = {self.latest, *ground.past.aborted}
+        """Versions of which an earlier coordinator has told the end, as far as is known
+        here: no event tells it again."""
         self.committed: Payload | None = None
         """Its bytes, once they are known here."""
         self.steps = Steps(config.name)
@@ -57,7 +60,7 @@ class Commits:
 
         Then no other source can have published that number.
         """
-        self.catch_ups = tuple(CatchUp(ground, self._assembled, slow=slow) for slow in (False, True))
+        self.catch_ups = [CatchUp(ground, self._assembled, whom) for whom in get_args(Served)]
         self.manifests = Manifests(config.name, ground.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
         """Messages about publishes whose manifest is still missing here, in order."""
@@ -136,8 +139,7 @@ class Commits:
         publish = self.publishes.filled(state.member, message)
         if publish is None or publish.payload is None:
             return
-        publish.payload.filling = None
-        publish.payload.digest = message.digest
+        publish.payload.filling, publish.payload.digest = None, message.digest
         state.places[publish.version] = message.place
         if publish.version in state.held:
             state.held[publish.version] = message.digest
@@ -160,8 +162,7 @@ class Commits:
                 case wire.TransferMoved():
                     transfer.moved(member, message.transfer, message.received, now)
                 case wire.TransferFailed():
-                    error = message.error.exception()
-                    transfer.member_failed(member, message.transfer, error, now, message.holders)
+                    transfer.member_failed(member, message.transfer, message.error.exception(), now, message.holders)
 
     def carrier_up(self, now: float) -> None:
         """A member's carrier listens."""
@@ -369,8 +370,7 @@ class Commits:
         return self._ground.keeping.serves(self.latest, owners, members) or self._held_by_any(self.latest)
 
     def _held_by_any(self, version: int) -> bool:
-        roster = self._roster
-        return bool(roster.holders.of(version)) or any(version in state.parts for state in roster)
+        return bool(self._roster.holders.of(version)) or any(version in state.parts for state in self._roster)
 
     def _holders(self, version: int) -> set[Member]:
         return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
@@ -387,11 +387,10 @@ class Commits:
 
     def learn(self, version: int, digest: str) -> None:
         """A member has seen ``version`` committed."""
-        if version <= self.latest:
-            if version == self.latest and not self.decided:
-                self.decided = digest
-            return
-        self._decide(version, digest, None)
+        if version > self.latest:
+            self._decide(version, digest, None)
+        elif version == self.latest and not self.decided:
+            self.decided = digest
 
     def restore(self, payload: Payload) -> None:
         """Set the bytes of the newest committed version, known again."""
@@ -440,7 +439,8 @@ class Commits:
             members=len(receipt.members) if receipt is not None else 0,
             lost=tuple(publish.lost),
         )
-        ground.emit(SyncEnded(ground.config.name, record))
+        if not (publish.asked.resumed and publish.version in self.told):
+            ground.emit(SyncEnded(ground.config.name, record))
 
     # ------------------------------------------------------------ losses and deadlines
 
@@ -487,8 +487,7 @@ class Commits:
         laggards = transfer.unready if now > late else transfer.slow_readers(late)
         if now > half:
             laggards |= transfer.silent
-        others = laggards < transfer.needers or transfer.verified
-        if laggards and others:
+        if laggards and (laggards < transfer.needers or transfer.verified):
             waited = f"{now - publish.moving_at:.1f} s"
             transfer.exclude(laggards, now, reason="refused", why=f"it was not ready to receive within {waited}")
 

@@ -96,8 +96,13 @@ class Recovery:
 
     # ------------------------------------------------------------ who is expected
 
-    def expect(self, members: Collection[Member]) -> None:
-        """Expect the members of the earlier coordinator: all of them, or none known."""
+    def expect(self, members: Collection[Member], told: Collection[tuple[int, float]] = ()) -> None:
+        """Expect the members of the earlier coordinator: all of them, or none known.
+
+        :param told: number and time of the commits that its events have told.
+        """
+        if told:
+            self._commits.told = {version for version, _ in told} | self._aborted
         self._told = bool(members)
         self._awaited = {member for member in members if member not in self._roster}
 
@@ -132,6 +137,7 @@ class Recovery:
         if self._started is None and not commits.latest and commits.main is None:
             self._done = False
             self._started = now
+        commits.told |= set() if self._told else {hello.latest}  # the events say it better
         commits.learn(hello.latest, hello.latest_digest)
         digest = state.held.get(commits.latest, "")
         # its bytes are others than the ones that were committed
@@ -199,8 +205,8 @@ class Recovery:
             told = [s for s in ranks if s.from_before and s.hello.publishes >= publish.asked.publish and s.resumed]
             silent = [s.member for s in told if s.member not in publish.begun]
             # one that was committed has that verdict
-            failed = publish.version in self._aborted or (silent and publish.version > commits.latest)
-            if failed:
+            if publish.version in self._aborted or (silent and publish.version > commits.latest):
+                commits.told.add(publish.version)
                 names = ", ".join(member.name for member in silent)
                 why = f"{names} had its verdict" if names else "it had failed"
                 text = f"version {publish.version} was not committed by the coordinator that was here before: {why}"
@@ -212,8 +218,7 @@ class Recovery:
         digests = {state.held.get(version, "") for state in targets}
         # one that is here would have announced it
         sources = any(state.is_source and state.from_before for state in self._roster)
-        forward = version not in self._aborted and not sources and len(digests) == 1 and digests != {""}
-        if forward:
+        if version not in self._aborted and not sources and len(digests) == 1 and digests != {""}:
             publishes = self._commits.publishes
             publishes.numbered = max(publishes.numbered, version)
             self._commits.learn(version, digests.pop())
@@ -248,8 +253,7 @@ class Recovery:
         if message.version != commits.latest or commits.committed is not None:
             self._described = None
             return
-        wrong = message.digest and commits.decided and message.digest != commits.decided
-        if not message.manifest_hash or wrong:
+        if not message.manifest_hash or (message.digest and commits.decided and message.digest != commits.decided):
             self.undescribed(state)
             return
         self._answer = message

@@ -104,7 +104,7 @@ def counted(run: Run) -> dict[tuple[str, ...], float]:
                 for replica, nbytes in event["moved_to"].items():
                     found["received_bytes_total", event["channel"], *replica.split("/")] += nbytes
             case "ReplicaLoaded":
-                found["load_duration_seconds_count", event["channel"], event["group"]] += bool(event["version"])
+                found["load_duration_seconds_count", event["channel"], event["group"]] += bool(event["load_s"])
             case "OperationEnded":
                 found["operations_total", event["channel"], event["kind"], event["outcome"]] += 1
                 found["operation_duration_seconds_count", event["channel"], event["kind"]] += 1

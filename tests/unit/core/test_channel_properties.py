@@ -9,11 +9,14 @@ faults stop, the next publish commits and every target holds it.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicas import messages as wire
+from replicas.core.base.effects import SyncEnded
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel.rosters import check_roster
@@ -205,6 +208,21 @@ class Channel(RuleBasedStateMachine):
         self.come_back(len(self.away))
         self.world.run(tuple(self.frozen))
 
+    @precondition(lambda self: self._sims())
+    @rule(told=st.booleans())
+    def a_source_has_not_heard_of_its_commit(self, told: bool) -> None:
+        """Nor has anybody else, when the coordinator that has recorded it ends."""
+        self.world.run(tuple(self.frozen))
+        self.publish(None)
+        before = len(self.world.decisions)
+        for sim in self._sims() * 12:
+            if len(self.world.decisions) == before:
+                self.world.up(sim)
+            if len(self.world.decisions) == before:
+                self.world.down(sim)
+                sim.pull_on(tuple(self.frozen))
+        self.restart(keep_log=True, forget=False, told=told)
+
     @precondition(lambda self: self.away)
     @rule(count=st.integers(1, 5))
     def come_back(self, count: int) -> None:
@@ -249,6 +267,15 @@ class Channel(RuleBasedStateMachine):
     def failed_publishes_are_never_committed(self) -> None:
         committed = {decision.version for decision in self.world.decisions}
         assert not committed & self.world.aborted
+
+    @invariant()
+    def the_end_of_a_publish_is_told_once(self) -> None:
+        """By whichever coordinator; without a log a number may be used again."""
+        records = [event.record for event in self.world.events if isinstance(event, SyncEnded)]
+        committed = Counter(record.version for record in records if record.outcome == "committed")
+        assert self.world.log_lost or max(committed.values(), default=1) == 1
+        failed = Counter(record.version for record in records if record.version in self.world.aborted)
+        assert self.world.log_lost or max(failed.values(), default=1) == 1
 
     @invariant()
     def nobody_takes_the_number_of_a_publish_under_way(self) -> None:

@@ -207,6 +207,7 @@ def fed() -> Metrics:
     tally.count(CaughtUp("policy", 7, (), 10, {"rollout/1": 10}))
     tally.count(ReplicaLoaded("policy", "rollout", 0, 7, 0.25))
     tally.count(ReplicaLoaded("policy", "rollout", 1, 0))
+    tally.count(ReplicaLoaded("policy", "rollout", 0, 7))  # by the next coordinator
     tally.count(OperationEnded("policy", "all_reduce", "ok", 0.5))
     tally.count(OperationEnded("policy", "all_reduce", "DeadlineExceeded", 9.5))
     tally.count(Retried("policy", "lost"))

@@ -15,9 +15,11 @@ from replicas.core.base.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import GroupShape
 from replicas.core.moving.links import DOUBT
-from replicas.core.versions.catch_up import RETRY
+from replicas.core.versions.catch_up import REACH_S
 from tests.support.channel_world import NBYTES, SimMember, World, channel_config
 
+CAUGHT_UP_S = 6.0
+"""After its link works again a member has the newest version."""
 TRAINER, NEAR, FAR = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 PARTS = [
     PartManifest((TensorSpec("weight", "float32", (4,)),), (), (Piece(0, (2 * rank,), (2,), 0),)) for rank in range(2)
@@ -100,10 +102,33 @@ def test_who_cannot_be_reached_is_left_out_by_name_and_caught_up_when_the_link_i
     latest = max(near.held)
     assert latest not in far.held
     world.cuts.clear()
-    world.advance(RETRY.max_s + 1.0)
+    world.advance(CAUGHT_UP_S)
     assert latest in far.held
     world.advance(1.0)
     assert members(publish(world, trainer)[1]) == ["rollout/0/0", "rollout/1/0"]
+
+
+@pytest.mark.parametrize("connect_s", [0.0, 4.5])
+@pytest.mark.parametrize("cut_s", [60.0, 61.5, 63.0, 64.5, 300.0])
+def test_who_was_cut_off_for_long_is_caught_up_soon_after_its_link_works(cut_s: float, connect_s: float) -> None:
+    """And meanwhile is asked little, and delays nobody."""
+    world, trainer, near, far = three_hosts()
+    world.connect_s = connect_s
+    world.cuts |= {frozenset((TRAINER, FAR)), frozenset((NEAR, FAR))}
+    publish(world, trainer)
+    before = len(far.seen)
+    world.advance(cut_s)
+    assert not far.held
+    tries = sum(isinstance(one, wire.TransferOffer) for one in far.seen[before:])
+    assert 1 <= tries <= cut_s / REACH_S + 3
+    joiner = world.join("rollout/2/0", machine="d", address="10.0.0.4")
+    world.advance(1.0)
+    assert joiner.held == near.held
+    world.cuts.clear()
+    world.advance(CAUGHT_UP_S)
+    assert far.held == near.held
+    world.advance(1.0)
+    assert len(members(publish(world, trainer)[1])) == 3
 
 
 def test_the_only_link_of_a_source_fails_the_publish_soon_and_names_its_ends() -> None:

@@ -8,6 +8,7 @@ import xxhash
 
 from replicas import messages as wire
 from replicas.config.structs import ChannelRole
+from replicas.core.base.effects import SyncEnded
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import MANIFEST, SimMember, World, channel_config, peer_config
@@ -25,6 +26,12 @@ def publish(world: World, trainer: SimMember) -> int:
     number = trainer.publish()
     trainer.pack(number)
     return number
+
+
+def ends(world: World) -> list[tuple[int, str]]:
+    """What was told of publishes, by each coordinator of the world."""
+    records = [event.record for event in world.events if isinstance(event, SyncEnded)]
+    return [(record.version, record.outcome) for record in records]
 
 
 def load_all(world: World, *targets: SimMember) -> None:
@@ -93,15 +100,24 @@ def test_a_publish_goes_on_under_its_number(keep_log: bool) -> None:
     assert target.held >= {2}
 
 
-def test_a_publish_that_was_decided_gets_its_receipt() -> None:
+def decided_unheard(world: World, trainer: SimMember, version: int = 1) -> None:
+    """It is decided, and all have heard of that but its source."""
+    targets = [sim for sim in world.members.values() if sim is not trainer]
+    while len(world.decisions) < version:
+        others = (world.up(sim) or sim.pull_on() or world.down(sim) for sim in targets)
+        assert world.up(trainer) or any(others) or world.down(trainer)
+    world.run(frozen=(trainer,))
+
+
+@pytest.mark.parametrize("keep_log", [True, False])
+def test_a_publish_that_was_decided_gets_its_receipt(keep_log: bool) -> None:
+    """And its end is told once, by who decided it."""
     world, (trainer, target) = world_of("trainer/0/0", "rollout/0/0")
     number = publish(world, trainer)
-    while not world.decisions:
-        assert world.up(trainer) or world.up(target) or target.pull_on() or world.down(target) or world.down(trainer)
-    world.run(frozen=(trainer,))
+    decided_unheard(world, trainer)
     assert [decision.version for decision in world.decisions] == [1]
     assert number not in trainer.verdicts
-    for sim in world.restart():
+    for sim in world.restart(keep_log=keep_log):
         world.rejoin(sim)
     world.advance(WINDOW_S)
     receipt = trainer.verdicts[number].receipt
@@ -109,6 +125,42 @@ def test_a_publish_that_was_decided_gets_its_receipt() -> None:
     assert (receipt.version, receipt.members) == (1, (target.member,))
     assert trainer.commits == [1]
     assert [decision.version for decision in world.decisions] == [1]
+    assert ends(world) == [(1, "committed")]
+    assert world.tally.syncs == {"policy": {"committed": 1}}
+
+
+def test_a_commit_that_was_recorded_and_not_told_is_told_by_the_next_coordinator() -> None:
+    """The one before was killed in between. Its events say so."""
+    world, (trainer, _) = world_of("trainer/0/0", "rollout/0/0")
+    publish(world, trainer)
+    world.run()
+    publish(world, trainer)
+    decided_unheard(world, trainer, 2)
+    assert ends(world) == [(1, "committed"), (2, "committed")]
+    world.events.clear()
+    del world.tally.commits["policy"][1:]
+    sims = world.restart()
+    world.expect()
+    for sim in sims:
+        world.rejoin(sim)
+    world.advance(WINDOW_S)
+    assert trainer.verdicts[2].receipt is not None
+    assert ends(world) == [(2, "committed")]
+
+
+def test_a_commit_of_long_ago_whose_source_has_not_heard_of_it_is_not_told_as_a_failure() -> None:
+    world, (trainer, other, _) = world_of("trainer/0/0", "trainer/1/0", "rollout/0/0")
+    publish(world, trainer)
+    decided_unheard(world, trainer)
+    publish(world, other)
+    world.run(frozen=(trainer,))
+    sims = world.restart()
+    world.expect()
+    for sim in sims:
+        world.rejoin(sim)
+    world.advance(WINDOW_S)
+    assert trainer.verdicts.keys() == {1}
+    assert ends(world) == [(1, "committed"), (2, "committed")]
 
 
 def prepared_by_all(world: World, trainer: SimMember, targets: list[SimMember]) -> None:
@@ -135,6 +187,11 @@ def test_a_version_that_all_targets_hold_is_committed_when_its_source_is_gone() 
     assert [decision.version for decision in world.decisions] == [1]
     load_all(world, *targets)
     assert [target.granted for target in targets] == [[1], [1]]
+    assert ends(world) == []
+    world.rejoin(trainer)
+    world.advance(1.0)
+    assert trainer.verdicts[1].receipt is not None
+    assert ends(world) == [(1, "committed")], "nobody has told it before"
 
 
 def test_a_version_that_not_all_hold_is_discarded_and_its_number_is_not_used_again() -> None:
@@ -201,6 +258,22 @@ def test_a_replica_that_was_loading_stays_in_step() -> None:
     assert ranks[1].granted == [1]
     world.run()
     assert ranks[0].granted == [1, 2]
+
+
+def test_a_load_is_counted_once() -> None:
+    world, (trainer, target) = world_of("trainer/0/0", "rollout/0/0")
+    target.loads = False
+    publish(world, trainer)
+    world.run()
+    load_all(world, target)
+    target.outbox.append(wire.Loaded(target.unlooked, 0.25))
+    world.run()
+    for sim in world.restart():
+        world.rejoin(sim)
+    world.advance(WINDOW_S)
+    assert world.state.rounds.of("rollout", 0).loaded == 1
+    loads = world.tally.loads["policy"]["rollout"]
+    assert (sum(loads.counts), loads.total_s) == (1, 0.25)
 
 
 def test_a_second_restart_changes_nothing() -> None:
@@ -327,6 +400,7 @@ def test_a_version_that_had_failed_is_not_published_again_by_a_source_that_has_n
     assert (error.kind, error.phase) == ("SyncError", "commit")
     assert world.decisions == []
     assert all(target.held == set() for target in targets)
+    assert ends(world) == [(1, "deadline_exceeded")], "by who decided it"
 
 
 def test_what_failed_to_pack_while_members_came_back_is_told_when_it_has_its_number() -> None:
