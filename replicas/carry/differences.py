@@ -64,7 +64,9 @@ class Deltas:
     def of(self, number: int) -> bytes | None:
         """The delta of a block that is here; None: it is to be sent as bytes."""
         with self._changed:
-            self._changed.wait_for(lambda: number not in self._making and len(self._making) < AT_ONCE)
+            self._changed.wait_for(
+                lambda: number in self._known or (number not in self._making and len(self._making) < AT_ONCE)
+            )
             pair = None if number in self._known else self._pair(number)
             if pair is not None:
                 self._making.add(number)

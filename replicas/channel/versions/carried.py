@@ -181,16 +181,15 @@ class Transfer:
         if base is not None and base.data.numel() != nbytes:
             hub.arena.unpin(base)
             base = None
-        self.base = base
         if base is None or not base.buffer.device:
+            self.base = base
             return None if base is None else base.buffer
-        try:
+        try:  # this pin is ours alone: a slot that is wanted meanwhile waits for the copy
             self._copied = await scratch_memory(hub, base.version, nbytes)
             await asyncio.to_thread(take_out, base, self._copied.readable(), hub.device)
         except errors.NoCapacity:  # then all comes as bytes
             return None
         finally:
-            self.base = None
             hub.arena.unpin(base)
         return self._copied
 
