@@ -13,10 +13,10 @@ Theory of operation
 ===================
 
 The *follower* (:func:`replicas.engine.follow`) is rank 0 of the server's replica, and
-the server's workers are its other ranks (:mod:`replicas.integrations.vllm_engine`). So
-a version counts as loaded when every worker has it and the server answers with it
-again; a worker, an engine or a follower that dies, or is stopped, is a rank that is
-lost. A channel of LoRA adapters has the follower alone as a member. All processes of a
+the server's workers are its other ranks
+(:mod:`replicas.integrations.vllm_worker.engine`). So a version counts as loaded when
+every worker has it and the server answers with it again; a worker, an engine or a
+follower that dies, or is stopped, is a rank that is lost. A channel of LoRA adapters has the follower alone as a member. All processes of a
 server that ``serve`` has started die with the follower.
 """
 
@@ -76,7 +76,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # it is known already: plugins are loaded more than once
-        WeightTransferEngineFactory.register_engine(BACKEND, "replicas.integrations.vllm_engine", "ReplicasEngine")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "replicas.integrations.vllm_worker.engine", "ReplicasEngine"
+        )
     if GATE in os.environ:
         _end_with(owner_of(os.environ[GATE]))
 

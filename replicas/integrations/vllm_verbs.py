@@ -1,8 +1,8 @@
 """vLLM's verbs: the HTTP routes by which a released server loads versions.
 
 Its workers are ranks of the server's replica, and receive on their own
-(:mod:`replicas.integrations.vllm_engine`); a request tells them which version. Its
-``/health`` is answered by its API process, also when its engine is frozen;
+(:mod:`replicas.integrations.vllm_worker.engine`); a request tells them which version.
+Its ``/health`` is answered by its API process, also when its engine is frozen;
 ``/is_paused`` is answered by the engine, but only between two steps. A first request
 that asks for log-probabilities makes vLLM compile, for a minute on a busy machine: it
 gets one before its gate opens.
