@@ -2,7 +2,7 @@
 
 ``python -m replicas.supervisor CONFIG`` is ``replicas run CONFIG``. Exit codes:
 :mod:`replicas.control.exit_codes`. Answers go to stdout, everything else to stderr.
-Only ``run`` starts a supervisor, and no command imports torch.
+Only ``run`` starts a supervisor, and only ``get``, ``put`` and ``verify`` import torch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from replicas.cli.order_commands import detach, drain, reload, reset_failed, res
 from replicas.cli.ray_command import ray
 from replicas.cli.slurm import slurm
 from replicas.cli.token_command import token
+from replicas.cli.version_commands import get, put, verify
 from replicas.common.foreign import lines
 from replicas.config.file import load
 from replicas.config.structs import Config
@@ -124,6 +125,7 @@ def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (run, check, agent, slurm, ray),
     "Look": (status, logs, events, stacks, wait, doctor),
+    "Versions": (get, put, verify),
     "Change": (scale, restart, drain, detach, reset_failed, reload, token),
 }
 """In the order of ``--help``."""

@@ -46,9 +46,9 @@ WAYS = {
     "coordinator": {*BOTTOM, "trust", "config", "core", "memory", "telemetry"},
     "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator"},
     "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "coordinator", "control"},
-    "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor"},
+    "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor", "sources"},
     "testing": {"common", "messages", "config", "channel", "coordinator"},
-    "sources": set(),
+    "sources": {"core", "weights"},
     "integrations": {"common", "linux", "trust", "config", "core", "telemetry", "supervisor", "cli", "sources"},
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
