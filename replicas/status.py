@@ -147,7 +147,10 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``step``: ``meta["step"]`` of the newest version, if its publisher gave one.
     ``step_before``: the higher one that an earlier version had; None: they have grown.
     ``committed_at``: when it was committed, in seconds since 1970; None: it is not
-    known. ``version_nbytes``: its size. ``slots``: slots of each member.
+    known. ``version_nbytes``: its size. ``slots``: slots of each member. ``served``:
+    how many ready replicas serve each version. ``mixed_since``: since when they have
+    served different ones, as ``committed_at``; None: they serve one, or none.
+    ``adopt_together``: as in the config.
     """
 
     name: str
@@ -166,6 +169,9 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     committed_at: float | None = None
     version_nbytes: int = 0
     slots: int = 0
+    served: dict[int, int] = {}
+    mixed_since: float | None = None
+    adopt_together: bool = False
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,4 +49,5 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         step=number_in(meta, "step"),
         step_before=None if fell is None else fell.before,
         slots=channel.config.slots,
+        adopt_together=channel.config.adopt_together,
     )
