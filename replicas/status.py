@@ -150,7 +150,8 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     known. ``version_nbytes``: its size. ``slots``: slots of each member. ``served``:
     how many ready replicas serve each version. ``mixed_since``: since when they have
     served different ones, as ``committed_at``; None: they serve one, or none.
-    ``adopt_together``: as in the config.
+    ``adopt_together``: as in the config. ``sources``, ``targets``, ``peers``: groups
+    that have these roles.
     """
 
     name: str
@@ -172,6 +173,9 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     served: dict[int, int] = {}
     mixed_since: float | None = None
     adopt_together: bool = False
+    sources: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):

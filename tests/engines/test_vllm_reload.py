@@ -1,6 +1,6 @@
 """What a released vLLM's worker loads: a whole version or nothing of it, by name.
 
-Covers: integrations/vllm_reload.py.
+Covers: integrations/vllm_worker/reload.py.
 """
 
 from __future__ import annotations

@@ -146,6 +146,8 @@ class FakeEngine(ThreadingHTTPServer):
                 return {}
             case "/version":
                 return {"version": self.release}
+            case "/weight_info":
+                return {"weight_version": self.version}
             case "/get_world_size":
                 return {"world_size": self.count}
             case "/init_weight_transfer_engine":

@@ -24,7 +24,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 from replicas import errors
-from replicas.integrations.vllm_engine import _without_reset
+from replicas.integrations.vllm_worker.engine import _without_reset
 
 IDS = [5, 77, 13, 200, 9, 42, 7]
 CONFIG = Qwen3MoeConfig(

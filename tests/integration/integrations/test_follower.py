@@ -2,7 +2,8 @@
 
 (The released vLLM: ``make test-engines``.)
 
-Covers: integrations/follower.py.
+Covers: engine/following.py, engine/protocol.py, integrations/http_engine.py,
+integrations/vllm_verbs.py, integrations/vllm_adapters.py.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from safetensors.torch import load_file
 
 import replicas
 from replicas import errors
-from replicas.integrations import engine_health, engine_server, follower
+from replicas.engine import following as loop
+from replicas.integrations import engine_health, engine_server, http_engine
 from replicas.integrations.engine_health import Spent
 from replicas.integrations.vllm import follow
+from replicas.integrations.vllm_verbs import VllmServer
 from replicas.linux.processes import start_time
 from tests.support.channels import POLICY, ChannelWorld, channel_world
 from tests.support.engines import FakeEngine
@@ -191,9 +194,9 @@ async def test_a_version_is_not_refused_when_a_call_is_not_answered_in_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lora: bool, call: str
 ) -> None:
     monkeypatch.setattr(engine_health, "EVERY_S", 600.0)  # so the call itself is the first to notice
-    monkeypatch.setattr(follower, "USUAL_LOAD_MIN_S", 0.5)
-    monkeypatch.setattr(follower, "USUAL_LOADS", 1)
-    monkeypatch.setattr(follower, "BACKSTOP_S", 0.0)
+    monkeypatch.setattr(loop, "USUAL_LOAD_MIN_S", 0.5)
+    monkeypatch.setattr(loop, "USUAL_LOADS", 1)
+    monkeypatch.setattr(http_engine, "BACKSTOP_S", 0.0)
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
         async with FakeEngine() as engine, following(world, engine, lora=lora, engine_timeout=2.0) as task:
@@ -256,8 +259,8 @@ async def test_a_follower_that_was_replaced_ends_the_update_that_the_first_left_
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_server, "ASK_TIMEOUT_S", 0.3)
     monkeypatch.setattr(engine_health, "EVERY_S", 0.1)
-    monkeypatch.setattr(follower, "WATCHED", {"/health": 1.0, "/is_paused": 1.0})
-    monkeypatch.setattr(follower, "serving_process", lambda port: None)  # it is this one, which is at work
+    monkeypatch.setattr(VllmServer, "watched", {"/health": 1.0, "/is_paused": 1.0})
+    monkeypatch.setattr(engine_health, "serving_process", lambda port: None)  # it is this one, which is at work
 
 
 @pytest.mark.usefixtures("impatient")
@@ -292,8 +295,8 @@ async def test_an_engine_that_is_frozen_behind_a_healthy_server_is_given_up() ->
 async def test_an_engine_that_freezes_in_a_load_misses_the_loads_deadline(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(follower, "USUAL_LOAD_MIN_S", 0.5)
-    monkeypatch.setattr(follower, "USUAL_LOADS", 1)
+    monkeypatch.setattr(loop, "USUAL_LOAD_MIN_S", 0.5)
+    monkeypatch.setattr(loop, "USUAL_LOADS", 1)
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
         async with FakeEngine() as engine, following(world, engine, engine_timeout=1.0) as task:
@@ -308,15 +311,15 @@ async def test_an_engine_that_freezes_in_a_load_misses_the_loads_deadline(
 @pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_is_at_work_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles within a step, in which it answers nothing."""
-    monkeypatch.setattr(follower, "serving_process", lambda port: os.getpid())
-    monkeypatch.setattr(follower, "processor_time", lambda pid: Spent(0.0, time.monotonic()))
+    monkeypatch.setattr(engine_health, "serving_process", lambda port: os.getpid())
+    monkeypatch.setattr(engine_health, "processor_time", lambda pid: Spent(0.0, time.monotonic()))
     async with channel_world(POLICY) as world:
         trainer = await world.join("trainer")
         async with FakeEngine() as engine, following(world, engine) as task:
             await publish(trainer, 1)
             await served(engine, 1)
             engine.engine_answers.clear()
-            await asyncio.wait([task], timeout=4 * follower.WATCHED["/is_paused"])
+            await asyncio.wait([task], timeout=4 * VllmServer.watched["/is_paused"])
             assert not task.done()
             engine.engine_answers.set()
             await publish(trainer, 2)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 import replicas
-from replicas import status, testing
+from replicas import engine, status, testing
 from tests.support.reference.events import parts, struct
 from tests.support.reference.source import attributes
 from tests.support.reference.text import markdown
@@ -47,6 +47,14 @@ def body() -> str:
             intro,
             "## `replicas`",
             *(_entry(name, value) for name, value in public().items()),
+            "## `replicas.engine`",
+            markdown(engine.__doc__),
+            *(
+                _entry(name, getattr(engine, name))
+                for name in engine.__all__
+                if isinstance(getattr(engine, name), type)
+            ),
+            _entry("follow", engine.follow),
             "## `replicas.testing`",
             markdown(testing.__doc__),
             *(_entry(name, getattr(testing, name)) for name in testing.__all__),

@@ -46,17 +46,33 @@ WAYS = {
     "coordinator": {*BOTTOM, "trust", "config", "core", "memory", "telemetry"},
     "control": {*BOTTOM, "trust", "core", "telemetry", "coordinator"},
     "supervisor": {*BOTTOM, "trust", "config", "core", "telemetry", "coordinator", "control"},
-    "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor"},
-    "testing": {"common", "messages", "config", "channel", "coordinator"},
-    "sources": set(),
-    "integrations": {"common", "linux", "trust", "config", "core", "telemetry", "supervisor", "cli", "sources"},
+    "cli": {*BOTTOM, "trust", "config", "core", "telemetry", "control", "supervisor", "sources"},
+    "engine": {"channel"},
+    "testing": {"common", "messages", "config", "channel", "coordinator", "engine"},
+    "sources": {"core", "weights"},
+    "integrations": {
+        *(
+            "common",
+            "linux",
+            "trust",
+            "config",
+            "core",
+            "telemetry",
+            "supervisor",
+            "cli",
+            "sources",
+            "channel",
+            "engine",
+        )
+    },
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 36_700
+CODE_LINES_MAX = 36_940
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
-the default, lanes for weights in host memory go."""
+the default, lanes for weights in host memory go. The loop of engines, 235, has come
+from the integrations, where lines are not counted."""
 LINES_MAX = 450
 LONG = {
     "core/moving/transfer.py": 797,
@@ -137,11 +153,13 @@ WAITS_WITHOUT_LIMIT = {
 WAITS = {"wait", "join", "result", "get", "acquire", "_wait_ended", "wait_ended", "wait_for_session"}
 LOGGERS_OF_THE_PROGRAM = (
     "common/logs.py",
+    "engine/following.py",
     "supervisor/console.py",
     "supervisor/agent/local.py",
     "supervisor/agent/remote.py",
 )
-"""They set logging up in programs of ours, or hand records over."""
+"""They set logging up in programs of ours, hand records over, or log on the thread of
+their caller."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,13 +15,14 @@ host and holds it until its model is whole: nothing writes to the slot meanwhile
 A worker reports *loaded* when vLLM has finished its layerwise reload. A version whose
 manifest is not known to fit is tried first, on all workers: one that does not fit is
 *refused*, and the server goes on with the version that it has
-(:mod:`replicas.integrations.vllm_reload`). A load that fails half-way is not reported
-at once: the follower asks once more for the same version, of which the worker still
+(:mod:`replicas.integrations.vllm_worker.reload`). A load that fails half-way is not
+reported at once: the follower asks once more for the same version, of which the worker still
 holds the bytes. Until a load has succeeded the model is a mixture of two versions, so
 the follower keeps the server from answering.
 
 With ``patches``, versions after the first are written in place where that is proven to
-be right (:mod:`replicas.integrations.vllm_patches`); all else is loaded as above.
+be right (:mod:`replicas.integrations.vllm_worker.patches`); all else is loaded as
+above.
 
 Nothing that was computed with old weights may be served: servers with memories that
 cannot be cleared (draft models, stores of keys and values) are refused at the start.
@@ -43,8 +44,8 @@ from vllm.distributed.weight_transfer.base import (
 
 import replicas
 from replicas import errors
-from replicas.integrations.vllm_patches import EnginePatches
-from replicas.integrations.vllm_reload import EngineReload
+from replicas.integrations.vllm_worker.patches import EnginePatches
+from replicas.integrations.vllm_worker.reload import EngineReload
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
